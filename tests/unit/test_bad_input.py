@@ -19,7 +19,8 @@ from recipes.core.launch import batch, cli, local
 from recipes.core.run import entry, source
 from tests.helpers import ROOT
 
-# Files in the current folder of the commands. tests/faults/test_fuzz.py has more.
+ALIASES = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefghij", "bcdefghijk", strict=True))
+# Files in the current folder of the commands.
 FILES: dict[str, bytes] = {
     "list.yaml": b"- epochs\n- lr\n",
     "nested.yaml": b"optimizer:\n  name: sgd\n",
@@ -31,6 +32,13 @@ FILES: dict[str, bytes] = {
     "newline.yaml": b'partition: "a\\n#SBATCH --exclusive"\n',
     "again.yaml": b"config: other.yaml\n",
     "python.yaml": b"epochs: !!python/object/apply:os.system ['touch canary']\n",
+    "documents.yaml": b"--- a\n--- b",
+    "unhashable.yaml": b"? [a]\n: 1",
+    "tag.yaml": b"!<%zz> 1",
+    "version.yaml": b"%YAML " + b"9" * 5000 + b".1\n---\na: 1",
+    "escape.yaml": b'epochs: "\\UFFFFFFFF"',
+    "deep.yaml": b"[" * 500,
+    "aliases.yaml": f"partition: [&a [x], {ALIASES}]".encode(),  # written out, 9^11 entries
     "large.yaml": b"# " + b"x" * 70_000,
     "shell.env": b"NCCL_DEBUG=$(touch canary)\n",
 }
@@ -43,6 +51,7 @@ KEYS: tuple[str, ...] = (
     "compile=maybe", "optimizer=adam", "backend=nccl",  # types and ranges
     "dataset=minst", "variant=nosuch", "data_dir=a\nb", "data_dir=\udcff", "data_dir=a\u2028b", "data_dir=~nosuchuser/x",
     "resume=", "epochs=${oc.env:NO_SUCH_VARIABLE}", "epochs=" + "${a:[" * 300,
+    "epochs=${oc.env:\x00}", "epochs=" + "[[" * 800, "dataset=\x85", "dataset=\u202e",
     "network=nosuch", "network=./nosuch.env", "network=shell.env", "config=nosuch.yaml", "config=.", "config=/dev/zero",
     *(f"config={name}" for name in FILES if name.endswith(".yaml") and name not in ("job.yaml", "newline.yaml")),
 )  # fmt: skip

@@ -78,7 +78,6 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND", "SLURM_GPU", "SLURM_TRES"))}
 
 
-# tests/faults/test_fuzz.py has more profiles.
 PROFILES = {
     "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4": [
         "gcc/12",
