@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from _pytest.terminal import TerminalReporter
 
 from tests import guardian, helpers
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
@@ -56,13 +52,3 @@ def pytest_runtest_makereport(
     elif call.when == "call" and report.failed:
         report.sections += [(f"output of {command}", text) for command, text in helpers.unread()]
     return report
-
-
-def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
-    """What tests have measured beside their bounds (record_property), a line each: a bound alone does not tell how near it was."""
-    passed = terminalreporter.stats.get("passed", [])
-    lines = [f"{name}: {value}" for report in passed for name, value in report.user_properties]
-    if lines:
-        terminalreporter.section("figures")
-        for line in sorted(lines):
-            terminalreporter.write_line(line)

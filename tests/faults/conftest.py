@@ -18,7 +18,6 @@ from tests import forked, helpers
 
 HERE = Path(__file__).parent
 Started = subprocess.Popen[str] | forked.Process
-Recorded = Callable[[str, object], None]  # pytest's record_property
 Start = Callable[..., Started]  # see `start`
 ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5")
 
