@@ -103,7 +103,7 @@ def test_files_do_not_import_each_other_in_a_circle() -> None:
 LOGIN = """
 import sys
 def check(what):
-    heavy = sorted({"torch", "torchvision", "numpy", "sklearn"} & set(sys.modules))
+    heavy = sorted({"torch", "torchvision", "numpy", "sklearn", "PIL"} & set(sys.modules))
     assert not heavy, f"{what} loads {heavy}"
 import launch
 assert launch.main(["recipe=mnist", "launcher=print", "nodes=2"]) == 0; check("launch.py")
@@ -114,6 +114,7 @@ import submitit; check("submitting")
 from recipes import report
 assert report.main(["--help"]) == 0; check("report")
 import recipes.doctor; check("doctor explain")
+import recipes.prepare; check("prepare")
 """
 
 

@@ -201,8 +201,3 @@ def test_every_random_state_is_restored() -> None:
     draw()
     checkpoint.set_rng_state(states, CPU)
     assert draw() == drawn
-
-
-def test_a_checkpoint_is_read_by_its_path_as_text(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot be read \(No such file"):
-        checkpoint.read(f"{tmp_path}/step-00000001.pt")

@@ -329,18 +329,6 @@ def test_an_unreadable_image_is_skipped_named_and_counted(
     assert labels.tolist() == [1, IGNORE]
 
 
-def test_a_deleted_set_ends_the_run(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "copy")
-    source = open_images(tmp_path / "copy", "train")
-    shards = make_loader(source, batch=1, workers=1).epoch(0)
-    next(shards)
-    shutil.rmtree(tmp_path / "copy")
-    with pytest.raises(InputError, match=r"data_dir: 11 of \d\d images of .*copy/train'.*No such file") as caught:
-        list(shards)
-    assert "\n" not in str(caught.value)
-    assert image_threads() == []
-
-
 def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, ends in ((50, True), (200, False)):
         source = Fake(3000)

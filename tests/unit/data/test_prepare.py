@@ -3,8 +3,6 @@ import gzip
 import hashlib
 import random
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 from recipes import prepare
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile
-from tests.helpers import ROOT
 from tests.unit.data.common import not_root
 from tests.unit.data.serving import Answer, Server, content, dropping, serving, status
 
@@ -226,9 +223,3 @@ def test_data_dir_defaults_to_recipes_data(monkeypatch: pytest.MonkeyPatch) -> N
     assert datasets.folder_of("") == Path("data")
     monkeypatch.setenv("RECIPES_DATA", "/elsewhere")
     assert (datasets.folder_of(""), datasets.folder_of("here")) == (Path("/elsewhere"), Path("here"))
-
-
-def test_nothing_heavy_is_imported() -> None:
-    code = "import recipes.prepare, sys; print({'PIL', 'torch', 'numpy', 'submitit'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from recipes.core.config import envfile
 from recipes.core.doctor.variables import problems
@@ -59,16 +57,9 @@ def test_names_that_resemble_a_known_one_are_no_problem() -> None:
     assert problems(dict.fromkeys(valid.split(), "1")) == []
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
-RULED = sorted({name for row in TABLE for name in pairs(row[0])})
-NAMES = st.one_of(st.sampled_from(RULED), st.builds("{}{}".format, st.sampled_from(["", "NCCL_", "FI_"]), TEXT))
-VALUES = st.one_of(TEXT, st.sampled_from(["08", "9" * 5000, "^", "=", ",", "a[1-", "a[0-99999999]", "::1"]))
-
-
-@given(st.dictionaries(NAMES, VALUES, max_size=12))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@example({"NCCL_\n": "1", "NCCL_ALGO": "\x1b[2J"})
-def test_any_environment_gives_lines_and_no_exception(environ: dict[str, str]) -> None:
-    for problem in problems(environ):
+def test_a_name_or_a_value_with_control_characters_gives_printable_lines() -> None:
+    found = problems({"NCCL_\n": "1", "NCCL_ALGO": "\x1b[2J", "NCCL_SOCKET_IFNAME": "9" * 5000})
+    assert found
+    for problem in found:
         texts = (problem.what, problem.fix)
         assert all(text and text.isprintable() and len(text) < 600 for text in texts)
