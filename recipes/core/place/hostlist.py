@@ -13,10 +13,7 @@ MAX_ITEMS = 65_536  # Slurm's MAX_SLURM_NODES; also keeps a malicious list from 
 _NAME = r"[A-Za-z0-9._-]*"
 _RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
 _ITEM = re.compile(rf"{_NAME}(?:\[{_RANGE}(?:,{_RANGE})*\]{_NAME})*")
-_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
-
-_Range = tuple[int, int, int]  # low, high, width
-_Part = str | list[_Range]  # an item is a sequence of parts
+_COUNT = re.compile(r"([1-9][0-9]{0,17})(?:\(x([1-9][0-9]{0,17})\))?")
 
 
 class HostListError(ValueError):
@@ -28,15 +25,19 @@ def expand(text: str) -> list[str]:
 
     Accepts every form of the "Slurm host list" in slurm.conf(5): ranges and lists in brackets, zero padding (the width
     of a range is that of its lower end, as in Slurm), several brackets in a name (the last varies fastest), and also
-    text after the last bracket. Raises HostListError for anything else, and for more than 65,536 hosts, before it
-    creates any host name.
+    text after the last bracket. Raises HostListError for anything else, and for more than 65,536 hosts.
     """
+    items = re.findall(r"(?:[^,\[]|\[[^]]*\])+", text)
+    if ",".join(items) != text:
+        items = [text]  # it has an empty item or an open bracket, and is refused as a whole
+    hosts: list[str] = []
     try:
-        items = [_parse_item(item) for item in _split_outside_brackets(text)]
-        _check_size(sum(map(_size, items)))
+        for item in items or [""]:
+            hosts += _hosts(item)
+            _check_size(len(hosts))
     except HostListError as error:
         raise HostListError(f"host list '{shown(text)}': {error}") from None
-    return [host for item in items for host in map("".join, product(*map(_values, item)))]
+    return hosts
 
 
 def expand_counts(text: str) -> list[int]:
@@ -44,52 +45,43 @@ def expand_counts(text: str) -> list[int]:
 
     Raises HostListError for a malformed text, a count of zero, or more than 65,536 counts.
     """
+    counts: list[int] = []
     try:
-        runs = [_parse_count(item) for item in text.split(",")]
-        _check_size(sum(times for _, times in runs))
+        for item in text.split(","):
+            match = _COUNT.fullmatch(item)
+            if not match:
+                raise HostListError(f"'{shown(item)}' is neither a count nor COUNT(xTIMES)")
+            times = int(match[2] or 1)
+            _check_size(len(counts) + times)
+            counts += [int(match[1])] * times
     except HostListError as error:
         raise HostListError(f"counts '{shown(text)}': {error}") from None
-    return [count for count, times in runs for _ in range(times)]
+    return counts
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    items = re.findall(r"(?:[^,\[]|\[[^]]*\])+", text)
-    # If the text has an empty item or an open bracket, _parse_item refuses the whole of it.
-    return items if items and ",".join(items) == text else [text]
-
-
-def _parse_item(item: str) -> list[_Part]:
+def _hosts(item: str) -> list[str]:
+    """The hosts of one name with any number of brackets."""
     if not item or not _ITEM.fullmatch(item):
         raise HostListError(f"'{shown(item)}' is not a host name with ranges of numbers in brackets")
+    parts: list[list[str]] = []
     # split() with one group alternates: text, content of brackets, text, …
-    pieces = re.split(r"\[([^]]*)\]", item)
-    return [list(map(_parse_range, piece.split(","))) if i % 2 else piece for i, piece in enumerate(pieces)]
+    for index, piece in enumerate(re.split(r"\[([^]]*)\]", item)):
+        parts.append(_numbers(piece) if index % 2 else [piece])
+        _check_size(math.prod(map(len, parts)))
+    return list(map("".join, product(*parts)))
 
 
-def _parse_range(part: str) -> _Range:
-    ends = part.split("-")
-    low, high = int(ends[0]), int(ends[-1])
-    if high < low:
-        raise HostListError(f"the range {part} runs backwards")
-    return low, high, len(ends[0])
-
-
-def _parse_count(item: str) -> tuple[int, int]:
-    match = _COUNT.fullmatch(item)
-    count, times = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
-    if not count or not times:
-        raise HostListError(f"'{shown(item)}' is neither a count nor COUNT(xTIMES)")
-    return count, times
-
-
-def _size(item: list[_Part]) -> int:
-    return math.prod(sum(high - low + 1 for low, high, _ in part) for part in item if not isinstance(part, str))
-
-
-def _values(part: _Part) -> list[str]:
-    if isinstance(part, str):
-        return [part]
-    return [f"{n:0{width}d}" for low, high, width in part for n in range(low, high + 1)]
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of `008-011,3`, which is the content of brackets."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        numbers = range(int(low), int(high or low) + 1)
+        if not numbers:
+            raise HostListError(f"the range {part} runs backwards")
+        _check_size(len(found) + len(numbers))
+        found += [f"{n:0{len(low)}d}" for n in numbers]
+    return found
 
 
 def _check_size(size: int) -> None:
