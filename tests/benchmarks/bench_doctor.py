@@ -54,7 +54,7 @@ def microseconds(nodes: int) -> float:
 
 def examination(nodes: int, texts: list[str]) -> float:
     """CPU seconds of what `examine.run` does on the first node after its own checks, without the bandwidth test."""
-    info = RankInfo(0, 0, 0, nodes, 1, nodes, "node0", 29400, hosts(nodes), False, "1", 0)
+    info = RankInfo(0, 0, 0, nodes, 1, nodes, hosts(nodes), "node0", 29400, False, "1", 0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir, contextlib.redirect_stdout(io.StringIO()) as out:
         plan = examine.Plan(Path(run_dir))
         reports = Reports(Path(run_dir, "reports"), 0)

@@ -27,24 +27,15 @@ from recipes.core.place.slurm_step import (
 
 
 @dataclass(frozen=True)
-class RankInfo:
+class RankInfo(Layout):
     """The place of a process among all processes of a run."""
 
-    rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    local_world_size: int  # number of ranks on this node; nodes may have different numbers
-    num_nodes: int
     master_addr: str  # "" for one process that needs no rendezvous
     master_port: int  # 0 for one process that needs no rendezvous
-    nodes: tuple[str, ...]  # host names in order of node_rank; () if unknown
     in_slurm: bool  # inside a Slurm job, with any launcher
     run_id: str | None  # "<job>" or "<array>_<task>", with ".<step>" for steps after the first; None outside Slurm
     restart_count: int  # number of earlier attempts of this job
 
-
-_SINGLE = Layout(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, num_nodes=1)
 
 # Names of torchrun's variables with those of Open MPI (docs.open-mpi.org, "Environment variables set for MPI applications").
 _OPEN_MPI = {
@@ -128,7 +119,7 @@ def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int) -
             )
         node_rank, num_nodes = rank // local_size, world_size // local_size
         require_equal(environ, "GROUP_WORLD_SIZE", num_nodes)
-    return Layout(rank, local_rank, node_rank, world_size, local_size, num_nodes)
+    return Layout(rank, local_rank, node_rank, world_size, local_size, num_nodes, nodes=())
 
 
 def _of_open_mpi(environ: Environ) -> Environ:
@@ -158,7 +149,8 @@ def _alone(environ: Environ) -> RankInfo:
             f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
             "join it: put `srun` in front of the command"
         )
-    return _info(environ, _SINGLE)
+    single = Layout(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, num_nodes=1, nodes=())
+    return _info(environ, single)
 
 
 def _info(environ: Environ, layout: Layout, default_addr: str = "", default_port: int = 0) -> RankInfo:

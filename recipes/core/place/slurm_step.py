@@ -23,15 +23,15 @@ FIX_SLURM = "start the ranks with srun, and unset SLURM_* variables that an oute
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of a rank, and of its node, in a run. nodes: host names in the order of ``node_rank``; () if unknown."""
+    """The number of a rank, and of its node, in a run."""
 
     rank: int
     local_rank: int
     node_rank: int
     world_size: int
-    local_world_size: int
+    local_world_size: int  # number of ranks on this node; nodes may have different numbers
     num_nodes: int
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...]  # host names in order of node_rank; () if unknown
 
 
 def in_step(environ: Environ) -> bool:

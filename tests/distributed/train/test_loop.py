@@ -235,7 +235,7 @@ def test_the_rank_that_is_behind_is_named(
     monkeypatch.setattr(worlds, "PULSE_S", 0.1)
     answers = [[" ".join(map(str, of)).encode() for of in told] for told in (first, second)]
     store: Any = SimpleNamespace(multi_get=lambda names: answers.pop(0))
-    info = RankInfo(0, 0, 0, 3, 3, 1, "127.0.0.1", 1, (), False, None, 0)
+    info = RankInfo(0, 0, 0, 3, 3, 1, (), "127.0.0.1", 1, False, None, 0)
     pulse = watchdog.Pulse()
     pulse.beat(watchdog.WAITING, 7)
     world = worlds.World(info, torch.device("cpu"), "gloo", ("a", "b", "c"), store, pulse=pulse)
@@ -452,7 +452,7 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(mo
     )
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
     for rank in (0, 1):
-        info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, (), True, "7.1", 2)
+        info = RankInfo(rank, rank, 0, 2, 2, 1, (), "127.0.0.1", 1, True, "7.1", 2)
         rendezvous._meet(info, "gloo", 40.0)
     assert given == [40, 30]  # rank 1 ends first, and reports why
     assert store.timeout == worlds.TORCH_TIMEOUT  # torch counts the time in which a job is suspended

@@ -38,7 +38,7 @@ def info(
     """rank, local and node as in 2/3: number 2 of 3."""
     (r, world), (lr, local_size), (n, num_nodes) = (map(int, pair.split("/")) for pair in (rank, local, node))
     return RankInfo(
-        r, lr, n, world, local_size, num_nodes, addr, port, tuple(nodes.split()), in_slurm, run_id, restarts
+        r, lr, n, world, local_size, num_nodes, tuple(nodes.split()), addr, port, in_slurm, run_id, restarts
     )
 
 
