@@ -72,7 +72,7 @@ def run(plan: Plan, info: RankInfo) -> int:
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * plan.seconds)
     reports.write(mine, Stage.examined)
     if info.node_rank == 0:
-        with reach.listener() as listener:
+        with network.listener() as listener:
             others = reports.collect(range(info.num_nodes), Stage.examined, at(GO))
             mine["measure"] = _members(others, info, listener.getsockname()[1])
             reports.write(mine, Stage.ready)

@@ -1,12 +1,14 @@
 """Checks whether this node reaches others over TCP, as the ranks will: a small server on each node, and probes of it.
 
-Standard library only. A node probes a fixed number of others (`peers`), so its cost is the same in a job of any size.
+A node probes a fixed number of others (`peers`), so its cost is the same in a job of any size.
 """
 
 import contextlib
 import socket
 import threading
 from dataclasses import dataclass
+
+from recipes.core.place import network
 
 LARGE = 256 << 10  # bytes: many full packets
 QUIET_S = 20.0  # after which the server closes a silent connection
@@ -32,7 +34,7 @@ def peers(node_rank: int, num_nodes: int) -> list[int]:
 
 def serve() -> int:
     """Answers each connection with the bytes that it has sent, until this process ends. Returns the port. Raises OSError."""
-    listening = listener()
+    listening = network.listener()
 
     def accept() -> None:
         while True:
@@ -41,13 +43,6 @@ def serve() -> int:
 
     threading.Thread(target=accept, daemon=True).start()
     return int(listening.getsockname()[1])
-
-
-def listener() -> socket.socket:
-    """A socket on a free port, for IPv6 and IPv4 where the machine has both, as TCPStore's is. Raises OSError."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
 
 
 def _answer(connection: socket.socket) -> None:

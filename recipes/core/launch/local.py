@@ -15,7 +15,7 @@ from typing import TypeAlias
 from recipes.core import errors
 from recipes.core.errors import Kind, MachineError
 from recipes.core.files import ROOT
-from recipes.core.place import processes
+from recipes.core.place import network, processes
 from recipes.core.run import attempt as attempts
 from recipes.core.run import judge, signals
 from recipes.core.run.attempt import Attempt
@@ -30,29 +30,20 @@ Rank: TypeAlias = "subprocess.Popen[bytes]"
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks of each machine, the index of this machine, and the address of rank 0.
+    """The ranks of each machine, and the address of rank 0."""
 
-    A port of 0 means any free port, for ranks on this machine only.
-    """
-
-    ranks: tuple[int, ...]
-    node_rank: int = 0
+    ranks: tuple[int, ...]  # their number on each machine
+    node_rank: int = 0  # index of this machine
     master_addr: str = "127.0.0.1"
-    master_port: int = 0
+    master_port: int = 0  # 0: any free port, for ranks on this machine only
 
 
 def listen(layout: Layout) -> socket.socket:
-    """The socket on which rank 0 accepts its peers.
-
-    It is bound before any rank starts, so that no two runs can get the same port. Raises MachineError if the port is
-    already in use.
-    """
-    alone = layout.master_port == 0
+    """The socket on which rank 0 accepts its peers, bound before any rank starts: no two runs get the same port. Raises MachineError."""
     try:
-        if alone or not socket.has_dualstack_ipv6():
-            family = socket.AF_INET
-            return socket.create_server(("127.0.0.1" if alone else "", layout.master_port), family=family, backlog=2048)
-        return socket.create_server(("", layout.master_port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
+        if layout.master_port == 0:
+            return socket.create_server(("127.0.0.1", 0), backlog=2048)
+        return network.listener(layout.master_port)
     except OSError as error:
         where = f"{socket.gethostname()}: port {layout.master_port}"
         raise MachineError(

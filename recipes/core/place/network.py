@@ -1,4 +1,4 @@
-"""The network interface for traffic between the ranks: the one on the kernel's route to the other nodes."""
+"""The network interface for traffic between the ranks, which is on the kernel's route to the other nodes; listening sockets."""
 
 from __future__ import annotations
 
@@ -139,6 +139,13 @@ def _resolve(host: str) -> list[str]:
         reason = getattr(error, "strerror", None) or "not a host name"
         raise NetworkError(f"{socket.gethostname()} cannot resolve {host} ({reason})", FIX_NAME) from None
     return [str(sockaddr[0]) for *_, sockaddr in answers]
+
+
+def listener(port: int = 0) -> socket.socket:
+    """A socket on ``port``, by default a free one, for IPv6 and IPv4 if the machine has both, as TCPStore's is. Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
+    return socket.create_server(("", port), backlog=2048)
 
 
 def own_addresses() -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from recipes.core.doctor import reach
+from recipes.core.place import network
 
 
 def closed_port() -> int:
@@ -38,9 +39,9 @@ def test_a_node_that_answers(host: str) -> None:
 
 
 def test_an_error_of_accept_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    listening = reach.listener()
+    listening = network.listener()
     listening.settimeout(0.05)
-    monkeypatch.setattr(reach, "listener", lambda: listening)
+    monkeypatch.setattr(network, "listener", lambda: listening)
     port = reach.serve()
     time.sleep(0.2)
     assert reach.probe(3, "127.0.0.1", port, 5) == reach.Link(3)
