@@ -26,6 +26,7 @@ from recipes.core import errors
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
 from recipes.core.doctor import commands, examine, explain
+from recipes.core.doctor.node import Surroundings
 from recipes.core.doctor.reports import Reports
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
@@ -62,18 +63,13 @@ def main(argv: list[str]) -> int:
     limit.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _end(128 + number))
-    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT)
-    plan = examine.Plan(
-        run_dir=directory.for_examination(run_dir),
-        seconds=cfg.seconds,
-        on_cpu=settings.run.device is Device.cpu,
-        data_dir=cfg.data_dir or os.environ.get("RECIPES_DATA", ""),
-        judge_later=keys is words,
-    )
+    run_dir = directory.for_examination(directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT))
     if command == ["judge"]:
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
-        return examine.give_verdict(Reports(plan.run_dir / "reports"), hosts, plan, 0)
-    return examine.run(plan, info)
+        return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0, in_step=False)
+    data_dir, on_cpu = cfg.data_dir or os.environ.get("RECIPES_DATA", ""), settings.run.device is Device.cpu
+    here = Surroundings(os.environ, info, run_dir, data_dir, on_cpu)
+    return examine.run(here, cfg.seconds, judge_later=command == ["report"])
 
 
 def _end(status: int, why: str = "") -> NoReturn:

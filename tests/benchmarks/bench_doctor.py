@@ -56,7 +56,6 @@ def examination(nodes: int, texts: list[str]) -> float:
     """CPU seconds of what `examine.run` does on the first node after its own checks, without the bandwidth test."""
     info = RankInfo(0, 0, 0, nodes, 1, nodes, hosts(nodes), "node0", 29400, False, "1", 0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir, contextlib.redirect_stdout(io.StringIO()) as out:
-        plan = examine.Plan(Path(run_dir))
         reports = Reports(Path(run_dir, "reports"), 0)
         slept, arriving = 0.0, arrivals(reports.folder, texts)
 
@@ -73,7 +72,7 @@ def examination(nodes: int, texts: list[str]) -> float:
             reports.write(mine, Stage.examined)
             members = examine._members(reports.collect(range(nodes), Stage.examined, end), info, 0)
             reports.write(mine, Stage.final)
-            status = examine.give_verdict(reports, info.nodes, plan, end)
+            status = examine.give_verdict(reports, info.nodes, Path(run_dir), end)
             seconds = time.process_time() - begin - slept
     assert (status, len(members["nodes"])) == (0, nodes), out.getvalue()
     assert out.getvalue().splitlines()[-1] == f"healthy: {nodes} nodes"

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +34,28 @@ SLACK_S = 3.0  # that the other nodes give the first one beyond its own limit
 LEAVE_S = 2.0  # for the other nodes to end before the one that gave the verdict
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to examine. seconds: the time limit of the whole.
-
-    judge_later: whether another process judges the reports, after all nodes have ended.
-    """
-
-    run_dir: Path
-    seconds: float = 120.0
-    on_cpu: bool = False
-    data_dir: str = ""
-    judge_later: bool = False
-
-
-def run(plan: Plan, info: RankInfo) -> int:
+def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
     """Examines this node, and judges all nodes if this process is the judge. Returns its exit status: 3 of the judge, if a node is bad.
 
-    Only the first rank of a node does anything.
+    Only the first rank of a node does anything. seconds: the time limit of the whole. judge_later: whether another
+    process judges the reports, after all nodes have ended.
     """
+    info, begin = here.info, time.monotonic()
     if info.local_rank:
         return errors.EXIT_DONE
-    begin = time.monotonic()
 
     def at(share: float) -> float:
-        return begin + share * plan.seconds
+        return begin + share * seconds
 
-    folder = plan.run_dir / "reports"
-    reports = Reports(folder if plan.judge_later else folder / _id(info), info.node_rank, plan.seconds)
+    folder = here.run_dir / "reports"
+    reports = Reports(folder if judge_later else folder / _id(info), info.node_rank, seconds)
     mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname()}
     if not info.nodes and (choice := _interface(info)):
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
     reports.write(mine, Stage.listening)
-    here = Surroundings(os.environ, info, plan.run_dir, plan.data_dir, plan.on_cpu)
-    facts, findings = probes.run_all(here, CHECKS * plan.seconds)
+    facts, findings = probes.run_all(here, CHECKS * seconds)
     mine |= {"host": socket.gethostname(), "facts": facts, "findings": [asdict(finding) for finding in findings]}
-    mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * plan.seconds)
+    mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * seconds)
     reports.write(mine, Stage.examined)
     if info.node_rank == 0:
         with network.listener() as listener:
@@ -83,10 +69,10 @@ def run(plan: Plan, info: RankInfo) -> int:
     code = errors.EXIT_DONE
     if not reports.are_judged():  # this node may be late
         reports.write(mine, Stage.final)
-        if info.node_rank == 0 and not plan.judge_later:
-            code = give_verdict(reports, _hosts(info), plan, at(VERDICT))
-        elif not plan.judge_later:
-            code = _stand_by(reports, info, plan, at(STAND_IN), at(1))
+        if info.node_rank == 0 and not judge_later:
+            code = give_verdict(reports, _hosts(info), here.run_dir, at(VERDICT))
+        elif not judge_later:
+            code = _stand_by(reports, info, here.run_dir, at(STAND_IN), at(1))
     return code
 
 
@@ -159,8 +145,11 @@ def _hosts(info: RankInfo) -> tuple[str, ...]:
     return info.nodes or ("",) * info.num_nodes
 
 
-def give_verdict(reports: Reports, hosts: Sequence[str], plan: Plan, end: float) -> int:
-    """Waits for all final reports until ``end``, writes and prints the verdict, and removes the reports. Returns the exit status."""
+def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: float, in_step: bool = True) -> int:
+    """Waits for all final reports until ``end``, writes and prints the verdict, and removes the reports. Returns the exit status.
+
+    in_step: whether this process is one of those that examine the nodes, and not the shell of a batch job.
+    """
     collected = reports.collect(range(len(hosts)), Stage.final, end)
     seen = {
         node: {**report, "early": stage_of(report) < Stage.final}
@@ -171,22 +160,22 @@ def give_verdict(reports: Reports, hosts: Sequence[str], plan: Plan, end: float)
         print(f"doctor: no node has written a report into {reports.folder}", file=sys.stderr)
         return errors.EXIT_MACHINE
     found = judge.verdict_of(hosts, seen)
-    write_json(plan.run_dir / "doctor.json", {**asdict(found), "healthy": found.healthy})
+    write_json(run_dir / "doctor.json", {**asdict(found), "healthy": found.healthy})
     code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
     worst = next((entry.what for entry in found.entries if entry.bad), "")
-    if directory.job_id(os.environ) and not plan.judge_later:
+    if directory.job_id(os.environ) and in_step:
         attempt = attempts.given(os.environ)
-        if not attempt or attempt.run_dir != plan.run_dir:
-            attempt = attempts.open_next(plan.run_dir, "doctor", os.environ, found.hosts)
+        if not attempt or attempt.run_dir != run_dir:
+            attempt = attempts.open_next(run_dir, "doctor", os.environ, found.hosts)
         first = {"host": found.exclude[0] if found.exclude else None, "exit_status": code} if code else None
         state, kind = ("failed", Kind.machine) if code else ("done", None)
         number = attempt.number
-        directory.write_status(plan.run_dir, state, attempt=number, step=0, reason=worst, kind=kind, first=first)
+        directory.write_status(run_dir, state, attempt=number, step=0, reason=worst, kind=kind, first=first)
         if code:
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, code, worst)
     print("\n".join(verdict.lines(found)), flush=True)
     reports.remove()
-    if code and len(hosts) > 1 and not plan.judge_later:
+    if code and len(hosts) > 1 and in_step:
         # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others and reports their status.
         time.sleep(LEAVE_S)
         if any(stage_of(collected.get(node)) < Stage.final for node in range(len(hosts))):
@@ -202,13 +191,13 @@ def _end_step() -> None:
             subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)
 
 
-def _stand_by(reports: Reports, info: RankInfo, plan: Plan, deadline: float, end: float) -> int:
+def _stand_by(reports: Reports, info: RankInfo, run_dir: Path, deadline: float, end: float) -> int:
     """Waits for the verdict while the server runs. If there is none at ``deadline``, the lowest node that reported gives it."""
     while not reports.are_judged() and time.monotonic() < end:
         if time.monotonic() > deadline:
             deadline = end
             alive = reports.collect(range(info.num_nodes), Stage.final, 0)
             if info.node_rank == min(node for node, report in alive.items() if stage_of(report) >= Stage.final):
-                return give_verdict(reports, _hosts(info), plan, 0)
+                return give_verdict(reports, _hosts(info), run_dir, 0)
         time.sleep(POLL_S)
     return errors.EXIT_DONE

@@ -25,14 +25,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The input of the checks. root: the folder that has ``proc`` and ``sys``."""
+    """This node, and what to examine on it."""
 
     environ: Mapping[str, str]
     info: RankInfo
     run_dir: Path
     data_dir: str = ""
     on_cpu: bool = False
-    root: Path = Path("/")
+    root: Path = Path("/")  # the folder that has ``proc`` and ``sys``
 
     @property
     def has_others(self) -> bool:

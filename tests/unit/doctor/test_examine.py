@@ -15,7 +15,6 @@ import pytest
 
 from recipes.core.doctor import commands, probes, reach
 from recipes.core.doctor.examine import (
-    Plan,
     _end_step,
     _measure,
     _members,
@@ -24,6 +23,7 @@ from recipes.core.doctor.examine import (
     give_verdict,
     run,
 )
+from recipes.core.doctor.node import Surroundings
 from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.place import ranks
 from tests import helpers
@@ -124,7 +124,7 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
 ) -> None:
     reports = [report(node, seen, findings=[BROKEN] * (seen < 8)) for node, seen in enumerate(gpus)]
     written(tmp_path / "reports", Stage.final, *reports)
-    assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, Plan(tmp_path), 0) == status
+    assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, tmp_path, 0) == status
     found = helpers.read(tmp_path, "doctor")
     hosts = ["node0", "node1", "node2"]
     assert (found["exclude"], found["healthy"], found["hosts"]) == (exclude, not status, hosts)
@@ -134,13 +134,13 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
 
 
 def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent(tmp_path: Path) -> None:
-    folder, plan = tmp_path / "reports", Plan(tmp_path)
-    assert give_verdict(Reports(folder), [""] * 4, plan, 0) == 3
+    folder = tmp_path / "reports"
+    assert give_verdict(Reports(folder), [""] * 4, tmp_path, 0) == 3
     assert not (tmp_path / "doctor.json").exists()  # without any report there is no verdict
     written(folder, Stage.final, report(0), report(1))
     written(folder, Stage.examined, report(2))
     written(folder, Stage.listening, report(3))
-    assert give_verdict(Reports(folder), [""] * 4, plan, 0) == 3
+    assert give_verdict(Reports(folder), [""] * 4, tmp_path, 0) == 3
     found = helpers.read(tmp_path, "doctor")
     assert [(entry["nodes"], entry["what"][:19]) for entry in found["entries"] if entry["bad"]] == [
         ([2], "answered at first, "), ([3], "did not answer: it "),
@@ -175,7 +175,7 @@ def test_two_nodes_measure_and_are_judged(
     codes: dict[int, int] = {}
 
     def examined(rank: int) -> None:
-        codes[rank] = run(Plan(tmp_path, 60, on_cpu=True), place(rank))
+        codes[rank] = run(Surroundings(os.environ, place(rank), tmp_path, on_cpu=True), 60)
 
     threads = [threading.Thread(target=examined, args=(rank,), name=f"node{rank}") for rank in range(2)]
     for thread in threads:
@@ -193,16 +193,16 @@ def test_two_nodes_measure_and_are_judged(
 
 
 def test_only_the_first_rank_of_a_node_examines_it(tmp_path: Path) -> None:
-    assert run(Plan(tmp_path), replace(place(1), local_rank=1, node_rank=0)) == 0
+    assert run(Surroundings(os.environ, replace(place(1), local_rank=1, node_rank=0), tmp_path), 60) == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_if_node_0_hangs_the_next_one_gives_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "reports"
     written(folder, Stage.final, report(1), report(2))
-    assert _stand_by(Reports(folder, 2), place(2, 3), Plan(tmp_path), 0, time.monotonic() + 0.5) == 0
+    assert _stand_by(Reports(folder, 2), place(2, 3), tmp_path, 0, time.monotonic() + 0.5) == 0
     assert capsys.readouterr().out == ""
-    assert _stand_by(Reports(folder, 1), place(1, 3), Plan(tmp_path), 0, time.monotonic() + 0.5) == 3
+    assert _stand_by(Reports(folder, 1), place(1, 3), tmp_path, 0, time.monotonic() + 0.5) == 3
     assert "BAD   node 0: did not answer: it hangs" in capsys.readouterr().out
     assert helpers.read(tmp_path, "doctor")["healthy"] is False
 
