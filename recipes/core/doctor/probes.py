@@ -5,7 +5,6 @@ Whatever can hang (a file system, a driver, a resolver) runs in a separate proce
 
 import json
 import resource
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -172,7 +171,7 @@ def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
 def _missing_gpus(here: Surroundings, seen: int) -> list[Finding]:
     """Whether torch sees fewer GPUs than it should."""
     if few := shortage(here.environ, seen):
-        return [Finding(few, f"compare nvidia-smi -L there; {_leave_out()}")]
+        return [Finding(few, "compare nvidia-smi -L there")]
     if here.info.in_slurm and seen == 0:
         fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
         return [Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False)]
@@ -182,7 +181,7 @@ def _missing_gpus(here: Surroundings, seen: int) -> list[Finding]:
 def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
     """errors: uncorrected memory errors by nvidia-smi."""
     name = f"GPU {gpu['index']} ({gpu.get('uuid', 'of unknown UUID')})"
-    fix = f"drain it: {_leave_out()}"
+    fix = "ask the site to drain that node"
     if gpu.get("error"):
         return [Finding(f"{name} cannot be used: {gpu['error']}", fix)]
     found = []
@@ -196,10 +195,6 @@ def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
             Finding(what, "another process uses it, possibly of an ended job: see nvidia-smi there", bad=False)
         )
     return found
-
-
-def _leave_out() -> str:
-    return f"sbatch --exclude={socket.gethostname()} leaves out that node"
 
 
 CHECKS: Mapping[str, Check] = {
