@@ -21,24 +21,22 @@ from recipes.core.errors import ConfigError, shown
 
 @dataclass(frozen=True)
 class Settings:
-    """A command line, checked.
-
-    typed: run and recipe keys as given (in a ``config=`` file or as words), as text.
-    saved: the keys for ``config.yaml``: all of the recipe's, and the run keys that were given.
-    of_job: names of the job keys that were given. sweep: the swept keys of each run; the other fields are those of the first run.
-    from_run: keys that were not given and come from the run that is resumed. resumes: the directory of that run.
-    """
+    """A command line, checked."""
 
     recipe: str
     job: JobKeys
     run: RunKeys
-    config: Any
-    typed: dict[str, str]
-    saved: dict[str, Any]
-    of_job: tuple[str, ...] = ()
-    sweep: tuple[dict[str, str], ...] = ()
-    from_run: dict[str, str] = dataclasses.field(default_factory=dict)
-    resumes: Path | None = None
+    config: Any  # the recipe's keys
+    typed: dict[str, str]  # run and recipe keys as given (in a ``config=`` file or as words), as text
+    saved: dict[str, Any]  # the keys for ``config.yaml``: all of the recipe's, and the run keys that were given
+    of_job: tuple[str, ...] = ()  # names of the job keys that were given
+    sweep: tuple[dict[str, str], ...] = ()  # the swept keys of each run; the other fields are those of the first run
+    from_run: dict[str, str] = dataclasses.field(default_factory=dict)  # keys that come from the run that is resumed
+    resumes: Path | None = None  # the directory of that run
+
+    def absolute(self, words: Mapping[str, str], base: Path) -> dict[str, str]:
+        """Run and recipe keys with every path made absolute against ``base``. Raises ConfigError."""
+        return absolute(words, type(self.config), base)
 
     def words_from_run(self) -> str:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for none."""
@@ -50,18 +48,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Words whose names are checked; their values are checked by `settings`.
-
-    of_launch: whether job keys are allowed. recipe_class: the recipe's dataclass. given: the words and the variant's keys.
-    defaults: keys of the site's profile and of the environment.
-    """
+    """Words whose names are checked; their values are checked by `settings`."""
 
     recipe: str
-    of_launch: bool
-    recipe_class: type
+    of_launch: bool  # whether job keys are allowed
+    recipe_class: type  # the recipe's dataclass
     words: Mapping[str, str]
-    given: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    given: Mapping[str, Any]  # the words and the variant's keys
+    defaults: Mapping[str, Any]  # keys of the site's profile and of the environment
     cluster: str
 
     def run_keys(self) -> RunKeys:
@@ -98,7 +92,7 @@ class CommandLine:
         saved = {name: convert.plain(value) for name, value in chosen.items()}
         path_names = saved.keys() & (declare.declared(self.recipe_class, "path") | {"network"})
         with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
-            saved |= absolute({name: str(saved[name]) for name in path_names}, (self.recipe_class,), Path())
+            saved |= absolute({name: str(saved[name]) for name in path_names}, self.recipe_class, Path())
         return saved
 
 
@@ -164,9 +158,9 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
     return convert.build(cls, words)
 
 
-def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> dict[str, str]:
-    """``typed`` with every path made absolute against ``base``, so that a job finds it from any folder. Raises ConfigError."""
-    paths = {name for keys in classes for name in declare.declared(keys, "path")}
+def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[str, str]:
+    """``words`` with every path made absolute against ``base``, so that a job finds it from any folder. Raises ConfigError."""
+    paths = declare.declared(RunKeys, "path") | declare.declared(recipe_class, "path")
 
     def full(name: str, value: str) -> str:
         is_path = (
@@ -183,4 +177,4 @@ def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> d
             )
         return found
 
-    return {name: full(name, value) for name, value in typed.items()}
+    return {name: full(name, value) for name, value in words.items()}

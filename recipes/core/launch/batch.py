@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import errors
-from recipes.core.config import parser, profiles, recipe_conf
+from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.config.run_keys import Device
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
@@ -51,7 +51,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         jobs.require_printable(ROOT, repository)
         settings = command_line.parse(words, recipe=recipe)
         image = container.of_job(settings, environ)
-        typed = parser.absolute(settings.typed, (RunKeys, recipe_conf.load(recipe)[0]), repository)
+        typed = settings.absolute(settings.typed, repository)
         bound = container.folders_of_run(settings, typed, repository) if image else []
     except errors.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)

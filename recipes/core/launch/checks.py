@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from recipes.core import errors, files
-from recipes.core.config import parser, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
+from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 from recipes.core.launch import allocation, scripts, submit
@@ -108,7 +107,7 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
         return ""
     if "$" in keys.data_dir:
         return f"data_dir={keys.data_dir} is known only on the nodes: this machine has not looked for the data"
-    data_dir = parser.absolute({"data_dir": keys.data_dir}, (type(keys),), base)["data_dir"]
+    data_dir = settings.absolute({"data_dir": keys.data_dir}, base)["data_dir"]
     folder = str(root / datasets.folder_of(data_dir))
     if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
         key = "data_dir" if data_dir else "RECIPES_DATA"
@@ -179,11 +178,10 @@ def _show_checkpoints(real: Path, place: Path) -> None:
 
 def arguments(settings: Settings, place: Path, base: Path) -> dict[str, str]:
     """The arguments of the recipe: those of the job or of the first run of a sweep, but on the CPU, without staging."""
-    recipe_class, _ = recipe_conf.load(settings.recipe)
     typed = {**settings.typed, **(settings.sweep[0] if settings.sweep else {})}
     if settings.run.resume not in RESUME_WORDS:
         typed["resume"] = settings.run.resume  # with references resolved, since run_dir changes below
-    words = parser.absolute(typed, (RunKeys, recipe_class), base)
+    words = settings.absolute(typed, base)
     words |= {"device": "cpu", "run_dir": str(place), "backend": "auto"}
     if hasattr(settings.config, "stage_dir"):
         words["stage_dir"] = ""

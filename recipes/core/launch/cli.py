@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from recipes.core import errors
-from recipes.core.config import help, parser, recipe_conf
+from recipes.core.config import help
 from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, checks, jobs, local, scripts, snapshot, submit, waiting
@@ -155,8 +155,7 @@ def run_here(settings: Settings) -> int:
         unused = [*unused, f"container={settings.job.container}"]
     if unused:
         print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
-    recipe_class, _ = recipe_conf.load(settings.recipe)
-    words = parser.absolute(settings.typed, (RunKeys, recipe_class), Path.cwd())
+    words = settings.absolute(settings.typed, Path.cwd())
     is_first = layout.node_rank == 0
     run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT) if is_first else None
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
@@ -219,4 +218,4 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
 
 def _run_dir(settings: Settings) -> str:
     """The given run directory, resolved and absolute; "" for the default."""
-    return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), Path.cwd())["run_dir"]
+    return settings.absolute({"run_dir": settings.run.run_dir}, Path.cwd())["run_dir"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core.config import declare, job_keys, parser, profiles, recipe_conf
+from recipes.core.config import declare, job_keys, parser, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
@@ -30,15 +30,11 @@ PASSED_BY_NAME = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER
 
 @dataclass(frozen=True)
 class Container:
-    """A container image and how to run it.
+    """A container image and how to run it."""
 
-    image: a file, or an address from which the runtime downloads the image. mounts: HOST or HOST:INSIDE, in addition to
-    the folders that the keys of a run name.
-    """
-
-    image: str
+    image: str  # a file, or an address from which the runtime downloads the image
     runtime: str
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()  # HOST or HOST:INSIDE, in addition to the folders that the keys of a run name
 
 
 def absolute_image(image: str, base: Path) -> str:
@@ -127,12 +123,12 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
     A path that is not an existing folder is replaced by its nearest parent that is one, since a runtime refuses other
     paths. A folder inside another folder of the result is omitted. words: the given keys, with absolute paths.
     """
-    recipe_class, _ = recipe_conf.load(settings.recipe)
     links = [os.path.realpath(root / name) for name in ("runs", "data")]  # these may be links to other disks
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
     around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile
     values = {**around, **settings.from_run, **words}
-    keys = [*declare.declared(RunKeys, "path"), *declare.declared(recipe_class, "path"), "network", "resume", *around]
+    keys = declare.declared(RunKeys, "path") | declare.declared(type(settings.config), "path")
+    keys |= {"network", "resume", *around}
     paths = [Path(path) for path in (str(root), *links, *(values.get(key, "") for key in keys)) if path.startswith("/")]
     folders = {next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in paths}
     found: list[str] = []

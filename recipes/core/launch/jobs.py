@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.core import errors, files
-from recipes.core.config import job_keys, parser, profiles, recipe_conf
+from recipes.core.config import job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
 
@@ -21,40 +21,26 @@ GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its arguments, and the resources and options that it requests from Slurm.
-
-    arguments: ``key=value`` words for the recipe.
-    gpus_per_node: 0 requests no GPUs.
-    root: the repository, where the job runs.
-    directives: further options of sbatch with their values.
-    resubmits: how often the job may be requeued without bad nodes; None if the doctor does not run.
-    ranks: the total number of ranks, on the nodes that Slurm chooses; 0 if ``nodes`` and ``ranks_per_node`` give it.
-        ``nodes`` is then the number of nodes, or 0 for any number. Each rank has a GPU if ``gpus_per_node`` is not 0.
-    elements: further arguments of each element of a job array. parallel: how many elements run at the same time; 0 for
-        all.
-    variables: the variables that the script exports for sbatch/job.sh: the site, the container, and the code and the
-        Python of the job if they are chosen at submission.
-    gpu_type: the type of the GPUs, by Slurm's name; "" for any.
-    gpus_by: the option of sbatch with which the site requires GPUs to be requested; "" for any.
-    """
+    """A recipe with its arguments, and the resources and options that it requests from Slurm."""
 
     recipe: str
-    arguments: tuple[str, ...]
-    nodes: int
+    arguments: tuple[str, ...]  # ``key=value`` words for the recipe
+    nodes: int  # 0: any number, if `ranks` is not 0
     ranks_per_node: int
-    gpus_per_node: int
+    gpus_per_node: int  # 0: requests no GPUs
     cpus_per_rank: int
     minutes: int
     name: str
-    root: Path
-    directives: tuple[tuple[str, str], ...] = ()
-    resubmits: int | None = None
-    ranks: int = 0
-    elements: tuple[tuple[str, ...], ...] = ()
-    parallel: int = 0
+    root: Path  # the repository, where the job runs
+    directives: tuple[tuple[str, str], ...] = ()  # further options of sbatch with their values
+    resubmits: int | None = None  # how often the job may be requeued without bad nodes; None if the doctor does not run
+    ranks: int = 0  # total number, on the nodes that Slurm chooses; 0 if `nodes` and `ranks_per_node` give it
+    elements: tuple[tuple[str, ...], ...] = ()  # further arguments of each element of a job array
+    parallel: int = 0  # how many elements run at the same time; 0 for all
+    # Exported for sbatch/job.sh: the site, the container, and the code and the Python of the job if they are chosen at submission.
     variables: Mapping[str, str] = field(default_factory=dict)
-    gpu_type: str = ""
-    gpus_by: str = ""
+    gpu_type: str = ""  # by Slurm's name; "" for any
+    gpus_by: str = ""  # the option of sbatch with which the site requires GPUs to be requested; "" for any
 
     @property
     def gpu_for_each_task(self) -> bool:
@@ -100,9 +86,8 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     workers = getattr(settings.config, "num_workers", 0)
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
     require_printable(root, base)
-    recipe_class, _ = recipe_conf.load(settings.recipe)
-    words = parser.absolute(settings.typed, (RunKeys, recipe_class), base)
-    elements = [parser.absolute(run, (RunKeys, recipe_class), base) for run in settings.sweep]
+    words = settings.absolute(settings.typed, base)
+    elements = [settings.absolute(run, base) for run in settings.sweep]
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]

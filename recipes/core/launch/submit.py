@@ -29,16 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that Slurm has accepted.
-
-    log: the file with the output of the batch script and of all ranks. elements: the elements of a job array; run_dir and
-    log are then those of the first element.
-    """
+    """A job that Slurm has accepted."""
 
     job_id: str
     run_dir: Path
-    log: Path
-    elements: tuple["Submitted", ...] = ()
+    log: Path  # the output of the batch script and of all ranks
+    elements: tuple["Submitted", ...] = ()  # of a job array, whose run_dir and log are those of the first element
 
 
 @contextlib.contextmanager

@@ -188,12 +188,12 @@ def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
         "run_dir": "runs/a", "data_dir": "~/d", "config": "/x/../y.yaml", "resume": "a/b.pt", "network": "my.env",
         "epochs": "3", "dataset": "digits",
     }  # fmt: skip
-    assert parser.absolute(typed, (RunKeys, mnist.Config), Path("/base")) == {
+    assert parser.absolute(typed, mnist.Config, Path("/base")) == {
         "run_dir": "/base/runs/a", "data_dir": "/home/me/d", "config": "/y.yaml", "resume": "/base/a/b.pt",
         "network": "/base/my.env", "epochs": "3", "dataset": "digits",
     }  # fmt: skip
     same = {"run_dir": "", "data_dir": "$SCRATCH/d", "resume": "auto", "network": "efa"}
-    assert parser.absolute(same, (RunKeys, mnist.Config), Path("/base")) == same
+    assert parser.absolute(same, mnist.Config, Path("/base")) == same
     assert parse("data_dir=here").saved["data_dir"] == os.path.realpath("here")
 
 
