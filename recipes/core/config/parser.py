@@ -40,7 +40,7 @@ class Settings:
 
     def words_from_run(self) -> str:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for none."""
-        of_dataset = recipe_conf.by_dataset(self.recipe, str(getattr(self.config, "dataset", "")))
+        of_dataset = recipe_conf.datasets(self.recipe).get(str(getattr(self.config, "dataset", "")), {})
         usual = {**vars(RunKeys()), **vars(convert.build(type(self.config), of_dataset))}
         now = {**vars(self.run), **vars(self.config)}
         return ", ".join(f"{name}={shown(text)}" for name, text in self.from_run.items() if now[name] != usual[name])
@@ -66,7 +66,7 @@ class CommandLine:
         """The settings. of_run: the keys of the run in ``resumes``, for keys that are not given. Raises ConfigError."""
         from_run = {name: value for name, value in of_run.items() if name not in self.given}
         dataset = str(self.given.get("dataset", from_run.get("dataset", "")))
-        of_dataset = recipe_conf.by_dataset(self.recipe, dataset)
+        of_dataset = recipe_conf.datasets(self.recipe).get(dataset, {})
         chosen = {**self.defaults, **of_dataset, **from_run, **self.given}
         job = convert.build(JobKeys, chosen) if self.of_launch else JobKeys()
         run = convert.build(RunKeys, chosen)

@@ -47,8 +47,3 @@ def load(recipe: str) -> tuple[type, Differences]:
 def datasets(recipe: str) -> Differences:
     """The keys that recipes/conf/RECIPE.py sets for each of its data sets that has any (``DATASETS``)."""
     return cast(Differences, getattr(importlib.import_module(f"recipes.conf.{recipe}"), "DATASETS", {}))
-
-
-def by_dataset(recipe: str, dataset: str) -> Mapping[str, Any]:
-    """The keys that recipes/conf/RECIPE.py sets for one of its data sets."""
-    return datasets(recipe).get(dataset, {})

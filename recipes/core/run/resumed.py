@@ -84,7 +84,7 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
     if now.evaluate or not any((resumes / "checkpoints").glob("step-*.pt")):
         return
     saved = keys_of(resumes, settings.recipe, recipe_class)
-    saved = {**recipe_conf.by_dataset(settings.recipe, saved.get("dataset", "")), **saved}
+    saved = {**recipe_conf.datasets(settings.recipe).get(saved.get("dataset", ""), {}), **saved}
     then = convert.build(recipe_class, saved)
     names = [field.name for field in dataclasses.fields(recipe_class)]
     before, after = ({name: convert.plain(getattr(of, name)) for name in names} for of in (then, now))
