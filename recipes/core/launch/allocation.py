@@ -61,10 +61,7 @@ def all_gpus(fields: Mapping[str, str]) -> str:
 
 
 def fields_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The fields of the job in ``environ``, by scontrol's names.
-
-    {} outside a job, or if the controller does not answer.
-    """
+    """The fields of this job, by scontrol's names; {} outside a job, or if the controller does not answer."""
     job = environ.get("SLURM_JOB_ID")  # not the variables of the array, which may belong to another job
     if job:
         with contextlib.suppress(MachineError):

@@ -1,17 +1,8 @@
-"""The steps of a batch script before and after srun.
+"""The steps of a batch script before and after srun. Never imports torch.
 
-Command: ``python -m recipes.core.launch.batch begin|examine|finish RECIPE …``.
-
-``begin RECIPE WORDS`` checks the keys before any rank starts. An invalid key gives one line and exit status 2.
-Otherwise it records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
-These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the
-ranks.
-``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it requeues the job
-without them, at most RESUBMITS times, and exits with status 3.
-``finish RECIPE STATUS WORDS`` reads the run's ``status.json``, since srun's own status can be masked. It requeues a
-preempted job, prints how the run ended, and exits with the exit status of the run.
-
-This module does not import torch.
+python -m recipes.core.launch.batch begin RECIPE WORD…               `begin`, before any rank starts
+python -m recipes.core.launch.batch examine RECIPE RESUBMITS WORD…   `examination.examine`, with doctor=true
+python -m recipes.core.launch.batch finish RECIPE STATUS WORD…       `finish`, with the status of srun
 """
 
 import contextlib
@@ -39,8 +30,9 @@ from recipes.core.run.judge import End
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
-    """Checks the keys and prepares the job.
+    """Checks the keys, records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
 
+    These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the ranks.
     Returns 0; after one line 2 if a key is invalid or the job is refused, 3 if the run directory cannot be written.
     """
     fields = allocation.fields_of_job(environ)
@@ -100,10 +92,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:
-    """Lines for the shell that make the ranks of a job of a few minutes stop by the clock.
-
-    The signal of its script would stop such a job at its start.
-    """
+    """Lines for the shell: the ranks stop by the clock, since the signal of the script would stop a job of minutes at its start."""
     print(f"{recipe}: this job has only a few minutes: it saves by the clock shortly before its end, not on SIGUSR2")
     lines = ["export RECIPES_BY_CLOCK=1"]
     if left := queue.time_left_s(fields):  # the ranks cannot ask Slurm inside a container
@@ -118,11 +107,7 @@ def _run_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 
 def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
-    """The code that this job runs: this code if it is a snapshot, else a new snapshot of the repository.
-
-    A link lets a requeued job find its snapshot again. The job runs the repository itself with ``snapshot=false`` or if
-    no snapshot can be made.
-    """
+    """The snapshot that this job runs; the repository itself with ``snapshot=false`` or if no snapshot can be made."""
     if environ.get("RECIPES_SNAPSHOT") == "false":
         return ROOT
     try:
@@ -135,9 +120,9 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
-    """Judges the run after its step has ended with ``srun_status``, and requeues a preempted job.
+    """Judges the run after its step, prints how it ended, and requeues a preempted job. Returns the exit status of the run.
 
-    Returns the exit status.
+    srun_status: may be masked, so the run's own records decide.
     """
     try:
         settings = command_line.parse(words, recipe=recipe, to_start=False)

@@ -1,8 +1,7 @@
-"""The checks of `launch.py check`, which starts the recipe on this machine up to its first step.
+"""The checks of `launch.py check`, which starts the recipe on this machine up to its first step. Never imports torch.
 
-This module does not import torch. The recipe runs as a separate process with one rank on the CPU, in a temporary run
-directory. It reports errors in the data, the model or the checkpoint as it would in the job. At the point where the
-training would begin, it writes its findings (`Found`) and exits.
+The recipe runs as a separate process with one rank on the CPU, in a temporary run directory. It reports errors as it
+would in the job. At the point where the training would begin, it writes its findings (`Found`) and exits.
 """
 
 import contextlib
@@ -36,10 +35,7 @@ BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=
 
 
 def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
-    """Calls ``work`` and prints one line with its result or its error.
-
-    Returns the exit status for it, and the result.
-    """
+    """Calls ``work`` and prints one line with its result or its error. Returns the exit status and the result."""
     try:
         found = work()
     except (ConfigError, InputError, MachineError, RunError, OSError, subprocess.TimeoutExpired) as error:
@@ -162,10 +158,7 @@ def expected_start(job: Job) -> str:
 
 
 def _show_checkpoints(real: Path, place: Path) -> None:
-    """Links the checkpoints of the real run into the temporary run directory.
-
-    The recipe cannot write or remove them.
-    """
+    """Links the checkpoints of the real run into the temporary run directory, so that the recipe cannot change them."""
     place.mkdir(parents=True)
     names = [*(path.name for path in real.glob("step-*.pt")), "latest", "best"]
     for name in names:

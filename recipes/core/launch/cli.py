@@ -61,10 +61,7 @@ def main(argv: list[str], python: str) -> int:
 
 
 def check(settings: Settings) -> int:
-    """launch.py check: validates the job without submitting it, and prints one line per part.
-
-    Returns 0, or the exit status of the first failed part.
-    """
+    """Prints one line per part of the job. Returns 0, or the exit status of the first failed part."""
     base = Path.cwd()
     job = None if settings.job.launcher is Launcher.local else _described(settings)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
@@ -101,10 +98,7 @@ def print_script(settings: Settings) -> int:
 
 
 def submit_job(settings: Settings, python: str) -> int:
-    """launcher=slurm: submits the job, and prints its run directory and log.
-
-    Returns the exit status: 0, or that of the job with ``wait=true``.
-    """
+    """Submits the job, and prints its run directory and log. Returns 0, or the exit status of the job with ``wait=true``."""
     job = _described(settings)
     not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
@@ -145,10 +139,7 @@ def _wait_for(submitted: submit.Submitted) -> int:
 
 
 def run_here(settings: Settings) -> int:
-    """launcher=local: runs one process per rank on this machine, or this machine's ranks of gpus=8,2.
-
-    Returns the exit status.
-    """
+    """launcher=local: runs one process per rank on this machine. Returns the exit status of the run."""
     layout = local_layout(settings)
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
     if settings.job.container:  # perhaps from the site's profile
@@ -167,10 +158,7 @@ def run_here(settings: Settings) -> int:
 
 
 def local_layout(settings: Settings) -> Layout:
-    """The number of ranks of each machine, from the keys and the GPUs of this machine.
-
-    Raises ConfigError or MachineError.
-    """
+    """The ranks of each machine, by the keys and the GPUs of this machine. Raises ConfigError or MachineError."""
     job, on_cpu = settings.job, settings.run.device is Device.cpu
     if settings.sweep:
         keys = ", ".join(command_line.SWEEP + name for name in settings.sweep[0])

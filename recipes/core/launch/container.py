@@ -100,10 +100,7 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
 
 
 def of_job(settings: Settings, environ: Mapping[str, str]) -> Container | None:
-    """The container for a job's ranks, from the environment variables, else from the site's profile.
-
-    Returns None if there is none. Raises ConfigError.
-    """
+    """The container of a job's ranks, from the environment, else from the site's profile; None for none. Raises ConfigError."""
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster) if cluster else {}
     values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)

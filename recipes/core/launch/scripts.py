@@ -15,10 +15,7 @@ SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
 
 
 def directives(job: Job) -> dict[str, str]:
-    """The options of sbatch for ``job``, by their long names without dashes.
-
-    An option without a value has the value "".
-    """
+    """The options of sbatch for ``job``, by their long names without dashes; "" for an option without a value."""
     size = {"nodes": str(job.nodes) if job.nodes else f"1-{job.ranks}"}  # without it, submitit 1.5 writes --nodes=1
     kind = f"{job.gpu_type}:" if job.gpu_type else ""
     size |= {"ntasks": str(job.ranks)} if job.ranks else {"ntasks-per-node": str(job.ranks_per_node)}

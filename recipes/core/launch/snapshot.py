@@ -1,9 +1,7 @@
-"""Snapshots of the code.
+"""Snapshots of the code, so that edits do not affect a job that is pending, running or requeued. Standard library only.
 
-Each job runs a snapshot, so that edits do not affect a job that is pending, running or requeued. A snapshot contains
-``recipes/``, ``env/``, sbatch/job.sh, and all Python modules and packages in the top folder. Its path is
-``runs/code/<id>``. The id depends on the content, so that jobs with the same code share a snapshot. Standard library
-only.
+A snapshot contains the files of `source.code_files`. Its path is ``runs/code/<id>``. The id depends on the content, so
+that jobs with the same code share a snapshot.
 """
 
 import hashlib

@@ -13,10 +13,7 @@ from recipes.core.run import directory, queue
 
 
 def wait_for_all(submitted: Submitted) -> int:
-    """Waits for each element of an array.
-
-    Returns the exit status of the first element whose exit status is not 0, else 0.
-    """
+    """Waits for each element of an array. Returns the first exit status that is not 0, else 0."""
     codes = [wait(element, show=False) for element in submitted.elements]
     return next((code for code in codes if code), errors.EXIT_DONE)
 
