@@ -11,10 +11,6 @@ from recipes.core.errors import ConfigError, shown
 Environ = Mapping[str, str]
 
 
-class RankError(ConfigError):
-    """The variables of the launcher are contradictory, malformed or incomplete. The message names the variable, its value and the fix."""
-
-
 def number(
     environ: Environ,
     name: str,
@@ -26,25 +22,25 @@ def number(
 ) -> int:
     """The value of a variable as a whole number.
 
-    below: what the number must be less than, in words and as a number. fix: ends each message. Raises RankError if the variable is
+    below: what the number must be less than, in words and as a number. fix: ends each message. Raises ConfigError if the variable is
     not set and has no default, is not a plain decimal number, or is out of range.
     """
     if name not in environ:
         if default is None:
-            raise RankError(f"{name} is not set: {fix}")
+            raise ConfigError(f"{name} is not set: {fix}")
         return default
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
-        raise RankError(f"{name}={shown(text)}: must be a whole number of at least {minimum}: {fix}")
+        raise ConfigError(f"{name}={shown(text)}: must be a whole number of at least {minimum}: {fix}")
     if below and int(text) >= below[1]:
-        raise RankError(f"{name}={text}: must be less than {below[0]}={below[1]}: {fix}")
+        raise ConfigError(f"{name}={text}: must be less than {below[0]}={below[1]}: {fix}")
     return int(text)
 
 
 def require_equal(environ: Environ, name: str, value: int) -> None:
-    """Raises RankError if a variable is set to another number than ``value``, which follows from the launcher."""
+    """Raises ConfigError if a variable is set to another number than ``value``, which follows from the launcher."""
     if name in environ and number(environ, name) != value:
-        raise RankError(
+        raise ConfigError(
             f"{name}={environ[name]}: must be {value} here: unset it, or start the ranks with srun or torchrun"
         )
 
@@ -52,18 +48,6 @@ def require_equal(environ: Environ, name: str, value: int) -> None:
 def first_set(environ: Environ, *names: str) -> str:
     """The first of ``names`` that is set; the last one if none is."""
     return next((name for name in names if name in environ), names[-1])
-
-
-def master_addr_of(environ: Environ) -> str:
-    """MASTER_ADDR without the brackets of an IPv6 address; "" if it is not set. Whether it resolves is found later."""
-    return environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
-
-
-def master_port_of(environ: Environ) -> int:
-    """MASTER_PORT; 0 if it is not set."""
-    if "MASTER_PORT" not in environ:
-        return 0
-    return number(environ, "MASTER_PORT", minimum=1, below=("the number of ports", 65_536))
 
 
 def is_loopback(address: str) -> bool:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from recipes.core.errors import shown
-from recipes.core.place.launcher_variables import (
-    Environ,
-    RankError,
-    master_addr_of,
-    master_port_of,
-    number,
-    require_equal,
-)
+from recipes.core.errors import ConfigError, shown
+from recipes.core.place.launcher_variables import Environ, number, require_equal
 from recipes.core.place.slurm_step import (
     FIX_SLURM,
     Layout,
@@ -62,7 +55,7 @@ def detect(environ: Environ) -> RankInfo:
     A preset MASTER_ADDR or MASTER_PORT takes precedence, each separately. A world of one rank gets "" and 0 unless both
     are set.
 
-    Raises RankError if variables are contradictory, malformed or missing, in the batch shell without srun, and for
+    Raises ConfigError if variables are contradictory, malformed or missing, in the batch shell without srun, and for
     mpiexec of MPICH or Intel MPI.
     """
     if "RANK" in environ:
@@ -70,9 +63,11 @@ def detect(environ: Environ) -> RankInfo:
     if _OPEN_MPI["RANK"] in environ:
         return _from_env(_of_open_mpi(environ))
     if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):  # equal under srun --mpi=pmi2
-        raise RankError(f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: start the ranks with srun")
+        raise ConfigError(f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: start the ranks with srun")
     if in_step(environ):
-        return _from_slurm(environ)
+        layout = slurm_layout(environ)
+        port = port_for(job_id(environ), step_id(environ), restart_count(environ))
+        return _info(environ, layout, layout.nodes[0], port)
     return _alone(environ)
 
 
@@ -87,13 +82,11 @@ def port_for(job: int, step: int, restarts: int) -> int:
 def _from_env(environ: Environ) -> RankInfo:
     world_size = number(environ, "WORLD_SIZE", minimum=1, fix="set it to the number of ranks, or unset RANK")
     rank = number(environ, "RANK", below=("WORLD_SIZE", world_size))
-    if world_size > 1 or "LOCAL_RANK" in environ:
-        local_rank = number(environ, "LOCAL_RANK", fix="set it to the number of this rank on its node")
-    else:
-        local_rank = 0
+    default = 0 if world_size == 1 else None
+    local_rank = number(environ, "LOCAL_RANK", default=default, fix="set it to the number of this rank on its node")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if world_size > 1 and not environ.get(name):
-            raise RankError(f"{name} is not set, but WORLD_SIZE={world_size}: set it to that of rank 0 on every rank")
+            raise ConfigError(f"{name} is not set, but WORLD_SIZE={world_size}: set it to that of rank 0 on every rank")
     return _info(environ, _env_layout(environ, rank, world_size, local_rank))
 
 
@@ -106,14 +99,16 @@ def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int) -
         fix="set it to the number of ranks on this node, or start with torchrun or srun",
     )  # fmt: skip
     if local_rank >= local_size:
-        raise RankError(f"LOCAL_RANK={local_rank} must be less than LOCAL_WORLD_SIZE={local_size}: correct one of them")
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} must be less than LOCAL_WORLD_SIZE={local_size}: correct one of them"
+        )
 
     if "GROUP_RANK" in environ:
         num_nodes = number(environ, "GROUP_WORLD_SIZE", minimum=1, below=at_most, fix="set it to the number of nodes")
         node_rank = number(environ, "GROUP_RANK", below=("GROUP_WORLD_SIZE", num_nodes))
     else:
         if world_size % local_size or rank % local_size != local_rank:
-            raise RankError(
+            raise ConfigError(
                 f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: must be those of "
                 "equal nodes that are filled one after the other: start with srun or torchrun, or set GROUP_RANK and GROUP_WORLD_SIZE"
             )
@@ -135,17 +130,11 @@ def _of_open_mpi(environ: Environ) -> Environ:
     return {**master, **rest, **found}
 
 
-def _from_slurm(environ: Environ) -> RankInfo:
-    layout = slurm_layout(environ)
-    port = port_for(job_id(environ), step_id(environ), restart_count(environ))
-    return _info(environ, layout, layout.nodes[0], port)
-
-
 def _alone(environ: Environ) -> RankInfo:
     if "SLURM_PROCID" in environ and "SLURM_JOB_ID" not in environ:
-        raise RankError(f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {FIX_SLURM}")
+        raise ConfigError(f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {FIX_SLURM}")
     if in_batch_shell(environ):
-        raise RankError(
+        raise ConfigError(
             f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
             "join it: put `srun` in front of the command"
         )
@@ -157,7 +146,8 @@ def _info(environ: Environ, layout: Layout, default_addr: str = "", default_port
     require_equal(environ, "RANK", layout.rank)
     require_equal(environ, "WORLD_SIZE", layout.world_size)
     require_equal(environ, "LOCAL_RANK", layout.local_rank)
-    master_addr, master_port = master_addr_of(environ), master_port_of(environ)
+    master_addr = environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")  # the brackets of an IPv6 address
+    master_port = number(environ, "MASTER_PORT", default=0, minimum=1, below=("the number of ports", 65_536))
     if layout.world_size > 1:
         master_addr, master_port = master_addr or default_addr, master_port or default_port
     elif not (master_addr and master_port):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from recipes.core.errors import shown
+from recipes.core.errors import ConfigError, shown
 from recipes.core.place.hostlist import HostListError, expand, expand_counts
-from recipes.core.place.launcher_variables import Environ, RankError, first_set, number
+from recipes.core.place.launcher_variables import Environ, first_set, number
 
 # slurm.h: step ids from this value on are not steps of srun. The two ids in _BATCH_STEPS mean the batch script, since and before
 # 20.11. Slurm up to 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script,
@@ -71,21 +71,21 @@ def slurm_layout(environ: Environ) -> Layout:
 
 
 def _listed(environ: Environ, name: str, expand: Callable[[str], list[Item]]) -> list[Item]:
-    """The items of a compressed list in a variable. Raises RankError if it is not set or invalid."""
+    """The items of a compressed list in a variable. Raises ConfigError if it is not set or invalid."""
     if name not in environ:
-        raise RankError(f"{name} is not set: {FIX_SLURM}")
+        raise ConfigError(f"{name} is not set: {FIX_SLURM}")
     try:
         return expand(environ[name])
     except HostListError as error:
-        raise RankError(f"{name}: {error}: {FIX_SLURM}") from None
+        raise ConfigError(f"{name}: {error}: {FIX_SLURM}") from None
 
 
-def _contradiction(environ: Environ, name: str, means: str, other: str) -> RankError:
-    return RankError(f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: {FIX_SLURM}")
+def _contradiction(environ: Environ, name: str, means: str, other: str) -> ConfigError:
+    return ConfigError(f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: {FIX_SLURM}")
 
 
 def step_id(environ: Environ) -> int:
-    """SLURM_STEP_ID unsigned, as in slurm.h: 4294967291 for the -5 of Slurm 26.05. Raises RankError if it is invalid."""
+    """SLURM_STEP_ID unsigned, as in slurm.h: 4294967291 for the -5 of Slurm 26.05. Raises ConfigError if it is invalid."""
     if re.fullmatch("-([1-9]|1[0-6])", environ.get("SLURM_STEP_ID", "")):
         return int(environ["SLURM_STEP_ID"]) % 2**32
     return number(environ, "SLURM_STEP_ID")

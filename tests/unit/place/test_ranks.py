@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from recipes.core.errors import shown
+from recipes.core.errors import ConfigError, shown
 from recipes.core.launch import local
-from recipes.core.place.launcher_variables import RankError
 from recipes.core.place.ranks import RankInfo, detect, port_for
 
 
@@ -216,7 +215,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
 
 @pytest.mark.parametrize(("environ", "named"), CONTRADICTIONS)
 def test_contradictory_variables_are_refused_in_one_line(environ: dict[str, str], named: list[str]) -> None:
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(ConfigError) as caught:
         detect(environ)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
