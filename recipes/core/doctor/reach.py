@@ -16,14 +16,11 @@ QUIET_S = 20.0  # after which the server closes a silent connection
 
 @dataclass(frozen=True)
 class Link:
-    """What one node found on the way to another. peer: its node_rank. why: the reason of the fault.
+    """What one node found on the way to another."""
 
-    fault: "" for none; connect; small (a connection, but no answer); large (small messages pass and large ones do not).
-    """
-
-    peer: int
-    fault: str = ""
-    why: str = ""
+    peer: int  # node_rank of the other node
+    fault: str = ""  # connect; small (a connection, but no answer); large (small messages pass and large ones do not)
+    why: str = ""  # the reason of the fault
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:

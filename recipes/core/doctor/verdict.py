@@ -12,7 +12,7 @@ FIGURES = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per
 
 @dataclass
 class Entry:
-    """A finding on one node or several. bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it."""
+    """A finding (`node.Finding`) on one node or several."""
 
     nodes: list[int]
     what: str
