@@ -18,7 +18,7 @@ class Arch(Enum):
 @dataclass(frozen=True)
 class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("cifar10",)
-    dataset: str = key("cifar10", "cifar10; fake: random images")
+    dataset: str = key("cifar10", "cifar10; fake: random images", values=("cifar10", "fake"))
     arch: Arch = key(Arch.resnet18, "resnet18 (adapted to images of 32 px), or resnet9 (a quarter of its compute)")
     epochs: int = default(TrainKeys, "epochs", 30)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
@@ -53,7 +53,6 @@ class Config(TrainKeys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose_dataset("cifar10", "fake")
         if self.small_px % 4:
             raise ConfigError(f"small_px={self.small_px}: must be a multiple of 4")
 

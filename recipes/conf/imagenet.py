@@ -29,8 +29,9 @@ class Decoder(Enum):
 class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("imagenet",)
     dataset: str = key(
-        "imagenet", "imagenet: train/<wnid>/*.JPEG and val/… in data_dir, or a packed copy; fake: random images"
-    )
+        "imagenet", "imagenet: train/<wnid>/*.JPEG and val/… in data_dir, or a packed copy; fake: random images",
+        values=("imagenet", "fake"),
+    )  # fmt: skip
     stage_dir: str = key(
         "",
         "folder on the node's local disk, such as '$TMPDIR', to which each node first copies the packed data",
@@ -96,7 +97,6 @@ class Config(TrainKeys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose_dataset("imagenet", "fake")
         if self.val_resize < self.val_px:
             raise ConfigError(f"val_resize={self.val_resize}: must be at least val_px, {self.val_px}")
         if self.small_px and not 32 <= self.small_px <= self.px:

@@ -11,13 +11,9 @@ from recipes.core.config.run_keys import TrainKeys
 class Config(TrainKeys):
     lr_depends_on_length: ClassVar[bool] = False
 
-    dataset: str = key("fake", "fake: random numbers, the same for the same seed")
+    dataset: str = key("fake", "fake: random numbers, the same for the same seed", values=("fake",))
     epochs: int = default(TrainKeys, "epochs", 20)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 128)
     lr: float = default(TrainKeys, "lr", 0.05)
     samples: int = key(2048, "number of training samples", low=1, high=2**24)
     save_every: int = key(5, "epochs between checkpoints; the last step is always saved", low=1, may_change=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.choose_dataset("fake")

@@ -8,7 +8,7 @@ from recipes.core.config.run_keys import TrainKeys
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
-    dataset: str = key("fake", "fake: random numbers")
+    dataset: str = key("fake", "fake: random numbers", values=("fake",))
     epochs: int = key(1000, "passes over the training set", low=0)
     global_batch_size: int = key(32, "samples of one optimiser step over all ranks", low=1)
     lr: float = key(0.01, "learning rate", low=0)
@@ -20,7 +20,3 @@ class Config(TrainKeys):
     )
     workers: str = key("", "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no DataLoader")
     pace_s: float = key(0.01, "seconds that a step takes at least", low=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.choose_dataset("fake")

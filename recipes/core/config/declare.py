@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from recipes.core.errors import ConfigError, shown
@@ -37,6 +37,7 @@ def key(
     high: float | None = None,
     pattern: str = "",
     form: str = NAME_FORM,
+    values: Sequence[str] = (),
     path: bool = False,
     may_change: bool = False,
     of_launch: bool = False,
@@ -45,13 +46,13 @@ def key(
     """A dataclass field with what its check and ``--help`` need.
 
     low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text, which may be
-    empty if the default is. form: describes the pattern in a message, after "must be". path: the value is a path, which
-    becomes absolute when a job is submitted. may_change: a resumed run may have another value (so may paths).
-    of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
+    empty if the default is. form: describes the pattern in a message, after "must be". values: the only valid texts.
+    path: the value is a path, which becomes absolute when a job is submitted. may_change: a resumed run may have another
+    value (so may paths). of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
     """
     meta = {
-        "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "may_change": may_change,
-        "of_launch": of_launch, "sbatch": sbatch,
+        "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "values": values, "path": path,
+        "may_change": may_change, "of_launch": of_launch, "sbatch": sbatch,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=meta)
 
@@ -74,7 +75,7 @@ def declared(keys: type, what: str) -> set[str]:
 
 
 def check(keys: Any) -> None:
-    """Checks every field of a dataclass of keys against the range and pattern that it declares.
+    """Checks every field of a dataclass of keys against the range, pattern or values that it declares.
 
     Raises ConfigError for the first that is outside.
     """
@@ -94,6 +95,8 @@ def check(keys: Any) -> None:
                 raise ConfigError(f"{given}: contains a control character, such as a newline; remove it")
             if (value or field.default) and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
                 raise ConfigError(f"{given}: must be {meta['form']}")
+            if meta.get("values") and value not in meta["values"]:
+                raise ConfigError(f"{given}: {choice(value, meta['values'])}")
             if value.startswith("~") and os.path.expanduser(value) == value:
                 raise ConfigError(f"{given}: this user has no home folder; write the absolute path")
 

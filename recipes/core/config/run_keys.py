@@ -5,7 +5,7 @@ from enum import Enum
 from typing import ClassVar
 
 from recipes.core.config import declare
-from recipes.core.errors import ConfigError, shown
+from recipes.core.errors import ConfigError
 
 RESUME_WORDS = ("auto", "never", "best", "latest")  # of resume=, beside a path
 
@@ -165,11 +165,6 @@ class TrainKeys:
         declare.check(self)
         if self.num_workers and ignores_workers(type(self)):
             raise ConfigError(f"num_workers={self.num_workers}: this recipe has no loader threads: leave it out")
-
-    def choose_dataset(self, *names: str) -> None:
-        """Raises ConfigError unless ``dataset`` is one of ``names``."""
-        if self.dataset not in names:
-            raise ConfigError(f"dataset={shown(self.dataset)}: {declare.choice(self.dataset, names)}")
 
 
 def ignores_workers(keys: type) -> bool:
