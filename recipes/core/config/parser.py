@@ -108,11 +108,11 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
         raise ConfigError(f"recipe= is missing: give recipe=NAME, one of {', '.join(recipe_conf.names())}")
     recipe_class, variants = recipe_conf.load(recipe)
     job_names, run_names, own_names = (declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class))
+    known = run_names | own_names | (job_names if of_launch else set())
     for name, value in words.items():
-        if name in job_names and not of_launch:
+        if name in job_names - known:
             raise ConfigError(_misplaced(name, value))
-        if name not in job_names | run_names | own_names:
-            known = (run_names | own_names | job_names) if of_launch else (run_names | own_names)
+        if name not in known:
             raise ConfigError(
                 f"{shown(name)}={shown(value)}: recipe {recipe} has no key '{shown(name)}'{declare.nearest(name, known)}"
             )
