@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from recipes.core.doctor import logs
 from recipes.core.doctor.logs import LONGEST_LINE, Log
@@ -23,10 +23,10 @@ MOST_EXPLAINED = 3  # patterns
 
 
 class Judgement(NamedTuple):
-    """Why a run ended. line: "" if it is unknown. rank: the first to fail; None if it is unknown."""
+    """Why a run ended."""
 
-    line: str = ""
-    rank: int | None = None
+    line: str = ""  # "" if it is unknown
+    rank: int | None = None  # the first to fail; None if it is unknown
 
 
 UNKNOWN = Judgement()
@@ -85,7 +85,8 @@ def of_run(run_dir: Path) -> list[str]:
         return ["status.json says done: nothing failed"]
     if state == "preempted":
         return _shown(slurm_queue.after_stop(run_dir, status))
-    slurm, quiet_s, found = slurm_queue.of_run(run_dir), _quiet_s(status), judgement(run_dir)
+    slurm, found = slurm_queue.of_run(run_dir), judgement(run_dir)
+    quiet_s = max(0.0, time.time() - float(status.get("updated") or 0.0))  # since the run last updated its status
     if state == "running":
         where = f"at step {table.read_run(run_dir, time.time()).step}, status written {table.ago(quiet_s)} ago"
         if not found.line and _is_alive(run_dir, slurm, quiet_s):
@@ -115,12 +116,6 @@ def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
         return False
     owner = attempts.owner(run_dir)
     return min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
-
-
-def _quiet_s(status: dict[str, Any]) -> float:
-    """Seconds since the run last updated its status."""
-    updated = status.get("updated")
-    return max(0.0, time.time() - (float(updated) if isinstance(updated, (int, float)) else 0.0))
 
 
 def batch_logs(run_dir: Path, slurm: Outlook) -> list[Path]:
