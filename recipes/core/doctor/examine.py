@@ -48,7 +48,9 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
         return begin + share * seconds
 
     folder = here.run_dir / "reports"
-    reports = Reports(folder if judge_later else folder / _id(info), info.node_rank, seconds)
+    if not judge_later:  # each step of a job is an examination of its own
+        folder = folder / f"{info.run_id or 'now'}-{info.restart_count}"
+    reports = Reports(folder, info.node_rank, seconds)
     mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname()}
     if not info.nodes and (choice := _interface(info)):
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
@@ -74,12 +76,6 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
         elif not judge_later:
             code = _stand_by(reports, info, here.run_dir, at(STAND_IN), at(1))
     return code
-
-
-def _id(info: RankInfo) -> str:
-    """Distinguishes examinations in one run directory: the steps of a job come one after another, and each is one."""
-    step = os.environ.get("SLURM_STEP_ID", "") if slurm_step.in_step(os.environ) else ""
-    return f"{info.run_id or 'now'}-{step}-{info.restart_count}"
 
 
 def _interface(info: RankInfo) -> network.Choice | None:
