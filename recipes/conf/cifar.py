@@ -24,11 +24,9 @@ class Config(TrainKeys):
     global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
     lr: float = key(0.4, "peak learning rate for a global batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
-        512,
-        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
-        low=0,
-        high=2**30,
-    )
+        512, "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
+        low=0, high=2**30,
+    )  # fmt: skip
     warmup: float = key(
         0.2, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
     )
@@ -36,11 +34,9 @@ class Config(TrainKeys):
     weight_decay: float = key(5e-4, "weight decay; not for norms and biases", low=0)
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     ema: float = key(
-        0.0,
-        "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
-        low=0,
-        high=0.999999,
-    )
+        0.0, "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
+        low=0, high=0.999999,
+    )  # fmt: skip
     crop: int = key(
         4, "maximum shift of training images in pixels; the border is filled with mirrored pixels", low=0, high=31
     )

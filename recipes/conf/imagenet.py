@@ -43,11 +43,9 @@ class Config(TrainKeys):
     )
     num_workers: int = key(6, "threads per rank that decode images; 0: decode in the main thread", low=0, high=1024)
     arch: str = key(
-        "resnet50",
-        "any classification model of torchvision",
-        pattern=r"[a-z][a-z0-9_]{0,63}",
-        form="the name of a model",
-    )
+        "resnet50", "any classification model of torchvision",
+        pattern=r"[a-z][a-z0-9_]{0,63}", form="the name of a model",
+    )  # fmt: skip
     pretrained: str = key(
         "", "start from torchvision's weights: true, or their name, such as IMAGENET1K_V2", pattern=NAME
     )
@@ -58,11 +56,9 @@ class Config(TrainKeys):
     )
     lr: float = key(0.1, "peak learning rate for a global batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
-        256,
-        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
-        low=0,
-        high=2**30,
-    )
+        256, "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
+        low=0, high=2**30,
+    )  # fmt: skip
     warmup_epochs: float = key(5, "number of epochs in which the learning rate rises (warm-up)", low=0)
     schedule: Schedule = key(
         Schedule.cosine,
@@ -76,11 +72,9 @@ class Config(TrainKeys):
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
     ema: float = key(
-        0.0,
-        "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
-        low=0,
-        high=0.999999,
-    )
+        0.0, "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
+        low=0, high=0.999999,
+    )  # fmt: skip
     px: int = key(224, "side in pixels of the training images", low=32, high=1024)
     small_px: int = key(
         0, "side in pixels of the first training images; it grows to px; 0: px from the start", low=0, high=1024

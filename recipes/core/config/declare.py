@@ -40,7 +40,7 @@ def key(
     values: Sequence[str] = (),
     path: bool = False,
     may_change: bool = False,
-    of_launch: bool = False,
+    not_inherited: bool = False,
     sbatch: str = "",
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
@@ -48,11 +48,11 @@ def key(
     low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text, which may be
     empty if the default is. form: describes the pattern in a message, after "must be". values: the only valid texts.
     path: the value is a path, which becomes absolute when a job is submitted. may_change: a resumed run may have another
-    value (so may paths). of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
+    value (so may paths). not_inherited: a resumed run does not inherit the value. sbatch: the same option of sbatch.
     """
     meta = {
         "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "values": values, "path": path,
-        "may_change": may_change, "of_launch": of_launch, "sbatch": sbatch,
+        "may_change": may_change, "not_inherited": not_inherited, "sbatch": sbatch,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=meta)
 

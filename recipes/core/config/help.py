@@ -14,11 +14,11 @@ COLUMNS = 100
 INDENT = 28  # where the meanings begin
 
 
-def help_text(recipe: str = "", of_launch: bool = False) -> str:
-    """The keys of one recipe, or of launch.py where ``recipe`` is empty. of_launch: the recipe's keys and launch.py's job keys."""
+def help_text(recipe: str = "", with_job_keys: bool = False) -> str:
+    """The keys of one recipe, or of launch.py where ``recipe`` is empty. with_job_keys: the recipe's keys and launch.py's job keys."""
     lines: list[str] = []
     groups: list[tuple[str, type]] = [("run keys", RunKeys)]
-    if of_launch or not recipe:
+    if with_job_keys or not recipe:
         name = recipe or "NAME"
         lines.append(f"python launch.py recipe={name} key=value …         submits a job")
         lines.append(f"python launch.py check recipe={name} key=value …   validates a job without submitting it")

@@ -63,11 +63,9 @@ class JobKeys:
         form="a whole number, or several separated by commas, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
     )  # fmt: skip
     node_rank: int = declare.key(
-        0,
-        "index of this machine in gpus=, from 0, for launcher=local on several machines",
-        low=0,
-        sbatch="srun sets it",
-    )
+        0, "index of this machine in gpus=, from 0, for launcher=local on several machines",
+        low=0, sbatch="srun sets it",
+    )  # fmt: skip
     master: str = declare.key(
         "", "HOST:PORT of the first machine, for launcher=local on several machines", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
         form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="srun sets it",
@@ -98,12 +96,9 @@ class JobKeys:
         "", "name of the job; default: the recipe's name", pattern=declare.NAME, sbatch="--job-name"
     )
     cluster: str = declare.key(
-        "",
-        "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
-        pattern=r"[A-Za-z0-9_-]{1,64}",
-        form="letters, digits, _ and - only",
-        sbatch="export RECIPES_CLUSTER",
-    )
+        "", "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
+        pattern=r"[A-Za-z0-9_-]{1,64}", form="letters, digits, _ and - only", sbatch="export RECIPES_CLUSTER",
+    )  # fmt: skip
     container: str = declare.key(
         "", "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, such as docker://…",
         pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}", form="a path or an address of letters, digits and _ . / : # @ + ~ -",
@@ -124,12 +119,9 @@ class JobKeys:
         "copy the code at submission, and run the copy; false: run the files that the repository has at the job's start",
     )
     parallel: int = declare.key(
-        0,
-        "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
-        low=0,
-        high=100000,
-        sbatch="--array=…%N",
-    )
+        0, "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
+        low=0, high=100000, sbatch="--array=…%N",
+    )  # fmt: skip
     doctor: bool = declare.key(False, "examine the nodes first; if some are bad, requeue the job without them")
     max_resubmits: int = declare.key(
         2, "maximum number of times that doctor=true requeues a job without bad nodes", low=0, high=100

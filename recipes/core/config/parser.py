@@ -51,7 +51,7 @@ class CommandLine:
     """Words whose names are checked; their values are checked by `settings`."""
 
     recipe: str
-    of_launch: bool  # whether job keys are allowed
+    with_job_keys: bool  # whether job keys are allowed
     recipe_class: type  # the recipe's dataclass
     words: Mapping[str, str]
     given: Mapping[str, Any]  # the words and the variant's keys
@@ -68,7 +68,7 @@ class CommandLine:
         dataset = str(self.given.get("dataset", from_run.get("dataset", "")))
         of_dataset = recipe_conf.datasets(self.recipe).get(dataset, {})
         chosen = {**self.defaults, **of_dataset, **from_run, **self.given}
-        job = convert.build(JobKeys, chosen) if self.of_launch else JobKeys()
+        job = convert.build(JobKeys, chosen) if self.with_job_keys else JobKeys()
         run = convert.build(RunKeys, chosen)
         profiles.env_variables(run.network, self.cluster)  # an invalid env file is refused before a job is submitted
         config = convert.build(self.recipe_class, chosen)
@@ -87,7 +87,7 @@ class CommandLine:
 
     def _saved(self, run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
         """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are given or inherited."""
-        run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "of_launch")
+        run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "not_inherited")
         chosen = {**vars(config), **{name: value for name, value in vars(run).items() if name in run_keys}}
         saved = {name: convert.plain(value) for name, value in chosen.items()}
         path_names = saved.keys() & (declare.declared(self.recipe_class, "path") | {"network"})
@@ -102,13 +102,13 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
     recipe: "" for words of launch.py, which have ``recipe=`` and job keys. environ: read for ``$RECIPES_CLUSTER``,
     ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA``. Raises ConfigError for the first thing that is invalid.
     """
-    of_launch = not recipe
+    with_job_keys = not recipe
     recipe = recipe or words.get("recipe", "")
     if not recipe:
         raise ConfigError(f"recipe= is missing: give recipe=NAME, one of {', '.join(recipe_conf.names())}")
     recipe_class, variants = recipe_conf.load(recipe)
     job_names, run_names, own_names = (declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class))
-    known = run_names | own_names | (job_names if of_launch else set())
+    known = run_names | own_names | (job_names if with_job_keys else set())
     for name, value in words.items():
         if name in job_names - known:
             raise ConfigError(_misplaced(name, value))
@@ -132,7 +132,7 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
     if "data_dir" in own_names & profile.keys() and not environ.get("RECIPES_DATA"):
         defaults["data_dir"] = profile["data_dir"]
     given = {**(variants[variant] if variant else {}), **words}
-    return CommandLine(recipe, of_launch, recipe_class, words, given, defaults, cluster)
+    return CommandLine(recipe, with_job_keys, recipe_class, words, given, defaults, cluster)
 
 
 def _misplaced(name: str, value: str) -> str:

@@ -33,43 +33,35 @@ class RunKeys:
     """How a recipe runs, whatever it trains. Keys of launch.py and of every recipe."""
 
     run_dir: str = declare.key(
-        "",
-        "run directory; default: runs/RECIPE/ID, where ID is the job id, or a time stamp outside Slurm",
-        path=True,
-        of_launch=True,
-    )
+        "", "run directory; default: runs/RECIPE/ID, where ID is the job id, or a time stamp outside Slurm",
+        path=True, not_inherited=True,
+    )  # fmt: skip
     variant: str = declare.key(
-        "",
-        "named preset of recipe keys, from recipes/conf/RECIPE.py",
-        pattern=declare.NAME,
-        of_launch=True,
+        "", "named preset of recipe keys, from recipes/conf/RECIPE.py", pattern=declare.NAME, not_inherited=True
     )
     config: str = declare.key(
-        "", "a YAML file of keys; keys on the command line take precedence", path=True, of_launch=True
+        "", "a YAML file of keys; keys on the command line take precedence", path=True, not_inherited=True
     )
     network: str = declare.key("", "fabric: NAME for env/NAME.env, or the path of your own env file")
     device: Device = declare.key(Device.auto, "auto: GPUs; outside Slurm, the CPU if there is none; cuda; cpu")
     backend: Backend = declare.key(
-        Backend.auto,
-        "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo",
+        Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo"
     )
     cpu_threads: int = declare.key(
-        0,
-        "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
-        low=0,
-        high=4096,
-    )
+        0, "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
+        low=0, high=4096,
+    )  # fmt: skip
     resume: str = declare.key(
         "auto",
         "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a checkpoint; best, latest: that checkpoint of the run directory; or the path of a checkpoint or of another run directory",
         pattern=".+",
         form=f"one of {', '.join(RESUME_WORDS)}, or a path",
-        of_launch=True,
+        not_inherited=True,
     )
     force: bool = declare.key(
         False,
         "resume even if epochs= or max_steps= makes the run shorter or changes its learning-rate schedule midway",
-        of_launch=True,
+        not_inherited=True,
     )
     checkpoint_every_steps: int = declare.key(0, "steps between checkpoints; 0: off", low=0)
     checkpoint_every_s: float = declare.key(600.0, "seconds between checkpoints; 0: off", low=0)
@@ -87,7 +79,7 @@ class RunKeys:
     debug: bool = declare.key(
         False,
         "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match between ranks; this is slower",
-        of_launch=True,
+        not_inherited=True,
     )
     umask: str = declare.key(
         "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
@@ -131,33 +123,27 @@ class TrainKeys:
     data_dir: str = declare.key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = declare.key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
     max_steps: int = declare.key(
-        0,
-        "maximum number of optimiser steps; the learning-rate schedule ends there too; 0: no limit",
-        low=0,
-        may_change=True,
-    )
+        0, "maximum number of optimiser steps; the learning-rate schedule ends there too; 0: no limit",
+        low=0, may_change=True,
+    )  # fmt: skip
     global_batch_size: int = declare.key(
-        128,
-        "samples per optimiser step over all ranks; need not be divisible by the number of ranks",
-        low=1,
-        high=2**30,
-    )
+        128, "samples per optimiser step over all ranks; need not be divisible by the number of ranks",
+        low=1, high=2**30,
+    )  # fmt: skip
     lr: float = declare.key(0.1, "peak learning rate", low=0)
     seed: int = declare.key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
     num_workers: int = declare.key(
         0, "loader threads per rank, for recipes that declare this key", low=0, high=1024, may_change=True
     )
     accumulate: int = declare.key(
-        1,
-        "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
-        low=1,
-        may_change=True,
-    )
+        1, "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
+        low=1, may_change=True,
+    )  # fmt: skip
     dtype: Dtype = declare.key(Dtype.float32, "float32; bfloat16 (autocast); auto: bfloat16 on GPUs that support it")
     compile: bool = declare.key(False, "compile the model with torch.compile", may_change=True)
     evaluate: bool = declare.key(
         False, "evaluate the newest checkpoint (or resume=PATH) without training", may_change=True,
-        of_launch=True,
+        not_inherited=True,
     )  # fmt: skip
     log_every_steps: int = declare.key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
 

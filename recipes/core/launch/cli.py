@@ -32,7 +32,7 @@ def main(argv: list[str], python: str) -> int:
     try:
         if not argv or {"-h", "--help", "help"} & set(argv):
             recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
-            print(help.help_text(recipe, of_launch=True))
+            print(help.help_text(recipe, with_job_keys=True))
             return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         settings = command_line.parse(argv[1:] if checked else argv)
         if (home := source.home(ROOT)) != ROOT:

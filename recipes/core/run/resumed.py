@@ -57,14 +57,14 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             f"{shown(path, 4096)}: has {shown(unknown[0])}=, which recipe {recipe} does not have: "
             "use the code that the run was trained with, or start another run"
         )
-    of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
+    not_inherited = declare.declared(RunKeys, "not_inherited") | declare.declared(recipe_class, "not_inherited")
     # If the run's path is empty, the site's default applies.
     unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         unset.add("network")
     if run_keys.ignores_workers(recipe_class):
         unset.add("num_workers")
-    return {name: value for name, value in words.items() if name not in of_launch | unset}
+    return {name: value for name, value in words.items() if name not in not_inherited | unset}
 
 
 def own_env_file(settings: Settings) -> str:

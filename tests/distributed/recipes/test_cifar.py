@@ -15,8 +15,8 @@ from recipes.conf.cifar import Config
 from recipes.core.data import in_memory
 from recipes.core.data.in_memory import ImageSet
 from recipes.core.errors import InputError
-from tests.distributed import alone
-from tests.distributed.alone import Trained
+from tests.distributed import one_rank
+from tests.distributed.one_rank import Trained
 
 # Of CIFAR-10, 0 to 1, to four digits as usually given: red, green, blue.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -38,18 +38,18 @@ def small_net(cfg: Config, run: object) -> nn.Module:
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     monkeypatch.setattr(in_memory, "cifar10", lambda folder: (TRAIN, TEST))
     monkeypatch.setattr(cifar, "make_net", small_net)
-    return lambda *words, **place: alone.train(
+    return lambda *words, **place: one_rank.train(
         cifar, tmp_path / str(place), monkeypatch, "global_batch_size=8", *words, **place
     )
 
 
 def pixels(inputs: Tensor) -> Tensor:
-    return alone.unnormalised(inputs, MEAN, STD)
+    return one_rank.unnormalised(inputs, MEAN, STD)
 
 
 def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(train: Train) -> None:
     trained = train("epochs=6", "label_smoothing=0.3")
-    ways = alone.shifts(TRAIN.images, 4, "reflect")
+    ways = one_rank.shifts(TRAIN.images, 4, "reflect")
     found, losses = [], []
     for forward in trained.training:
         batch = []
@@ -59,7 +59,7 @@ def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(
             batch.append((plain or mirrored, plain is None))
         found.append(batch)
         labels = TRAIN.labels[[i for (i, _, _), _ in batch]]
-        losses.append(alone.cross_entropy(forward.outputs, labels, 0.3))
+        losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
     for epoch in range(6):
         batches = found[4 * epoch : 4 * epoch + 4]
         assert sorted(i for batch in batches for (i, _, _), _ in batch) == list(range(32))
@@ -80,7 +80,7 @@ def test_an_evaluation_sums_the_logits_of_each_image_and_its_mirror_image(train:
     answers = [forward.outputs for forward in trained.evaluation]
 
     def results(logits: Tensor) -> dict[str, float]:
-        return {f"val_top{k}": alone.top(logits, TEST.labels, k) for k in (1, 5)} | {"val_samples": len(TEST)}
+        return {f"val_top{k}": one_rank.top(logits, TEST.labels, k) for k in (1, 5)} | {"val_samples": len(TEST)}
 
     assert trained.results == results(sum(answers))
     if tta:  # the test tells a half of the sum from the sum
@@ -88,10 +88,10 @@ def test_an_evaluation_sums_the_logits_of_each_image_and_its_mirror_image(train:
 
 
 def test_a_rank_takes_its_own_samples(train: Train) -> None:
-    alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
-    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
-    assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[3:6])  # of 8 in 3, 3 and 2
-    assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[16:32])
+    single, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, single.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, single.training[0].inputs[3:6])  # of 8 in 3, 3 and 2
+    assert torch.equal(trained.evaluation[0].inputs, single.evaluation[0].inputs[16:32])
     assert trained.results["val_samples"] == 16
 
 
@@ -131,7 +131,7 @@ def test_averaged_weights_are_evaluated(train: Train) -> None:
 def test_the_optimizer_settings() -> None:
     net = nn.Linear(2, 2)
     sgd, plain = (cifar.make_optimizer(cfg, net, 0.1) for cfg in (Config(weight_decay=0.25), Config(momentum=0.0)))
-    assert alone.decayed(net, sgd) == {"weight": 0.25, "bias": 0}
+    assert one_rank.decayed(net, sgd) == {"weight": 0.25, "bias": 0}
     assert {(group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.1, 0.9, True)}
     assert {group["nesterov"] for group in plain.param_groups} == {False}
 

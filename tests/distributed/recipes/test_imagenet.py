@@ -21,8 +21,8 @@ from recipes.core.data.loader import IGNORE, LoadedShard
 from recipes.core.errors import InputError, MachineError
 from recipes.core.train.lars import LARS
 from tests import helpers
-from tests.distributed import alone
-from tests.distributed.alone import Trained
+from tests.distributed import one_rank
+from tests.distributed.one_rank import Trained
 
 # As all of torchvision's weights have them: red, green, blue, of 0 to 1.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -60,7 +60,7 @@ def slopes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(slopes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     monkeypatch.setattr(imagenet, "make_net", small_net)
     words = (f"data_dir={slopes}", "global_batch_size=12", "px=48", "val_px=40", "val_resize=52", "num_workers=0")
-    return lambda *more, **place: alone.train(imagenet, tmp_path / str(place), monkeypatch, *words, *more, **place)
+    return lambda *more, **place: one_rank.train(imagenet, tmp_path / str(place), monkeypatch, *words, *more, **place)
 
 
 def pixels(inputs: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def test_half_of_the_crops_are_flipped_and_the_loss_is_that_of_their_labels(trai
         shown = pixels(forward.inputs)
         labels = ((shown[:, 2].mean((1, 2)) - 50) / 30).round().long()
         assert (shown[:, 2] - (30 * labels + 50).view(-1, 1, 1)).abs().max() < 4
-        losses.append(alone.cross_entropy(forward.outputs, labels, 0.3))
+        losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
         red, green = shown[:, 0].mean(1), shown[:, 1].mean(2)
         assert (green[:, -1] > green[:, 0]).all()  # never upside down
         flips += (red[:, 0] > red[:, -1]).tolist()
@@ -97,7 +97,7 @@ def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path
     seen, outputs = (torch.cat([getattr(f, name) for f in trained.evaluation]) for name in ("inputs", "outputs"))
     assert (seen - wanted).abs().max() < 1.1 / 255 / 0.224  # one unit of a pixel
     labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
-    expected = {f"val_top{k}": alone.top(outputs, labels, k) for k in (1, 5)} | {"val_samples": 13}
+    expected = {f"val_top{k}": one_rank.top(outputs, labels, k) for k in (1, 5)} | {"val_samples": 13}
     assert trained.results == expected | {"skipped_samples": 0}
 
 
@@ -118,12 +118,12 @@ def test_the_image_size_follows_the_schedule_of_the_epochs(train: Train) -> None
 
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
-    alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
-    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
-    assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[4:8])  # of 12 in 4, 4 and 4
-    assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[5:9])  # of 13 in 5, 4 and 4
+    single, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, single.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, single.training[0].inputs[4:8])  # of 12 in 4, 4 and 4
+    assert torch.equal(trained.evaluation[0].inputs, single.evaluation[0].inputs[5:9])  # of 13 in 5, 4 and 4
     assert trained.results["val_samples"] == 4
-    assert len({0, alone_.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+    assert len({0, single.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
 
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
@@ -146,7 +146,7 @@ def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.M
     shares = []
     for forward, (labels, (x, others, share)), row in zip(trained.training, calls, trained.rows, strict=True):
         assert torch.equal(forward.inputs, x)
-        one, other = (alone.cross_entropy(forward.outputs, which, 0) for which in (labels, labels.flip(0)))
+        one, other = (one_rank.cross_entropy(forward.outputs, which, 0) for which in (labels, labels.flip(0)))
         assert row["loss"] == pytest.approx(share * one + (1 - share) * other, rel=1e-5)
         assert torch.equal(others, labels.flip(0))
         shares.append(share)
@@ -177,7 +177,7 @@ def test_an_image_that_cannot_be_read_has_no_loss(train: Train, slopes: Path, tm
         labels = ((shown - 50) / 30).round().long()
         read = labels >= 0  # the others are black
         counted.append(int(read.sum()))
-        mean = alone.cross_entropy(forward.outputs[read], labels[read], 0) * counted[-1] / 12
+        mean = one_rank.cross_entropy(forward.outputs[read], labels[read], 0) * counted[-1] / 12
         assert row["loss"] == pytest.approx(mean, rel=1e-5)
     assert sum(counted) == 23
     assert IGNORE == -100  # what cross_entropy leaves out
@@ -202,12 +202,12 @@ def test_the_optimizer_settings() -> None:
     net, keys = nn.Linear(2, 2), {"weight_decay": 0.25, "momentum": 0.8}
     for decay_norms, expected in ((False, 0.0), (True, 0.25)):
         sgd = imagenet.make_optimizer(Config(decay_norms=decay_norms, **keys), net, 0.1)
-        assert alone.decayed(net, sgd) == {"weight": 0.25, "bias": expected}
+        assert one_rank.decayed(net, sgd) == {"weight": 0.25, "bias": expected}
         assert {(group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.1, 0.8, True)}
     plain = imagenet.make_optimizer(Config(nesterov=False), net, 0.1)
     assert {group["nesterov"] for group in plain.param_groups} == {False}
     lars = imagenet.make_optimizer(Config(optimizer=imagenet.Optimizer.lars, **keys), net, 9.0)
-    assert (type(lars), alone.decayed(net, lars)) == (LARS, {"weight": 0.25, "bias": 0.0})
+    assert (type(lars), one_rank.decayed(net, lars)) == (LARS, {"weight": 0.25, "bias": 0.0})
     assert [(group["adapt"], group["lr"], group["momentum"]) for group in lars.param_groups] == [
         (True, 9.0, 0.8),
         (False, 9.0, 0.8),
@@ -227,7 +227,7 @@ def test_invalid_settings_are_refused(
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(error, match=expected):
-        alone.train(imagenet, tmp_path / "run", monkeypatch, *words)
+        one_rank.train(imagenet, tmp_path / "run", monkeypatch, *words)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -16,8 +16,8 @@ from recipes.core.data import datasets, in_memory
 from recipes.core.data.in_memory import ImageSet
 from recipes.core.errors import InputError
 from tests import helpers
-from tests.distributed import alone
-from tests.distributed.alone import Trained
+from tests.distributed import one_rank
+from tests.distributed.one_rank import Trained
 
 MEAN, STD = (0.1307,), (0.3081,)  # of MNIST, 0 to 1, as in torch's own example
 Train = Callable[..., Trained]
@@ -30,20 +30,20 @@ TRAIN, TEST = ImageSet(PIXELS[:64], LABELS[:64]), ImageSet(PIXELS[64:], LABELS[6
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     monkeypatch.setattr(in_memory, "mnist", lambda folder: (TRAIN, TEST))
     folders = (tmp_path / str(i) for i in range(9))
-    return lambda *words, **place: alone.train(
+    return lambda *words, **place: one_rank.train(
         mnist, next(folders), monkeypatch, "global_batch_size=16", *words, **place
     )
 
 
 def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_their_labels(train: Train) -> None:
     trained = train("epochs=6", "label_smoothing=0.3")
-    ways = alone.shifts(TRAIN.images, 1, "constant")
+    ways = one_rank.shifts(TRAIN.images, 1, "constant")
     found, losses = [], []
     for forward in trained.training:
-        batch = [ways[pixels.numpy().tobytes()] for pixels in alone.unnormalised(forward.inputs, MEAN, STD)]
+        batch = [ways[pixels.numpy().tobytes()] for pixels in one_rank.unnormalised(forward.inputs, MEAN, STD)]
         found.append(batch)
         labels = TRAIN.labels[[i for i, _, _ in batch]]
-        losses.append(alone.cross_entropy(forward.outputs, labels, 0.3))
+        losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
     for epoch in range(6):
         assert sorted(i for batch in found[4 * epoch : 4 * epoch + 4] for i, _, _ in batch) == list(range(64))
     places = [(y, x) for batch in found for _, y, x in batch]
@@ -54,23 +54,23 @@ def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_thei
 
 def test_test_images_are_unchanged_and_counted_by_their_labels(train: Train) -> None:
     trained = train("epochs=1", "augment=false")
-    pixels = [alone.unnormalised(forward.inputs, MEAN, STD) for forward in trained.training]
+    pixels = [one_rank.unnormalised(forward.inputs, MEAN, STD) for forward in trained.training]
     kept = {image.numpy().tobytes() for image in TRAIN.images}
     assert {image.numpy().tobytes() for batch in pixels for image in batch} == kept  # augment=false
     [forward] = trained.evaluation
-    assert torch.equal(alone.unnormalised(forward.inputs, MEAN, STD), TEST.images)
-    expected = {f"val_top{k}": alone.top(forward.outputs, TEST.labels, k) for k in (1, 5)} | {"val_samples": 50}
+    assert torch.equal(one_rank.unnormalised(forward.inputs, MEAN, STD), TEST.images)
+    expected = {f"val_top{k}": one_rank.top(forward.outputs, TEST.labels, k) for k in (1, 5)} | {"val_samples": 50}
     assert trained.results == expected
     assert {name: trained.rows[-1][name] for name in expected} == expected
 
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
-    alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
-    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
-    assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[6:11])  # of 16 in 6, 5 and 5
-    assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[17:34])  # of 50 in 17, 17 and 16
+    single, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, single.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, single.training[0].inputs[6:11])  # of 16 in 6, 5 and 5
+    assert torch.equal(trained.evaluation[0].inputs, single.evaluation[0].inputs[17:34])  # of 50 in 17, 17 and 16
     assert trained.results["val_samples"] == 17
-    assert len({0, alone_.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+    assert len({0, single.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_optimizer_settings() -> None:
     net = torch.nn.Linear(2, 2)
     sgd, adamw = (mnist.make_optimizer(Config(optimizer=chosen), net) for chosen in mnist.Optimizer)
     assert (type(adamw), type(sgd)) == (torch.optim.AdamW, torch.optim.SGD)
-    assert alone.decayed(net, adamw) == alone.decayed(net, sgd) == {"weight": 0.05, "bias": 0.0}
+    assert one_rank.decayed(net, adamw) == one_rank.decayed(net, sgd) == {"weight": 0.05, "bias": 0.0}
     assert {(group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.9, True)}
     assert {(group["betas"], group["lr"]) for group in adamw.param_groups} == {((0.9, 0.999), 0.004)}
 
@@ -119,6 +119,6 @@ def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytes
 
 
 def test_real_digits_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = alone.train(mnist, tmp_path, monkeypatch, "dataset=digits").results
+    results = one_rank.train(mnist, tmp_path, monkeypatch, "dataset=digits").results
     assert results["val_samples"] == 359
     assert results["val_top1"] >= 0.96

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from recipes import toy
 from recipes.conf.toy import Config
 from recipes.core.train import loop, metrics, optimisation
-from tests.distributed import alone
+from tests.distributed import one_rank
 
 RUN: Any = SimpleNamespace(say=print)
 
@@ -76,7 +76,7 @@ def test_the_number_of_steps() -> None:
 def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three ranks: the gradient is that of the mean over the batch, of which it has its own part."""
     words = ("samples=12", "global_batch_size=7", "max_steps=1", "lr=0.1", "seed=4")
-    trained = alone.train(toy, tmp_path, monkeypatch, *words, rank=1, size=3)
+    trained = one_rank.train(toy, tmp_path, monkeypatch, *words, rank=1, size=3)
     inputs, targets = toy.make_data(Config(samples=12, seed=4))
     step, evaluation = trained.forwards
     mine = [int((inputs == row).all(1).nonzero()) for row in step.inputs]

@@ -118,12 +118,12 @@ def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
 
 
 def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(stopped: Path, tmp_path: Path) -> None:
-    alone = shutil.copy(stopped / "checkpoints/step-00000005.pt", tmp_path / "alone.pt")
+    alone = shutil.copy(stopped / "checkpoints/step-00000005.pt", tmp_path / "one_rank.pt")
     ended = mnist(tmp_path / "new", *RUN, f"resume={alone}")  # the default happens to be the same
     assert ended.status == 0, ended.out
     ended = mnist(tmp_path / "other", *RUN, f"resume={alone}", "epochs=9")
     assert ended.status == 2, ended.out
-    assert "alone.pt: was saved with other keys (epochs=4 becomes 9): use these values" in ended.out
+    assert "one_rank.pt: was saved with other keys (epochs=4 becomes 9): use these values" in ended.out
     ended = mnist(tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt")
     assert ended.status == 0, ended.out
     assert "dataset=digits" not in ended.out.partition("from the run")[2].partition("\n")[0]  # typed
