@@ -132,9 +132,6 @@ class TrainKeys:
     )  # fmt: skip
     lr: float = declare.key(0.1, "peak learning rate", low=0)
     seed: int = declare.key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
-    num_workers: int = declare.key(
-        0, "loader threads per rank, for recipes that declare this key", low=0, high=1024, may_change=True
-    )
     accumulate: int = declare.key(
         1, "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
         low=1, may_change=True,
@@ -149,11 +146,3 @@ class TrainKeys:
 
     def __post_init__(self) -> None:
         declare.check(self)
-        if self.num_workers and ignores_workers(type(self)):
-            raise ConfigError(f"num_workers={self.num_workers}: this recipe has no loader threads: leave it out")
-
-
-def ignores_workers(keys: type) -> bool:
-    """Whether a recipe with these keys has no loader threads: then it does not declare ``num_workers`` itself."""
-    own = getattr(keys, "__dataclass_fields__", {}).get("num_workers")
-    return own is TrainKeys.__dataclass_fields__["num_workers"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import convert, declare, envfile, key_value, recipe_conf, run_keys
+from recipes.core.config import convert, declare, envfile, key_value, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError, shown
@@ -52,6 +52,8 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     path = run_dir / "config.yaml"
     words = key_value.read_yaml(path, shown(path, 4096))
     known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
+    if "num_workers" not in known:
+        words.pop("num_workers", None)  # earlier versions wrote it for recipes that do not read it
     if unknown := sorted(words.keys() - known):
         raise ConfigError(
             f"{shown(path, 4096)}: has {shown(unknown[0])}=, which recipe {recipe} does not have: "
@@ -62,19 +64,14 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         unset.add("network")
-    if run_keys.ignores_workers(recipe_class):
-        unset.add("num_workers")
     return {name: value for name, value in words.items() if name not in not_inherited | unset}
 
 
 def own_env_file(settings: Settings) -> str:
     """The ``network=`` of the resumed run that `keys_of` does not return, since it is a file; "" if there is none or a key replaces it."""
-    saved = (
-        key_value.read_yaml(settings.resumes / "config.yaml", "")
-        if settings.resumes and not settings.run.network
-        else {}
-    )
-    network = str(saved.get("network", ""))
+    if settings.run.network or not settings.resumes:
+        return ""
+    network = str(key_value.read_yaml(settings.resumes / "config.yaml", "").get("network", ""))
     return network if envfile.is_path(network) else ""
 
 
