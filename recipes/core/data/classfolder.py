@@ -51,11 +51,10 @@ class Listing:
             digest.update(part)
         return digest.hexdigest()
 
-    def _add(self, label: int, files: Sequence[bytes]) -> None:
-        for file in files:
-            self._labels.append(label)
-            self._names += file
-            self._ends.append(len(self._names))
+    def add(self, label: int, file: bytes) -> None:
+        self._labels.append(label)
+        self._names += file
+        self._ends.append(len(self._names))
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
@@ -92,7 +91,8 @@ def scan(
         files = sorted(_images(os.path.join(os.fsencode(folder), os.fsencode(name))))
         if not files:
             raise InputError(f"{str(folder)!r} has no image in the class folder {name!r}: fill or remove it")
-        listing._add(positions[name], files)
+        for file in files:
+            listing.add(positions[name], file)
     return listing
 
 

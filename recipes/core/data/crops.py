@@ -13,9 +13,8 @@ from recipes.core.data.pillow import Unreadable
 RATIOS = (3 / 4, 4 / 3)  # width to height of a random crop; as TRIES, from torchvision's RandomResizedCrop
 TRIES = 10
 Box = tuple[int, int, int, int]  # y, x, height, width
-Crop = Callable[
-    [Decoder, Pixels, int, Pixels], None
-]  # writes a crop of the pixels of image i of a batch into the last argument
+# Writes a crop of the pixels of image i of a batch into the last argument.
+Crop = Callable[[Decoder, Pixels, int, Pixels], None]
 
 
 def random_box(uniform: Sequence[float], height: int, width: int, least: float) -> Box:

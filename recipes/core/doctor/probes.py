@@ -143,11 +143,6 @@ def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
     return {}, findings
 
 
-def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Variables that are misspelt, conflict with each other, or cannot work."""
-    return {}, variables.problems(here.environ)
-
-
 def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Facts and findings on the GPUs that this process may use."""
     if here.on_cpu:
@@ -202,6 +197,6 @@ CHECKS: Mapping[str, Check] = {
     "disks": disks,
     "interfaces": interfaces,
     "InfiniBand": infiniband,
-    "variables": environment_variables,
+    "variables": lambda here: ({}, variables.problems(here.environ)),
     "gpus": gpus,
 }

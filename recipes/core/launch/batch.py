@@ -52,7 +52,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
     attempt = None
     if job:
-        folder = directory.for_evaluation(run_dir) if settings.config.evaluate else run_dir
+        folder = directory.beside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
         try:
             attempt = attempts.open_next(folder, recipe, environ)
         except errors.MachineError as error:
@@ -103,7 +103,7 @@ def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:
 def _run_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
     """The folder that contains the status of this job's run."""
     run_dir = directory.choose(settings.run.run_dir, settings.recipe, directory.job_id(environ), ROOT)
-    return directory.for_examination(run_dir) if settings.recipe == "doctor" else run_dir
+    return directory.beside(run_dir, directory.DOCTOR) if settings.recipe == "doctor" else run_dir
 
 
 def _code(environ: Mapping[str, str], run_dir: Path) -> Path:

@@ -190,6 +190,12 @@ def check_owner(attempt: Attempt) -> None:
         raise MachineError(f"{attempt.run_dir}: a later attempt writes here ({by}); this one ends")
 
 
+def write_status(attempt: Attempt, state: str, step: int, **why: Any) -> None:
+    """Writes ``status.json``. why: as for `directory.write_status`. Raises OSError, and MachineError if a later attempt has begun."""
+    check_owner(attempt)
+    directory.write_status(attempt.run_dir, state, attempt=attempt.number, step=step, **why)
+
+
 def taken_over_by(attempt: Attempt) -> str:
     """The launch of a later attempt that has begun; "" if there is none."""
     found = owner(attempt.run_dir)

@@ -20,11 +20,9 @@ def parse(
 ) -> Settings:
     """Checks a command line of ``key=value`` words and returns its settings.
 
-    recipe: the recipe that the words belong to; "" for the words of launch.py, which contain ``recipe=`` and job keys.
-    environ: the source of ``$RECIPES_CLUSTER``, ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA`` (default: the environment
-    of the process). to_start: True if the run is to be started, False if only its result is to be read. If ``run_dir=``
-    or ``resume=`` names a run, keys that are not given come from that run. Raises ConfigError with one line for the
-    first invalid word.
+    recipe: "" for the words of launch.py, which contain ``recipe=`` and job keys. environ: that of the process by default. to_start:
+    False if only the result of the run is to be read. If ``run_dir=`` or ``resume=`` names a run, keys that are not given come from it.
+    Raises ConfigError with one line for the first invalid word.
     """
     environ = os.environ if environ is None else environ
     words = key_value.read(argv)

@@ -84,15 +84,9 @@ def note_next(run_dir: Path, word: Next, attempt: int) -> None:
             files.write_json(run_dir / "status.json", {**status, "next": word})
 
 
-def for_evaluation(run_dir: Path) -> Path:
-    """The folder for an evaluation: ``evaluation/`` in the run directory of a training, which may run; else ``run_dir``."""
-    trained = (run_dir / "config.yaml").exists()  # an evaluation does not write this file
-    return run_dir / EVALUATION if trained else run_dir
-
-
-def for_examination(run_dir: Path) -> Path:
-    """The folder for the doctor's status and verdict: ``doctor/`` in an existing run directory; else ``run_dir``."""
-    return run_dir / DOCTOR if (run_dir / "config.yaml").exists() else run_dir
+def beside(run_dir: Path, name: str) -> Path:
+    """The folder for an evaluation or for the doctor: ``name`` in the run directory of a training, which may run; else ``run_dir``."""
+    return run_dir / name if (run_dir / "config.yaml").exists() else run_dir  # only a training writes this file
 
 
 def accuracy(run_dir: Path) -> str:

@@ -40,14 +40,10 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         read_end, write_end = os.pipe()
         with signals.kept_from_children():  # tee ends when the rank ends
             tee = subprocess.Popen(
-                ["tee", "-a", f"/dev/fd/{log.fileno()}"],
-                pass_fds=[log.fileno()],
-                stdin=read_end,
-                stdout=original,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                ["tee", "-a", f"/dev/fd/{log.fileno()}"], pass_fds=[log.fileno()], stdin=read_end, stdout=original,
+                stderr=subprocess.DEVNULL, start_new_session=True,
                 restore_signals=False,  # SIGPIPE stays ignored: tee writes the file even without a reader of stdout
-            )
+            )  # fmt: skip
         os.close(read_end)
         os.dup2(write_end, number)
         os.close(write_end)

@@ -98,11 +98,9 @@ class Job:
 
 
 def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
-    """The job as the controller describes it, with one entry per array task or component.
+    """The job as the controller describes it (a site may have no accounting): one entry per array task or component.
 
-    The list is empty if Slurm does not know the job. The function asks the controller and not the accounting, since a
-    site may not have accounting. environ: the environment of scontrol. Raises MachineError if the controller cannot be
-    asked.
+    The list is empty if Slurm does not know the job. environ: that of scontrol. Raises MachineError if it cannot be asked.
     """
     try:
         asked = _call("scontrol", "show", "job", job_id, environ=environ, timeout_s=timeout_s)
@@ -206,8 +204,7 @@ def parse(text: str) -> list[Job]:
 def gpus(tres: str) -> str:
     """The GPUs in a list of resources, in the format of sbatch's options: ``2`` or ``a100:2``; "" if there are none.
 
-    tres: a list from ``scontrol`` or SLURM_TRES_PER_TASK, for example gres:gpu:2 (Slurm 22.05), gres/gpu:2 or
-    cpu=4,gres/gpu:a100=2 (24.11).
+    tres: such as gres:gpu:2 (Slurm 22.05), gres/gpu:2 or cpu=4,gres/gpu:a100=2 (24.11).
     """
     found = (re.fullmatch(r"(?:gres[:/])?gpu[:=](.+)", one) for one in tres.split(","))
     return ",".join(one[1].replace("=", ":") for one in found if one)
@@ -247,10 +244,9 @@ def is_short(fields: Mapping[str, str]) -> bool:
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Seconds until Slurm ends this job. inf means no limit, None means unknown. It takes up to OWN_JOB_S seconds.
+    """Seconds until Slurm ends this job, within OWN_JOB_S. inf means no limit, None means unknown; no exception is raised.
 
-    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began. A controller
-    that does not answer is no reason to end the run, so no exception is raised.
+    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began.
     """
     job, end, left_s = directory.job_id(environ), environ.get("SLURM_JOB_END_TIME", ""), None
     if not job:

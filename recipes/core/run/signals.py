@@ -117,11 +117,10 @@ def keep_from_workers() -> None:
 
 @contextlib.contextmanager
 def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
-    """Yields a flag that each of SIGNALS sets.
+    """Yields a flag that each of SIGNALS sets. Must be called from the main thread.
 
-    A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called once, in a separate thread,
-    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`. Must be
-    called from the main thread.
+    A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called once, in a separate thread, with the
+    name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`.
     """
     listener = _Listener(tell)
     os.set_blocking(listener.write_end, False)
@@ -154,11 +153,9 @@ def watch_the_end(
     left: Callable[[], float | None],
     tell: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left.
+    """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left, at most a quarter of the time left now.
 
-    For sites that send no signal. The margin is at most a quarter of the time that the job has left now. left:
-    `queue.seconds_left`, called at the start and again near the end. tell: called with the reason when the flag is set, if it
-    had no earlier reason.
+    For sites that send no signal. left: `queue.seconds_left`. tell: called with the reason, unless the flag has one already.
     """
 
     def watch() -> None:

@@ -84,9 +84,8 @@ def _stopped_early(run: Run, reason: str) -> int:
     """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
     if run.world.rank == 0:
         with contextlib.suppress(MachineError):  # a later attempt has taken over the run directory
-            attempts.check_owner(run.attempt)
-            step, number = (directory.read_status(run.dir) or {}).get("step", 0), run.attempt.number
-            directory.write_status(run.dir, "preempted", attempt=number, step=step, reason=reason, kind=Kind.stopped)
+            step = (directory.read_status(run.dir) or {}).get("step", 0)
+            attempts.write_status(run.attempt, "preempted", step, reason=reason, kind=Kind.stopped)
             run.say(f"stopped by {reason} before its first step")
     return errors.EXIT_REQUEUE
 
@@ -182,9 +181,6 @@ def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, An
 
 def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:
     """Sets ``status.json`` to failed, as far as this rank knows. The judgement of the parent replaces it."""
-    attempts.check_owner(run.attempt)
     if run.begun or not (run.dir / "status.json").exists():
-        directory.write_status(
-            run.dir, "failed", attempt=run.attempt.number, step=run.step, reason=judge.describe(record),
-            kind=errors.kind_of(record), first=record,
-        )  # fmt: skip
+        why = {"reason": judge.describe(record), "kind": errors.kind_of(record), "first": record}
+        attempts.write_status(run.attempt, "failed", run.step, **why)

@@ -46,7 +46,7 @@ def _choose(start: Start, name: str = "") -> Path | None:
 
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
     recipe, keys = start.settings.recipe, start.settings.run
-    path = directory.for_evaluation(run_dir) if start.settings.config.evaluate else run_dir
+    path = directory.beside(run_dir, directory.EVALUATION) if start.settings.config.evaluate else run_dir
     with files.writing_to(path, "run_dir"):
         given = attempts.given(os.environ)
         if given and given.run_dir == path and not given.has_begun:

@@ -184,7 +184,7 @@ class Run:
                 checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
             attempts.begin(self.attempt, self.step, own)
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
-            directory.write_status(self.dir, "running", attempt=self.attempt.number, step=self.step)
+            attempts.write_status(self.attempt, "running", self.step)
         self.begun = True
 
     def stop_is_near(self) -> bool:
@@ -237,8 +237,7 @@ class Run:
             torch.distributed.barrier()
 
     def _saved(self, path: Path, step: int) -> None:
-        attempts.check_owner(self.attempt)
-        directory.write_status(self.dir, "running", attempt=self.attempt.number, step=step)
+        attempts.write_status(self.attempt, "running", step)
         self.progress("")
         print(f"checkpoint {path}", flush=True)
 
@@ -268,10 +267,7 @@ class Run:
             self.attempt.staging.rmdir()  # it is empty: everything is saved
         step = self.step
         if self.stopping:
-            number = self.attempt.number
-            directory.write_status(
-                self.dir, "preempted", attempt=number, step=step, reason=self.stopping, kind=Kind.stopped
-            )
+            attempts.write_status(self.attempt, "preempted", step, reason=self.stopping, kind=Kind.stopped)
             is_training = not self.settings.config.evaluate
             where = f"at step {step}, saved in {self.dir}" if is_training else "before the evaluation's end"
             self.say(f"stopped by {self.stopping} {where}")
@@ -293,7 +289,7 @@ class Run:
                 "versions": metrics.versions(),
             }
             files.write_json(self.dir / "summary.json", {**summary, **results})
-        directory.write_status(self.dir, "done", attempt=self.attempt.number, step=step)
+        attempts.write_status(self.attempt, "done", step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")
 
