@@ -54,8 +54,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/classfolder.py",
-        "listing._add(positions[name], files)",
-        "listing._add(done, files)",
+        "listing.add(positions[name], file)",
+        "listing.add(done, file)",
         "if val/ lacks a class, the labels of the next classes are wrong",
         "tests/unit/data/test_classfolder.py",
     ),

@@ -39,8 +39,9 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """The content of ``status.json``; None before the run has begun."""
-    return files.read_json(run_dir / "status.json")
+    """The content of ``status.json``; None before the run has begun, and for a file that `write_status` has not written."""
+    found = files.read_json(run_dir / "status.json") or {}
+    return found if all(isinstance(found.get(name), (int, float)) for name in ("step", "updated")) else None
 
 
 def write_status(

@@ -313,7 +313,7 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
 
     of_all = {"epochs", "max_steps", "accumulate", "compile", "evaluate", "log_every_steps", "data_dir"}
     assert declare.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
-    assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
+    assert declare.may_change(imagenet.Config) == of_all | {"num_workers", "val_batch_size", "stage_dir"}
 
 
 def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mnist", **keys: object) -> Path:

@@ -42,7 +42,7 @@ def test_each_launch_of_a_job_has_its_own_id() -> None:
     assert directory.launch_id({**job, "RECIPES_LAUNCH": "host.7"}) == "host.7"
 
 
-@pytest.mark.parametrize("content", [b"", b'{"state": "runn', b"[1]", b"\xff\xfe{}"])
+@pytest.mark.parametrize("content", [b"", b'{"state": "runn', b"[1]", b"\xff\xfe{}", b'{"step": 1, "updated": "x"}'])
 def test_a_damaged_status_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
     assert directory.read_status(tmp_path / "no" / "folder") is None
     (tmp_path / "status.json").write_bytes(content)
