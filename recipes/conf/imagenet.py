@@ -41,9 +41,7 @@ class Config(TrainKeys):
         Decoder.torchvision,
         "torchvision: the same pixels as PIL; opencv: faster, slightly different pixels (not antialiased)",
     )
-    num_workers: int = key(
-        6, "threads per rank that decode images; 0: in the main thread", low=0, high=1024, may_change=True
-    )
+    num_workers: int = key(6, "threads per rank that decode images; 0: decode in the main thread", low=0, high=1024)
     arch: str = key(
         "resnet50", "any classification model of torchvision",
         pattern=r"[a-z][a-z0-9_]{0,63}", form="the name of a model",
