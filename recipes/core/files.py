@@ -211,11 +211,7 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content as hexadecimal digits. Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def free_bytes(folder: Path) -> int | None:

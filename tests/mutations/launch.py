@@ -43,7 +43,7 @@ MUTATIONS = [
         'SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")',
         'SRUN_OPTIONS = ("--export=ALL", "--wait=60", "--mem=0")',
         "after the death of one rank, the others wait until the time limit",
-        "tests/unit/launch/test_scripts.py::test_the_docstring_shows_a_finished_script",
+        "tests/unit/launch/test_scripts.py::test_a_finished_script",
     ),
     Mutation(
         "recipes/core/launch/allocation.py",

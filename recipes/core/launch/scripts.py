@@ -48,34 +48,7 @@ def _element(job: Job) -> list[str]:
 
 
 def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
-    r"""The sbatch script of ``job``. header: lines of comment.
-
-    sbatch/job.sh contains the parts that all scripts share. The script of ``recipe=mnist nodes=2 gpus_per_node=8
-    epochs=5`` for the repository ``/repo``::
-
-        #!/bin/bash
-        #SBATCH --job-name=mnist
-        #SBATCH --nodes=2
-        #SBATCH --ntasks-per-node=8
-        #SBATCH --gpus-per-node=8
-        #SBATCH --cpus-per-task=8
-        #SBATCH --time=60
-        #SBATCH --requeue
-        #SBATCH --open-mode=append
-        #SBATCH --signal=USR2@120
-        #SBATCH --chdir=/repo
-        #SBATCH --output=%x-%j.out
-
-        export RECIPES_CONTAINER=''
-        export RECIPES_CONTAINER_RUNTIME=auto
-        export RECIPES_CONTAINER_MOUNTS=''
-        . /repo/sbatch/job.sh || exit
-        set -- epochs=5 "$@"
-        begin mnist "$@"
-        srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
-            "${inside[@]}" -u -m recipes.mnist "${words[@]}"
-        finish mnist $?
-    """
+    """The sbatch script of ``job``, as launcher=print shows it. header: lines of comment. sbatch/job.sh has what all scripts share."""
     of_sbatch = {**directives(job), "chdir": str(job.root)}
     # The log is in the folder in which the job starts. A job whose log folder is missing fails without a message
     # (sbatch, 0:53).

@@ -1,11 +1,9 @@
 """The sbatch script that is made from a job."""
 
 import dataclasses
-import inspect
 import re
 import shutil
 import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -36,11 +34,33 @@ JOBS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def test_the_docstring_shows_a_finished_script() -> None:
-    text = scripts.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo")))
-    assert inspect.cleandoc(scripts.sbatch_script.__doc__ or "").endswith(
-        "::\n\n" + textwrap.indent(text, "    ").rstrip()
-    )
+FINISHED = r"""#!/bin/bash
+#SBATCH --job-name=mnist
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR2@120
+#SBATCH --chdir=/repo
+#SBATCH --output=%x-%j.out
+
+export RECIPES_CONTAINER=''
+export RECIPES_CONTAINER_RUNTIME=auto
+export RECIPES_CONTAINER_MOUNTS=''
+. /repo/sbatch/job.sh || exit
+set -- epochs=5 "$@"
+begin mnist "$@"
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
+    "${inside[@]}" -u -m recipes.mnist "${words[@]}"
+finish mnist $?
+"""
+
+
+def test_a_finished_script() -> None:
+    assert scripts.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo"))) == FINISHED
 
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
