@@ -19,8 +19,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/agreement.py",
-        "torch.tensor([float(bool(reason)), float(save)]",
-        "torch.tensor([float(bool(reason) and world.rank == 0), float(save)]",
+        "torch.tensor([float(bool(reason)), float(save)",
+        "torch.tensor([float(bool(reason) and world.rank == 0), float(save)",
         "a signal to a rank other than 0 is ignored",
         "tests/distributed/train/test_exact_resume.py",
     ),

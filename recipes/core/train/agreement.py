@@ -3,6 +3,8 @@
 Other saves follow from the step, and are the same on all ranks. Before the first step, `World.together` passes a stop on to all ranks.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed
 from torch import Tensor
@@ -26,20 +28,22 @@ def published(world: World) -> bool:
 
 
 class Agreement:
-    """A sum over all ranks of a scalar, of the ranks that were notified to stop, and of rank 0's request to save.
+    """A sum over all ranks of losses, of the ranks that were notified to stop, and of rank 0's wishes: to save, and when to agree again.
 
     Creating it is a collective: every rank must do so. The sum is asynchronous until `read`, so that a step loop can prepare its next
     step meanwhile.
     """
 
-    def __init__(self, world: World, stop: StopFlag, value: Tensor | None = None, save: bool = False) -> None:
+    def __init__(
+        self, world: World, stop: StopFlag, losses: Sequence[Tensor] = (), save: bool = False, every: float = 1.0
+    ) -> None:
         self._world = world
         reason = stop.reason  # read once: a signal may arrive at any time
         if reason:
             publish(world, reason)  # before the sum, so that every rank finds the reason after it
-        flags = torch.tensor([float(bool(reason)), float(save)], dtype=torch.float64)
-        scalar = torch.zeros(1, dtype=torch.float64) if value is None else value.detach().double().reshape(1)
-        self._sums = torch.cat([scalar.to(world.device), flags.to(world.device, non_blocking=True)])
+        flags = torch.tensor([float(bool(reason)), float(save), every * (world.rank == 0)], dtype=torch.float64)
+        scalars = [torch.stack(list(losses)).detach().double().to(world.device)] if losses else []
+        self._sums = torch.cat([*scalars, flags.to(world.device, non_blocking=True)])
         self._work = None if world.size == 1 else torch.distributed.all_reduce(self._sums, async_op=True)
         self._arrived: torch.cuda.Event | None = None
         if self._sums.is_cuda:
@@ -52,14 +56,14 @@ class Agreement:
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
 
-    def read(self) -> tuple[float, str, bool]:
-        """Waits for the sum. The same on all ranks: the sum of the scalars, why all stop ("" if none must), whether to save."""
+    def read(self) -> tuple[list[float], str, bool, float]:
+        """Waits for the sum. The same on all ranks: the losses, why all stop ("" if none must), whether to save, rank 0's ``every``."""
         self._world.pulse.beat(watchdog.WAITING)
         if self._arrived:
             self._arrived.synchronize()
         elif self._work:
             self._work.wait()
-        value, stop, save = self._sums.tolist()
+        *losses, stop, save, every = self._sums.tolist()
         reason = shown(self._world.store.get(STOP).decode(errors="replace")) if stop else ""
         self._world.pulse.beat(watchdog.SAVING)
-        return value, reason, save > 0
+        return losses, reason, save > 0, every

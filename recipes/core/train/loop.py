@@ -21,6 +21,8 @@ from recipes.core.train.agreement import Agreement
 from recipes.core.train.run import Run, require_results
 
 PROGRESS_EVERY_S = 0.5
+# The ranks agree after each step, or where steps are short after several: a sum over ranks costs up to a millisecond.
+AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
 Evaluate = Callable[[], Mapping[str, Any]]
 
 
@@ -192,7 +194,9 @@ class _StepEnds:
     def __init__(self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Evaluate) -> None:
         self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, _Meter(run.world.clock)
         self.total, self.first_step = total_steps(cfg, batches), run.step + 1
-        self.sums: Agreement | None = None
+        self.sums: Agreement | None = None  # until the next step has read it
+        self.losses: list[Tensor] = []  # of the steps since then
+        self.agreed_at, self.agreed_s, self.every = run.step, run.world.clock.now(), 1
 
     def begin(self, pretrained: bool) -> bool:
         """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether there are steps to do."""
@@ -226,14 +230,16 @@ class _StepEnds:
         state.step += 1
         self.meter.lap_samples += step.shard.global_size
         run.world.pulse.beat(watchdog.WAITING, state.step)
-        # The ranks decide by the sums of the step before, so that no step waits for them. A row of metrics does wait.
-        before, self.sums = self.sums, Agreement(run.world, run.stop, step.loss, run.save_is_due())
-        stop, save = self._read(before, state.step - 1)[1:] if before else ("", False)
+        self.losses.append(step.loss)
+        # The ranks decide by the sums of a step before, so that no step waits for them. A row of metrics does wait.
+        _, stop, save = self._read()
         last = state.step == self.total
         ends_epoch = last or step.ends_epoch
         save = save or step.save or run.interval_ends()
-        if ends_epoch or stop or save or state.step == self.first_step or state.step % self.cfg.log_every_steps == 0:
-            loss, stop_now, _ = self._read(self.sums, state.step)
+        is_row = ends_epoch or state.step == self.first_step or state.step % self.cfg.log_every_steps == 0
+        self._agree(must=is_row or save or bool(stop))
+        if is_row or save or stop:
+            loss, stop_now, _ = self._read()
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
         elif self.meter.progress_due():
             epochs = f"epoch {step.shard.epoch + 1}/{self.cfg.epochs}"
@@ -244,12 +250,22 @@ class _StepEnds:
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
 
-    def _read(self, sums: Agreement, step: int) -> tuple[float, str, bool]:
-        """The sums of a step. Raises RunError if its loss is not finite: on all ranks, since it is a sum over them."""
-        loss, stop, save = sums.read()
-        if not math.isfinite(loss):
-            raise RunError(f"the loss at step {step} is {loss}: check lr= and the data")
-        return loss, stop, save
+    def _agree(self, must: bool) -> None:
+        """Sums over the ranks, if it ``must``, or if it is `every` steps after the last time: the same step on all ranks."""
+        self.sums, steps, now = None, self.run.step - self.agreed_at, self.run.world.clock.now()
+        if must or steps >= self.every:
+            every = AGREE_EVERY_S * steps / (now - self.agreed_s) if self.run.world.size > 1 else 1.0
+            self.sums = Agreement(self.run.world, self.run.stop, self.losses, self.run.save_is_due(), every)
+            self.losses, self.agreed_at, self.agreed_s = [], self.run.step, now
+
+    def _read(self) -> tuple[float, str, bool]:
+        """The last loss of `sums`, why to stop, whether to save. Raises RunError, on all ranks, if a loss is not finite."""
+        losses, stop, save, every = self.sums.read() if self.sums else ([0.0], "", False, self.every)
+        for step, loss in enumerate(losses, self.agreed_at - len(losses) + 1):
+            if not math.isfinite(loss):
+                raise RunError(f"the loss at step {step} is {loss}: check lr= and the data")
+        self.every = max(1, min(AGREE_EVERY_STEPS, int(every)))
+        return losses[-1], stop, save
 
     def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:
         """Evaluates, writes a row and saves, as this step requires. Returns why the run stops, "" if it does not."""
@@ -279,7 +295,7 @@ class _StepEnds:
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
         run.cut_short = False
         results = require_results("evaluate()", self.evaluate())
-        cut_short, reason, _ = Agreement(run.world, run.stop, torch.tensor(float(run.cut_short))).read()
+        (cut_short,), reason, _, _ = Agreement(run.world, run.stop, [torch.tensor(float(run.cut_short))]).read()
         run.results, run.stopping = ({}, reason) if cut_short else (results, "")
         return not cut_short
 

@@ -204,7 +204,7 @@ class Run:
     def agree_to_stop(self) -> str:
         """Why all ranks must stop now; "" if they continue. The same on all ranks. A collective: every rank must call it."""
         with self.world.meeting():
-            _, reason, _ = Agreement(self.world, self.stop).read()
+            _, reason, _, _ = Agreement(self.world, self.stop).read()
         return reason
 
     def save_is_due(self) -> bool:

@@ -43,8 +43,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         os.umask(int(start.settings.run.umask, 8))
         start.pulse.tell(recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname())
         start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
-        if threads := start.settings.run.cpu_threads or int(start.ranks.world_size > 1):
-            torch.set_num_threads(threads)
+        _set_threads(start)
         device = resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
         # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
         # after the wait for the other ranks.
@@ -54,7 +53,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         def tell(name: str) -> None:
             if info.local_rank == 0:
-                ends = "stops" if start.settings.config.evaluate else "saves at the next step"
+                ends = "stops" if start.settings.config.evaluate else "saves at one of the next steps"
                 print(f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}", file=sys.stderr, flush=True)
 
         with (
@@ -119,3 +118,8 @@ def _seed_others(seed: int, rank: int) -> None:
     random.seed(seed * 1_000_003 + rank)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed((seed * 1_000_003 + rank) % 2**32)
+
+
+def _set_threads(start: Start) -> None:
+    if threads := start.settings.run.cpu_threads or int(start.ranks.world_size > 1):
+        torch.set_num_threads(threads)
