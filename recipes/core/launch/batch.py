@@ -23,6 +23,7 @@ from recipes.core.config.run_keys import Device
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
+from recipes.core.place.processes import say
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, in_use, judge, queue, source
 from recipes.core.run.attempt import Attempt
@@ -46,7 +47,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         typed = settings.absolute(settings.typed, repository)
         bound = container.folders_of_run(settings, typed, repository) if image else []
     except errors.ConfigError as error:
-        print(f"{recipe}: {error}", file=sys.stderr)
+        say(f"{recipe}: {error}")
         return errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
@@ -56,7 +57,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         try:
             attempt = attempts.open_next(folder, recipe, environ)
         except errors.MachineError as error:
-            print(f"{recipe}: {error}", file=sys.stderr)
+            say(f"{recipe}: {error}")
             return errors.EXIT_MACHINE
         if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
             problem = (
@@ -66,7 +67,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             problem = in_use.check(attempt, environ) if settings.config.starts_a_run else ""
         if problem:
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
-            print(f"{recipe}: {problem}", file=sys.stderr)
+            say(f"{recipe}: {problem}")
             return errors.EXIT_CONFIG
     code = _code(environ, folder) if job else ROOT
     if job and (script := environ.get("RECIPES_SCRIPT")):
@@ -93,7 +94,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
 
 def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:
     """Lines for the shell: the ranks stop by the clock, since the signal of the script would stop a job of minutes at its start."""
-    print(f"{recipe}: this job has only a few minutes: it saves by the clock shortly before its end, not on SIGUSR2")
+    say(f"{recipe}: this job has only a few minutes: it saves by the clock shortly before its end, not on SIGUSR2", 1)
     lines = ["export RECIPES_BY_CLOCK=1"]
     if left := queue.time_left_s(fields):  # the ranks cannot ask Slurm inside a container
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
@@ -114,7 +115,7 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
         code = ROOT if source.stamp(ROOT) else snapshot.take(ROOT)
         snapshot.keep_for(code, environ["SLURM_JOB_ID"], run_dir)
     except errors.MachineError as error:
-        print(f"{error}; the job runs the repository itself, so later edits affect it", file=sys.stderr)
+        say(f"{error}; the job runs the repository itself, so later edits affect it")
         return ROOT
     return code
 
@@ -127,7 +128,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     try:
         settings = command_line.parse(words, recipe=recipe, to_start=False)
     except errors.ConfigError as error:  # the keys were valid when the job began: an env file was removed since then
-        print(f"{recipe}: ended with status {srun_status} and is not requeued: {error}", file=sys.stderr)
+        say(f"{recipe}: ended with status {srun_status} and is not requeued: {error}")
         return srun_status or errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     run_dir, opened = _run_dir(settings, environ), attempts.given(environ)
@@ -138,18 +139,18 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     by_slurm = None if attempt.has_begun else _decided_by_slurm(environ)
     outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
     if outcome.state == "done":
-        print(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}")
+        say(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
         most = settings.run.max_requeues + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
-        print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
+        say(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}", 1)
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
         next_text = queue.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value if by_slurm else ''} by Slurm")
         after = f"; {next_text}" if outcome.kind is Kind.stopped else ""
-        print(f"{recipe}: {outcome.line}{after}", file=sys.stderr)
+        say(f"{recipe}: {outcome.line}{after}")
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
-        print(f"{recipe}: {outcome.state}: {outcome.reason}{logs}", file=sys.stderr)
+        say(f"{recipe}: {outcome.state}: {outcome.reason}{logs}")
     return outcome.exit_status
 
 

@@ -14,6 +14,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, bad_nodes, container
+from recipes.core.place.processes import say
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, queue, source
 
@@ -58,7 +59,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
             bad_nodes.remember(source.home(ROOT), environ.get("SLURM_CLUSTER_NAME", ""), verdict["exclude"])
         line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
     attempts.refuse(environ, errors.EXIT_MACHINE, line)
-    print(f"{recipe}: {line}", file=sys.stderr)
+    say(f"{recipe}: {line}")
     return errors.EXIT_MACHINE
 
 

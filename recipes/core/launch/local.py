@@ -16,6 +16,7 @@ from recipes.core import errors
 from recipes.core.errors import Kind, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import network, processes
+from recipes.core.place.processes import say
 from recipes.core.run import attempt as attempts
 from recipes.core.run import judge, signals
 from recipes.core.run.attempt import Attempt
@@ -137,7 +138,7 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
             _signal(ranks, stop.number if stops == 1 else signal.SIGKILL)
             deadline = now() + STOP_GRACE_S
             if stops == 1:
-                _report(f"{stop.number.name}: the ranks save and end; a second signal ends them at once")
+                say(f"{stop.number.name}: the ranks save and end; a second signal ends them at once")
         if now() > deadline:
             _signal(ranks, signal.SIGKILL)
             deadline = float("inf")
@@ -145,15 +146,6 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
     if first is None and not stops:
         first = next((i for i, rank in enumerate(ranks) if rank.returncode != 0), None)
     return first, early
-
-
-def _report(line: str) -> None:
-    """Writes a line of the launcher to stderr at once, so that no line of a rank splits it.
-
-    An error of stderr is ignored: Ctrl-C also ends a ``tee`` that reads it, and the ranks must still be able to save.
-    """
-    with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
 
 
 def has_ended(rank: Rank) -> bool:
@@ -203,17 +195,17 @@ def _report_end(attempt: Attempt, end: End) -> int:
     newest = attempts.newest(attempt.run_dir, str(attempt.facts().get("launch"))) or attempt
     outcome = judge.close(newest, end)
     if outcome.state == judge.NOT_BEGUN and not outcome.is_of_all:
-        _report(outcome.reason)
+        say(outcome.reason)
     elif not outcome.is_of_all and outcome.state not in ("done", "preempted"):
         logs = attempt.run_dir / "logs"
-        _report(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))
+        say(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))
     return outcome.exit_status
 
 
 def _report_other(end: End) -> int:
     """Reports the end of ranks whose run is judged elsewhere: rank 0 is on another machine, or the recipe has no run directory."""
     if end.first and end.exit_status not in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
-        _report(f"failed: {end.reason}")
+        say(f"failed: {end.reason}")
     return end.exit_status
 
 

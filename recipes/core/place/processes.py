@@ -1,5 +1,6 @@
-"""Child processes that end with their parent. Standard library only."""
+"""Child processes that end with their parent, and lines that are written whatever the log's state. Standard library only."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -23,3 +24,12 @@ def die_with(parent: int) -> Callable[[], None]:
             os._exit(errors.EXIT_CRASH)
 
     return prepare
+
+
+def say(line: str, to: int = 2) -> None:
+    """Writes a line to stderr (2) or stdout (1) at once, so that no line of a rank splits it.
+
+    An error is ignored: the log's disk may be full, or Ctrl-C has also ended a ``tee`` that reads it. The exit status still counts.
+    """
+    with contextlib.suppress(OSError):
+        os.write(to, f"{line}\n".encode("utf-8", "surrogateescape"))

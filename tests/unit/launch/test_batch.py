@@ -3,6 +3,8 @@
 import json
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,7 +68,7 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
 
 
 def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its run directory is on the disk of the node of that start."""
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
@@ -79,7 +81,7 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
     line = (
         f"mnist: run_dir={tmp_path}/run: has no attempt of this job's earlier start: give a folder that all nodes share"
     )
-    assert line in capsys.readouterr().err
+    assert line in capfd.readouterr().err
     assert batch.begin("mnist", words, environ) == errors.EXIT_DONE
 
 
@@ -90,15 +92,15 @@ def test_only_variables_that_a_shell_can_have_reach_the_lines(tmp_path: Path, st
 
 
 def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
-    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
     stub_scontrol(stubs, RUNNING.replace("RUNNING", "PENDING") + " Restarts=1")
     assert finish(tmp_path, srun_status=143) == errors.EXIT_REQUEUE
-    assert capsys.readouterr().err == "mnist: it was stopped before the run began; requeued by Slurm\n"
+    assert capfd.readouterr().err == "mnist: it was stopped before the run began; requeued by Slurm\n"
 
 
-def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "doctor").mkdir(parents=True)
     (run_dir / "config.yaml").touch()
@@ -107,24 +109,24 @@ def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capsys: 
     directory.write_status(run_dir / "doctor", "done", attempt=own.number, step=0)
     environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(own.folder)}
     assert batch.finish("doctor", 0, [f"run_dir={run_dir}"], environ) == 0
-    assert capsys.readouterr().out == f"doctor: done; run directory {run_dir}/doctor\n"
+    assert capfd.readouterr().out == f"doctor: done; run directory {run_dir}/doctor\n"
     assert (directory.read_status(run_dir) or {})["state"] == "failed"
 
 
-def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
     stub_scontrol(stubs)
     assert finish(preempted, srun_status=143) == errors.EXIT_REQUEUE
     assert stubs.calls("scontrol") == [["show", "job", "7"], ["requeue", "7"]]
-    output = capsys.readouterr().out
+    output = capfd.readouterr().out
     assert "saved at step 12; requeued (restart 1 of at most 20); run directory" in output
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
-def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
     stub_scontrol(stubs, f"{RUNNING} Restarts=4")
     finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
     assert stubs.calls("scontrol") == [["show", "job", "5_3"], ["requeue", "5_3"]]
-    assert "restart 5 of at most 20" in capsys.readouterr().out
+    assert "restart 5 of at most 20" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -142,24 +144,24 @@ def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capsy
     ],
 )  # fmt: skip
 def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
-    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str], state: str, words: str,
+    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str], state: str, words: str,
     next_word: str,
 ) -> None:  # fmt: skip
     stub_scontrol(stubs, f"JobId=7 JobName=x\n{state}")
     assert finish(preempted) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
-    assert f"saved at step 12; {words}" in capsys.readouterr().out
+    assert f"saved at step 12; {words}" in capfd.readouterr().out
     assert (directory.read_status(preempted) or {})["next"] == next_word
 
 
 @pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), "")])
 def test_max_requeues_limits_the_requeues(
-    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
+    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
 ) -> None:  # fmt: skip
     stub_scontrol(stubs, f"{RUNNING} Restarts={restarts or 0}")
     assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
-    assert "not requeued, since max_requeues= is reached: to resume" in capsys.readouterr().out
+    assert "not requeued, since max_requeues= is reached: to resume" in capfd.readouterr().out
     assert (directory.read_status(preempted) or {})["next"] == "max-requeues"
 
 
@@ -173,7 +175,7 @@ def test_a_job_below_max_requeues_is_requeued(preempted: Path, stubs: Stubs) -> 
 
 
 def test_a_job_without_progress_is_not_requeued(
-    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first start may be stopped before its first step."""
     stub_scontrol(stubs, f"{RUNNING} Restarts=1")
@@ -181,7 +183,7 @@ def test_a_job_without_progress_is_not_requeued(
     directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
-    assert "not requeued, since its last start completed no step: to resume" in capsys.readouterr().out
+    assert "not requeued, since its last start completed no step: to resume" in capfd.readouterr().out
     assert (directory.read_status(preempted) or {})["next"] == "no-progress"
     directory.write_status(preempted, "preempted", attempt=again.number, step=13)
     finish(preempted, SLURM_RESTART_COUNT="1")
@@ -199,20 +201,20 @@ def test_finish_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_scontrol_is_reported(
-    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert finish(preempted) == errors.EXIT_REQUEUE
-    assert "not requeued (scontrol is not on the PATH" in capsys.readouterr().out
+    assert "not requeued (scontrol is not on the PATH" in capfd.readouterr().out
     assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
 
 
 def test_a_failed_requeue_is_reported_in_one_line(
-    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stub_scontrol(stubs, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
     assert finish(preempted) == errors.EXIT_REQUEUE
-    output = capsys.readouterr().out
+    output = capfd.readouterr().out
     assert "not requeued (slurm_update error: Access denied): to resume, start it again" in output
     assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
     assert len(output.splitlines()) == 1
@@ -234,30 +236,41 @@ def test_finish_returns_the_runs_exit_status(
     assert status["state"] != "running"
 
 
-def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = (preempted / "status.json").read_bytes()
     refused = helpers.attempt(preempted, step=None)
     attempts.refuse({attempts.VARIABLE: str(refused.folder)}, 2, "host: no data in /d")
     assert finish(preempted, srun_status=143, SLURM_RESTART_COUNT="1") == 2
-    assert capsys.readouterr().err == "mnist: host: no data in /d\n"
+    assert capfd.readouterr().err == "mnist: host: no data in /d\n"
     assert (preempted / "status.json").read_bytes() == before
 
 
 def test_a_config_file_that_became_invalid_is_reported_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "keys.yaml").write_text("epoch: 3\n")
     assert finish(tmp_path, f"config={tmp_path}/keys.yaml", srun_status=75) == 75
     assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == errors.EXIT_CONFIG
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = capfd.readouterr().err.splitlines()
     assert "epoch=3" in first
     assert "is not requeued" in second
 
 
 def test_finish_of_a_run_that_never_began_returns_sruns_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
     assert finish(tmp_path, srun_status=137) == 137
     line = "mnist: failed: it ended before the run began\n"
-    assert capsys.readouterr() == ("", line)
+    assert capfd.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1)])
+def test_a_log_on_a_full_disk_does_not_change_the_exit_status(tmp_path: Path, state: str, status: int) -> None:
+    attempt = helpers.attempt(tmp_path, launch="7.0")
+    directory.write_status(tmp_path, state, attempt=0, step=9)
+    environ = helpers.clean_environment(SLURM_JOB_ID="7", **{attempts.VARIABLE: str(attempt.folder)})
+    command = [sys.executable, "-m", "recipes.core.launch.batch", "finish", "mnist", str(status), f"run_dir={tmp_path}"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=helpers.ROOT, env=environ, stdout=full, stderr=full)
+    assert done.returncode == status

@@ -62,11 +62,11 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_job_is_requeued_without_the_bad_nodes(
-    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """First Slurm is asked whether the job could run without them."""
     assert script_job.examine() == errors.EXIT_MACHINE
-    assert "bad nodes: n2,n3; requeued without them (1 more at most)" in capsys.readouterr().err
+    assert "bad nodes: n2,n3; requeued without them (1 more at most)" in capfd.readouterr().err
     options = ["--partition=gpu", "--time=00:07:00", "--nodes=2", "--exclude=n1,n2,n3"]
     assert stubs.calls("sbatch") == [["--test-only", *options]]
     assert (stubs.folder / "asked").read_text() == "#SBATCH --nodes=2\n#SBATCH --requeue\n"
@@ -76,18 +76,18 @@ def test_a_job_is_requeued_without_the_bad_nodes(
 
 
 def test_max_resubmits_limits_the_requeues(
-    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for left in ("1 more", "0 more"):
         script_job.examine()
-        assert f"requeued without them ({left} at most)" in capsys.readouterr().err
+        assert f"requeued without them ({left} at most)" in capfd.readouterr().err
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "7"}) == 2
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "8"}) == 0
     assert script_job.examine() == errors.EXIT_MACHINE
     line = (
         "bad nodes: n2,n3; not requeued without them, since max_resubmits= is reached: submit it with exclude=n1,n2,n3 "
     )
-    assert line in capsys.readouterr().err
+    assert line in capfd.readouterr().err
     assert len(stubs.calls("sbatch")) == 2
 
 
@@ -100,13 +100,13 @@ def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(script_jo
 
 @pytest.mark.parametrize("refusing", ["sbatch", "scontrol"])
 def test_a_refused_requeue_is_reported_in_one_line(
-    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str], refusing: str
+    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str], refusing: str
 ) -> None:
     stubs.add(refusing, "[ $1 = show ] || { echo not allowed >&2; exit 1; }")
     assert script_job.examine() == errors.EXIT_MACHINE
     excluded = "n2,n3" if refusing == "scontrol" else "n1,n2,n3"
     line = f"mnist: bad nodes: n2,n3; not requeued without them (not allowed): submit it with exclude={excluded} (sbatch: --exclude={excluded})\n"
-    assert capsys.readouterr().err == line
+    assert capfd.readouterr().err == line
     assert not [call for call in stubs.calls("scontrol") if call[0] == "update"]
 
 
@@ -127,13 +127,13 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(script_job: ScriptJob,
 
 
 def test_nothing_is_trained_without_a_verdict(
-    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A verdict of an earlier job does not count."""
     (script_job.run_dir / "doctor").mkdir(parents=True)
     (script_job.run_dir / "doctor/doctor.json").write_text('{"healthy": true}')
     stubs.add("srun", "true")
     assert script_job.examine() == errors.EXIT_MACHINE
-    assert "the doctor gave no verdict" in capsys.readouterr().err
+    assert "the doctor gave no verdict" in capfd.readouterr().err
     stubs.add("srun", doctor_finds(healthy=True))
     assert script_job.examine() == errors.EXIT_DONE
