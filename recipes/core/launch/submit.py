@@ -114,6 +114,15 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
     """submitit's executor for ``job``, with the same directives as its script but its own log file (submitit 1.5)."""
     import submitit
 
+    class Executor(submitit.SlurmExecutor):
+        """Takes the job's ID from the line of sbatch: a wrapper of the site may print other lines that have "job" and a number."""
+
+        @staticmethod
+        def _get_job_id_from_submission_command(string: "bytes | str") -> str:
+            text = string if isinstance(string, str) else string.decode(errors="replace")
+            lines = re.findall(r"^Submitted batch job \d+", text, re.MULTILINE)
+            return str(submitit.SlurmExecutor._get_job_id_from_submission_command("\n".join(lines[-1:]) or text))
+
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
             raise MachineError(
@@ -121,7 +130,7 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
             )
     options = {**scripts.directives(job), "chdir": str(job.root)}
     del options["open-mode"]  # submitit writes it too
-    executor = submitit.SlurmExecutor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
+    executor = Executor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
     executor.update_parameters(
         use_srun=False,
         stderr_to_stdout=True,

@@ -29,7 +29,8 @@ def test_the_run_directory_has_the_script_and_the_description(
     tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").mkdir()
-    stubs.add("sbatch", 'env > "$NOTES/env"; echo Submitted batch job 7')
+    banner = "echo 'Site news: job 42 was the last one'"  # of a site's wrapper
+    stubs.add("sbatch", f'env > "$NOTES/env"; {banner}; echo Submitted batch job 7; {banner}')
     monkeypatch.setenv("SLURM_NTASKS", "9")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     job = describe("data_dir=/$(touch canary)", "nodes=2", root=tmp_path)
