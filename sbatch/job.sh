@@ -32,6 +32,8 @@ unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set if the job was submitted i
 # two of them differ. Others would give each rank only its own GPU, so that NCCL could not copy directly between GPUs.
 unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
 unset SLURM_GPU_BIND SLURM_TRES_BIND
+# A user's profile may set these for srun: another folder would be other code, and the ranks' output would miss the log.
+unset SLURM_WORKING_DIR SLURM_TIMELIMIT SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_STDINMODE
 unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
 export PYTHONUTF8=1                             # paths are UTF-8 in every locale
 export RECIPES_BATCH=1                          # all steps of the job share one run directory

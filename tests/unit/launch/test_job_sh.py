@@ -72,10 +72,12 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     bench.stub("srun", 'env > "$NOTES/env"')
     gpus = {"SLURM_GPUS": "9", "SLURM_GPU_BIND": "x", "SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "x"}
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", **cpus, **gpus)
+    of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "SLURM_STDOUTMODE": "/tmp/x"}
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", **cpus, **gpus, **of_profile)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
     assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND", "SLURM_GPU", "SLURM_TRES"))}
+    assert not names & {*of_profile}
 
 
 PROFILES = {
