@@ -31,7 +31,6 @@ PULSE_S = 1.0  # between two reports of a rank's progress
 # torch's timeouts also count the time in which a job is suspended. Therefore this one is too long to expire, and `RunningClock`
 # measures timeout_s. A longer one overflows: torch passes milliseconds to poll(2) as an int.
 TORCH_TIMEOUT = datetime.timedelta(days=7)
-WAIT = datetime.timedelta(seconds=1.0)  # between two readings of the clock
 TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has ended
 LONGEST = 2000  # characters of a line that another rank has sent
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
@@ -326,11 +325,9 @@ def parsed(text: str) -> Any:
 
 def await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:
     """Waits until the store has these keys. Raises DistStoreError after ``timeout_s``; time in suspension does not count."""
-    end = clock.now() + timeout_s
-    while True:
-        try:
-            store.wait(names, WAIT)
-            return
-        except torch.distributed.DistStoreError:
-            if clock.now() > end:
-                raise
+    end, pause_s = clock.now() + timeout_s, 0.01
+    while not store.check(names):  # torch logs a warning for each wait() that times out
+        if clock.now() > end:
+            raise torch.distributed.DistStoreError(f"timed out waiting for {names[0]} for {timeout_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)
