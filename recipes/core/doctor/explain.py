@@ -57,11 +57,14 @@ def explain(paths: Sequence[Path]) -> list[str]:
 
 def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
     try:
+        exists = bool(path.stat())  # exists() is also False for a path that may not be read, from Python 3.14 on
         folders = list(table.run_directories(path)) if path.is_dir() else []
+    except (FileNotFoundError, NotADirectoryError):
+        exists, folders = False, []
     except OSError as error:
         raise logs.unreadable(path, error) from None
     # A job ID, or a run directory that does not exist yet.
-    if not path.exists() and re.fullmatch(r"\d+(_\d+)?", path.name):
+    if not exists and re.fullmatch(r"\d+(_\d+)?", path.name):
         if folders := sorted((source.home(ROOT) / "runs").glob(f"*/{path.name}")):
             return (yield from (section for folder in folders for section in _sections(folder)))
         with contextlib.suppress(MachineError):

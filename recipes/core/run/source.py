@@ -63,7 +63,8 @@ def difference(code: Path) -> bytes:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}  # the index of the user does not change
         _git(code, "read-tree", "HEAD", **index)
         code_paths = (path for path in code_files(code) if path.suffix == ".py")  # other new files may hold secrets
-        names = [str(path.relative_to(code)) for path in code_paths if path.stat().st_size <= MAX_DIFF_BYTES]
+        known = (path for path in code_paths if os.access(path, os.R_OK) and path.stat().st_size <= MAX_DIFF_BYTES)
+        names = [str(path.relative_to(code)) for path in known]
         _git(code, "add", "--intent-to-add", "--", *names, **index)  # it leaves out files that git ignores
         diff = _git(code, "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".", **index)
         return diff if len(diff) <= MAX_DIFF_BYTES else b"# the difference is too large to be kept here\n"

@@ -75,8 +75,10 @@ def _choose(run: Context) -> Path | None:
             path = path.with_name(name)
         elif of_run:
             raise InputError(f"resume={wanted}: {path} does not exist: leave resume= out")
-        if not os.path.exists(path):
-            raise InputError(f"resume={wanted}: there is no such file on {run.world.host}")
+        try:
+            path.stat()
+        except OSError as error:
+            raise InputError(f"resume={wanted}: {error.strerror} on {run.world.host}") from None
         if not path.is_dir():
             return path
         there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
