@@ -68,6 +68,7 @@ def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypat
     path.parent.chmod(0o775)  # root's group
     path.parents[1].chmod(0o1777)
     assert files.who_else_can_change(path) == ""
+    assert "every user can write to it" in files.who_else_can_change(path.parents[1])  # others can add files to it
     os.chown(path.parent, -1, STRANGER)
     assert "RECIPES_TRUST_GROUP=1" in files.who_else_can_change(path)
     monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
@@ -99,7 +100,7 @@ def test_code_is_not_kept_where_others_can_exchange_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "INTEL_JIT_PROFILER64=/x.so", "NCCL_NET_PLUGIN=/x/libnet.so", "NCCL_TUNER_PLUGIN=./x.so", "NCCL_CONF_FILE=/x", "NCCL_DEBUG_FILE=/x",
+        "INTEL_JIT_PROFILER64=/x.so", "NCCL_NET_PLUGIN=/x/libnet.so", "NCCL_NET_PLUGIN=libnet.so", "NCCL_TUNER_PLUGIN=./x.so", "NCCL_CONF_FILE=/x", "NCCL_DEBUG_FILE=/x",
         "FI_PROVIDER_PATH=/x", "UCX_GDB_COMMAND=x", "UCX_STATS_DEST=x", "NCCL_TOPO_DUMP_FILE=Makefile", "UCX_MODULE_DIR=/x", "OMPI_MCA_mca_base_component_path=/x", "TRITON_HOME=/x", "TORCHINDUCTOR_CUTLASS_DIR=/x",
         "XDG_CACHE_HOME=/x", "OMP_TOOL_LIBRARIES=x.so", "FOO=1",
     ],

@@ -336,6 +336,17 @@ def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: P
     assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
 
 
+def test_an_evaluation_that_only_another_rank_has_cut_short_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    ends = loop._StepEnds(run, run.settings.config, GlobalBatches(10, 5, 0, 0, 1), lambda: {"val_top1": 0.9})
+    theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
+    monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
+    assert not ends._evaluate()
+    assert (run.results, run.stopping) == ({}, "SIGUSR2")
+
+
 def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     """Even if the resumed run has no step left to train."""
     trained = Trained(tmp_path)
@@ -350,6 +361,8 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
+    Trained(tmp_path / "never").run(checkpoint_every_s=0, epochs=2, keep_checkpoints=0, keep_best="false")
+    assert [path.name for path in (tmp_path / "never/checkpoints").glob("step-*")] == ["step-00000004.pt"]
     _, run = Trained(tmp_path).run(checkpoint_every_s=0.001)
     time.sleep(0.01)
     assert run.save_is_due()

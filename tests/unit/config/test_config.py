@@ -332,7 +332,7 @@ def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_p
         tmp_path / "run", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, log_every_steps=2
     )
     (tmp_path / "keys.yaml").write_text("log_every_steps: 3\n")
-    words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70"]
+    words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70", "force=true"]
     for settings in (parse(*words), parse(*words, recipe="mnist")):
         config = settings.config
         assert (config.dataset, config.lr, config.epochs, config.log_every_steps) == ("digits", 0.02, 40, 3)
@@ -382,6 +382,7 @@ CONSTANT = {"schedule": "constant", "warmup": 0}
         ({"max_steps": 9}, "done", ["max_steps=0"], ""),
         (CONSTANT, "preempted", ["epochs=50"], ""),
         (CONSTANT, "preempted", ["epochs=3"], SHORTER),
+        ({**CONSTANT, "warmup": 0.1}, "preempted", ["epochs=50"], SCHEDULE),
         ({"lr": 0.01}, "preempted", ["variant=sgd", "force=true"], "lr=0.01 becomes 0.1"),
         ({"lr": 0.01}, "preempted", ["lr=0.1", "evaluate=true"], ""),
     ],

@@ -104,7 +104,7 @@ def test_processes_of_a_node_share_one_copy(packed: Path, tmp_path: Path) -> Non
 
 def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None:
     staged = to_local_disk(packed, tmp_path / "node", ignore)
-    (staged / "train-00000.bin").unlink()
+    kept = (staged / "train-00000.bin").rename(tmp_path / "kept")
     lock = os.open(staged / stage.LOCK, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     told: list[tuple[int, int]] = []
@@ -115,9 +115,11 @@ def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None
     helpers.wait_until(lambda: told, 20, "a word on how far it is")
     total = (SHARDS + 1) * SHARD_BYTES + 2 * 240 + (packed / "index.json").stat().st_size
     assert told[0] == (total - SHARD_BYTES, total)
+    inode = kept.rename(staged / "train-00000.bin").stat().st_ino  # the process that has the lock completes the copy
     os.close(lock)
     waiting.join(10)
     assert same(packed, staged)
+    assert (staged / "train-00000.bin").stat().st_ino == inode  # not copied again
 
 
 @pytest.mark.parametrize("kind", ["flipped", "short", "long", "gone"])

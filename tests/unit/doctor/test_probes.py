@@ -157,7 +157,7 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
 
 def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [64 << 10, resource.RLIM_INFINITY]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], limits[0]))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], resource.RLIM_INFINITY))
     on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
     assert probes.infiniband(on_gpus)[1] == []
     for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):

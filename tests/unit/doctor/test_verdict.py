@@ -96,7 +96,7 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     assert all(line.isprintable() for line in lines)
 
 
-@pytest.mark.parametrize(("broken", "count"), [((4, 5), 6), ((1, 2, 3), 8), ((62, 63), 64)])
+@pytest.mark.parametrize(("broken", "count"), [((4, 5), 6), ((1, 2, 3), 8), ((62, 63), 64), (tuple(range(40, 56)), 64)])
 def test_several_nodes_without_a_network_are_named_and_the_healthy_first_is_not(
     broken: tuple[int, ...], count: int
 ) -> None:

@@ -188,6 +188,10 @@ def test_a_job_without_progress_is_not_requeued(
     directory.write_status(preempted, "preempted", attempt=again.number, step=13)
     finish(preempted, SLURM_RESTART_COUNT="1")
     assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
+    directory.write_status(preempted, "preempted", attempt=again.number, step=12)
+    stub_scontrol(stubs)
+    finish(preempted)  # the first start of a job that resumes the run
+    assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
 def test_finish_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,10 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
     status_now = directory.read_status(run_dir)
     assert status_now
     assert status_now["state"] == "failed"
+    bench.stub("scontrol", "echo JobId=7 JobState=RUNNING")
+    directory.write_status(run_dir, "preempted", attempt=3, step=3)
+    status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", "max_requeues=0")
+    assert (status, (directory.read_status(run_dir) or {})["next"]) == (75, "max-requeues"), stderr
 
 
 def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path: Path) -> None:

@@ -42,5 +42,7 @@ def test_a_ready_script_sets_its_size_in_four_directives(path: Path) -> None:
     assert (size["--nodes"], size["--ntasks-per-node"], size["--gpus-per-node"]) == (nodes, gpus, gpus)
     assert int(size["--cpus-per-task"]) <= 8
     assert not {"--chdir", "--partition", "--account"} & set(found)
+    made = directives(scripts.sbatch_script(describe(f"recipe={path.name.split('_')[0]}", "gpus_per_node=8")))
+    assert all(found[option] == made[option] for option in ("--requeue", "--open-mode", "--signal"))
     assert found["--output"] == "%x-%j.out"  # in the repository; a job whose log folder is missing fails silently
     assert os.access(path, os.X_OK)

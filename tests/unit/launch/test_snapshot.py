@@ -78,7 +78,13 @@ def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
     clean = snapshot.take(root)
     assert (source.commit(clean), source.difference(clean)) == (head, b"")
     new = {"recipes/new.py": b"mine\n", "mine/körper 1.py": bytes(range(256)), "mine/empty.py": b""}
-    for name, content in {**new, "recipes/ignored.py": b"", "toy-13.out": b"", "data/y.py": b""}.items():
+    for name, content in {
+        **new,
+        "recipes/ignored.py": b"",
+        "toy-13.out": b"",
+        "data/y.py": b"",
+        "recipes/token.txt": b"secret",
+    }.items():
         (root / name).write_bytes(content)
     (root / "recipes/toy.py").write_text("changed\n")
     run_git(root, "add", "recipes/toy.py", "recipes/new.py")

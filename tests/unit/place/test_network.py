@@ -161,6 +161,8 @@ LONE = choice("lo", "127.0.0.1", "", "one node")
 CHOICES = (
     (0, info(0, ("node1", "node2", "far"), 3), route("node2", "10.77.0.1", "10.77.0.2")),
     (1, info(1, ("node1", "far", "node2"), 3), route("node1", "10.77.0.2", "10.77.0.1")),
+    # Two ranks of each node: rank 1 is on the first node, too.
+    (0, {**info(0, ("node1", "node2")), "rank": 1, "local_rank": 1}, route("node2", "10.77.0.1", "10.77.0.2")),
     (0, info(1, ("plain1", "node2")), itself("plain1", "10.77.0.1")),
     (0, info(1, ("debian1", "node2")), itself("debian1", "127.0.1.1")),
     (0, info(0, ("node1",), 1), LONE),
@@ -218,3 +220,7 @@ def test_variables_that_are_set_are_not_changed() -> None:
     assert settings(eth0, {}) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": ""}) == {}
+    code = "import os; from recipes.core.run import entry; entry.begin('toy', []); print(os.environ[name])"
+    code = code.replace("name", "'NCCL_SOCKET_IFNAME'")
+    environ = helpers.clean_environment(NCCL_SOCKET_IFNAME="ib")
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=helpers.ROOT, env=environ, text=True) == "ib\n"
