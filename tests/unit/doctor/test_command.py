@@ -80,8 +80,8 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
         helpers.wait_until(commands, 60, "its commands")
         running = commands()
         process.send_signal(number)
-        assert process.wait(5) == 128 + number
-    helpers.wait_for_the_end_of(running, 5)
+        assert process.wait(helpers.START_S) == 128 + number
+    helpers.wait_for_the_end_of(running, helpers.START_S)
 
 
 @pytest.mark.parametrize(
