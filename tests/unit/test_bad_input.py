@@ -117,12 +117,12 @@ def one_line(text: str, limit: int = 700) -> str:
 
 
 def refused(
-    command: Callable[[], int], here: Path, capsys: pytest.CaptureFixture[str], status: int = errors.EXIT_CONFIG
+    command: Callable[[], int], here: Path, capfd: pytest.CaptureFixture[str], status: int = errors.EXIT_CONFIG
 ) -> str:
     """Runs a command in this process and gives the one line that it says; that is all that it does."""
     before, variables = tree(here.parent), dict(os.environ)
     assert command() == status
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == ""
     assert tree(here.parent) == before
     assert dict(os.environ) == variables
@@ -142,22 +142,22 @@ def names_its_key(line: str, word: str) -> None:
         assert f"{key}=" in line or (key == "network" and str(Path(value)) in line), line
 
 
-def test_launch_refuses_each_invalid_key_in_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_refuses_each_invalid_key_in_one_line(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for word in (*KEYS, *JOB):
         argv = ["launcher=print", "recipe=mnist", "device=cpu", word]
-        line = refused(partial(launch.main, argv), here, capsys)
+        line = refused(partial(launch.main, argv), here, capfd)
         assert line.startswith("launch.py: ")
         names_its_key(line, word)
 
 
-def test_each_command_refuses_an_invalid_key_in_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_refuses_an_invalid_key_in_one_line(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     commands: dict[str, Callable[[], int]] = {
         "launch.py: ": lambda: launch.main(["recipe=mnist", "launcher=local", "config=value.yaml"]),
         "mnist: ": lambda: batch.main(["begin", "mnist", "config=value.yaml"]),
         "mnist: lr": lambda: status_of_begin(("config=value.yaml",)),
     }
     for start, command in commands.items():
-        line = refused(command, here, capsys)
+        line = refused(command, here, capfd)
         assert line.startswith(start)
         names_its_key(line, "config=value.yaml")
 
@@ -171,49 +171,49 @@ def status_of_begin(words: tuple[str, ...]) -> int:
 
 @pytest.mark.parametrize(("launcher", "cases"), [("slurm", SUBMITTED), ("local", HERE)])
 def test_contradictory_keys_are_refused(
-    launcher: str, cases: tuple[tuple[str, ...], ...], here: Path, capsys: pytest.CaptureFixture[str]
+    launcher: str, cases: tuple[tuple[str, ...], ...], here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in cases:
         argv = [f"launcher={launcher}", "recipe=mnist", *(["device=cpu"] if launcher == "local" else []), *words]
-        line = refused(partial(launch.main, argv), here, capsys)
+        line = refused(partial(launch.main, argv), here, capfd)
         assert words[0].split("=")[0] in line or words[-1].split("=")[0] in line
 
 
-def test_a_job_key_in_a_config_file_of_a_recipe_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--nodes=4" in refused(lambda: batch.main(["begin", "mnist", "config=job.yaml"]), here, capsys)
+def test_a_job_key_in_a_config_file_of_a_recipe_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "--nodes=4" in refused(lambda: batch.main(["begin", "mnist", "config=job.yaml"]), here, capfd)
 
 
 def test_a_contradictory_environment_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # other ranks let rank 0 speak first
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "RANK" in refused(lambda: status_of_begin(("run_dir=/proc/none",)), here, capsys)
+    assert "RANK" in refused(lambda: status_of_begin(("run_dir=/proc/none",)), here, capfd)
 
 
 def test_a_submission_without_slurm_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(here))
-    line = refused(lambda: launch.main(["recipe=toy"]), here, capsys, errors.EXIT_MACHINE)
+    line = refused(lambda: launch.main(["recipe=toy"]), here, capfd, errors.EXIT_MACHINE)
     assert "launcher=local" in line
 
 
 def test_launch_in_a_snapshot_names_the_repository(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "home", lambda root: Path("/the/repository"))
-    assert "use launch.py in /the/repository" in refused(lambda: launch.main(["recipe=mnist"]), here, capsys)
+    assert "use launch.py in /the/repository" in refused(lambda: launch.main(["recipe=mnist"]), here, capfd)
 
 
-def test_launch_without_words_prints_the_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_without_words_prints_the_keys(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch.main([]) == errors.EXIT_CONFIG
-    without = capsys.readouterr().out
+    without = capfd.readouterr().out
     assert "recipe=" in without
     for argv in (["--help"], ["-h"]):
         assert launch.main(argv) == 0
-        assert capsys.readouterr().out == without
+        assert capfd.readouterr().out == without
 
 
 def test_a_refusal_is_the_only_output_of_the_process(here: Path) -> None:
