@@ -115,9 +115,7 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
     import submitit
 
     class Executor(submitit.SlurmExecutor):
-        """Takes the job's ID from the line of sbatch: a wrapper of the site may print other lines that have "job" and a number."""
-
-        @staticmethod
+        @staticmethod  # only the line of sbatch counts: a wrapper of the site may print others that have "job" and a number
         def _get_job_id_from_submission_command(string: "bytes | str") -> str:
             text = string if isinstance(string, str) else string.decode(errors="replace")
             lines = re.findall(r"^Submitted batch job \d+", text, re.MULTILINE)

@@ -27,9 +27,6 @@ def die_with(parent: int) -> Callable[[], None]:
 
 
 def say(line: str, to: int = 2) -> None:
-    """Writes a line to stderr (2) or stdout (1) at once, so that no line of a rank splits it.
-
-    An error is ignored: the log's disk may be full, or Ctrl-C has also ended a ``tee`` that reads it. The exit status still counts.
-    """
+    """Writes a line to stderr (2) or stdout (1) at once. Errors are ignored: the disk of the log may be full, or its reader gone."""
     with contextlib.suppress(OSError):
         os.write(to, f"{line}\n".encode("utf-8", "surrogateescape"))

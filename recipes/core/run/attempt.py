@@ -227,8 +227,7 @@ def record(
 ) -> None:
     """Writes the error record of a rank. Raises OSError.
 
-    behind: the rank that did not arrive, with ``rank``, ``host`` and ``at`` (how far it was), as this
-    rank sees it. moment: the time of the failure, as time.time(); None means now.
+    behind: the rank that did not arrive, as `World.behind` returns it. moment: of the failure, as time.time(); None means now.
     """
     content = {
         "rank": rank, "host": host, "kind": kind, "error": error, "exit_status": exit_status, "behind": behind,
@@ -244,10 +243,7 @@ def records(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def print_refusal(line: str, is_first: bool) -> None:
-    """Prints why a rank is refused. With a parent, which prints the judgement, only the first rank does.
-
-    Without one, the others print it later: the end of the first rank, which has the same refusal, usually ends them before.
-    """
+    """Prints why a rank is refused. With a parent, which prints the judgement, only the first rank does. Without one, the others wait."""
     if is_first or not given(os.environ):
         time.sleep(0.0 if is_first else REPEATED_S)
         print(line, file=sys.stderr, flush=True)
