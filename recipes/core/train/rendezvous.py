@@ -20,7 +20,7 @@ from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
-from recipes.core.train.world import TORCH_TIMEOUT, World, await_keys
+from recipes.core.train.world import TORCH_TIMEOUT, World, await_key
 
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait so much less than rank 0, but at least this share
 TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
@@ -128,8 +128,10 @@ def _exchange_hosts(
     """The host name of each rank. Raises MachineError if a rank does not arrive within ``timeout_s``."""
     store.set(f"host/{info.rank}", socket.gethostname())
     names = [f"host/{rank}" for rank in range(info.world_size)]
+    if store.add("connected", 1) >= info.world_size:
+        store.set("all connected", "")  # ranks wait for this one key: each question about all names would be long
     try:
-        await_keys(store, names, clock, timeout_s)
+        await_key(store, "all connected", clock, timeout_s)
         return tuple(shown(text.decode(errors="replace")) for text in store.multi_get(names))
     except torch.distributed.DistError:
         missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]

@@ -105,7 +105,7 @@ class World:
         """Rank 0's ``text``, on every rank; each must call it. ``name`` is unique in a run. Raises DistStoreError after ``timeout_s``."""
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
-        await_keys(self.store, [f"text/{name}"], self.clock, self.timeout_s)
+        await_key(self.store, f"text/{name}", self.clock, self.timeout_s)
         return self.store.get(f"text/{name}").decode(errors="replace")
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
@@ -323,11 +323,11 @@ def parsed(text: str) -> Any:
         ) from None
 
 
-def await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:
-    """Waits until the store has these keys. Raises DistStoreError after ``timeout_s``; time in suspension does not count."""
+def await_key(store: torch.distributed.Store, name: str, clock: RunningClock, timeout_s: float) -> None:
+    """Waits until the store has this key. Raises DistStoreError after ``timeout_s``; time in suspension does not count."""
     end, pause_s = clock.now() + timeout_s, 0.01
-    while not store.check(names):  # torch logs a warning for each wait() that times out
+    while not store.check([name]):  # torch logs a warning for each wait() that times out
         if clock.now() > end:
-            raise torch.distributed.DistStoreError(f"timed out waiting for {names[0]} for {timeout_s:g} s")
+            raise torch.distributed.DistStoreError(f"timed out waiting for {name} for {timeout_s:g} s")
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
