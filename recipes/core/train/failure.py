@@ -110,8 +110,10 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
         "behind": behind, "moment": moment,
     }  # fmt: skip
+    recorded = False
     with contextlib.suppress(OSError):
         attempts.record(run.attempt, **record)
+        recorded = True
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
     elif cause.kind is Kind.peer_lost:
@@ -121,7 +123,8 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
             run.saver.wait(LAST_SAVE_S)
     record["behind"] = behind
     with contextlib.suppress(OSError):
-        attempts.record(run.attempt, **record)  # with the rank that is behind; a full disk may have space again
+        if behind or not recorded:  # a full disk may have space again
+            attempts.record(run.attempt, **record)
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
     if cause.kind.is_consequence:
