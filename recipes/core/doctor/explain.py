@@ -14,7 +14,7 @@ from recipes.core.doctor.patterns import Pattern
 from recipes.core.errors import MachineError, shown
 from recipes.core.files import ROOT, read_json
 from recipes.core.run import attempt as attempts
-from recipes.core.run import in_use, judge, source, table
+from recipes.core.run import directory, in_use, judge, source, table
 from recipes.core.run import queue as slurm_queue
 from recipes.core.run.queue import Outlook
 
@@ -78,7 +78,7 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 def of_run(run_dir: Path) -> list[str]:
     """Lines on the state of a run, or why it ended. Reads its logs if it failed."""
-    status, not_begun = read_json(run_dir / "status.json") or {}, judge.why_not_begun(run_dir)
+    status, not_begun = directory.read_status(run_dir) or {}, judge.why_not_begun(run_dir)
     state, notes = status.get("state"), list[str]()
     if not_begun and state == "running":
         notes.append(f"a later launch did not begin: {not_begun}")
@@ -89,7 +89,7 @@ def of_run(run_dir: Path) -> list[str]:
     if state == "preempted":
         return _shown(slurm_queue.after_stop(run_dir, status))
     slurm, found = slurm_queue.of_run(run_dir), judgement(run_dir)
-    quiet_s = max(0.0, time.time() - float(status.get("updated") or 0.0))  # since the run last updated its status
+    quiet_s = max(0.0, time.time() - status.get("updated", 0.0))  # since the run last updated its status
     if state == "running":
         where = f"at step {table.read_run(run_dir, time.time()).step}, status written {table.ago(quiet_s)} ago"
         if not found.line and _is_alive(run_dir, slurm, quiet_s):

@@ -141,7 +141,7 @@ def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     assert of_run(run, NO_SLURM) == ["status.json says done: nothing failed"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{"])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"state": "running", "step": 1, "updated": "x"}'])
 def test_a_damaged_status_is_ignored(tmp_path: Path, content: str) -> None:
     run = run_directory(tmp_path / "run", "running")
     (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
