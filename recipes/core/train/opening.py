@@ -46,7 +46,7 @@ def _choose(start: Start, name: str = "") -> Path | None:
 
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
     recipe, keys = start.settings.recipe, start.settings.run
-    path = directory.beside(run_dir, directory.EVALUATION) if start.settings.config.evaluate else run_dir
+    path = directory.inside(run_dir, directory.EVALUATION) if start.settings.config.evaluate else run_dir
     with files.writing_to(path, "run_dir"):
         given = attempts.given(os.environ)
         if given and given.run_dir == path and not given.has_begun:
@@ -89,7 +89,7 @@ def introduce(run: Run, start: Start) -> None:
     run.say(f"run directory: {run.dir}")
     if keys := run.settings.words_from_run():
         run.say(f"from the run: {keys}")
-    if dropped := resumed.own_env_file(run.settings):
+    if world.rank == 0 and (dropped := resumed.own_env_file(run.settings)):
         run.say(f"not from the run: network={shown(dropped, 4096)}: type it again if you trust the file")
     _say_network(run, start)
     if start.from_files:

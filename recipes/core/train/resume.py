@@ -78,7 +78,7 @@ def _choose(run: Context) -> Path | None:
         try:
             path.stat()
         except OSError as error:
-            raise InputError(f"resume={wanted}: {error.strerror} on {run.world.host}") from None
+            raise InputError(f"resume={wanted}: {error.strerror} on {run.world.host}: give another resume=") from None
         if not path.is_dir():
             return path
         there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
