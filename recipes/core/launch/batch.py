@@ -23,11 +23,11 @@ from recipes.core.config.run_keys import Device
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
-from recipes.core.place.processes import say
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, in_use, judge, queue, source
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
+from recipes.core.run.logs import say
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
@@ -53,7 +53,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
     attempt = None
     if job:
-        folder = directory.beside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
+        folder = directory.inside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
         try:
             attempt = attempts.open_next(folder, recipe, environ)
         except errors.MachineError as error:
@@ -104,7 +104,7 @@ def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:
 def _run_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
     """The folder that contains the status of this job's run."""
     run_dir = directory.choose(settings.run.run_dir, settings.recipe, directory.job_id(environ), ROOT)
-    return directory.beside(run_dir, directory.DOCTOR) if settings.recipe == "doctor" else run_dir
+    return directory.inside(run_dir, directory.DOCTOR) if settings.recipe == "doctor" else run_dir
 
 
 def _code(environ: Mapping[str, str], run_dir: Path) -> Path:

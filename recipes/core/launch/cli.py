@@ -153,7 +153,7 @@ def run_here(settings: Settings) -> int:
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
     words |= {"run_dir": str(run_dir)} if run_dir else {}
     command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
-    folder = directory.beside(run_dir, directory.EVALUATION) if run_dir and settings.config.evaluate else run_dir
+    folder = directory.inside(run_dir, directory.EVALUATION) if run_dir and settings.config.evaluate else run_dir
     return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 

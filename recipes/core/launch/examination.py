@@ -14,9 +14,9 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, bad_nodes, container
-from recipes.core.place.processes import say
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, queue, source
+from recipes.core.run.logs import say
 
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time

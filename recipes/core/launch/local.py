@@ -16,11 +16,11 @@ from recipes.core import errors
 from recipes.core.errors import Kind, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import network, processes
-from recipes.core.place.processes import say
 from recipes.core.run import attempt as attempts
 from recipes.core.run import judge, signals
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
+from recipes.core.run.logs import say
 from recipes.core.run.watchdog import RunningClock
 
 PEERS_GRACE_S = 20.0  # time for the other ranks to complete a checkpoint and end after the first failure

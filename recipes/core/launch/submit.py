@@ -148,7 +148,7 @@ def _describe(
     """
     job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)
-    folder = directory.beside(folder, directory.DOCTOR) if job.recipe == "doctor" else folder
+    folder = directory.inside(folder, directory.DOCTOR) if job.recipe == "doctor" else folder
     code = job.variables.get("RECIPES_CODE", str(job.root))
     description = {"job_id": job_id, "recipe": job.recipe, "arguments": words, "root": str(job.root), "code": code}
     try:

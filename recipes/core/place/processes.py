@@ -1,6 +1,5 @@
-"""Child processes that end with their parent, and lines that are written whatever the log's state. Standard library only."""
+"""Child processes that end with their parent. Standard library only."""
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -24,9 +23,3 @@ def die_with(parent: int) -> Callable[[], None]:
             os._exit(errors.EXIT_CRASH)
 
     return prepare
-
-
-def say(line: str, to: int = 2) -> None:
-    """Writes a line to stderr (2) or stdout (1) at once. Errors are ignored: the disk of the log may be full, or its reader gone."""
-    with contextlib.suppress(OSError):
-        os.write(to, f"{line}\n".encode("utf-8", "surrogateescape"))

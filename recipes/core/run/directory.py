@@ -31,7 +31,7 @@ def launch_id(environ: Mapping[str, str]) -> str:
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
-    """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` (without an ID: a time stamp) in the repository of the code ``base``."""
+    """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository of ``base``; without an ID, a time stamp."""
     if run_dir:
         return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
@@ -85,7 +85,7 @@ def note_next(run_dir: Path, word: Next, attempt: int) -> None:
             files.write_json(run_dir / "status.json", {**status, "next": word})
 
 
-def beside(run_dir: Path, name: str) -> Path:
+def inside(run_dir: Path, name: str) -> Path:
     """The folder for an evaluation or for the doctor: ``name`` in the run directory of a training, which may run; else ``run_dir``."""
     return run_dir / name if (run_dir / "config.yaml").exists() else run_dir  # only a training writes this file
 

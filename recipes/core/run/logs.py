@@ -1,4 +1,4 @@
-"""The log file of each rank. Standard library only.
+"""The log file of each rank, and the lines of its parent. Standard library only.
 
 A separate process (``tee``) copies the output below Python. The log file therefore also contains the lines of NCCL and
 the last lines of a rank that crashes or is killed.
@@ -62,3 +62,9 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         if terminal:
             with contextlib.suppress(OSError):  # the terminal is gone
                 terminal.close()
+
+
+def say(line: str, to: int = 2) -> None:
+    """Writes a line to stderr (2) or stdout (1) at once. Errors are ignored: the disk of the log may be full, or its reader gone."""
+    with contextlib.suppress(OSError):
+        os.write(to, f"{line}\n".encode("utf-8", "surrogateescape"))
