@@ -48,7 +48,7 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
         return begin + share * seconds
 
     folder = here.run_dir / "reports"
-    if not judge_later:  # each step of a job is an examination of its own
+    if not judge_later:  # another step or start of this job must not read these reports
         folder = folder / f"{info.run_id or 'now'}-{info.restart_count}"
     reports = Reports(folder, info.node_rank, seconds)
     mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname()}

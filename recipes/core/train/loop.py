@@ -21,7 +21,7 @@ from recipes.core.train.agreement import Agreement
 from recipes.core.train.run import Run, require_results
 
 PROGRESS_EVERY_S = 0.5
-# The ranks agree after each step, or where steps are short after several: a sum over ranks costs up to a millisecond.
+# Between two sums over the ranks, whichever is shorter; at least one step. A sum costs up to a millisecond.
 AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
 Evaluate = Callable[[], Mapping[str, Any]]
 
@@ -36,8 +36,8 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
 def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
     """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
 
-    answers: gets the network to evaluate, and returns pairs of logits and labels. If a rank was notified to stop, this rank stops
-    counting. The results then do not count, see `Run.stop_is_near`. A collective: every rank must call it.
+    answers: gets the network to evaluate, and returns pairs of logits and labels. When a rank was notified to stop, this
+    function returns early: `Run.stop_is_near` notes that the results are incomplete. A collective: every rank must call it.
     """
     counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
     with evaluation(run) as net:
@@ -251,7 +251,7 @@ class _StepEnds:
         return bool(stop) or last
 
     def _agree(self, must: bool) -> None:
-        """Sums over the ranks, if it ``must``, or if it is `every` steps after the last time: the same step on all ranks."""
+        """Starts a sum over the ranks: if ``must``, or `every` steps after the last one. All ranks do so at the same steps."""
         self.sums, steps, now = None, self.run.step - self.agreed_at, self.run.world.clock.now()
         if must or steps >= self.every:
             every = AGREE_EVERY_S * steps / (now - self.agreed_s) if self.run.world.size > 1 else 1.0
