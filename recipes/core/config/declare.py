@@ -65,8 +65,7 @@ def default(cls: type, name: str, value: Any) -> Any:
 
 def may_change(keys: type) -> set[str]:
     """The keys of a dataclass that may have another value when a run is resumed."""
-    of_earlier_versions = {"num_workers"}  # which each recipe had
-    return declared(keys, "may_change") | declared(keys, "path") | of_earlier_versions
+    return declared(keys, "may_change") | declared(keys, "path") | {"num_workers"}  # of all recipes in earlier versions
 
 
 def declared(keys: type, what: str) -> set[str]:

@@ -37,8 +37,7 @@ LEAVE_S = 2.0  # for the other nodes to end before the one that gave the verdict
 def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
     """Examines this node, and judges all nodes if this process is the judge. Returns its exit status: 3 of the judge, if a node is bad.
 
-    Only the first rank of a node does anything. seconds: the time limit of the whole. judge_later: whether another
-    process judges the reports, after all nodes have ended.
+    Only the first rank of a node does anything. seconds: the time limit of the whole. judge_later: another process judges the reports.
     """
     info, begin = here.info, time.monotonic()
     if info.local_rank:

@@ -30,8 +30,7 @@ def published(world: World) -> bool:
 class Agreement:
     """A sum over all ranks of losses, of the ranks that were notified to stop, and of what rank 0 requests: a save, and the steps to the next sum.
 
-    Creating it is a collective: every rank must do so. The sum is asynchronous until `read`, so that a step loop can prepare its next
-    step meanwhile.
+    Creating it is a collective. The sum is asynchronous until `read`, so that a step loop can prepare its next step meanwhile.
     """
 
     def __init__(
