@@ -59,7 +59,8 @@ def _torchvision() -> Decoder:
 
     def resize(pixels: Pixels, out: Pixels) -> None:
         # Contiguous: torch would otherwise copy with its own threads, in each of ours. Writable: torch would otherwise warn.
-        source = torch.from_numpy(np.require(pixels, None, ["C", "W"])).permute(2, 0, 1)[None]
+        # Made a batch of one before the axes are permuted: torch then sees channels_last, and its result needs no transposing.
+        source = torch.from_numpy(np.require(pixels, None, ["C", "W"]))[None].permute(0, 3, 1, 2)
         done = functional.interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
         out[...] = done[0].permute(1, 2, 0).numpy()
 

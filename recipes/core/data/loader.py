@@ -72,9 +72,8 @@ class Loader:
         self._images, self._batches, self._size, self._min_crop = images, batches, size, min_crop
         self._decoder, self._workers, self._warn = decode.make_decoder(decoder), workers, warn
         self._to = _Mover(device)
-        self.skipped: set[tuple[bool, str]] = (
-            set()
-        )  # of each sample that this rank could not read: whether it is for training, its name
+        # Of each sample that this rank could not read: whether it is for training, and its name.
+        self.skipped: set[tuple[bool, str]] = set()
 
     @property
     def per_epoch(self) -> int:
