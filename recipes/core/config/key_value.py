@@ -61,7 +61,8 @@ def load_yaml(path: Path, given: str) -> dict[str, Any]:
     import yaml  # OmegaConf's parser; imported only when a file is read, since the import is slow
 
     try:
-        content = yaml.load(files.read_bounded(path, MAX_YAML).decode("utf-8"), yaml.BaseLoader)
+        text = files.read_bounded(path, MAX_YAML).decode("utf-8")
+        root, content = yaml.compose(text, yaml.BaseLoader), yaml.load(text, yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"{given}: cannot be read ({error.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
@@ -70,6 +71,10 @@ def load_yaml(path: Path, given: str) -> dict[str, Any]:
         ) from None
     if content in (None, ""):
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{given}: is not a mapping; write 'key: value' lines")
+    names = [key.value for key, _ in root.value]
+    if len(names) > len(content):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{given}: '{shown(twice)}' is there twice; remove one of the lines")
     return content

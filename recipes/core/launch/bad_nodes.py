@@ -19,8 +19,9 @@ def _path(root: Path) -> Path:
 
 def known(root: Path, cluster: str) -> dict[str, float]:
     """The time, as time.time(), at which each node of a cluster was found bad, without those of more than a day ago."""
-    found, now = (files.read_json(_path(root)) or {}).get(cluster, {}), time.time()
-    return {node: at for node, at in found.items() if now - KEPT_S < at <= now}
+    found, now = (files.read_json(_path(root)) or {}).get(cluster), time.time()
+    times = found.items() if isinstance(found, dict) else ()
+    return {node: at for node, at in times if isinstance(at, float) and now - KEPT_S < at <= now}
 
 
 def remember(root: Path, cluster: str, nodes: Iterable[str]) -> None:

@@ -222,6 +222,7 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
         ('modules:\n  - "gcc/12"\n', ["here.yaml", "- gcc/12"]),
         ("env_files:\n  - clusters/no.env\n", ["no.env"]),
         ("- a\n- b\n", ["here.yaml", "is not a mapping"]),
+        ("partition: a\npartition: b\n", ["here.yaml", "'partition' is there twice"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
         ("environment: a;b\n", ["here.yaml", "'environment: a;b' must be the absolute path"]),

@@ -3,13 +3,14 @@
 import json
 import os
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from recipes.core import errors
-from recipes.core.launch import examination
+from recipes.core.launch import bad_nodes, examination
 from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import Stubs
@@ -137,3 +138,12 @@ def test_nothing_is_trained_without_a_verdict(
     assert "the doctor gave no verdict" in capfd.readouterr().err
     stubs.add("srun", doctor_finds(healthy=True))
     assert script_job.examine() == errors.EXIT_DONE
+
+
+def test_bad_nodes_are_known_for_a_day_in_their_cluster(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    ago = {"n1": time.time() - 25 * 3600, "n2": time.time() - 23 * 3600, "n3": "today"}
+    (tmp_path / "runs/bad-nodes.json").write_text(json.dumps({"a": ago, "b": 3}))
+    bad_nodes.remember(tmp_path, "b", ["n9"])
+    assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == ({"n2"}, {"n9"})
+    assert bad_nodes.known(tmp_path, "c") == {}
