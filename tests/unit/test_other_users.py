@@ -16,6 +16,7 @@ import torch
 
 from recipes.core import errors, files
 from recipes.core.config import envfile, profiles
+from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import snapshot
 from recipes.core.run import attempt as attempts
@@ -127,6 +128,14 @@ def test_the_env_file_of_a_run_is_not_inherited(tmp_path: Path) -> None:
     assert resumed.keys_of(tmp_path, "toy", Config) == {"network": "infiniband"}
     (tmp_path / "config.yaml").write_text("num_workers: 4\n")  # of a version that accepted it
     assert resumed.keys_of(tmp_path, "toy", Config) == {}
+
+
+@as_root
+def test_the_umask_of_another_users_run_is_not_inherited(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("umask: '027'\n")
+    assert resumed.keys_of(tmp_path, "toy", TrainKeys) == {"umask": "027"}
+    os.chown(tmp_path, STRANGER, STRANGER)
+    assert resumed.keys_of(tmp_path, "toy", TrainKeys) == {}
 
 
 @as_root

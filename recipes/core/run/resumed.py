@@ -64,6 +64,8 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         unset.add("network")
+    if run_dir.stat().st_uid != os.geteuid():  # another user does not decide who reads this one's files
+        unset.add("umask")
     return {name: value for name, value in words.items() if name not in not_inherited | unset}
 
 
