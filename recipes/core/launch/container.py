@@ -66,16 +66,10 @@ def step(
             f"--container-env={','.join(sorted({*variables, *(name for name in environ if name.startswith(PASSED_BY_NAME))}))}",
         ], [*WITHOUT_MODULES, PYTHON]
     binds = [word for mount in mounts for word in ("--bind", mount)]
+    of_gpus = ["--nv"] if gpus else []
     return [], [
-        *WITHOUT_MODULES,
-        *("sh", "-c", EXEC, container.runtime),
-        *(["--nv"] if gpus else []),
-        *binds,
-        "--pwd",
-        str(code),
-        container.image,
-        PYTHON,
-    ]
+        *WITHOUT_MODULES, "sh", "-c", EXEC, container.runtime, *of_gpus, *binds, "--pwd", str(code), container.image, PYTHON,
+    ]  # fmt: skip
 
 
 def exports(container: Container, variables: Mapping[str, str]) -> list[str]:

@@ -56,10 +56,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
                 ends = "stops" if start.settings.config.evaluate else "saves at one of the next steps"
                 print(f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}", file=sys.stderr, flush=True)
 
-        with (
-            process_group(start, device) as world,
-            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop,
-        ):
+        with process_group(start, device) as world, signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop:
             if info.rank == 0 and info.in_slurm and start.settings.run.stop_before_s:
                 left = functools.partial(queue.seconds_left, os.environ)
                 signals.watch_the_end(stop, start.settings.run.stop_before_s, left, tell)
