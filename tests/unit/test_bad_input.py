@@ -28,7 +28,6 @@ FILES: dict[str, bytes] = {
     "binary.yaml": bytes(range(256)),
     "unknown.yaml": b"epoch: 3\n",
     "value.yaml": b"lr: fast\n",
-    "job.yaml": b"nodes: 4\n",
     "newline.yaml": b'partition: "a\\n#SBATCH --exclusive"\n',
     "again.yaml": b"config: other.yaml\n",
     "python.yaml": b"epochs: !!python/object/apply:os.system ['touch canary']\n",
@@ -48,12 +47,12 @@ KEYS: tuple[str, ...] = (
     "epochs", "", "=3", "--epochs=3", "\u00e9pochs=3", "a[0]=1",  # not key=value
     "epoch=3", "x" * 9000 + "=1", "\x1b[31m=1",  # unknown keys
     "epochs=", "epochs=-1", "epochs=1.5", "epochs=" + "9" * 9000, "max_steps=" + "9" * 19, "lr=1e999", "warmup=2",
-    "compile=maybe", "optimizer=adam", "backend=nccl",  # types and ranges
-    "dataset=minst", "variant=nosuch", "data_dir=a\nb", "data_dir=\udcff", "data_dir=a\u2028b", "data_dir=~nosuchuser/x",
+    "compile=maybe", "optimizer=adam", "backend=nccl", "checkpoint_every_steps=-1", "timeout_s=0", "global_batch_size=0", "lr=-1", "umask=000",  # types and ranges
+    "dataset=minst", "variant=nosuch", "data_dir=a\nb", "data_dir=a\x9bb", "data_dir=\udcff", "data_dir=a\u2028b", "data_dir=~nosuchuser/x",
     "resume=", "epochs=${oc.env:NO_SUCH_VARIABLE}", "epochs=" + "${a:[" * 300,
     "epochs=${oc.env:\x00}", "epochs=" + "[[" * 800, "dataset=\x85", "dataset=\u202e",
     "network=nosuch", "network=./nosuch.env", "network=shell.env", "config=nosuch.yaml", "config=.", "config=/dev/zero",
-    *(f"config={name}" for name in FILES if name.endswith(".yaml") and name not in ("job.yaml", "newline.yaml")),
+    *(f"config={name}" for name in FILES if name.endswith(".yaml") and name != "newline.yaml"),
 )  # fmt: skip
 
 # Keys of a job, for launch.py whatever the launcher.
@@ -61,7 +60,8 @@ JOB: tuple[str, ...] = (
     "recipe=../mnist", "recipe=mnist;touch canary", "launcher=slrm", "nodes=1-4", "gpus_per_node=-1", "time=1h",
     "partition=a\n#SBATCH --exclusive", "name=a/b", "exclude=node[1-", "exclude=n[1-99999999]", "dependency=12", "mail=@x",
     "extra=-p gpu", "extra=--mem=1 2", "extra=--nodes=2", "extra=--outp=x",
-    "cluster=../x", "gpus=8;2", "node_rank=-1", "master=hostA", "master=h:1:2", "config=newline.yaml",
+    "extra=--requeue", "extra=--signal=USR1@9", "extra=--wait", "extra=--parsable", "extra=--array=1-2",
+    "cluster=../x", "gpus=8;2", "gpus=\u0663", "node_rank=-1", "master=hostA", "master=h:1:2", "config=newline.yaml",
 )  # fmt: skip
 
 SUBMITTED: tuple[tuple[str, ...], ...] = (
@@ -177,10 +177,6 @@ def test_contradictory_keys_are_refused(
         argv = [f"launcher={launcher}", "recipe=mnist", *(["device=cpu"] if launcher == "local" else []), *words]
         line = refused(partial(launch.main, argv), here, capfd)
         assert words[0].split("=")[0] in line or words[-1].split("=")[0] in line
-
-
-def test_a_job_key_in_a_config_file_of_a_recipe_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "--nodes=4" in refused(lambda: batch.main(["begin", "mnist", "config=job.yaml"]), here, capfd)
 
 
 def test_a_contradictory_environment_is_refused(

@@ -18,18 +18,22 @@ def doctor(*words: str, **environ: str) -> helpers.Ended:
 
 
 def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
-    ended = doctor("device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}/none")
+    (tmp_path / "my.env").write_text("NCCL_ALGO=Rings\n")
+    words = (f"run_dir={tmp_path}", f"network={tmp_path}/my.env", "umask=027")
+    ended = doctor("device=cpu", *words, f"data_dir={tmp_path}/none")
     assert ended.status == 3, ended.out
+    assert (tmp_path / "doctor.json").stat().st_mode & 0o777 == 0o640
     found = helpers.read(tmp_path, "doctor")
     assert found["healthy"] is False
     assert [entry["what"] for entry in found["entries"] if entry["bad"]] == [
-        f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
+        f"data_dir={tmp_path}/none cannot be used (No such file or directory)",
+        "NCCL_ALGO: Rings must be one of Tree, Ring, CollNetDirect, CollNetChain, CollNet, NVLS, NVLSTree, PAT",
     ]
     assert found["exclude"] == []  # it may have been typed wrongly
 
 
 def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
-    ended = doctor("report", "device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}/none")
+    ended = doctor("report", "device=cpu", f"run_dir={tmp_path}", RECIPES_DATA=f"{tmp_path}/none")
     assert (ended.status, ended.out) == (0, "")
     assert [path.name for path in (tmp_path / "reports").iterdir()] == ["0.json"]
     batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}
@@ -38,6 +42,7 @@ def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
     assert f"BAD   n1: data_dir={tmp_path}/none cannot be used" in ended.out
     assert "BAD   n2: did not answer: it hangs" in ended.out
     assert helpers.read(tmp_path, "doctor")["healthy"] is False
+    assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]  # no status of a run
     ended = doctor("judge", f"run_dir={tmp_path}")
     assert (ended.status, ended.lines) == (3, [f"doctor: no node has written a report into {tmp_path}/reports"])
 
@@ -84,18 +89,25 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
     helpers.wait_for_the_end_of(running, helpers.START_S)
 
 
+def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
+    hang = "import recipes.doctor as d; d.OVER_S = -120; d.examine.run = lambda *_, **__: d.threading.Event().wait(9)"
+    ended = helpers.run([sys.executable, "-c", f"{hang}; d.main([])"], environ=helpers.clean_environment())
+    assert (ended.status, "did not end within seconds= and is ended" in ended.out) == (3, True)
+
+
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "status", "expected"),
     [
-        (("explain",), "doctor: explain: a path is missing"),
-        (("explain", "/none/such"), "doctor: /none/such: No such file or directory"),
-        (("look",), "doctor: 'look' is not key=value"),
-        (("nodes=3",), "nodes=3: is a job key"),
-        (("run_dir=/proc/none",), "give another run_dir="),
+        (("explain",), 2, "doctor: explain: a path is missing"),
+        (("explain", "/none/such"), 2, "doctor: /none/such: No such file or directory"),
+        (("look",), 2, "doctor: 'look' is not key=value"),
+        (("nodes=3",), 2, "nodes=3: is a job key"),
+        (("seconds=19",), 2, "seconds=19.0: must be at least 20"),
+        (("run_dir=/proc/none",), 3, "give another run_dir="),
     ],
 )  # fmt: skip
-def test_an_invalid_command_line_is_reported_in_one_line(words: tuple[str, ...], expected: str) -> None:
+def test_an_invalid_command_line_is_reported_in_one_line(words: tuple[str, ...], status: int, expected: str) -> None:
     ended = doctor(*words)
-    assert ended.status in (2, 3)
+    assert ended.status == status
     assert len(ended.lines) == 1, ended.out
     assert expected in ended.out

@@ -26,6 +26,7 @@ from recipes.core.doctor.examine import (
 from recipes.core.doctor.node import Surroundings
 from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.place import ranks
+from recipes.core.run import attempt as attempts
 from tests import helpers
 
 BROKEN = {"what": "GPU 3 returns a wrong matrix product", "fix": "drain it", "bad": True, "leave_out": True}
@@ -120,8 +121,10 @@ def test_nccl_is_measured_if_each_node_has_a_gpu(gpus: tuple[int, int], backend:
     ("gpus", "status", "exclude"), [((8, 8, 8), 0, []), ((8, 8, 7), 3, ["node2"]), ((7, 8, 8), 3, ["node0"])]
 )
 def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: tuple[int, ...], status: int, exclude: list[str]
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: tuple[int, ...], status: int, exclude: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     reports = [report(node, seen, findings=[BROKEN] * (seen < 8)) for node, seen in enumerate(gpus)]
     written(tmp_path / "reports", Stage.final, *reports)
     assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, tmp_path, 0) == status
@@ -131,10 +134,16 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     last = "healthy: 3 nodes" if not status else f"1 of 3 nodes bad: sbatch --exclude={exclude[0]} leaves them out"
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert not (tmp_path / "reports").exists()
+    of_run = [helpers.read(tmp_path, "status")[name] for name in ("state", "kind", "reason", "first_failing_host")]
+    assert of_run == (["failed", "machine", BROKEN["what"], *exclude] if status else ["done", None, "", None])
+    assert bool(attempts.records(attempts.Attempt(tmp_path, 0))) == bool(status)
 
 
-def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent(tmp_path: Path) -> None:
-    folder = tmp_path / "reports"
+def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ended = tmp_path / "reports", list[int]()
+    monkeypatch.setattr("recipes.core.doctor.examine._end_step", lambda: ended.append(1))
     assert give_verdict(Reports(folder), [""] * 4, tmp_path, 0) == 3
     assert not (tmp_path / "doctor.json").exists()  # without any report there is no verdict
     written(folder, Stage.final, report(0), report(1))
@@ -146,6 +155,7 @@ def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent
         ([2], "answered at first, "), ([3], "did not answer: it "),
     ]  # fmt: skip
     assert found["exclude"] == ["node2"]  # the name of the other one is unknown
+    assert ended == [1]  # srun would wait for the other one
 
 
 def test_two_nodes_measure_and_are_judged(
@@ -161,6 +171,8 @@ def test_two_nodes_measure_and_are_judged(
         if "recipes.core.doctor.linkcheck" in command:
             assert environ
             measured.append(dict(environ))
+            assert [path.name for path in (tmp_path / "reports").iterdir()] == ["now-0"]  # not those of another start
+            assert environ["GLOO_SOCKET_IFNAME"] == "lo"
             pair = [{"pair": [0, 1, 5.0]}] if environ["RANK"] == "0" else []
             words = [{"at": "an all_reduce", "busbw": 7.0, "correct": True}, *pair, {"at": "the end", "ended": True}]
             return "\n".join(map(json.dumps, words)), ""
@@ -236,17 +248,17 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
     def ask(
         command: Sequence[str], timeout_s: float, environ: Mapping[str, str], descriptors: Sequence[int]
     ) -> tuple[str, str]:
-        names = ("RANK", "WORLD_SIZE", "NODES", "MASTER_PORT")
-        asked.append((command[-3:-1], {name: environ[name] for name in names}))
+        names = ("RANK", "WORLD_SIZE", "NODES", "MASTER_ADDR", "MASTER_PORT")
+        asked.append((command[-3:-1], {name: environ[name] for name in names}, descriptors))
         out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [3, 5, 5.0]}]
         return "noise\n5\n" + "\n".join(map(json.dumps, out)), "killed"
 
     monkeypatch.setattr(commands, "run", ask)
     members = {"nodes": [0, 3, 5], "port": 99, "backend": "gloo"}
-    found = _measure(members, place(3, 6), -1, time.monotonic() + 30)
+    found = _measure(members, replace(place(3, 6), master_addr="n0"), 7, time.monotonic() + 30)
     assert found == {
         "at": "an all_reduce", "busbw": 40.0, "correct": True, "pairs": [[3, 5, 5.0]], "error": "killed",
     }  # fmt: skip
-    environ = {"RANK": "1", "WORLD_SIZE": "3", "NODES": "[0, 3, 5]", "MASTER_PORT": "99"}
-    assert asked == [(["gloo", "-1"], environ)]
+    environ = {"RANK": "1", "WORLD_SIZE": "3", "NODES": "[0, 3, 5]", "MASTER_ADDR": "n0", "MASTER_PORT": "99"}
+    assert asked == [(["gloo", "7"], environ, (7,))]
     assert _measure(members, place(4, 6), -1, 0) == _measure({}, place(3, 6), -1, 0) == {}

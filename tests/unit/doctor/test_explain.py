@@ -95,7 +95,7 @@ def test_the_runs_own_records_come_first(tmp_path: Path) -> None:
 
 def test_the_log_of_a_rank_without_a_record_is_read(tmp_path: Path) -> None:
     reason = "rank 2 on node2 exited without an error record (killed, out of memory, or its node is gone)"
-    run = run_directory(tmp_path / "run", reason=reason, rank=2, host="node2", kind=Kind.killed)
+    run = run_directory(tmp_path / "run", "incomplete", reason, 2, "node2", Kind.killed)
     assert of_run(run, NO_SLURM) == [reason]
     (run / "logs" / "rank2.log").write_text("RuntimeError: CUDA error: device-side assert triggered\n")
     assert of_run(run, NO_SLURM)[1].startswith("cause: CUDA kernel failed (1 file): ")
@@ -257,6 +257,10 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert any("CUDA out of memory" in line for line in second)
     assert found[-1] == "  status.json says done: nothing failed"
     assert explain([run], known) == of_run(run, known)  # one run needs no heading
+    monkeypatch.setattr(explaining.source, "home", lambda root: tmp_path)
+    assert explain([Path("1")], known) == of_run(run, known)  # by its job
+    pending = explain([Path("2")], Answers({"2": job("PENDING", "Resources")}))
+    assert pending == ["it has no run directory yet: job 1 is pending (Resources)"]
 
 
 def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> None:
@@ -279,3 +283,5 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
         f"{log} ends:",
         "  | no Python environment: activate yours before sbatch",
     ]
+    files.write_json(run / "job.yaml", {"job_id": "1"})
+    assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", StdErr=str(log))}))  # Slurm names it too

@@ -103,9 +103,9 @@ def test_pipes_circular_links_and_unreadable_files_are_skipped(tmp_path: Path) -
     (tmp_path / "round.log").symlink_to("round.log")
     (tmp_path / "again").symlink_to(tmp_path)
     (tmp_path / "zero.log").symlink_to("/dev/zero")
-    found = said(tmp_path, a__log=DISK)
+    found = said(tmp_path, a__txt=DISK)
     assert found[0] == "closest to a cause: file system failed"
-    assert found[-2:] == ["a.log ends:", f"  | {DISK.strip()}"]
+    assert found[-2:] == ["a.txt ends:", f"  | {DISK.strip()}"]
 
 
 def test_binary_content_is_escaped_and_colours_hide_nothing(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_ten_megabytes_of_anything_take_little_time(tmp_path: Path, content: str
 
 def test_of_a_large_file_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MOST_BYTES", 2000)
-    found = said(tmp_path, a__log=OOM + "step\n" * 1000 + DISK)
+    found = said(tmp_path, a__err=OOM + "step\n" * 1000 + DISK)
     assert found[0].endswith(": file system failed")
-    assert found[3] == f"  a.log: {DISK.strip()}"
+    assert found[3] == f"  a.err: {DISK.strip()}"
 
 
 def test_the_source_code_in_a_traceback_is_not_what_a_log_says(tmp_path: Path) -> None:

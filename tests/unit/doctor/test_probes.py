@@ -91,7 +91,8 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("free", "expected"),
     [
-        ({}, []),
+        ({"/dev/shm": 1 << 30}, []),
+        ({"/dev/shm": 1000 << 20}, [("/dev/shm has 1048.6 MB free", False)]),
         ({"/dev/shm": 40 << 20}, [("/dev/shm has 41.9 MB free", True)]),
         ({"/dev/shm": 64 << 20}, [("/dev/shm has 67.1 MB free", False)]),
     ],
@@ -133,8 +134,12 @@ def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.Mon
 
 def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Path) -> None:
     two = replace(ranks.detect(TASK), nodes=("one", "no-such.invalid"))
+    for name, state in (("eth0", "down"), ("eth1", "up")):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / name / "operstate").write_text(f"{state}\n")
     _, (found,) = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in found.what
+    assert found.what.endswith("; down there: eth0")
     assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
 
@@ -156,7 +161,7 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
 
 
 def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [64 << 10, resource.RLIM_INFINITY]
+    limits = [1000 << 20, resource.RLIM_INFINITY]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], resource.RLIM_INFINITY))
     on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
     assert probes.infiniband(on_gpus)[1] == []
@@ -166,8 +171,10 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "state").write_text(f"{state}\n")
     down, locked = probes.infiniband(on_gpus)[1]
     assert (down.what, down.bad) == ("InfiniBand port mlx5_1:1 is DOWN", False)
-    assert (locked.what, locked.bad) == ("locked memory is limited to 64 KB, and RDMA locks what it sends", True)
+    assert (locked.what, locked.bad) == ("locked memory is limited to 1024000 KB, and RDMA locks what it sends", True)
     assert not probes.infiniband(replace(on_gpus, info=ALONE))[1][1].bad
     limits.pop(0)
     assert probes.infiniband(on_gpus)[1] == [down]
-    assert probes.infiniband(replace(on_gpus, environ={"NCCL_IB_DISABLE": "1"}))[1] == []
+    assert down.fix.endswith("NCCL_IB_HCA=^mlx5_1:1")
+    for unused in (replace(on_gpus, environ={"NCCL_IB_DISABLE": "1"}), replace(on_gpus, on_cpu=True)):
+        assert probes.infiniband(unused)[1] == []

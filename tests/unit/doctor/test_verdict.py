@@ -79,20 +79,23 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     reports[20]["facts"]["gpus"]["gpus"][3]["tflops"] = 90.0
     reports[22]["findings"].append(finding("GPU 2 computes a matrix product\x1b[2J wrongly", "drain it"))
     reports[23]["findings"].append(finding("open files (ulimit -n) are limited to 1024", "raise it", bad=False))
+    reports[40]["bandwidth"]["correct"] = False
     fail(reports, "connect", 33)
     del reports[63]
     found = judged(reports, 64)
-    assert set(bad(found)) == {f"node{i}" for i in (9, 12, 20, 22, 33, 63)}
+    assert set(bad(found)) == {f"node{i}" for i in (9, 12, 20, 22, 33, 40, 63)}
     assert set(found.exclude) == set(bad(found))
     assert "its network is slow" in bad(found)["node9"]
     assert "NCCL is 2.18.3, 2.30.1 on" in bad(found)["node12"]
     assert "GPU 3 (GPU-20-3) is slow" in bad(found)["node20"]
     assert bad(found)["node33"].endswith(" links of node33 fail)")
+    assert "cannot connect to node" in bad(found)["node33"]
+    assert bad(found)["node40"] == "an all_reduce has a wrong sum there"
     assert "did not answer" in bad(found)["node63"]
     lines = verdict.lines(found)
-    assert [line.split()[0] for line in lines[:8]] == ["node", *(f"node{i}" for i in (9, 12, 20, 22, 33, 63)), "BAD"]
+    assert [line.split()[0] for line in lines[:9]] == ["node", *found.exclude, "BAD"]
     assert any("node23: open files" in line for line in lines)
-    assert lines[-1] == "6 of 64 nodes bad: sbatch --exclude=node9,node12,node20,node22,node33,node63 leaves them out"
+    assert lines[-1].startswith("7 of 64 nodes bad: sbatch --exclude=node9,node12,node20,node22,node33,node40,node63 ")
     assert all(line.isprintable() for line in lines)
 
 
@@ -118,8 +121,10 @@ def test_of_two_nodes_without_a_link_the_second_is_named() -> None:
 def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     reports = healthy(2)
     reports[0]["findings"].append(finding("no route to node1", "ip route"))
-    fail(reports, "connect")
-    assert judged(reports, 2).exclude == ["node0"]
+    fail(reports, "large")
+    found = judged(reports, 2)
+    assert found.exclude == ["node0"]
+    assert all(words in verdict.lines(found)[4] for words in ("large ones are lost: the MTU", "give both interfaces"))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +132,9 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     [
         ("torch", "nccl", "2.30.1", "2.18.3", "NCCL", True),
         ("gpus", "count", 8, 7, "the number of GPUs", True),
+        ("torch", "cuda", "13.2", "12.4", "CUDA", True),
+        ("torch", "python", "3.11.7", "3.12.1", "Python", True),
+        ("gpus", "name", "H200", "H100", "the kind of GPU", True),
         ("interfaces", "mtu", "4092", "1500", "the MTU of the interface", False),
     ],
 )
@@ -147,6 +155,7 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
         report["findings"] = [finding("data_dir=/data cannot be used", "mount it")]
     found = judged(reports, 3)
     assert (found.healthy, found.exclude) == (False, [])
+    assert verdict.lines(found)[4] == "BAD   all 3 nodes: data_dir=/data cannot be used: mount it"
     reports[1]["findings"] = []
     assert judged(reports, 3).exclude == ["node0", "node2"]
     for report in reports:
@@ -223,7 +232,8 @@ def test_a_finding_without_a_node_counts_no_node() -> None:
     for report in reports:
         report["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
     told = verdict.lines(judged(reports, 2))
-    assert any(line.startswith("BAD   the nodes together: ") for line in told)
+    what = "BAD   the nodes together: the bandwidth test of all nodes stopped at meeting the others (timed out): "
+    assert any(line.startswith(what) for line in told)
     assert told[-1] == "not healthy, and no single node is to blame"
 
 

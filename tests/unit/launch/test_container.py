@@ -141,7 +141,7 @@ def test_precedence_of_the_container_keys(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "word",
     [
-        "container=/nosuch/torch.sif", "container=a b", "container=$(x)", "container_runtime=docker",
+        "container=/nosuch/torch.sif", "container=nosuch.sqsh", "container=./nosuch", "container=a b", "container=$(x)", "container_runtime=docker",
         "container_mounts=/a:/b:/c:/d", "container_mounts=/a,,/b", "container_mounts=/a b",
     ],
 )  # fmt: skip
