@@ -19,6 +19,7 @@ def assignments(text: str) -> dict[str, str]:
         ("ArrayJobId=5 ArrayTaskId=4 Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", ""),
         ("Restarts=0", "SLURM_RESTART_COUNT=1", "SLURM_RESTART_COUNT"),
         ("Restarts=1", "SLURM_RESTART_COUNT=1", ""),
+        ("Restarts=0", "SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=7", ""),  # its own
         ("", "SLURM_ARRAY_JOB_ID=5 SLURM_RESTART_COUNT=1", ""),  # the controller does not answer
         (
             "Restarts=0",
@@ -38,7 +39,7 @@ def test_variables_of_the_outer_job_are_unset(fields: str, environ: str, unset: 
         ("NumTasks=10 TresPerTask=gres:gpu:1", "10"),
         ("NumTasks=4 TresPerTask=cpu=2,gres/gpu=2", "8"),
         ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", "a100:4"),
-        ("NumTasks=4 TresPerTask=cpu=2 NtasksPerTRES=2", "2"),
+        ("NumTasks=5 TresPerTask=cpu=2 NtasksPerTRES=2", "3"),
         ("NumTasks=4 TresPerTask=cpu=2 TresPerNode=gres/gpu:2", ""),
         ("", ""),
     ],
@@ -57,8 +58,8 @@ def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
         "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "1", "SBATCH_EXCLUSIVE": "1",
         "SBATCH_GRES": "gpu:8", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1",
         "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "node9", "PMI_RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "GROUP_RANK": "0",
-        "NODE_RANK": "1",
-        **{f"RECIPES_{name}": "1" for name in ("BATCH", "BY_CLOCK", "CODE", "LAUNCH", "LISTEN_FD", "PYTHON", "SCRIPT")},
+        "NODE_RANK": "1", "ROLE_RANK": "1",
+        **{f"RECIPES_{name}": "1" for name in ("ATTEMPT", "BATCH", "BY_CLOCK", "CODE", "LAUNCH", "LISTEN_FD", "PYTHON", "SCRIPT")},
     }  # fmt: skip
     assert allocation.clean_environment({**kept, **scrubbed}) == kept
 

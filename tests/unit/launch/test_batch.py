@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,9 +52,14 @@ def begin(folder: Path, *words: str, **environ: str) -> list[str]:
 
 
 def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs) -> None:
-    stubs.add("scontrol", "echo JobId=7 Restarts=0")
-    lines = begin(tmp_path, SLURM_RESTART_COUNT="1")
-    assert [line for line in lines if line.startswith("unset SLURM_")] == ["unset SLURM_RESTART_COUNT"]
+    """And only those that a shell can have reach its lines."""
+    stubs.add("scontrol", "printf 'JobId=6 Restarts=1\\n\\nJobId=7 Restarts=0\\n   StdOut=/log\\n'")
+    outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_$(touch canary)": "1"}
+    lines = begin(tmp_path, SLURM_RESTART_COUNT="1", RECIPES_SCRIPT=__file__, **outer)
+    unset = {"unset SLURM_ARRAY_JOB_ID", "unset SLURM_ARRAY_TASK_ID", "unset SLURM_RESTART_COUNT"}
+    assert {line for line in lines if "SLURM_" in line} == unset
+    described = json.loads((tmp_path / "run/job.yaml").read_text())
+    assert (described["job_id"], described["log"], described["root"]) == ("7", "/log", str(helpers.ROOT))
 
 
 @pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
@@ -64,7 +70,8 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     stub_scontrol(stubs, f"{RUNNING} TimeLimit={limit} RunTime=00:00:01")
     lines = begin(tmp_path, *words)
     assert ("export RECIPES_BY_CLOCK=1" in lines) == expected
-    assert any(line.startswith("export SLURM_JOB_END_TIME=") for line in lines) == expected
+    ends = [line.partition("=")[2] for line in lines if line.startswith("export SLURM_JOB_END_TIME=")]
+    assert [60 < int(end) - time.time() <= 119 for end in ends] == [True] * expected
 
 
 def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
@@ -82,13 +89,11 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
         f"mnist: run_dir={tmp_path}/run: has no attempt of this job's earlier start: give a folder that all nodes share"
     )
     assert line in capfd.readouterr().err
+    assert line.endswith(helpers.failure(tmp_path / "run", 0)["error"])
     assert batch.begin("mnist", words, environ) == errors.EXIT_DONE
-
-
-def test_only_variables_that_a_shell_can_have_reach_the_lines(tmp_path: Path, stubs: Stubs) -> None:
-    stubs.add("scontrol", "echo JobId=7")
-    lines = begin(tmp_path, **{"SLURM_ARRAY_$(touch canary)": "1", "SLURM_ARRAY_TASK_COUNT": "1"})
-    assert [line for line in lines if "ARRAY" in line] == ["unset SLURM_ARRAY_TASK_COUNT"]
+    assert batch.begin("mnist", ["run_dir=/dev/null/x"], environ) == errors.EXIT_MACHINE
+    monkeypatch.setattr(batch.in_use, "check", lambda *given: "another job uses it")
+    assert batch.begin("mnist", words, environ) == errors.EXIT_CONFIG
 
 
 def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
@@ -98,6 +103,8 @@ def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
     stub_scontrol(stubs, RUNNING.replace("RUNNING", "PENDING") + " Restarts=1")
     assert finish(tmp_path, srun_status=143) == errors.EXIT_REQUEUE
     assert capfd.readouterr().err == "mnist: it was stopped before the run began; requeued by Slurm\n"
+    stub_scontrol(stubs, f"{RUNNING} Restarts=1")  # Slurm has not decided
+    assert finish(tmp_path, srun_status=143, SLURM_RESTART_COUNT="1") == 143
 
 
 def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -114,8 +121,9 @@ def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capfd: p
 
 
 def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
-    stub_scontrol(stubs)
-    assert finish(preempted, srun_status=143) == errors.EXIT_REQUEUE
+    stub_scontrol(stubs, requeue=f"grep -q requeued {preempted}/status.json")  # written before
+    assert finish(preempted, "umask=027", srun_status=143) == errors.EXIT_REQUEUE
+    assert (preempted / "status.json").stat().st_mode & 0o777 == 0o640
     assert stubs.calls("scontrol") == [["show", "job", "7"], ["requeue", "7"]]
     output = capfd.readouterr().out
     assert "saved at step 12; requeued (restart 1 of at most 20); run directory" in output
@@ -194,14 +202,12 @@ def test_a_job_without_progress_is_not_requeued(
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
-def test_finish_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "go_home", lambda root: None)
-    monkeypatch.setattr(batch, "finish", lambda *given: signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert batch.main(["finish", "mnist", "0"]) is True
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    for step, module in (("finish", batch), ("examine", batch.examination)):
+        monkeypatch.setattr(module, step, lambda *given: signal.signal(signal.SIGTERM, before) is signal.SIG_IGN)
+        assert batch.main([step, "mnist", "0"]) is True
 
 
 def test_a_missing_scontrol_is_reported(
@@ -216,8 +222,8 @@ def test_a_missing_scontrol_is_reported(
 def test_a_failed_requeue_is_reported_in_one_line(
     preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stub_scontrol(stubs, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
-    assert finish(preempted) == errors.EXIT_REQUEUE
+    stub_scontrol(stubs, f"{RUNNING} Restarts=1", "printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
+    assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     output = capfd.readouterr().out
     assert "not requeued (slurm_update error: Access denied): to resume, start it again" in output
     assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
@@ -264,15 +270,17 @@ def test_finish_of_a_run_that_never_began_returns_sruns_status(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
+    (tmp_path / "logs").mkdir()
     assert finish(tmp_path, srun_status=137) == 137
-    line = "mnist: failed: it ended before the run began\n"
+    line = f"mnist: failed: it ended before the run began; logs in {tmp_path}/logs\n"
     assert capfd.readouterr() == ("", line)
 
 
 @pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1)])
 def test_a_log_on_a_full_disk_does_not_change_the_exit_status(tmp_path: Path, state: str, status: int) -> None:
     attempt = helpers.attempt(tmp_path, launch="7.0")
-    directory.write_status(tmp_path, state, attempt=0, step=9)
+    helpers.attempt(tmp_path, launch="7.0")  # by a second step of the script
+    directory.write_status(tmp_path, state, attempt=1, step=9)
     environ = helpers.clean_environment(SLURM_JOB_ID="7", **{attempts.VARIABLE: str(attempt.folder)})
     command = [sys.executable, "-m", "recipes.core.launch.batch", "finish", "mnist", str(status), f"run_dir={tmp_path}"]
     with open("/dev/full", "w") as full:

@@ -10,7 +10,7 @@ from recipes.core.run.dryrun import Request
 
 
 def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"):
+    for name in ("RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH", "PYTHONSAFEPATH"):
         monkeypatch.setenv(name, "5")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("RECIPES_DATA", "/d")
@@ -24,18 +24,11 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
     ]
     settings = command_line.parse(words, environ={})
     environ = checks.environment(settings, Request("/f", 16))
-    assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
+    assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH", "PYTHONSAFEPATH"} & set(environ)
     asked = dryrun.asked(environ)
-    assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
-        "/d",
-        "example",
-        Request("/f", 16),
-    )
-    assert (environ["CUDA_VISIBLE_DEVICES"], environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == (
-        "",
-        "lo",
-        "lo",
-    )
+    assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == ("/d", "example", Request("/f", 16))
+    changed = [environ[name] for name in ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")]
+    assert changed == ["", "lo", "lo"]
     assert checks.arguments(settings, Path("/t/run"), Path("/base")) == {
         "lr": "0.5", "stage_dir": "", "backend": "auto", "resume": "/base/c.pt", "device": "cpu", "run_dir": "/t/run",
     }  # fmt: skip

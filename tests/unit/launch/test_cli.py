@@ -1,6 +1,7 @@
 """The commands of launch.py, from the command line to the exit status, with stubs for Slurm."""
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import launch
 from recipes.core import errors
 from recipes.core.errors import MachineError
-from recipes.core.launch import checks, cli, local
+from recipes.core.launch import bad_nodes, checks, cli, local, waiting
 from recipes.core.run import command_line
 from tests.unit.launch.stand_ins import Stubs
 
@@ -25,6 +26,7 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     stubs.add("sbatch", "env > $NOTES/env; echo Submitted batch job 7")
+    stubs.add("sinfo", "echo n1")
     stubs.add("scontrol", "[ $SLURM_CLUSTERS = far ] && echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
@@ -42,17 +44,21 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     arguments = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["arguments"]
     assert arguments == [f"data_dir={tmp_path}/here/d", *words[2:]]
     script = tmp_path / "runs/mnist/7/job.sh"
-    lines = {
-        f"export RECIPES_CODE={copy}",
-        f". {copy}/sbatch/job.sh || exit",
-        f"export RECIPES_PYTHON={sys.executable}",
-    }
-    assert lines <= set(script.read_text().splitlines())
+    assert "--exclude" not in script.read_text()
+    exported = {f"export RECIPES_CODE={copy}", f"export RECIPES_PYTHON={sys.executable}"}
+    assert {*exported, f". {copy}/sbatch/job.sh || exit"} <= set(script.read_text().splitlines())
+    bad_nodes.remember(tmp_path, "", ["n1"])
     assert launch.main([*words, "wait=true", "snapshot=false"]) == 3
     assert str(copy) not in script.read_text()
+    assert "#SBATCH --exclude=n1\n" in script.read_text()
+    assert launch.main([*words, "forget=n1"]) == 0
+    assert (bad_nodes.known(tmp_path, ""), "--exclude" in script.read_text()) == ({}, False)
     assert launch.main([*words, "sweep.lr=0.1,0.2", "wait=true"]) == 3
     output = capsys.readouterr().out.splitlines()
-    assert {"7_0: lr=0.1", "7_1: lr=0.2"} <= set(output)
+    assert {"job 7: submitted", "7_0: lr=0.1", "7_1: lr=0.2"} <= set(output)
+    monkeypatch.setattr(waiting, "wait", lambda *given: signal.raise_signal(signal.SIGINT))
+    assert launch.main([*words, "wait=true"]) == 130
+    assert "job 7 continues; cancel it with: scancel 7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -87,10 +93,13 @@ def test_check_of_a_sweep_checks_its_first_run(
     monkeypatch.setattr(checks, "start", lambda settings, run_dir, *_: checked.append(run_dir))
     monkeypatch.setattr(checks, "disk_space", lambda run_dir, *_: checked.append(run_dir))
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ["recipe=mnist", "sweep.lr=0.5,0.1", f"run_dir={tmp_path}/s"]
+    words = ["recipe=mnist", "gpus=10", "sweep.lr=0.5,0.1", f"run_dir={tmp_path}/s"]
     assert launch.main(["check", "launcher=print", *words]) == 0
     assert checked == [tmp_path / "s/0"] * 2
-    assert "the first of 2 runs is checked: lr=0.5" in capsys.readouterr().out
+    output = capsys.readouterr().out.splitlines()
+    assert output[:2] == ["keys:   ok: mnist, 10 ranks", "sweep:  the first of 2 runs is checked: lr=0.5"]
+    assert launch.main(["check", "launcher=print", "container=docker://x", *words]) == 0
+    assert len(checked) == 3  # the recipe was not tried
     assert launch.main(["check", *words]) == 3
     assert "No such file or directory: 'sbatch'" in capsys.readouterr().err
 
@@ -121,8 +130,8 @@ def test_local_reports_keys_without_effect(
     words = ["recipe=mnist", "launcher=local", "device=cpu", f"run_dir={tmp_path}/r"]
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
-    assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true"]) == 0
-    line = "launch.py: not used with launcher=local: partition=, doctor=\n"
+    assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true", "container=docker://x"]) == 0
+    line = "launch.py: not used with launcher=local: partition=, doctor=, container=docker://x\n"
     assert capsys.readouterr().err == line
 
 

@@ -24,32 +24,37 @@ from tests.helpers import ROOT
     ],
 )  # fmt: skip
 def test_the_image_determines_the_runtime(image: str, runtime: str, expected: str) -> None:
-    variables = {"": image, "_RUNTIME": runtime, "_MOUNTS": "/a,/b:/c"}
+    variables = {"": image, "_RUNTIME": runtime, "_MOUNTS": "~/a,/b:/c"}
     environ = {f"RECIPES_CONTAINER{name}": value for name, value in variables.items()}
     settings = command_line.parse([], recipe="toy", environ=environ)
-    assert container.of_job(settings, environ) == container.Container(image, expected, ("/a", "/b:/c"))
+    mounts = (f"{Path.home()}/a", "/b:/c")
+    assert container.of_job(settings, environ) == container.Container(image, expected, mounts)
     assert container.of_job(settings, {**environ, "RECIPES_CONTAINER": ""}) is None
 
 
-def test_an_image_file_becomes_an_absolute_path(tmp_path: Path) -> None:
+def test_an_image_file_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.sif").touch()
     assert container.absolute_image("x.sif", tmp_path) == f"{tmp_path}/x.sif"
     assert container.absolute_image("docker://x", tmp_path) == "docker://x"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert container.absolute_image("~/x.sif", Path("/")) == f"{tmp_path}/x.sif"
 
 
 def test_only_existing_folders_are_bound_and_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RECIPES_DATA", "TORCH_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("repository/runs", "data", "other"):
-        (tmp_path / name).mkdir(parents=True)
+        monkeypatch.setenv(name, f"{tmp_path}/{name}")
+    names = ["RECIPES_DATA", "TORCH_HOME", "data", "disk", "old", "other", "repository"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "repository/runs").symlink_to(tmp_path / "disk")
     (tmp_path / "other/file.env").write_text("")
     words = {
         "data_dir": f"{tmp_path}/data", "run_dir": f"{tmp_path}/repository/runs/new/1", "network": f"{tmp_path}/other/file.env",
-        "stage_dir": "$TMPDIR", "resume": "auto", "lr": f"{tmp_path}/lr",
+        "stage_dir": "$TMPDIR", "resume": f"{tmp_path}/old/c.pt", "lr": f"{tmp_path}/lr",
     }  # fmt: skip
     settings = command_line.parse([], recipe="imagenet", environ={})
     found = container.folders_of_run(settings, words, tmp_path / "repository")
-    assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
+    assert found == [str(tmp_path / name) for name in names]
 
 
 def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +63,9 @@ def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest
     for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
         with open(tmp_path / "lines", "w") as lines:
             environ = {
-                "RECIPES_LINES": str(lines.fileno()),
                 "RECIPES_CONTAINER": image,
                 "RECIPES_CONTAINER_MOUNTS": "/m",
+                "RECIPES_LINES": str(lines.fileno()),
             }
             assert batch.begin("toy", ["network=ethernet", "device=cpu"], environ) == 0
         output = (tmp_path / "lines").read_text()
@@ -68,7 +73,8 @@ def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest
         assert (f"step=({option} " if option else "step=()") in output
         inside = shlex.split(output.partition("inside=(")[2].partition(")\n")[0])
         assert inside[-1] == "python3"
-        assert bool(option) or {"docker://x", "/m", "apptainer"} <= set(inside)
+        assert "--nv" not in inside
+        assert bool(option) or {"docker://x", "/m", "apptainer", f"{ROOT}:{ROOT}"} <= set(inside)
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "singularity"])

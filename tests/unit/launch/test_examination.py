@@ -11,9 +11,10 @@ import pytest
 
 from recipes.core import errors
 from recipes.core.launch import bad_nodes, examination
+from recipes.core.run import attempt as attempts
 from tests import helpers
 from tests.helpers import ROOT
-from tests.unit.launch.stand_ins import Stubs
+from tests.unit.launch.stand_ins import Stubs, describe
 
 
 def doctor_finds(*bad: str, healthy: bool = False) -> str:
@@ -47,7 +48,8 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("recipes", "env"):
         (tmp_path / name).symlink_to(ROOT / name)
     # Slurm 26.05 describes a job of 4 tasks with a GPU each like this.
-    fields = "JobId=7 TimeLimit=00:07:00 ExcNodeList=n1 NumNodes=2 Partition=gpu Account=(null) NumTasks=4 TresPerTask=cpu=5,gres/gpu=1"
+    asked = "Partition=gpu Account=(null) QOS=high Reservation=r1 Features=a100"
+    fields = f"JobId=7 TimeLimit=00:07:00 ExcNodeList=n1 NumNodes=2 {asked} NumTasks=4 TresPerTask=cpu=5,gres/gpu=1"
     stubs.add("scontrol", f"[ $1 != show ] || echo '{fields}'")
     stubs.add("srun", doctor_finds("n2", "n3"))
     stubs.add("sbatch", "cat > $NOTES/asked; env > $NOTES/sbatch.env")
@@ -66,10 +68,15 @@ def test_a_job_is_requeued_without_the_bad_nodes(
     script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """First Slurm is asked whether the job could run without them."""
-    assert script_job.examine() == errors.EXIT_MACHINE
-    assert "bad nodes: n2,n3; requeued without them (1 more at most)" in capfd.readouterr().err
-    options = ["--partition=gpu", "--time=00:07:00", "--nodes=2", "--exclude=n1,n2,n3"]
-    assert stubs.calls("sbatch") == [["--test-only", *options]]
+    (stubs.folder / "runs").mkdir()
+    refused = {attempts.VARIABLE: str(helpers.attempt(script_job.run_dir, step=None).folder)}
+    assert script_job.examine(SLURM_CLUSTER_NAME="c", **refused) == errors.EXIT_MACHINE
+    line = "bad nodes: n2,n3; requeued without them (1 more at most)"
+    assert line in capfd.readouterr().err
+    assert line in helpers.failure(script_job.run_dir, 0)["error"]
+    assert set(bad_nodes.known(stubs.folder, "c")) == {"n2", "n3"}
+    options = ["--partition=gpu", "--qos=high", "--reservation=r1", "--constraint=a100", "--time=00:07:00", "--nodes=2"]
+    assert stubs.calls("sbatch") == [["--test-only", *options, "--exclude=n1,n2,n3"]]
     assert (stubs.folder / "asked").read_text() == "#SBATCH --nodes=2\n#SBATCH --requeue\n"
     assert "SLURM_NTASKS" not in (stubs.folder / "sbatch.env").read_text()
     asked = [call for call in stubs.calls("scontrol") if call[0] != "show"]
@@ -86,9 +93,9 @@ def test_max_resubmits_limits_the_requeues(
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "8"}) == 0
     assert script_job.examine() == errors.EXIT_MACHINE
     line = (
-        "bad nodes: n2,n3; not requeued without them, since max_resubmits= is reached: submit it with exclude=n1,n2,n3 "
+        "bad nodes: n2,n3; not requeued without them, since max_resubmits= is reached: submit it with exclude=n1,n2,n3"
     )
-    assert line in capfd.readouterr().err
+    assert f"{line} " in capfd.readouterr().err
     assert len(stubs.calls("sbatch")) == 2
 
 
@@ -115,35 +122,50 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(script_job: ScriptJob,
     script_job.examine()
     [call] = stubs.calls("srun")
     assert call[-4:] == [f"run_dir={script_job.run_dir}/doctor", "device=cpu", "network=ethernet", "data_dir=/d"]
-    size = {
-        "--nodes=2",
-        "--ntasks=2",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=5",
-        "--mem=0",
-        "--export=ALL",
-        "--gpus=4",
-    }
-    assert {*size, "recipes.doctor"} <= set(call)
+    size = {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=5", "--mem=0", "--gpus=4"}
+    assert {*size, "--export=ALL", "--wait=60", "recipes.doctor"} <= set(call)
+    script_job.examine(RECIPES_CONTAINER="docker://x")
+    call = stubs.calls("srun")[-1]
+    assert {"docker://x", f"{stubs.folder}:{stubs.folder}", "--gpus=4"} <= set(call)
+    assert "--nv" not in call
 
 
 def test_nothing_is_trained_without_a_verdict(
     script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A verdict of an earlier job does not count."""
-    (script_job.run_dir / "doctor").mkdir(parents=True)
+    (script_job.run_dir / "doctor/reports").mkdir(parents=True)
     (script_job.run_dir / "doctor/doctor.json").write_text('{"healthy": true}')
     stubs.add("srun", "true")
     assert script_job.examine() == errors.EXIT_MACHINE
     assert "the doctor gave no verdict" in capfd.readouterr().err
+    assert not (script_job.run_dir / "doctor/reports").exists()
+    stubs.add("srun", doctor_finds())
+    assert script_job.examine() == errors.EXIT_MACHINE
+    assert "excluding nodes would not fix it" in capfd.readouterr().err
     stubs.add("srun", doctor_finds(healthy=True))
     assert script_job.examine() == errors.EXIT_DONE
 
 
 def test_bad_nodes_are_known_for_a_day_in_their_cluster(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    ago = {"n1": time.time() - 25 * 3600, "n2": time.time() - 23 * 3600, "n3": "today"}
+    ago = {"n1": time.time() - 25 * 3600, "n2": time.time() - 23 * 3600, "n3": "today", "n4": time.time() + 3600}
     (tmp_path / "runs/bad-nodes.json").write_text(json.dumps({"a": ago, "b": 3}))
     bad_nodes.remember(tmp_path, "b", ["n9"])
     assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == ({"n2"}, {"n9"})
     assert bad_nodes.known(tmp_path, "c") == {}
+
+
+def test_new_jobs_leave_out_the_bad_nodes_until_they_are_forgotten(tmp_path: Path, stubs: Stubs) -> None:
+    (tmp_path / "runs").mkdir()
+    stubs.add("scontrol", "echo ClusterName = a")
+    stubs.add("sinfo", "echo n1; echo n2; echo n3")
+    for cluster, node in (("a", "n1"), ("a", "gone"), ("a", "n2"), ("b", "n3")):
+        bad_nodes.remember(tmp_path, cluster, [node])
+    job = describe("exclude=n9", root=tmp_path)
+    for but, excluded in (("", "n9,n1,n2"), ("n1", "n9,n2"), ("all", "n9")):
+        found, line = bad_nodes.exclude(job, but)
+        assert (dict(found.directives)["exclude"], "n2 (" in line) == (excluded, but != "all")
+    for node, left in (("n1", {"gone", "n2"}), ("all", set())):
+        bad_nodes.forget(tmp_path, node)
+        assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == (left, {"n3"})

@@ -35,7 +35,8 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
     for number, (state, expected) in enumerate((("done", 0), ("failed", 143), ("running", 143))):
         directory.write_status(run_dir, state, attempt=number, step=3)  # by the attempt that `begin` opens
         # A signal to all processes of the job, including the batch shell, ends only the step.
-        status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", STEP_ENDS="143", SIGNALS="TERM USR2")
+        ends = {"STEP_ENDS": "143", "SIGNALS": "TERM USR1 USR2"}
+        status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", **ends)
         assert status == expected, stderr
     status_now = directory.read_status(run_dir)
     assert status_now
@@ -58,8 +59,9 @@ def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path:
         assert shell.stdout
         try:
             assert shell.stdout.readline() == "ready\n"
-            shell.send_signal(signal.SIGUSR2)
-            helpers.wait_until(lambda: shell.poll() is not None, 20, "the end of the batch shell")
+            # Again, since the shell may not have noted the process ID of srun yet.
+            again = lambda: shell.send_signal(signal.SIGUSR2) or shell.poll() is not None  # noqa: E731
+            helpers.wait_until(again, 20, "the end of the batch shell")
             assert shell.stdout.read() == "status 75\n"
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -74,23 +76,19 @@ def test_python_uses_utf8_in_every_locale() -> None:
 
 def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     bench.stub("srun", 'env > "$NOTES/env"')
-    gpus = {"SLURM_GPUS": "9", "SLURM_GPU_BIND": "x", "SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "x"}
+    of_gpus = "GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GPU_BIND NTASKS_PER_GPU TRES_BIND TRES_PER_TASK"
+    gpus = {f"SLURM_{name}": "9" for name in of_gpus.split()}
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
-    of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "SLURM_STDOUTMODE": "/tmp/x"}
+    of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "PYTHONSAFEPATH": "1"}
+    of_profile |= {f"SLURM_STD{name}MODE": "/tmp/x" for name in ("IN", "OUT", "ERR")}
     bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", **cpus, **gpus, **of_profile)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
-    assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND", "SLURM_GPU", "SLURM_TRES"))}
-    assert not names & {*of_profile}
+    assert not names & {*cpus, *gpus, *of_profile}
 
 
-PROFILES = {
-    "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4": [
-        "gcc/12",
-        "cuda/12.4",
-    ],
-    "modules:\n#  - gcc/12\npartition: gpu\n": [],
-}
+TWO = "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4"
+PROFILES = {TWO: ["gcc/12", "cuda/12.4"], "modules:\n#  - gcc/12\npartition: gpu\n": []}
 
 
 @pytest.mark.parametrize("text", PROFILES)
@@ -125,14 +123,8 @@ def make_python(path: Path) -> str:
 
 
 def test_the_profiles_environment_is_used_if_none_is_active(bench: Bench) -> None:
-    of_profile, active, venv = (
-        make_python(path)
-        for path in (
-            bench.folder / "envs/torch/bin/python",
-            bench.folder / "active/bin/python",
-            bench.root / ".venv/bin/python",
-        )
-    )
+    folders = (bench.folder / "envs/torch", bench.folder / "active", bench.root / ".venv")
+    of_profile, active, venv = (make_python(folder / "bin/python") for folder in folders)
     (bench.root / "env/clusters/here.yaml").write_text(f"environment:   {bench.folder}/envs/torch   # ours\n")
     assert chosen_python(bench, "cluster=here", VIRTUAL_ENV="") == of_profile
     assert chosen_python(bench, "cluster=here", VIRTUAL_ENV=str(bench.folder / "active")) == active
@@ -219,9 +211,10 @@ def test_a_requeued_job_runs_the_same_code_with_the_same_paths(bench: Bench) -> 
         (bench.folder / "srun").unlink()
     # From these a job on a bad node is submitted again.
     assert (bench.root / "here/job.sh").read_text() == (bench.root / "sbatch/mnist_1x1.sh").read_text()
-    assert json.loads((bench.root / "here/job.yaml").read_text())["arguments"] == list(words)
+    described = json.loads((bench.root / "here/job.yaml").read_text())
     assert (bench.root / "here/job.yaml").stat().st_mode & 0o777 == 0o640
     [copy] = ran_in  # the requeued job runs the same snapshot
+    assert (described["arguments"], described["code"]) == ([*words], copy.strip())
     assert "edited" not in Path(copy.strip(), "recipes/toy.py").read_text()
 
 
@@ -273,6 +266,9 @@ def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench)
     _, stderr = bench.run(*words, SLURM_RESTART_COUNT="1")
     assert (bench.folder / "pwd").read_text() == f"{code}\n", stderr
     assert stderr.count("of the snapshot") == 1
+    (code / "sbatch/job.sh").unlink()
+    status, stderr = bench.run(*words, SLURM_RESTART_COUNT="1")
+    assert (status, stderr.startswith(f"{code} was removed in part: ")) == (errors.EXIT_MACHINE, True)
 
 
 def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import launch
+from recipes.core import errors
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import Bench
 
@@ -21,6 +23,13 @@ def test_python_3_6_can_read_launch_py() -> None:
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for hint in (node.returns, *(argument.annotation for argument in node.args.args)):
             assert isinstance(hint, (ast.Constant, ast.Name)), ast.unparse(node)
+
+
+def test_an_old_python_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RECIPES_PYTHON", sys.executable)
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    assert launch.main([]) == errors.EXIT_MACHINE
+    assert "requires Python 3.10 or later, this is 3.9" in capsys.readouterr().err
 
 
 def launch_py(bench: Bench, *words: str, **environ: str) -> tuple[int, str, str]:
@@ -75,7 +84,7 @@ def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
     for environ in ({}, ENOUGH):
         status, _, stderr = launch_py(bench, "launcher=local", RECIPES_CLUSTER="here", **environ)
         assert (status, stderr.startswith(missing), len(stderr.splitlines())) == (3, True, 1), stderr
-    status, stdout, stderr = launch_py(bench, "launcher=print", "cluster=here", **ENOUGH)
+    status, stdout, stderr = launch_py(bench, "launcher=print", "cluster=here", RECIPES_CLUSTER="other", **ENOUGH)
     assert (status, stdout[:2], stderr.startswith(missing)) == (0, "#!", True)  # the script may be for another machine
     stub_python(bench.folder / "active")
     active = {"VIRTUAL_ENV": f"{bench.folder}/active", "RECIPES_CLUSTER": "here"}

@@ -62,6 +62,11 @@ def test_equal_code_shares_a_snapshot(root: Path) -> None:
     assert (first / "recipes/toy.py").read_text() == "1"
     assert (second / "recipes/toy.py").read_text() == "other"
     assert {path.name for path in (root / "runs/code").iterdir()} == {first.name, second.name}
+    (second / "recipes/toy.py").unlink()  # by a purge of old files
+    assert contents(snapshot.take(root)) == contents(first)
+    for name in ("a", "b"):  # a job of two steps
+        snapshot.keep_for(first, "7", root / name)
+    assert [snapshot.was_begun(root, "7", root / name) for name in ("a", "b", "c")] == [True, True, False]
 
 
 def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
@@ -77,6 +82,8 @@ def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
     head = run_git(root, "rev-parse", "HEAD")
     clean = snapshot.take(root)
     assert (source.commit(clean), source.difference(clean)) == (head, b"")
+    run_git(root, "commit", "--quiet", "--allow-empty", "--message=the same code")
+    assert source.commit(snapshot.take(root)) == (head := run_git(root, "rev-parse", "HEAD"))
     new = {"recipes/new.py": b"mine\n", "mine/körper 1.py": bytes(range(256)), "mine/empty.py": b""}
     for name, content in {
         **new,

@@ -10,7 +10,7 @@ from submitit.core.utils import DelayedSubmission
 
 from recipes.core import files
 from recipes.core.errors import MachineError
-from recipes.core.launch import submit
+from recipes.core.launch import checks, submit
 from tests.unit.launch.stand_ins import Stubs, describe
 
 
@@ -50,6 +50,11 @@ def test_the_run_directory_has_the_script_and_the_description(
     for path in (tmp_path / "runs" / "submitit").iterdir():
         assert path.stat().st_mode & 0o077 == 0, path
     assert not list(tmp_path.rglob("canary"))
+    text = next((tmp_path / "runs/submitit").glob("*submission*.sh")).read_text()
+    assert ("export PYTHONUTF8=1\n" in text, f"\nexec {sys.executable} " in text, "srun" in text) == (True, True, False)
+    stubs.add("sbatch", 'env > "$NOTES/env"; echo "sbatch: Job 7 to start at noon" >&2')
+    assert checks.expected_start(describe("account=x", root=tmp_path)) == "to start at noon"
+    assert not {"SBATCH_ACCOUNT=mine", "SLURM_NTASKS=9"} & set((tmp_path / "env").read_text().splitlines())
 
 
 def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(tmp_path: Path, stubs: Stubs) -> None:
@@ -70,15 +75,16 @@ def test_a_refusal_of_sbatch_is_reported_in_one_line(
             submit.submit(job, sys.executable, "")
         assert str(caught.value) == "Slurm refuses this job: Batch job submission failed: too many jobs"
     assert capsys.readouterr().err == ""
+    assert "give launcher=local" in submit.refusal("sbatch: error: Could not establish a configuration source")
 
 
 def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: Stubs) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo Submitted batch job 7")
-    job = describe(f"run_dir={tmp_path}/s/r", "sweep.lr=0.1,0.2", root=tmp_path)
+    job = describe(f"run_dir={tmp_path}/s/r", "sweep.lr=0.1,0.2", "epochs=3", root=tmp_path)
     submitted = submit.submit(job, sys.executable, f"{tmp_path}/s/r")
     found = [one.run_dir for one in submitted.elements]
-    assert found == [tmp_path / "s/r/0", tmp_path / "s/r/1"]
+    assert (submitted.job_id, found) == ("7", [tmp_path / "s/r/0", tmp_path / "s/r/1"])
     noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in found]
-    assert ["lr=0.2" in words for words in noted] == [False, True]
+    assert noted == [["epochs=3", f"lr=0.{number}", f"run_dir={tmp_path}/s/r/{number - 1}"] for number in (1, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]

@@ -22,7 +22,7 @@ from tests import helpers
 def test_waiting_returns_the_jobs_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, code: int, left: str, expected: int
 ) -> None:  # fmt: skip
-    states = iter([("PENDING", 0), None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
+    states = iter([("PENDING", 0), None, None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
     def ask(job: str) -> queue.Job | None:
         if (answer := next(states)) is None:
@@ -32,12 +32,13 @@ def test_waiting_returns_the_jobs_exit_status(
     monkeypatch.setattr(queue, "find", ask)
     monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
     job = "7" if left else "71"  # its run directory may hold an older run's end
-    directory.write_status(
-        tmp_path, left or "done", attempt=helpers.attempt(tmp_path, launch=f"{job}.0").number, step=1
-    )
+    run_dir = tmp_path if state else tmp_path / directory.EVALUATION
+    number = helpers.attempt(run_dir, launch=f"{job}.0").number
+    directory.write_status(run_dir, left or "done", attempt=number, step=1)
     (tmp_path / "log").write_text("rank 0's words\n")
     assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == expected
-    assert capsys.readouterr().out.count("rank 0's words") == 1
+    output = capsys.readouterr()
+    assert (output.out.count("rank 0's words"), output.err.count("Slurm is asked again")) == (1, 1)
 
 
 def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +47,4 @@ def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatc
         ends = iter(codes)
         monkeypatch.setattr(waiting, "wait", lambda *_, ends=ends, **__: next(ends))
         assert waiting.wait_for_all(dataclasses.replace(one, elements=(one,) * len(codes))) == expected
+        assert not list(ends)  # it has waited for all
