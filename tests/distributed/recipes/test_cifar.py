@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor, nn
 from torchvision.transforms import functional as TF
 
 from recipes import cifar
-from recipes.conf.cifar import Config
+from recipes.conf.cifar import Arch, Config
 from recipes.core.data import in_memory
 from recipes.core.data.in_memory import ImageSet
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError
 from tests.distributed import one_rank
 from tests.distributed.one_rank import Trained
@@ -95,9 +98,17 @@ def test_a_rank_takes_its_own_samples(train: Train) -> None:
     assert trained.results["val_samples"] == 16
 
 
+def test_cutout_removes_a_grey_square(train: Train) -> None:
+    trained = train("max_steps=4", "cutout=8", *PLAIN)
+    grey = torch.cat([(pixels(forward.inputs) == 121).all(1).sum((1, 2)) for forward in trained.training])
+    assert (grey.min() >= 16, grey.max()) == (True, 64)  # a quarter of it at least
+
+
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
-    trained = train("max_steps=1", "dtype=bfloat16")
+    trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
     assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 3
+    loss = one_rank.cross_entropy(trained.training[0].outputs, torch.zeros(8, dtype=torch.int64), 1)
+    assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
 def test_the_learning_rate_schedule(train: Train) -> None:
@@ -146,7 +157,16 @@ def test_the_networks_are_the_variants_for_32_px() -> None:
             assert net.train()(torch.randn(2, 3, px, px)).shape == (2, 10)
     assert sides == [4, 3, 4, 2]
     assert [sum(p.numel() for p in net.parameters()) for net in (resnet18, resnet9)] == [11_173_962, 6_573_130]
+    nn.init.zeros_(resnet9.head.weight), nn.init.constant_(resnet9.head.bias, 8)
+    assert (resnet9(torch.randn(2, 3, 32, 32)) == 1).all()
     assert not any(block.bn2.weight.any() for block in (*resnet18.layer1, *resnet18.layer4))  # type: ignore[misc]
+
+
+def test_the_keys_select_the_network() -> None:
+    run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
+    nets = [cifar.make_net(Config(arch=arch, sync_bn=arch is Arch.resnet9), run) for arch in Arch]
+    assert [isinstance(net, cifar.ResNet9) for net in nets] == [False, True]
+    assert [any(isinstance(m, nn.SyncBatchNorm) for m in net.modules()) for net in nets] == [False, True]
 
 
 def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +180,7 @@ def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: p
 def test_a_batch_with_empty_pieces_is_refused(train: Train) -> None:
     with pytest.raises(InputError, match="1 ranks of 3 pieces without any"):
         train("global_batch_size=3", "accumulate=3", "max_steps=1")
+    batches = GlobalBatches(32, 6, 0, 0, 1)  # the last two have 4
+    batches.require_full(2, 2)
+    with pytest.raises(InputError, match=r"5 ranks without any; give at least 10"):
+        batches.require_full(5, 1)

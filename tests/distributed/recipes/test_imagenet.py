@@ -6,6 +6,8 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from torchvision import models as theirs
 
 from recipes import imagenet
 from recipes.conf.imagenet import Config
-from recipes.core.data import decode
+from recipes.core.data import classfolder, decode, loader
 from recipes.core.data.loader import IGNORE, LoadedShard
 from recipes.core.errors import InputError, MachineError
 from recipes.core.train.lars import LARS
@@ -99,6 +101,7 @@ def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path
     labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
     expected = {f"val_top{k}": one_rank.top(outputs, labels, k) for k in (1, 5)} | {"val_samples": 13}
     assert trained.results == expected | {"skipped_samples": 0}
+    assert trained.run.sampler["data"] == classfolder.scan(slopes / "train").digest()  # as in test_mnist
 
 
 def test_pretrained_weights_are_evaluated_without_a_checkpoint(train: Train) -> None:
@@ -127,16 +130,19 @@ def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
 
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
-    trained = train("max_steps=1", "dtype=bfloat16")
+    trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
     assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 2
+    loss = one_rank.cross_entropy(trained.training[0].outputs, torch.zeros(12, dtype=torch.int64), 1)
+    assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
-def test_the_decoder_key_selects_the_decoder(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, names = decode.make_decoder, []
+def test_the_keys_select_the_decoder_and_its_threads(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names, worked, threads = decode.make_decoder, [], loader._worked, []
+    monkeypatch.setattr(loader, "_worked", lambda jobs, count: threads.append(count) or worked(jobs, count))
     monkeypatch.setattr(decode, "make_decoder", lambda name: names.append(name) or make("torchvision"))
     for name in ("opencv", "torchvision"):
-        train("max_steps=1", f"decoder={name}", size=1 + len(names))
-    assert names == ["opencv", "torchvision"]
+        train("max_steps=1", f"decoder={name}", "num_workers=2", size=1 + len(names))
+    assert (names, set(threads)) == (["opencv", "torchvision"], {2})
 
 
 def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +220,19 @@ def test_the_optimizer_settings() -> None:
     ]
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_the_keys_select_the_network(on: bool) -> None:
+    run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
+    net: Any = imagenet.make_net(Config(arch="resnet18", sync_bn=on, zero_init_residual=on), run, 7)
+    norm = net.layer1[0].bn2
+    assert (net.fc.out_features, isinstance(norm, nn.SyncBatchNorm), not norm.weight.any()) == (7, on, on)
+
+
 @pytest.mark.parametrize(
     ("words", "error", "expected"),
     [
         (["evaluate=true", "variant=dev"], InputError, "evaluate=true"),
+        (["variant=dev", "global_batch_size=2", "accumulate=3", "max_steps=1"], InputError, "of 3 pieces without any"),
         (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has neither train/<class>"),
         (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),
     ],

@@ -57,6 +57,7 @@ def test_test_images_are_unchanged_and_counted_by_their_labels(train: Train) -> 
     pixels = [one_rank.unnormalised(forward.inputs, MEAN, STD) for forward in trained.training]
     kept = {image.numpy().tobytes() for image in TRAIN.images}
     assert {image.numpy().tobytes() for batch in pixels for image in batch} == kept  # augment=false
+    assert trained.run.sampler["data"] == TRAIN.digest()  # a run is not resumed with other images
     [forward] = trained.evaluation
     assert torch.equal(one_rank.unnormalised(forward.inputs, MEAN, STD), TEST.images)
     expected = {f"val_top{k}": one_rank.top(forward.outputs, TEST.labels, k) for k in (1, 5)} | {"val_samples": 50}
@@ -83,8 +84,10 @@ def test_the_learning_rate_schedule(train: Train, schedule: str, falls: list[flo
 
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
-    trained = train("max_steps=1", "dtype=bfloat16")
+    trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
     assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 2
+    loss = one_rank.cross_entropy(trained.training[0].outputs, torch.zeros(16, dtype=torch.int64), 1)
+    assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
 def test_the_optimizer_settings() -> None:
@@ -92,8 +95,8 @@ def test_the_optimizer_settings() -> None:
     sgd, adamw = (mnist.make_optimizer(Config(optimizer=chosen), net) for chosen in mnist.Optimizer)
     assert (type(adamw), type(sgd)) == (torch.optim.AdamW, torch.optim.SGD)
     assert one_rank.decayed(net, adamw) == one_rank.decayed(net, sgd) == {"weight": 0.05, "bias": 0.0}
-    assert {(group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.9, True)}
-    assert {(group["betas"], group["lr"]) for group in adamw.param_groups} == {((0.9, 0.999), 0.004)}
+    assert {(group["momentum"], group["nesterov"], group["lr"]) for group in sgd.param_groups} == {(0.9, True, 0.004)}
+    assert {(g["betas"], g["lr"], g["eps"]) for g in adamw.param_groups} == {((0.9, 0.999), 0.004, 1e-6)}
 
 
 def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
@@ -106,16 +109,17 @@ def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = []
+    paths, asked = [], []
     for part, value in (("train", 1), ("test", 2)):
         for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
             paths.append(path := tmp_path / f"{part}-{name}")
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
-    monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: paths)
+    monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: asked.append(dataset.name) or paths)
     for load in (in_memory.mnist, in_memory.cifar10):
         found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in load("")]
         assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
+    assert asked == ["mnist", "cifar10"]
 
 
 def test_real_digits_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

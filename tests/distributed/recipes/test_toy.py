@@ -27,6 +27,8 @@ def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> No
     rows = helpers.rows(tmp_path)
     assert (rows[0]["step"], rows[-1]["step"]) == (1, 320)
     assert rows[-1]["loss"] < 0.02 < 0.2 < rows[0]["loss"]
+    saved = [int(path.stem[5:]) for path in sorted((tmp_path / "checkpoints").glob("*.pt"))]
+    assert saved == [80, 160, 240, 320]  # after each five epochs of 16 steps
     summary = helpers.read(tmp_path, "summary")
     assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("toy", 320, 1)
     assert summary["val_loss"] < 0.01

@@ -109,3 +109,4 @@ def test_a_listing_equals_torchvisions_image_folder(tmp_path: Path) -> None:
     assert told == [0, 1, 2]
     assert [(str(listing.path(i)), listing.label(i)) for i in range(len(listing))] == theirs.imgs
     assert list(listing.classes) == theirs.classes
+    assert {ending.encode() for ending in datasets.folder.IMG_EXTENSIONS} < set(classfolder.ENDINGS)

@@ -27,10 +27,12 @@ BAD = {
     "no magic": (b"<htm" + GOOD[4:], "is not an IDX file of bytes"),
     "int32": (idx((6,), bytes(24), dtype=0x0C), "is not an IDX file of bytes"),
     "short": (GOOD[:-1], "has 39 bytes, which is not what its header says"),
+    "long": (GOOD + b"x", "has 41 bytes, which is not what its header says"),
     "header cut": (GOOD[:9], "has 9 bytes"),
     "empty": (b"", "is not an IDX file of bytes"),
     "gzip cut": (PACKED[:-9], "end-of-stream marker"),
     "gzip crc": (PACKED[:-8] + bytes([PACKED[-8] ^ 1]) + PACKED[-7:], "CRC check failed"),
+    "gzip damaged": (PACKED[:10] + b"\xff" * 9 + PACKED[19:], "Error -3"),
     "gone": (None, "No such file"),
 }
 
@@ -63,14 +65,15 @@ def test_find_mnist_prefers_torchvisions_folder_then_the_plain_file(tmp_path: Pa
 
 
 def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> None:
-    folder = tmp_path / "MNIST/raw"
+    data_dir = tmp_path / "my data"
+    folder = data_dir / "MNIST/raw"
     folder.mkdir(parents=True)
     for name in MNIST.names:
         (folder / name).write_bytes(b"x")
-    assert find_files(MNIST, tmp_path) == [folder / name for name in MNIST.names]
+    assert find_files(MNIST, data_dir) == [folder / name for name in MNIST.names]
     (folder / "t10k-images-idx3-ubyte").unlink()
     with pytest.raises(InputError) as caught:
-        find_files(MNIST, str(tmp_path))
+        find_files(MNIST, str(data_dir))
     assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in str(caught.value)
-    assert f"python -m recipes.prepare mnist data_dir={tmp_path}" in str(caught.value)
+    assert f"python -m recipes.prepare mnist data_dir='{data_dir}'" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -94,10 +94,11 @@ def test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_box, boxes = crops.random_box, []
-    monkeypatch.setattr(crops, "random_box", lambda *of: boxes.append(random_box(*of)) or boxes[-1])
+    monkeypatch.setattr(crops, "random_box", lambda *of: boxes.append((of[0], *random_box(*of))) or boxes[-1][1:])
     source = open_images(folder, "train")
     (shard,) = make_loader(source, batch=100).epoch(2)
-    for i, (index, (y, x, h, w)) in enumerate(zip(shard.indices.tolist(), boxes, strict=True)):
+    for i, (index, (row, y, x, h, w)) in enumerate(zip(shard.indices.tolist(), boxes, strict=True)):
+        assert shard.flip[i] == (row[2 * crops.TRIES + 2] < 0.5)  # by a number that the crop does not use
         whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
         wanted = TF.resized_crop(whole, y, x, h, w, [32, 32], transforms.InterpolationMode.BILINEAR, antialias=True)
         assert worst(shard.images[i], wanted) <= 1
@@ -118,12 +119,13 @@ def test_a_centre_has_the_pixels_of_pillow_and_torchvisions_transforms(folder: P
 
 
 def test_opencvs_pixels_are_close_to_torchvisions(folder: Path) -> None:
-    pytest.importorskip("cv2")
+    cv2 = pytest.importorskip("cv2")
     pytest.importorskip("simplejpeg")
     source = open_images(folder, "train")
     (ours,), (fast,) = (make_loader(source, batch=100, decoder=name).epoch(0) for name in ("torchvision", "opencv"))
     difference = (ours.images.int() - fast.images.int()).abs().float()
     assert 0 < difference.mean() < 6
+    assert cv2.getNumThreads() == 1  # the loader has its own
 
 
 def test_packed_images_are_read_as_stored(packed: Path) -> None:
@@ -255,6 +257,7 @@ def test_a_read_that_hangs_is_reported_with_the_file(folder: Path, monkeypatch: 
     try:  # by three threads in all 24, whose chunks that come later are done meanwhile
         with pytest.raises(MachineError, match=rf"did not return for 0\.5 s, near '{source.name(hung)}'"):
             next(make_loader(source, workers=3, batch=24).epoch(0))
+        assert image_threads()  # the error did not wait for the read
     finally:
         hang.set()
 
@@ -277,6 +280,7 @@ def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: py
 ODD: dict[str, tuple[Callable[[Image.Image], bytes], bool]] = {  # what it is, and whether Pillow has to read it
     "cmyk": (lambda image: encoded(image.convert("CMYK")), False),
     "grey": (lambda image: encoded(image.convert("L")), False),
+    "webp": (lambda image: encoded(image, "WEBP"), True),
     "png with alpha": (lambda image: encoded(image.convert("RGBA"), "PNG"), True),
 }
 
@@ -323,6 +327,7 @@ def test_an_unreadable_image_is_skipped_named_and_counted(
         assert {i: s for i, s in found.items() if i != bad} == {i: s for i, s in good.items() if i != bad}
     assert len(one.skipped) == 1
     assert len(told) == 1
+    assert one.skipped_on_all(lambda mine: [mine, b'[[true, "another"]]', mine]) == 2
     assert source.name(bad) in told[0]
     assert "\n" not in told[0]
     ((_, labels),) = one.centres(source, slice(bad - 1, bad + 1), 32, 36, 10)
@@ -443,7 +448,7 @@ def test_stage_dir_may_contain_an_environment_variable(
     assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed jpeg, 64 px, {train.place}"]
     with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
         images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NO_SUCH_DISK/x"))
-    with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy"):
+    with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy .*no index\.json.*prepare im"):
         images.open_sets(fake_run(told), **keys(data_dir=folder, stage_dir="$NODE_DISK"))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
     assert images.open_sets(fake_run(told), **keys())[1].kind == "files"

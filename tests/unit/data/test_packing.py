@@ -218,14 +218,20 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(source: Path, unbroken
 
 def test_too_many_unreadable_images_end_packing(tmp_path: Path) -> None:
     both(tmp_path / "in", "a/00.jpg")
-    for i in range(1, 12):
+    for i in range(1, 11):
         put(tmp_path / f"in/train/a/{i:02d}.jpg", b"")
+    write.pack(tmp_path / "in", tmp_path / "ten", OPTIONS, say=quiet)
+    put(tmp_path / "in/train/a/11.jpg", b"")
     with pytest.raises(InputError) as caught:
         write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
     message = str(caught.value)
     assert "11 of 12 images of train/ cannot be used ('train/a/01.jpg' is empty; " in message
     assert "\n" not in message
     assert not (tmp_path / "out/index.json").exists()
+    put(tmp_path / "in/val/a/00.jpg", b"")
+    (tmp_path / "in/train/a/11.jpg").unlink()
+    with pytest.raises(InputError, match="1 of 1 images of val/ cannot be used"):
+        write.pack(tmp_path / "in", tmp_path / "none", OPTIONS, say=quiet)
 
 
 def test_progress_is_a_line_every_few_seconds(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +327,7 @@ def test_a_damaged_index_or_another_version_is_reported(
     with pytest.raises(InputError, match=rf"'{index}' is damaged or of another version: remove it and pack again"):
         write.pack(source, target, OPTIONS, say=quiet)
     index.unlink()
+    (target / "train-00077.bin").write_bytes(b"of a larger source")
     write.pack(source, target, OPTIONS, say=quiet)
     assert contents(target) == contents(unbroken)
 

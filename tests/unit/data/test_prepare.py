@@ -94,6 +94,7 @@ def test_a_source_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> None
 
 DAMAGED = {
     "cut": (PACKED[IMAGES][:-20], "is damaged"),
+    "bytes changed": (PACKED[IMAGES][:10] + b"\xff" * 9 + PACKED[IMAGES][19:], "is damaged (Error -3"),
     "other content": (gzip.compress(PLAIN[IMAGES][:-1] + b"\0"), "invalid content"),
     "web page": (b"<html>please log in</html>", "has 26 bytes"),
     "bomb": (gzip.compress(bytes(50_000_000)), "has more bytes instead of"),
@@ -223,3 +224,4 @@ def test_data_dir_defaults_to_recipes_data(monkeypatch: pytest.MonkeyPatch) -> N
     assert datasets.folder_of("") == Path("data")
     monkeypatch.setenv("RECIPES_DATA", "/elsewhere")
     assert (datasets.folder_of(""), datasets.folder_of("here")) == (Path("/elsewhere"), Path("here"))
+    assert datasets.folder_of("~/data") == Path.home() / "data"

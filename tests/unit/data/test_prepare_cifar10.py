@@ -110,12 +110,12 @@ def test_all_kinds_of_sources_give_the_same_files(
     contents: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = put_all(tmp_path / "source", contents)
-    assert run(tmp_path / "data", source) == 0
-    index = assert_complete(tmp_path / "data")
+    assert run(tmp_path / "my data", source) == 0
+    index = assert_complete(tmp_path / "my data")
     assert index["source"].startswith(str(source))
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[-1] == f"next: python -m recipes.cifar data_dir={tmp_path}/data"
+    assert out.splitlines()[-1] == f"next: python -m recipes.cifar data_dir='{tmp_path}/my data'"
     assert all((source / name).is_file() for name in contents)
 
 
@@ -136,6 +136,7 @@ def planes(image: Image.Image) -> bytes:
 
 def test_a_class_folder_is_decoded_as_pillow_does(tmp_path: Path) -> None:
     files = {
+        **{f"train/{i}/1.png": encoded(picture(i, 32, 32), "PNG") for i in range(8)},
         "train/cat/b.png": encoded(picture(1, 32, 32), "PNG"),
         "train/cat/a.jpg": encoded(picture(2, 32, 32)),
         "train/dog/cmyk.jpg": encoded(picture(4, 32, 32).convert("CMYK")),
@@ -144,11 +145,12 @@ def test_a_class_folder_is_decoded_as_pillow_does(tmp_path: Path) -> None:
     source = put_all(tmp_path / "source", files)
     assert run(tmp_path / "data", source) == 0
     train, test = read(tmp_path / "data")
-    order = ["cat/a.jpg", "cat/b.png", "dog/cmyk.jpg"]
-    assert train == [(int(n[0] == "d"), planes(Image.open(source / "train" / n))) for n in order]
-    assert test == [(1, planes(picture(6, 32, 32)))]
+    classes = [*"01234567", "cat", "dog"]
+    order = [*(f"{i}/1.png" for i in range(8)), "cat/a.jpg", "cat/b.png", "dog/cmyk.jpg"]
+    assert train == [(classes.index(n.partition("/")[0]), planes(Image.open(source / "train" / n))) for n in order]
+    assert test == [(9, planes(picture(6, 32, 32)))]
     index = json.loads((tmp_path / "data/cifar10/index.json").read_bytes())
-    assert (index["classes"], index["source"]) == (["cat", "dog"], str(source))
+    assert (index["classes"], index["source"]) == (classes, str(source))
 
 
 def test_other_sizes_are_resized(tmp_path: Path) -> None:

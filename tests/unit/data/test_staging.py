@@ -78,6 +78,7 @@ def test_missing_and_truncated_files_of_a_copy_are_copied_again(packed: Path, tm
     staged = to_local_disk(packed, tmp_path / "node", ignore)
     (staged / "train-00001.bin").unlink()
     (staged / "train-00002.bin").write_bytes(b"short")
+    (staged / ".train-00001.bin.host.77.0123abcd").write_bytes(b"of a process that was killed")
     kept = (staged / "train-00003.bin").stat().st_ino
     told: list[tuple[int, int]] = []
     assert same(packed, to_local_disk(packed, tmp_path / "node", lambda *now: told.append(now)))
@@ -138,13 +139,6 @@ def test_a_damaged_source_is_named_and_never_staged(packed: Path, tmp_path: Path
     left = {path.name for path in staged.iterdir()}
     assert "train-00002.bin" not in left
     assert left <= {stage.LOCK, *(path.name for path in packed.iterdir())}
-
-
-def test_a_folder_that_is_no_packed_copy_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "files" / "train").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"stage_dir=: needs a packed copy .*no index\.json.*prepare imagenet"):
-        to_local_disk(tmp_path / "files", tmp_path / "node", ignore)
-    assert not (tmp_path / "node").exists()
 
 
 def test_a_name_in_the_index_names_no_file(packed: Path, tmp_path: Path) -> None:
