@@ -149,13 +149,8 @@ class Sleepy(torch.utils.data.Dataset[int]):
 
 def loader(run: Run) -> float:
     """A loader process that sleeps over a sample; its process id is in worker.<rank>."""
-    next(
-        iter(
-            torch.utils.data.DataLoader(
-                Sleepy(marks() / f"worker.{run.world.rank}"), num_workers=1, multiprocessing_context="fork"
-            )
-        )
-    )
+    samples = Sleepy(marks() / f"worker.{run.world.rank}")
+    next(iter(torch.utils.data.DataLoader(samples, num_workers=1, multiprocessing_context="fork")))
     return 1.0
 
 

@@ -118,7 +118,7 @@ def test_a_run_resumes_from_the_newest_valid_checkpoint_and_refuses_if_none_is_v
     ended = helpers.finish(start(run_dir, "max_steps=12", ranks=0))
     assert ended.status == 0, ended.out
     for path in (newest, older):
-        assert any(f"{path.name}: is damaged" in line for line in ended.lines if line.startswith("warning: ")), path
+        assert any(f"{path.name}: is damaged" in line and "using the previous" in line for line in ended.lines), path
     assert f"resumed from {oldest}, step 4" in ended.lines
 
 
@@ -154,25 +154,26 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
         for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
             patch.setattr(owner, name, watched(name, getattr(owner, name)))
         saver = checkpoint.Saver(folder, folder, lambda path, step: copy_at("saved"), keep=1)
-        saver.save({**content, "meta": {"step": 2, "config": {}}})
+        saver.save({**content, "meta": {"step": 2, "config": {}}}, best=True)
         saver.wait()
 
     whole = [
         f"{when}{what}" for what in ("fsync", "replace", "fsync") for when in ("", "after ")
     ]  # the file, then its name
-    assert points == [*whole, *whole, "saved", "unlink", "after unlink"]
+    assert points == [*whole, *whole, *whole, "saved", "unlink", "after unlink"]
     newest: list[int] = []
     for number in range(len(points)):
         copy = copies / f"{number:04d}"
         steps = [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(copy)]
         assert int(checkpoint.named(copy, "latest")[5:13]) in steps, points[number]
         newest.append(max(steps))
+        assert checkpoint.named(copy, "latest") in ("step-00000001.pt", checkpoint.named(copy, "best")), points[number]
         files.remove_temporary(copy)  # as the next attempt does
         assert not list(copy.glob(".*")), points[number]
     assert newest == sorted(newest)
     renamed = points.index("after replace")
     assert (newest[renamed - 1], newest[renamed]) == (1, 2)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000002.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", "step-00000002.pt"]
 
 
 # Room and rights.

@@ -66,13 +66,8 @@ def garbage(port: int) -> Iterator[list[int]]:
     """Sends what is no rendezvous to a port, again and again; gives how many bytes were taken, by connection."""
     taken: list[int] = []
     over = threading.Event()
-    texts = [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01" + os.urandom(512),
-        os.urandom(4096),
-        b"\0" * 64,
-        b"",
-    ]
+    tls = b"\x16\x03\x01\x02\x00\x01" + os.urandom(512)
+    texts = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", tls, os.urandom(4096), b"\0" * 64, b""]
 
     def send() -> None:
         idle = []

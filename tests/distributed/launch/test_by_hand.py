@@ -122,14 +122,8 @@ def test_a_port_in_use_is_reported_in_one_line(host: str, tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_the_loss_of_the_first_machine_is_reported(tmp_path: Path) -> None:
-    words = [
-        *LOCAL,
-        "gpus=1,1",
-        f"run_dir={tmp_path}",
-        f"master=127.0.0.1:{helpers.free_port()}",
-        "epochs=1000",
-        "timeout_s=20",
-    ]
+    master = f"master=127.0.0.1:{helpers.free_port()}"
+    words = [*LOCAL, "gpus=1,1", f"run_dir={tmp_path}", master, "epochs=1000", "timeout_s=20"]
     first = helpers.start([*words, "node_rank=0"])
     second = helpers.start([*words, "node_rank=1"])
     helpers.wait_until(lambda: helpers.rows(tmp_path), helpers.START_S, "a step")

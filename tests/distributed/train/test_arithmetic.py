@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from recipes import toy
 from recipes.conf.toy import Config
+from recipes.core.config.run_keys import Dtype
 from recipes.core.train import loop, metrics, optimisation
 from tests.distributed import one_rank
 
@@ -36,14 +37,8 @@ def test_top1_and_top5_hits() -> None:
 
 @pytest.mark.parametrize(
     ("lr_batch_size", "batch_size", "samples", "expected"),
-    [
-        (256, 1024, 10_000, 0.4),
-        (256, 64, 10_000, 0.025),
-        (256, 1024, 512, 0.2),
-        (0, 1024, 10_000, 0.1),
-        (64, 64, 99, 0.1),
-    ],
-)
+    [(256, 1024, 10_000, 0.4), (256, 64, 10_000, 0.025), (256, 1024, 512, 0.2), (0, 1024, 10_000, 0.1), (64, 64, 99, 0.1)],
+)  # fmt: skip
 def test_the_learning_rate_is_proportional_to_the_batch_size(
     lr_batch_size: int, batch_size: int, samples: int, expected: float
 ) -> None:
@@ -66,6 +61,14 @@ def test_averaged_weights_scale_with_the_batch_size_and_resume() -> None:
             second.load_state_dict(first.state_dict())
     assert whole.module.weight.item() == pytest.approx(0.81 * 1 + 0.09 * 2 + 0.1 * 4)
     assert second.module.weight.item() == whole.module.weight.item()
+
+
+def test_bfloat16_is_used_by_all_ranks_or_none() -> None:
+    """This rank's CPU has none; with_it: GPUs of other ranks that have it."""
+    for name, with_it, lower in (("auto", 1, False), ("auto", 2, True), ("bfloat16", 0, True), ("float32", 2, False)):
+        world = SimpleNamespace(device=torch.device("cpu"), size=2, sum=lambda values, more=with_it: values + more)
+        with optimisation.autocast(cast(Any, SimpleNamespace(say=print, world=world)), Config(dtype=Dtype[name])):
+            assert torch.is_autocast_enabled("cpu") == lower
 
 
 def test_the_number_of_steps() -> None:

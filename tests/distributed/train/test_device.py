@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,13 @@ import pytest
 import torch
 
 from recipes.core.config.run_keys import Backend, Device
-from recipes.core.errors import MachineError
+from recipes.core.errors import DiskFull, Kind, MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import failure, session, torch_errors
-from recipes.core.train.device import choose_backend, resolve_device
+from recipes.core.train import failure, session
+from recipes.core.train.device import choose_backend, resolve_device, take_gpu
 
 HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
 
@@ -104,17 +105,32 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("error", "kind", "status", "line"),
     [
-        (torch.distributed.DistNetworkError("anything"), True),
-        (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
-        (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), True),
-        (RuntimeError("the loss at step 3 is nan"), False),
-        (ValueError("Connection reset by peer"), False),
+        (torch.distributed.DistNetworkError("anything"), Kind.peer_lost, 1, "anything"),
+        (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), Kind.peer_lost, 1, "Connection closed by peer"),
+        (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), Kind.peer_lost, 1, "ncclRemoteError"),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), Kind.peer_lost, 1, "remote process exited"),
+        (RuntimeError("Socket Timeout"), Kind.timeout, 1, "Socket Timeout"),
+        (RuntimeError("the loss at step 3 is nan"), Kind.error, 1, "RuntimeError: the loss at step 3 is nan"),
+        (ValueError("Connection reset by peer"), Kind.error, 1, "ValueError: Connection reset by peer"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/a"), Kind.disk_full, 3, "/a cannot be written (Disk quota exceeded): make room there"),
+        (DiskFull("full"), Kind.disk_full, 3, "full"),
+        (MemoryError("no more"), Kind.out_of_memory, 1, "out of memory: no more: use a smaller global_batch_size=, or accumulate="),
     ],
-)
-def test_a_lost_peer_is_distinguished_from_an_own_error(error: BaseException, expected: bool) -> None:
-    assert (torch_errors.peer_kind(error) is not None) is expected
+)  # fmt: skip
+def test_the_kind_of_an_error_and_its_exit_status(error: BaseException, kind: Kind, status: int, line: str) -> None:
+    """A lost peer is distinguished from an own error."""
+    cause = failure.cause_of(error)
+    assert (cause.kind, cause.exit_status) == (kind, status)
+    assert line in cause.line
+
+
+def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(MachineError, match=rf"^{HOST}: cuda:1 cannot be used .*; sbatch --exclude={HOST} excludes"):
+        take_gpu(torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize(

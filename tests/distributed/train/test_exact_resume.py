@@ -63,6 +63,7 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     resumed = helpers.run_ranks(CODE, words, 2)
     assert resumed.status == 0, resumed.out
     assert f"resumed from {folder}/step-{step:08d}.pt, step {step}" in resumed.lines
+    assert "broken: 2 ranks on 1 node, cpu, gloo, attempt 2" in resumed.lines
     status = helpers.read(tmp_path / "stopped", "status")
     assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 1, 24, "")
     summary = helpers.read(tmp_path / "stopped", "summary")

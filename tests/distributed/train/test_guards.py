@@ -31,13 +31,8 @@ def held(tmp_path: Path) -> Iterator[list[forked.Process]]:
     marks = tmp_path / "marks"
     marks.mkdir()
     words = [
-        "device=cpu",
-        "cpu_threads=1",
-        "pace_s=0",
-        "checkpoint_every_steps=5",
-        "umask=027",
-        f"run_dir={tmp_path}/run",
-    ]
+        "device=cpu", "cpu_threads=1", "pace_s=0", "checkpoint_every_steps=5", "umask=027", f"run_dir={tmp_path}/run",
+    ]  # fmt: skip
     fault = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
     ranks = helpers.fork_ranks([sys.executable, "-c", HELD, *words], 2, **fault)
     try:
@@ -54,6 +49,8 @@ def test_each_rank_has_a_watchdog_and_umask_makes_files_group_readable(
     held: list[forked.Process], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
+    os.utime(opened := run_dir / "attempts/0000/opened.json", (0, 0))
+    helpers.wait_until(lambda: opened.stat().st_mtime > 0, 30, "a heartbeat, by which other jobs know that it runs")
     for rank in held:
         commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in helpers.children(rank.pid)]
         [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -31,10 +32,11 @@ from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
-from recipes.core.run import entry, signals, watchdog
-from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, torch_errors
+from recipes.core.run import entry, signals, source, watchdog
+from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, resume, torch_errors
 from recipes.core.train import world as worlds
 from recipes.core.train.checkpoint import State
+from recipes.core.train.opening import check_shared
 from recipes.core.train.run import Run, require_results
 from tests import helpers
 
@@ -54,8 +56,8 @@ def _signals_and_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Trained:
     """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1, 2, 3, …"""
 
-    def __init__(self, folder: Path, losses: dict[int, float] | None = None) -> None:
-        self.folder, self.losses, self.evaluations, self.stop_at = folder, losses or {}, 0, 0
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.evaluations, self.stop_at = folder, 0, 0
         self.values: list[float | None] = []  # 0: no results; None: a stop comes meanwhile
         self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
         self.calls, self.leave_at = {"backward": 1, "optimizer": 1, "scheduler": 1}, 0  # of each step, if held wrong
@@ -100,7 +102,7 @@ class Trained:
                     if run.step + 1 == self.stop_at:
                         os.kill(os.getpid(), signal.SIGUSR2)
                     for shard in step.shards:
-                        losses = net(torch.ones(len(shard.indices), 1)) * self.losses.get(run.step + 1, 1.0)
+                        losses = net(torch.ones(len(shard.indices), 1))
                         for _ in range(self.calls["backward"]):
                             step.backward(self.reduction(losses))
                     for _ in range(self.calls["optimizer"]):
@@ -345,6 +347,43 @@ def test_an_evaluation_that_only_another_rank_has_cut_short_does_not_count(
     monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
     assert not ends._evaluate()
     assert (run.results, run.stopping) == ({}, "SIGUSR2")
+    run.results, run.rows = {"loss": 9.0, "val_loss": 0.5}, metrics.Rows(tmp_path / "metrics.jsonl")
+    run.terminal = cast(Any, SimpleNamespace(write=lambda text: os.close(-1)))  # it has been closed
+    loop._log_row(run, 0, 1.0, 0.1, 2.0)
+    assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (1.0, 0.5)
+
+
+def test_an_attempt_keeps_its_commit_and_difference_and_removes_what_an_earlier_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, half = Trained(tmp_path), tmp_path / "checkpoints/.latest.a.7.0123abcd"
+    monkeypatch.setattr(source, "commit", lambda root: "c0ffee")
+    for difference, found in ((b"mine", [b"mine"] * 2), (b"", [])):
+        half.touch()
+        monkeypatch.setattr(source, "difference", lambda root, now=difference: now)
+        _, run = trained.run(resumes=True, epochs=1)
+        there = [folder / "code.diff" for folder in (run.dir, run.attempt.folder)]
+        assert [path.read_bytes() for path in there if path.exists()] == found
+        assert not half.exists()
+    assert helpers.read(tmp_path, "summary")["git_commit"] == "c0ffee"
+    with pytest.raises(errors.InputError, match=r"^resume=never: .* has a checkpoint \(step-00000002\.pt\): give"):
+        trained.run(resumes=True, resume="never")
+    with pytest.raises(errors.InputError, match=f"^evaluate=true: {tmp_path} has no checkpoint: give the run_dir="):
+        Trained(tmp_path).run(evaluate=True)
+
+
+def test_a_failed_save_ends_the_run_before_its_next_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[int] = []
+
+    def save(saver: Any, content: Any, best: bool) -> None:
+        phases.append(saver._saved.__self__.world.pulse.read()[2])  # a slow disk is no wait for other ranks
+        saver._writing = Future()
+        saver._writing.set_exception(MemoryError())
+
+    monkeypatch.setattr(checkpoint.Saver, "save", save)
+    with pytest.raises(MemoryError):
+        Trained(tmp_path).run(epochs=2, checkpoint_every_steps=1, log_every_steps=1)
+    assert ([row["step"] for row in helpers.rows(tmp_path)], phases) == ([1], [watchdog.SAVING])
 
 
 def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
@@ -393,12 +432,6 @@ def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
     assert 2 < len(steps) < 300
     # A slow machine has a slow step now and then, and saves behind the next one too.
     assert len([step for step in steps if step + 1 in steps]) < len(steps) / 3, steps
-
-
-def test_a_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the loss at step 4 is nan"):
-        Trained(tmp_path, {4: float("nan")}).run(epochs=3, keep_best="false")
-    assert list((tmp_path / "checkpoints").glob("[!.]*")) == []
 
 
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
@@ -470,6 +503,30 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(mo
     assert given == [40, 30]  # rank 1 ends first, and reports why
     assert store.timeout == worlds.TORCH_TIMEOUT  # torch counts the time in which a job is suspended
     assert set(names) == {"7-attempt-2-gloo"}
+    info = dataclasses.replace(info, master_addr="fe80::1%none")  # whose interface does not exist
+    with pytest.raises(errors.MachineError, match=r"cannot resolve fe80::1%none, where rank 0 is .*: set MASTER_ADDR"):
+        rendezvous._meet(info, "gloo", 40.0)
+
+
+def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path) -> None:
+    """Or a job that is requeued there would begin again."""
+    helpers.attempt(tmp_path / "seen")
+    for nodes, name, is_refused in ((1, "unseen", False), (2, "seen", False), (2, "unseen", True)):
+        info = RankInfo(0, 0, 0, 1, 1, nodes, (), "127.0.0.1", 1, True, None, 0)
+        world = worlds.World(info, torch.device("cpu"), "gloo", ("a",), torch.distributed.HashStore(), timeout_s=0.2)
+        run: Any = SimpleNamespace(dir=tmp_path / name, attempt=attempts.Attempt(tmp_path / name, 0), world=world)
+        words = "^a: run_dir=.*: what rank 0 on a writes there is not seen here: give a folder that all nodes share"
+        with pytest.raises(errors.MachineError, match=words) if is_refused else contextlib.nullcontext():
+            check_shared(run)
+
+
+def test_an_evaluation_of_another_model_is_refused() -> None:
+    run: Any = SimpleNamespace(settings=SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True)))
+    before = {"arch": "resnet9", "ema": 0.9, "lr": 0.1}
+    for key, changed in (("lr", ""), ("arch", "arch=resnet9 becomes 0"), ("ema", "ema=0.9 becomes 0")):
+        of_run = {"meta": {"recipe": "cifar", "config": before}}
+        with pytest.raises(errors.InputError, match=changed) if changed else contextlib.nullcontext():
+            resume._check_keys(run, Path("x.pt"), of_run, {}, {**before, key: 0})
 
 
 @pytest.mark.parametrize(

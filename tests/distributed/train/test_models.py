@@ -33,6 +33,7 @@ def test_random_weights_for_any_number_of_classes() -> None:
     net = models.classifier("resnet18", "", 7, zero_init_residual=True)
     assert net(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
     assert not net.layer1[0].bn2.weight.any()  # type: ignore[index, union-attr]
+    models.classifier("squeezenet1_0", "", 7, zero_init_residual=True)  # has no residual blocks
 
 
 def test_missing_weights_name_the_command_that_fetches_them(hub: Path) -> None:

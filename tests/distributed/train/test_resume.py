@@ -103,17 +103,20 @@ def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
 def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
     finished: Path, stopped: Path, tmp_path: Path
 ) -> None:
-    ended = mnist(stopped, "epochs=6", "force=true")
+    ended = mnist(stopped, "epochs=6", "force=true", "cpu_threads=2")
     assert ended.status == 0, ended.out
+    assert "results will not be bitwise identical (cpu_threads=1 becomes 2)" in ended.out
     assert helpers.read(stopped, "summary")["steps"] == 18
     assert "epochs: 6" in (stopped / "config.yaml").read_text()
     longer = shutil.copytree(finished, tmp_path / "longer")
     ended = mnist(longer, "epochs=5")
     assert ended.status == 0, ended.out
     assert helpers.read(longer, "summary")["steps"] == 15
+    summary = helpers.read(longer, "summary")
     ended = mnist(longer)
     assert ended.status == 0, ended.out
     assert "already finished: step 15 of 15" in ended.out
+    assert helpers.read(longer, "summary") == summary
     assert mnist(longer, "epochs=4").status == 2
 
 
@@ -154,15 +157,8 @@ def test_a_resume_names_the_code_that_has_changed(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     shutil.copytree(helpers.ROOT / "recipes", repo / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(helpers.ROOT / "env", repo / "env")
-    argv = [
-        sys.executable,
-        "-m",
-        "recipes.toy",
-        "device=cpu",
-        "cpu_threads=1",
-        f"run_dir={tmp_path}/run",
-        "max_steps=2",
-    ]
+    keys = ["device=cpu", "cpu_threads=1", f"run_dir={tmp_path}/run", "max_steps=2"]
+    argv = [sys.executable, "-m", "recipes.toy", *keys]
 
     def run(*words: str) -> str:
         return helpers.run(

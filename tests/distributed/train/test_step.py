@@ -71,14 +71,8 @@ def run_ranks(
     """The test's recipe with ``work`` as its body, on ``ranks`` processes with ranks in their environment."""
     code = RECIPE.replace("WORK", textwrap.indent(textwrap.dedent(work), "    ")).replace("NORM", str(norm))
     words = [
-        "device=cpu",
-        "cpu_threads=1",
-        "epochs=2",
-        "global_batch_size=8",
-        "log_every_steps=1",
-        f"run_dir={folder}",
-        *keys,
-    ]
+        "device=cpu", "cpu_threads=1", "epochs=2", "global_batch_size=8", "log_every_steps=1", f"run_dir={folder}", *keys,
+    ]  # fmt: skip
     return helpers.run_ranks(code.replace("EMA", str(ema)), words, ranks)
 
 
@@ -127,6 +121,7 @@ def test_all_ranks_wait_for_slow_work_that_makes_progress(tmp_path: Path) -> Non
             time.sleep(0.4)
             beat(turn)
         return world.rank + 10
+    assert world.gather(bytes(world.rank + 1)) == [b"\\0", b"\\0\\0"]
     began = time.monotonic()
     world.store.set(f"begun/{world.rank}", "")
     assert world.together("slow", work) == world.rank + 10
