@@ -1,5 +1,6 @@
 """Atomic writes, the umask, and one-line messages: recipes/core/files.py and errors.py."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.core import errors, files
+from recipes.core.errors import DiskFull, MachineError
 
 
 def test_write_json_replaces_the_file_and_leaves_no_other_file(tmp_path: Path) -> None:
@@ -56,6 +58,32 @@ def test_write_json_flushes_the_file_before_the_rename(tmp_path: Path, monkeypat
         monkeypatch.setattr(os, name, noted(name))
     files.write_json(tmp_path / "x.json", {})
     assert done == ["fsync", "replace", "fsync"]  # the file, then its name
+
+
+def test_only_temporary_files_are_removed(tmp_path: Path) -> None:
+    for name in (".x.json.node1.12.0123abcd", ".x.json", "x.12.0123abcd"):
+        (tmp_path / name).touch()
+    files.remove_temporary(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".x.json", "x.12.0123abcd"]
+
+
+def test_limits_of_what_is_read_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"1234")
+    assert files.read_bounded(tmp_path / "x", 4) == b"1234"
+    with pytest.raises(ValueError, match="larger than 3 bytes"):
+        files.read_bounded(tmp_path / "x", 3)
+    assert [errors.shown("x" * size, 5) for size in (5, 6)] == ["xxxxx", "xxxx…"]
+    sizes = [files.size_text(size) for size in (99_940, 100_000, 9_999_900_000, 10_000_000_000)]
+    assert sizes == ["99.9 kB", "0.1 MB", "9999.9 MB", "10.0 GB"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES])
+def test_a_full_disk_or_quota_is_told_from_other_errors(number: int) -> None:
+    with pytest.raises(MachineError) as caught, files.writing_to(Path("/d"), "run_dir"):
+        raise OSError(number, "x")
+    fix = "give another run_dir=" if number == errno.EACCES else "make room there, or give another run_dir="
+    assert str(caught.value) == f"run_dir='/d': cannot be written (x): {fix}"
+    assert isinstance(caught.value, DiskFull) == (number != errno.EACCES)
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\r\n\tb", "a\u2028b", "a\x85b", "a\x1b[31mb", "é ü", "", "x" * 5000])

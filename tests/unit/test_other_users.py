@@ -66,6 +66,9 @@ def test_a_file_that_another_user_can_change_is_not_used(path: Path, change: str
 
 @as_root
 def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path.parents[1] / "link").symlink_to(path.parent)
+    with pytest.raises(MachineError, match="is not a folder that you own"):
+        files.private_folder(path.parents[1] / "link")
     path.parent.chmod(0o775)  # root's group
     path.parents[1].chmod(0o1777)
     assert files.who_else_can_change(path) == ""
@@ -178,10 +181,8 @@ def test_what_a_rank_sends_is_not_executed(tmp_path: Path, monkeypatch: pytest.M
     torch.save(_Evil(), content)
     state: Any = SimpleNamespace(
         **dict.fromkeys(("model", "optimizer", "scheduler"), SimpleNamespace(state_dict=dict)),
-        ema=None,
-        meta={},
-        step=0,
-    )
+        ema=None, meta={}, step=0,
+    )  # fmt: skip
     with pytest.raises(pickle.UnpicklingError):
         checkpoint.content_of(state, {}, [content.getvalue()])
     assert not (tmp_path / "executed").exists()

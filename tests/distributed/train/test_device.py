@@ -139,6 +139,7 @@ def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(monkeypatch: pytest
 )
 def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
     assert gpus.listed_gpus(listed) == count
+    assert gpus.named_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2", gpus.VISIBLE[0]: listed}) == (gpus.VISIBLE[0], count)
 
 
 def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:

@@ -119,9 +119,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
     with ExitStack() as cleanup:
         nodes = make_pair(cleanup, tmp_path_factory.mktemp("pair"), ("10.77.0.1/24", "10.77.0.2/24"))
         ip("-n", nodes[0].namespace, "route", "add", "prohibit", "10.77.0.99")
-        ip(
-            "-n", nodes[0].namespace, "address", "add", "10.78.0.1", "peer", "10.78.0.2", "dev", "eth0"
-        )  # point-to-point
+        ip("-n", nodes[0].namespace, "address", "add", "10.78.0.1", "peer", "10.78.0.2", "dev", "eth0")
         yield nodes
 
 
@@ -220,7 +218,8 @@ def test_variables_that_are_set_are_not_changed() -> None:
     assert settings(eth0, {}) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": ""}) == {}
-    code = "import os; from recipes.core.run import entry; entry.begin('toy', []); print(os.environ[name])"
-    code = code.replace("name", "'NCCL_SOCKET_IFNAME'")
-    environ = helpers.clean_environment(NCCL_SOCKET_IFNAME="ib")
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=helpers.ROOT, env=environ, text=True) == "ib\n"
+    code = "import os; from recipes.core.run import entry; entry.begin('toy'); "
+    code += "print(*map(os.environ.get, ('NCCL_SOCKET_IFNAME', 'GLOO_SOCKET_IFNAME', 'TORCH_DISTRIBUTED_DEBUG')))"
+    environ = helpers.clean_environment(NCCL_SOCKET_IFNAME="ib", RANK="0", WORLD_SIZE="1")
+    words = ["--local-rank=0", "debug=true"]  # the first is of torch.distributed.launch
+    assert helpers.run([sys.executable, "-c", code, *words], environ=environ).out == "ib lo DETAIL\n"

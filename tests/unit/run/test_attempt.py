@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,8 +62,26 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
     assert attempts.given({}) is None
     attempts.refuse({}, 2, "nowhere to record it")
     attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 3, "no GPU", rank=5)
-    [record] = attempts.records(attempt)
+    attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 2, "no data")
+    record, other = attempts.records(attempt)
     assert (record["rank"], record["kind"], record["error"], record["exit_status"]) == (5, "machine", "no GPU", 3)
+    assert (other["rank"], other["kind"], other["host"]) == (0, "input", socket.gethostname())
+
+
+@pytest.mark.parametrize(("parent", "is_first", "waits"), [("", True, [0.0]), ("", False, [1.5]), ("0000", True, [0.0]), ("0000", False, [])])  # fmt: skip
+def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
+    parent: str, is_first: bool, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(attempts.time, "sleep", slept.append)
+    monkeypatch.setenv(attempts.VARIABLE, parent)
+    attempts.print_refusal("no GPU", is_first)
+    assert (slept, capsys.readouterr().err) == (waits, "no GPU\n" if waits else "")
+
+
+def test_a_process_is_described_with_the_cluster_of_its_job() -> None:
+    jobs = ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "here"}, {"SLURM_JOB_ID": "7"}, {"SLURM_CLUSTER_NAME": "here"})
+    assert [attempts.describe_process(job)["cluster"] for job in jobs] == ["here", "", None]
 
 
 def test_records_are_those_of_one_attempt_and_damaged_ones_are_ignored(tmp_path: Path) -> None:
@@ -164,9 +183,7 @@ of_ranks = set()
 for rank in range(ranks):
     before = counted
     lost = rank != 3
-    attempts.record(
-        new, rank=rank, host=f"node{rank // 8}", kind=Kind.peer_lost if lost else Kind.error, error="x"
-    )
+    attempts.record(new, rank=rank, host=f"node{rank // 8}", kind=Kind.peer_lost if lost else Kind.error, error="x")
     of_ranks.add(counted - before)
 before = counted
 found = judge.close(new, judge.End(1))

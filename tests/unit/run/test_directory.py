@@ -77,7 +77,5 @@ def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_pat
         (None, 3, 3),
     ],
 )
-def test_the_exit_status_follows_from_the_status_file(
-    status: dict[str, Any] | None, fallback: int, expected: int
-) -> None:
+def test_the_exit_status_follows_from_the_status(status: dict[str, Any] | None, fallback: int, expected: int) -> None:
     assert directory.exit_code(status, fallback) == expected

@@ -24,8 +24,7 @@ def other() -> Iterator[dict[str, Any]]:
     """What a live process records of itself."""
     code = "import json, os, sys; from recipes.core.run import attempt; print(json.dumps(attempt.describe_process({})), flush=True); sys.stdin.read()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=files.ROOT,
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=files.ROOT,
     )  # fmt: skip
     assert process.stdout
     about: dict[str, Any] = json.loads(process.stdout.readline())
@@ -56,6 +55,10 @@ def test_a_running_process_on_this_machine_uses_the_run_directory(
     helpers.attempt(tmp_path, step=None)  # a later launch that was refused does not hide it
     assert f"process {pid} on " in look(tmp_path)
     directory.write_status(tmp_path, "done", attempt=0, step=3)
+    assert not look(tmp_path)
+    directory.write_status(tmp_path, "done", attempt=8, step=3)  # of another attempt
+    assert look(tmp_path)
+    files.write_json(tmp_path / "attempts/0000/ended.json", {"state": "failed"})
     assert not look(tmp_path)
 
 
@@ -124,3 +127,10 @@ def test_slurm_is_asked_once_for_the_state_of_the_job(
     problem = look(tmp_path, **environ)
     assert used in problem if used else not problem
     assert (tmp_path / "bin/asked").read_text() == "asked\n"
+
+
+def test_a_job_that_is_ending_counts_unless_nobody_waits_for_it(tmp_path: Path) -> None:
+    environ = answering(tmp_path / "bin", "JobState=COMPLETING")
+    an_attempt(tmp_path, job="7", launch="7.0", cluster="here")
+    assert look(tmp_path, patience_s=0, **environ) == ""
+    assert "job 7 (completing) uses it: cancel it (scancel 7), or " in look(tmp_path, patience_s=1e-9, **environ)

@@ -22,15 +22,8 @@ KILLED = End(137, {"rank": 1, "host": "a", "exit_status": 137}, "rank 1 on a was
 def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool = True, **facts: Any) -> Evidence:
     """What an attempt has left whose ranks failed in this order, two seconds apart. A record: rank, kind, error, other fields."""
     found = [
-        {
-            "rank": rank,
-            "host": hosts[rank],
-            "kind": kind,
-            "error": error,
-            "exit_status": 1,
-            "time": 2.0 * moment,
-            **dict(*more),
-        }
+        {"rank": rank, "host": hosts[rank], "kind": kind, "error": error, "exit_status": 1, "time": 2.0 * moment}
+        | dict(*more)
         for moment, (rank, kind, error, *more) in enumerate(records)
     ]
     return Evidence(0, begun, hosts, found, **{"status": RUNNING, **facts})
@@ -41,6 +34,7 @@ def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool 
     [
         ([(0, *LOST), (2, Kind.error, "boom"), (3, Kind.error, "late")], "rank 2 on b failed first: boom", 2, Kind.error),
         ([(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.input, "x", {"exit_status": 2})], "rank 1 on a failed first: x", 1, Kind.input),
+        ([(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.error, "y")], "rank 3 on b failed first: x", 3, Kind.input),
         ([(0, *LOST), (3, Kind.disk_full, "full"), (2, Kind.error, "x")], "rank 3 on b failed first: full", 3, Kind.disk_full),
         ([(0, *LOST), (1, Kind.exited, "left")], "rank 1 on a failed first: left", 1, Kind.exited),
         ([(1, Kind.hang, "hangs"), (0, Kind.timeout, "x")], "rank 1 on a failed first: hangs", 1, Kind.hang),
@@ -63,6 +57,9 @@ def test_a_rank_for_which_the_others_timed_out_is_named() -> None:
     found = judge.judge(seen((0, Kind.timeout, "x", {"behind": late})))
     expected = "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting for it"
     assert (found.reason, found.first, found.kind) == (expected, late, Kind.timeout)
+    reported = [(2, *LOST), (0, Kind.timeout, "x", {"behind": late})]  # it was only stopped for a while
+    assert judge.judge(seen(*reported)).reason.startswith("rank 1 on a, rank 3 on b exited without an error record")
+    assert judge.describe({"behind": late}) == expected
 
 
 def test_four_ranks_without_a_record_are_named_and_the_others_counted() -> None:
@@ -75,10 +72,10 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() 
     """Its peers may report an error of their own that its end has caused."""
     found = judge.judge(seen((0, Kind.error, "ValueError: x")), KILLED)
     assert (found.reason, found.exit_status) == ("rank 1 on a was killed by SIGKILL", 137)
-    assert (
-        judge.judge(seen((1, Kind.hang, "made no progress")), KILLED).reason
-        == "rank 1 on a failed first: made no progress"
-    )
+    exited = End(1, KILLED.first, "rank 1 on a exited", Kind.exited)
+    assert judge.judge(seen((0, Kind.error, "x")), exited).reason == "rank 0 on a failed first: x"
+    assert judge.judge(seen((0, *LOST)), exited).reason == "rank 1 on a exited"
+    assert judge.judge(seen((1, Kind.hang, "hangs")), KILLED).reason == "rank 1 on a failed first: hangs"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +94,8 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() 
         (seen(begun=False, status={**RUNNING, "attempt": 8}), KILLED, "not begun", 137),
         (seen(begun=False, status=None), End(143, stopped=True), "not begun", 75),
         (seen(taken_by="9.0"), End(3), "not begun", 3),
+        (seen(), End(143, stopped=True), "failed", 143),
+        (seen((2, Kind.stopped, "SIGTERM", {"exit_status": 75}), (0, *LOST)), End(143), "preempted", 75),
     ],
 )  # fmt: skip
 def test_the_state_and_the_exit_status_follow(evidence: Evidence, end: End, state: str, status: int) -> None:
@@ -107,12 +106,14 @@ def test_the_state_and_the_exit_status_follow(evidence: Evidence, end: End, stat
 # --- close
 
 
-def closed(run_dir: Path, end: End, state: str = "running", rank: int | None = None) -> tuple[Outcome, dict[str, Any]]:
+def closed(
+    run_dir: Path, end: End, state: str = "running", rank: int | None = None, kind: Kind = Kind.error
+) -> tuple[Outcome, dict[str, Any]]:
     """Closes a new attempt in which rank ``rank`` has failed. The outcome, and ``status.json``."""
     attempt = helpers.attempt(run_dir, hosts=HOSTS)
     directory.write_status(run_dir, state, attempt=attempt.number, step=7)
     if rank is not None:
-        attempts.record(attempt, rank=rank, host=HOSTS[rank], kind=Kind.error, error="ValueError: boom")
+        attempts.record(attempt, rank=rank, host=HOSTS[rank], kind=kind, error="ValueError: boom")
     outcome = judge.close(attempt, end)
     assert (files.read_json(attempt.folder / "ended.json") or {})["state"] == outcome.state
     return outcome, directory.read_status(run_dir) or {}
@@ -125,6 +126,8 @@ def test_close_writes_the_judgement_into_the_status(tmp_path: Path) -> None:
     assert (status["first_failing_rank"], status["first_failing_host"], status["exit_status"]) == (2, "b", 1)
     _, status = closed(tmp_path, End(0))
     assert (status["state"], status["attempt"]) == ("incomplete", 1)
+    _, status = closed(tmp_path, End(75), rank=0, kind=Kind.stopped)  # before its first step
+    assert (status["state"], status["attempt"], status["kind"]) == ("preempted", 2, "stopped")
 
 
 def test_close_replaces_the_provisional_status_of_a_rank(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.errors import MachineError
+from recipes.core.errors import MachineError, Next
 from recipes.core.run import queue
 
 # Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
@@ -39,6 +39,21 @@ def test_each_job_that_scontrol_prints_is_parsed() -> None:
     assert task.fields["Command"] == "/home/me/my jobs/x=1.sh"
     assert task.fields["StdErr"] == ""
     assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == ("13", "RUNNING", "", 3, False)
+
+
+def test_what_slurm_does_after_a_start_follows_from_the_state() -> None:
+    def after(states: str) -> set[object]:
+        return {queue.Job("7", state, "", 0, 0).after_start(0) for state in states.split()}
+
+    assert after("BOOT_FAIL COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT") == {Next.not_requeued}
+    assert after("PENDING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT") == {Next.requeued}
+    assert after("RUNNING SUSPENDED CONFIGURING REVOKED") == {None}
+
+
+def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"squeue": "5\n6 abcd\n7 abc\n", "scontrol": "MyClusterName=x\nClusterName             = here\n"}
+    monkeypatch.setattr(queue, "_answer", lambda *command: said[command[0]])
+    assert (queue.find_by_comment("abc"), queue.find_by_comment("ab"), queue.cluster_name()) == ("7", "", "here")
 
 
 @pytest.mark.parametrize(

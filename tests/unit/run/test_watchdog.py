@@ -143,6 +143,10 @@ def test_it_ignores_the_signals_of_slurm_and_ends_with_its_rank(tmp_path: Path) 
 
 
 def test_a_place_is_told_by_the_step_that_is_worked_on() -> None:
-    assert watchdog.place(11, watchdog.FORWARD) == "step 12 (forward)"
+    assert watchdog.place(11, watchdog.DATA) == "step 12 (data)"
     assert watchdog.place(11, watchdog.EVALUATION) == "step 11 (evaluation)"
-    assert watchdog.place(0, watchdog.START) == "step 0 (start)"
+    assert watchdog.place(11, watchdog.WAITING) == "step 11 (waiting)"
+    pulse = watchdog.Pulse()
+    pulse.beat(watchdog.DATA, 5)
+    pulse.beat(watchdog.FORWARD)
+    assert pulse.read() == (2, 5, watchdog.FORWARD)
