@@ -21,7 +21,7 @@ from recipes.core import bandwidth
 from recipes.core.run import entry
 from recipes.core.train.rendezvous import process_group
 from recipes.core.train.world import World
-from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
+from tests.benchmarks.measure import FULL, Figure, Size, interleaved, two_ranks
 
 LARGE = 64 << 20  # bytes
 SECONDS = 0.3  # of a measurement, about
@@ -29,7 +29,7 @@ ROUNDS = 3  # for each round of another benchmark: here two ranks and the kernel
 
 
 def figures(size: Size) -> list[Figure]:
-    values = two_ranks(__name__, ROUNDS * size.rounds)
+    values = two_ranks(__name__, ROUNDS * size.rounds if size == FULL else 1)
     return [
         Figure("collectives, all_reduce", "GB/s", "busbw of 64 MB, gloo", "raw TCP, one way", ">= 0.45", values["all_reduce"], values["tcp"],
                "two ranks, loopback", ratio_of="pairs"),

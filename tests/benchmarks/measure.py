@@ -97,10 +97,11 @@ def _spread(values: list[float], unit: str) -> str:
 def interleaved(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
     """What each side gives, ``rounds`` times in turn, so that a machine that is busy for a while is so for all of them.
 
-    One round before them, in which caches fill, does not count; every other round goes through the sides backwards.
+    One round before them, in which caches fill, does not count; every other round goes through the sides backwards. A single round,
+    which only shows that it works, has none before it.
     """
     values: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
+    for turn in range(int(rounds == 1), rounds + 1):
         for name in list(sides) if turn % 2 else reversed(list(sides)):
             value = sides[name]()
             if turn:
