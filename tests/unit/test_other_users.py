@@ -65,6 +65,20 @@ def test_a_file_that_another_user_can_change_is_not_used(path: Path, change: str
 
 
 @as_root
+def test_a_link_in_the_clone_to_such_a_file_is_not_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    helpers.use_root(monkeypatch, tmp_path / "clone")
+    link = tmp_path / "clone/env/mine.env"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(path)
+    assert envfile.read(link)
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="every user can write to it"):
+        envfile.read(link)
+
+
+@as_root
 def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path.parents[1] / "link").symlink_to(path.parent)
     with pytest.raises(MachineError, match="is not a folder that you own"):

@@ -41,6 +41,13 @@ def test_every_lesson_is_correct_on_an_odd_number_of_ranks(tmp_path: Path, size:
     assert found == dict.fromkeys(LESSONS, f"ok on {size} ranks") | alone
 
 
+def test_bandwidths_are_in_units_of_1e9_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "call_of", lambda *of: print)
+    monkeypatch.setattr(bandwidth, "seconds_of", lambda *of: [9.0, 0.5, 0.1])
+    world = cast(World, SimpleNamespace(size=4))
+    assert bandwidth.measure("all_reduce", 4_000_000_000, world, 1.0) == (4_000_000_000, 0.5, 8.0, 12.0)
+
+
 # By all_gather.cu, reduce_scatter.cu, alltoall.cu, gather.cu, scatter.cu, all_reduce.cu of nccl-tests.
 PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 

@@ -35,6 +35,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, signals, source, watchdog
 from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, resume, torch_errors
 from recipes.core.train import world as worlds
+from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
 from recipes.core.train.opening import check_shared
 from recipes.core.train.run import Run, require_results
@@ -58,6 +59,7 @@ class Trained:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.evaluations, self.stop_at = folder, 0, 0
+        self.samples = 10
         self.values: list[float | None] = []  # 0: no results; None: a stop comes meanwhile
         self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
         self.calls, self.leave_at = {"backward": 1, "optimizer": 1, "scheduler": 1}, 0  # of each step, if held wrong
@@ -75,7 +77,7 @@ class Trained:
             net = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-            batches = GlobalBatches(10, 5, 0, 0, 1)
+            batches = GlobalBatches(self.samples, 5, 0, 0, 1)
             attempt = helpers.attempt(self.folder, step=None)
             state = State(net, optimizer, scheduler)
             run = Run(start.settings, world, attempt, stop, None, state=state, sampler=batches.order)
@@ -465,6 +467,18 @@ def test_a_single_machine_listens_on_the_given_master_port() -> None:
         assert listener.getsockname()[:2] in (("::", port), ("0.0.0.0", port))
     with local.listen(Layout((2,))) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_the_row_of_a_stop_has_the_loss_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks agree after every second step; they stop at a step that has no row and no agreement otherwise."""
+    read = Agreement.read
+    monkeypatch.setattr(Agreement, "read", lambda sums: (*read(sums)[:3], 2.0))
+    trained = Trained(tmp_path)
+    trained.samples, trained.stop_at = 30, 3
+    _, run = trained.run()
+    [*_, last] = helpers.rows(tmp_path)
+    assert (last["step"], run.stopping) == (4, "SIGUSR2")
+    assert abs(last["loss"]) > 0.01
 
 
 def test_averaged_weights_equal_torchs_average() -> None:

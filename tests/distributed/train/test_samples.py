@@ -26,6 +26,11 @@ def test_the_digest_changes_with_images_and_labels() -> None:
     assert ImageSet(images(), labels).digest() == digests[0]
 
 
+def test_what_determines_the_order_of_samples() -> None:
+    order = GlobalBatches(10, 5, 3, 0, 1, "a digest").order
+    assert order == {"num_samples": 10, "global_batch_size": 5, "seed": 3, "data": "a digest"}
+
+
 def test_batches_are_channels_last() -> None:
     taken = AugmentedImages(images(), 2, flip=True, cutout=3).take(torch.arange(5))
     assert taken.is_contiguous(memory_format=torch.channels_last)

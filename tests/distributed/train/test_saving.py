@@ -136,6 +136,36 @@ def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> No
     )
 
 
+def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use the same copy in memory."""
+    held, write = threading.Event(), checkpoint.write
+
+    def hold(folder: Path, content: Mapping[str, Any], *staging: Path, best: bool = False) -> Path:
+        assert held.wait(20)
+        return write(folder, content, *staging, best=best)
+
+    monkeypatch.setattr(checkpoint, "write", hold)
+    saver = make_saver(tmp_path)
+    saver.save(content(step=1, value=1.0))
+    second = threading.Thread(target=saver.save, args=(content(step=2, value=2.0),))
+    second.start()
+    second.join(0.2)  # it waits
+    held.set()
+    second.join(20)
+    saver.wait()
+    assert float(checkpoint.read(tmp_path / "step-00000001.pt")["model"]["weight"][0]) == 1.0
+
+
+def test_damage_far_into_a_large_tensor_is_found(tmp_path: Path) -> None:
+    large = content() | {"model": {"weight": torch.zeros(3 * checkpoint.CHUNK_BYTES // 4)}}
+    path = checkpoint.write(tmp_path, large)
+    data = bytearray(path.read_bytes())
+    data[5 * checkpoint.CHUNK_BYTES // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"step-00000001\.pt"):
+        checkpoint.read(path)
+
+
 def test_candidates_are_checkpoints_newest_first(tmp_path: Path) -> None:
     names = ["step-00000009.pt", "step-00000010.pt", "step-123456789.pt"]
     for name in [*names, ".step-00000011.pt.77", "step-00000012.pt.bak", "step-3.pt", "other.pt"]:

@@ -33,7 +33,8 @@ def test_the_run_directory_has_the_script_and_the_description(
     stubs.add("sbatch", f'env > "$NOTES/env"; {banner}; echo Submitted batch job 7; {banner}')
     monkeypatch.setenv("SLURM_NTASKS", "9")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
-    job = describe("data_dir=/$(touch canary)", "nodes=2", root=tmp_path)
+    monkeypatch.setenv("SBATCH_PARTITION", "theirs")
+    job = describe("data_dir=/$(touch canary)", "nodes=2", "partition=gpu", root=tmp_path)
     submitted = submit.submit(job, sys.executable, "")
     assert (submitted.job_id, submitted.run_dir) == ("7", tmp_path / "runs" / "mnist" / "7")
     text = (submitted.run_dir / "job.sh").read_text()
@@ -46,6 +47,7 @@ def test_the_run_directory_has_the_script_and_the_description(
     environ = (tmp_path / "env").read_text()
     assert "SBATCH_ACCOUNT=mine" in environ
     assert "SLURM_NTASKS" not in environ
+    assert "SBATCH_PARTITION" not in environ  # sbatch would prefer it to the key that was given
     assert os.environ["SLURM_NTASKS"] == "9"
     for path in (tmp_path / "runs" / "submitit").iterdir():
         assert path.stat().st_mode & 0o077 == 0, path

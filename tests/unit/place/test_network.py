@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from recipes.core.place import network
 from recipes.core.place.network import Choice, settings
 from tests import helpers
 from tests.helpers import ROOT
@@ -202,6 +203,22 @@ def test_a_missing_route_or_name_is_reported_with_host_peer_and_fix(pair: tuple[
             "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
         )
         assert "\n" not in answer["error"]
+
+
+def test_an_address_of_this_machine_does_not_stand_for_a_peer_that_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer has two addresses: one that every machine has (docker0), and one to which there is no route."""
+
+    def route_to(address: str) -> network.Route:
+        if address == "172.17.0.1":
+            return network.Route("lo", address, True)
+        raise network.NetworkError("no route to 10.9.9.9")
+
+    monkeypatch.setattr(network, "_resolve", lambda host: ["172.17.0.1", "10.9.9.9"])
+    monkeypatch.setattr(network, "route_to", route_to)
+    with pytest.raises(network.NetworkError, match=r"does not reach n2: no route to 10\.9\.9\.9"):
+        network._towards("n2")
 
 
 def test_the_route_is_that_of_ip_route_get(pair: tuple[Node, Node]) -> None:
