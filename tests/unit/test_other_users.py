@@ -106,6 +106,17 @@ def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) ->
 
 
 @as_root
+def test_the_shell_of_a_job_checks_every_folder_up_to_the_clone(tmp_path: Path) -> None:
+    code = tmp_path / "clone/runs/code/job"
+    code.mkdir(parents=True)
+    command = ["bash", "-c", '. sbatch/job.sh; require_own "$1" "$2"', "bash", str(code), str(tmp_path / "clone")]
+    # Who can change a folder above the clone can exchange the whole of it.
+    for folder, status in (("", 0), ("clone/runs", errors.EXIT_MACHINE)):
+        (tmp_path / folder).chmod(0o777)
+        assert subprocess.run(command, cwd=helpers.ROOT, capture_output=True).returncode == status
+
+
+@as_root
 def test_code_is_not_kept_where_others_can_exchange_it(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/__init__.py").touch()

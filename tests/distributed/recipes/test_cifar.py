@@ -133,6 +133,7 @@ def test_averaged_weights_are_evaluated(train: Train) -> None:
     trained = train("max_steps=2", "ema=0.25", "lr_batch_size=16")
     ema = trained.run.state.ema
     assert ema
+    assert ema._decay == 0.5  # a batch of 8 is half of lr_batch_size
     assert all(forward.net is ema.module for forward in trained.evaluation)
     assert all(forward.net is trained.run.state.model for forward in trained.training)
     later = train("max_steps=2", "ema=0.25", "lr_batch_size=16", "evaluate=true")
