@@ -19,7 +19,6 @@ from pathlib import Path
 from recipes.core import errors
 from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
@@ -84,7 +83,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]  # bash cannot hold others
     if image:
         variables = profiles.env_variables(settings.run.network, settings.job.cluster)
-        step, inside = container.step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
+        step, inside = container.step(image, code, bound, variables, environ)
         lines += container.exports(image, variables)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:

@@ -14,7 +14,7 @@ from pathlib import Path
 from recipes.core.config import declare, job_keys, parser, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RunKeys
+from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.files import ROOT
 from recipes.core.run import source
 
@@ -26,6 +26,9 @@ WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONS
 EXEC = '[ ! -d "${TMPDIR-}" ] || set -- --bind "$TMPDIR" "$@"; exec "$0" exec "$@"'
 # Prefixes of the variables that take precedence over the image's values.
 PASSED_BY_NAME = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
+AMD = "/dev/kfd"  # of AMD's driver
+# enroot gives a container the GPUs only if these are set. NVIDIA's own images set them.
+OF_GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Container:
     image: str  # a file, or an address from which the runtime downloads the image
     runtime: str
     mounts: tuple[str, ...] = ()  # HOST or HOST:INSIDE, in addition to the folders that the keys of a run name
+    gpus: bool = True  # whether the ranks may use GPUs
 
 
 def absolute_image(image: str, base: Path) -> str:
@@ -49,24 +53,27 @@ def step(
     bound: Sequence[str],
     variables: Mapping[str, str],
     environ: Mapping[str, str],
-    gpus: bool,
 ) -> tuple[list[str], list[str]]:
     """The options of srun, and the command before a rank's Python arguments.
 
     code: the folder to start in. bound: folders with the same path inside the container. variables: the variables of
     the env files. They are passed to the container, and so are the variables of ``environ`` that configure the network.
-    gpus: whether the ranks have GPUs.
     """
     mounts = [*(f"{folder}:{folder}" for folder in bound), *container.mounts]
     if container.runtime == "pyxis":
+        named = {
+            *variables,
+            *(OF_GPUS if container.gpus else ()),
+            *(name for name in environ if name.startswith(PASSED_BY_NAME)),
+        }
         return [
             f"--container-image={container.image}",
             f"--container-mounts={','.join(mount if ':' in mount else f'{mount}:{mount}' for mount in mounts)}",
             f"--container-workdir={code}",
-            f"--container-env={','.join(sorted({*variables, *(name for name in environ if name.startswith(PASSED_BY_NAME))}))}",
+            f"--container-env={','.join(sorted(named))}",
         ], [*WITHOUT_MODULES, PYTHON]
     binds = [word for mount in mounts for word in ("--bind", mount)]
-    of_gpus = ["--nv"] if gpus else []
+    of_gpus = ["--rocm" if os.path.exists(AMD) else "--nv"] if container.gpus else []
     return [], [
         *WITHOUT_MODULES, "sh", "-c", EXEC, container.runtime, *of_gpus, *binds, "--pwd", str(code), container.image, PYTHON,
     ]  # fmt: skip
@@ -77,6 +84,8 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
 
     variables: the variables of the env files. A variable that the user has set takes precedence over them.
     """
+    if container.runtime == "pyxis" and container.gpus:
+        variables = {**OF_GPUS, **variables}
     lines = [
         f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in sorted(variables.items())
     ]
@@ -105,7 +114,7 @@ def of_job(settings: Settings, environ: Mapping[str, str]) -> Container | None:
     if runtime == "auto":  # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
         runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
     mounts = tuple(os.path.expanduser(mount) for mount in keys.container_mounts.split(",") if mount)
-    return Container(image, runtime, mounts)
+    return Container(image, runtime, mounts, settings.run.device is not Device.cpu)
 
 
 def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from recipes.core import errors, files
 from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, bad_nodes, container
 from recipes.core.run import attempt as attempts
@@ -72,8 +71,7 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
     if image := container.of_job(settings, environ):
         bound = container.folders_of_run(settings, settings.typed, source.home(ROOT))
         variables = profiles.env_variables(settings.run.network, settings.job.cluster)
-        on_gpus = settings.run.device is not Device.cpu
-        options, inside = container.step(image, ROOT, bound, variables, environ, on_gpus)
+        options, inside = container.step(image, ROOT, bound, variables, environ)
     if gpus := allocation.all_gpus(allocation.fields_of_job(environ)):  # each task tests all GPUs of its node
         options = [*options, f"--gpus={gpus}"]
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")

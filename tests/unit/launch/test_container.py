@@ -96,19 +96,21 @@ def test_variables_of_the_host_take_precedence_over_the_image(runtime: str) -> N
     }  # fmt: skip
 
 
-def test_the_command_of_a_rank_in_a_container() -> None:
+def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command has the folders of the run, the mounts, the folder of the code, and the network variables."""
     environ = {f"{start}_X": "1" for start in ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]} | {
         "PATH": "/bin"
     }
-    given = (Path("/c"), ["/c", "/d"], {"OMP_X": "1"}, environ, False)
-    assert "--nv" in container.step(container.Container("x.sif", "apptainer"), *given[:-1], True)[1]  # with GPUs
-    options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",)), *given)
+    given = (Path("/c"), ["/c", "/d"], {"OMP_X": "1"}, environ)
+    for device, option in (("/dev/null", "--rocm"), ("/dev/nosuch", "--nv")):  # the driver of AMD, or NVIDIA's
+        monkeypatch.setattr(container, "AMD", device)
+        assert option in container.step(container.Container("x.sif", "apptainer"), *given)[1]
+    options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",), False), *given)
     assert options == []
     binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
     clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH"]  # set for the Python outside
     assert inside == [*clean, "sh", "-c", container.EXEC, "singularity", *binds, "--pwd", "/c", "x.sif", "python3"]
-    options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n")), *given)
+    options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n"), False), *given)
     names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
     assert options == [
         "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
@@ -117,7 +119,7 @@ def test_the_command_of_a_rank_in_a_container() -> None:
 
 
 def test_the_tmpdir_of_a_node_is_mounted_if_it_exists(tmp_path: Path) -> None:
-    inside = container.step(container.Container("x.sif", "echo"), Path("/c"), [], {}, {}, gpus=False)[1]
+    inside = container.step(container.Container("x.sif", "echo", (), False), Path("/c"), [], {}, {})[1]
     for folder, mounted in ((f"{tmp_path}", f"--bind {tmp_path} "), (f"{tmp_path}/nosuch", ""), ("", "")):
         environ = {"PATH": "/usr/bin:/bin", "TMPDIR": folder}
         output = subprocess.run(inside, env=environ, capture_output=True, text=True, check=True).stdout
@@ -174,3 +176,13 @@ def test_the_images_install_all_dependencies(name: str) -> None:
     assert len(wanted) == 7
     assert wanted == set(line.split("tested-versions.txt ")[1].split())
     assert "libibverbs1 ibverbs-providers librdmacm1" in text
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(gpus: bool) -> None:
+    pyxis = container.Container("x.sqsh", "pyxis", (), gpus)
+    [*_, names] = container.step(pyxis, Path("/c"), [], {}, {})[0]
+    lines = container.exports(pyxis, {"NVIDIA_VISIBLE_DEVICES": "0"})
+    assert lines[0].endswith("export NVIDIA_DRIVER_CAPABILITIES=compute,utility") is gpus
+    assert lines[-1].endswith("export NVIDIA_VISIBLE_DEVICES=0")  # of an env file
+    assert names == ("--container-env=" + "NVIDIA_DRIVER_CAPABILITIES,NVIDIA_VISIBLE_DEVICES" * gpus)
