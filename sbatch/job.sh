@@ -37,6 +37,8 @@ unset SLURM_WORKING_DIR SLURM_TIMELIMIT SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_
 unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
 export PYTHONUTF8=1                             # paths are UTF-8 in every locale
 export RECIPES_BATCH=1                          # all steps of the job share one run directory
+# Slurm's default gives neighbouring ranks CPUs of different sockets, but neighbouring GPUs are on the same socket.
+export SLURM_DISTRIBUTION="${SLURM_DISTRIBUTION-block:block}"
 
 load() { # MODULE...
     type module >/dev/null 2>&1 || . /etc/profile # other login shells, such as csh, do not read this file

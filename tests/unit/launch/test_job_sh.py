@@ -87,6 +87,13 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     assert not names & {*cpus, *gpus, *of_profile}
 
 
+@pytest.mark.parametrize(("given", "used"), [({}, "block:block"), ({"SLURM_DISTRIBUTION": "cyclic"}, "cyclic")])
+def test_neighbouring_ranks_are_on_one_socket_unless_asked(bench: Bench, given: dict[str, str], used: str) -> None:
+    bench.stub("srun", 'env > "$NOTES/env"')
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", **given)
+    assert f"SLURM_DISTRIBUTION={used}" in (bench.folder / "env").read_text().splitlines()
+
+
 TWO = "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4"
 PROFILES = {TWO: ["gcc/12", "cuda/12.4"], "modules:\n#  - gcc/12\npartition: gpu\n": []}
 
