@@ -40,7 +40,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _keep_flight_record(run: Run) -> None:
-    """Writes NCCL's last collectives to ``logs/flight-RANK``, for `torchfrtrace`. torch writes them only after its own timeout."""
+    """Writes NCCL's last collectives to ``logs/flight-RANK``, for `torchfrtrace`. torch itself would write them only after its own timeout."""
     if run.world.backend == "nccl":
         record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
         files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
@@ -74,8 +74,6 @@ def watch_peers(run: Run, over: threading.Event) -> None:
                 code = errors.EXIT_CRASH
                 try:
                     code = fail(run, torch_errors.PeerTimeout(words), behind)
-                    with contextlib.suppress(Exception):  # the record only helps to find a cause in NCCL
-                        _keep_flight_record(run)
                 finally:
                     leave(code)
 
@@ -114,6 +112,9 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     with contextlib.suppress(OSError):
         attempts.record(run.attempt, **record)
         recorded = True
+    if cause.kind.is_consequence:
+        with contextlib.suppress(Exception):  # it only helps to find a cause in NCCL
+            _keep_flight_record(run)
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
     elif cause.kind is Kind.peer_lost:
@@ -150,12 +151,14 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
     if torch_errors.is_out_of_memory(error):
-        text = errors.one_line(error)
+        text = torch_errors.text_of(error)
         fix = "use a smaller global_batch_size=, or accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
         return Cause(kind, torch_errors.peer_text(error))
-    return Cause(Kind.error, errors.one_line(error) + _where(error), traceback=not isinstance(error, KeyboardInterrupt))
+    return Cause(
+        Kind.error, torch_errors.text_of(error) + _where(error), traceback=not isinstance(error, KeyboardInterrupt)
+    )
 
 
 def _where(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from recipes.core.errors import Kind
 
 SIGNS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Application timeout", "Socket Timeout",
-    "gloo/transport", "ncclRemoteError", "remote process exited",
+    "gloo/transport", "ncclRemoteError", "ncclSystemError", "remote process exited", "communicator was aborted", "Watchdog caught",
 )  # fmt: skip
 WORKER_MODULES = ("torch.utils.data.dataloader", "torch.utils.data._utils.signal_handling")
 
@@ -34,7 +34,15 @@ def peer_text(error: BaseException) -> str:
     """The text of a peer error, without gloo's source path and advice."""
     if isinstance(error, PeerTimeout):
         return str(error)
-    return re.sub(r"^\w+: \[\S+\] ", "", errors.one_line(error)).partition(". This is typically")[0]
+    return re.sub(r"^\w+: \[\S+\] ", "", text_of(error)).partition(". This is typically")[0]
+
+
+def text_of(error: BaseException) -> str:
+    """The type and text of an error in one line. Of an NCCL error: the name of its code, and what NCCL says after "Last error:"."""
+    is_nccl = isinstance(error, torch.distributed.DistBackendError)
+    if is_nccl and (found := re.search(r"\b(nccl[A-Z]\w+):(?:.*Last error:)?\s*(.*)", str(error), re.DOTALL)):
+        return errors.one_line(type(error)(f"{found[1]}: {found[2]}"))
+    return errors.one_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from recipes.core.config.run_keys import Backend, Device
 from recipes.core.errors import DiskFull, Kind, MachineError
@@ -18,8 +19,8 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import failure, session
-from recipes.core.train.device import choose_backend, resolve_device, take_gpu
+from recipes.core.train import failure, session, torch_errors
+from recipes.core.train.device import check_mig, choose_backend, resolve_device, take_gpu
 
 HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
 
@@ -81,6 +82,14 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             ["MIG slices, one per task"],
         ),
         ("auto", rank(in_slurm=True), {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""}, 0, ["names none: unset it"]),
+        # --gpu-bind=closest: each rank sees the GPUs of its socket.
+        (
+            "auto",
+            rank(1, 4, True),
+            {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1"},
+            2,
+            ["--gpu-bind=", "leave it out"],
+        ),
         # One GPU on the node and two ranks: not one bound to each.
         ("auto", rank(1, 2, True), {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, ["2 ranks and 1 GPUs"]),
     ],
@@ -94,6 +103,17 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
     assert HOST in text
     assert all(word in text for word in words), text
     assert "\n" not in text
+
+
+def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
+    for info, listed, nccl in (
+        (rank(0, 2), "MIG-a", (2, 31, 1)),
+        (rank(0, 2), "0,1", (2, 30)),
+        (rank(), "MIG-a", (2, 30)),
+    ):
+        check_mig(info, {"CUDA_VISIBLE_DEVICES": listed}, nccl)
+    with pytest.raises(MachineError, match=rf"^{HOST}: 2 ranks on MIG slices, which NCCL 2.30.4 .* give backend=gloo"):
+        check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30, 4))
 
 
 def test_the_default_backend_and_nccl_without_gpus() -> None:
@@ -111,6 +131,10 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
         (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), Kind.peer_lost, 1, "Connection closed by peer"),
         (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), Kind.peer_lost, 1, "ncclRemoteError"),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), Kind.peer_lost, 1, "remote process exited"),
+        (DistBackendError("NCCL communicator was aborted on rank 1."), Kind.peer_lost, 1, "was aborted"),
+        (DistBackendError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL("), Kind.timeout, 1, "Watchdog caught"),
+        (DistBackendError("unhandled system error\nncclSystemError: System"), Kind.peer_lost, 1, "ncclSystemError: System"),
+        (DistBackendError("invalid usage\nncclInvalidUsage: This"), Kind.error, 1, "DistBackendError: ncclInvalidUsage: This"),
         (RuntimeError("Socket Timeout"), Kind.timeout, 1, "Socket Timeout"),
         (RuntimeError("the loss at step 3 is nan"), Kind.error, 1, "RuntimeError: the loss at step 3 is nan"),
         (ValueError("Connection reset by peer"), Kind.error, 1, "ValueError: Connection reset by peer"),
@@ -131,6 +155,19 @@ def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(MachineError, match=rf"^{HOST}: cuda:1 cannot be used .*; sbatch --exclude={HOST} excludes"):
         take_gpu(torch.device("cuda", 1))
+
+
+def test_of_an_nccl_error_the_line_holds_its_code_and_the_last_error() -> None:
+    text = (
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:328, unhandled system error (run with NCCL_DEBUG=INFO "
+        f"for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) {'x' * 300} \nLast error:\n"
+        "socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
+    )
+    error = DistBackendError(text)
+    line = "DistBackendError: ncclSystemError: socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
+    assert torch_errors.text_of(error) == line
+    assert torch_errors.text_of(RuntimeError(text)).startswith("RuntimeError: NCCL error in")  # of another library
+    assert torch_errors.text_of(DistBackendError("ncclInvalidUsage: This\nuses")).endswith("This uses")
 
 
 @pytest.mark.parametrize(
