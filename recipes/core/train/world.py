@@ -282,12 +282,21 @@ class World:
             parallel = DistributedDataParallel(
                 model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
             )
+        parallel.broadcast_buffers = _needs_buffers(model)  # in each forward pass, as the constructor has done
         # A forward pass begins with a broadcast of rank 0's buffers, if any. Ranks that wait for it count as ahead of ranks that have not
         # arrived.
         parallel.register_forward_pre_hook(
             lambda *inputs: self.pulse.beat(watchdog.FORWARD) if parallel.training else None
         )
         return parallel
+
+
+def _needs_buffers(model: nn.Module) -> bool:
+    """Whether the ranks need equal buffers in each forward pass. Those of batch normalisation matter to an evaluation only, which copies
+    rank 0's: see `loop.evaluation`."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    return any(id(buffer) not in of_norms for buffer in model.buffers())
 
 
 def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
