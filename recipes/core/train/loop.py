@@ -165,7 +165,9 @@ def steps(
         while state.step < ends.total and not run.stopping:
             epoch, first_batch = divmod(state.step, batches.per_epoch)
             pulse.beat(watchdog.DATA, state.step)
+            ends.meter.wait_begins()
             for shard in batches.epoch(epoch, first_batch):
+                ends.meter.wait_ends()
                 state.optimizer.zero_grad(set_to_none=True)
                 step = Step(run, model, shard, cfg.accumulate, calls, shard.batch == batches.per_epoch - 1)
                 yield step
@@ -173,6 +175,7 @@ def steps(
                 if ends.end(step):
                     break
                 pulse.beat(watchdog.DATA)
+                ends.meter.wait_begins()
         run.samples, run.train_s = ends.meter.samples, ends.meter.train_s
         if state.meta.get("unevaluated") and not run.stopping:
             ends.evaluate_late()
@@ -270,7 +273,8 @@ class _StepEnds:
     def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:
         """Evaluates, writes a row and saves, as this step requires. Returns why the run stops, "" if it does not."""
         run, shard = self.run, step.shard
-        row = {"epoch": shard.epoch, "loss": loss / shard.global_size, "lr": step.lr, "speed": self.meter.lap()}
+        speed, waited = self.meter.lap()
+        row = {"epoch": shard.epoch, "loss": loss / shard.global_size, "lr": step.lr, "speed": speed, "waited": waited}
         run.results = {}
         if ends_epoch and not stop:
             self._evaluate()
@@ -309,13 +313,16 @@ class _StepEnds:
                 run.save(best=True, wait=True)
 
 
-def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None:
-    """Writes a row of ``metrics.jsonl`` and a log line, on rank 0. loss, speed (samples/s): over all ranks. Called by all ranks."""
+def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float, waited: float = 0.0) -> None:
+    """Writes a row of ``metrics.jsonl`` and a log line, on rank 0. Called by all ranks.
+
+    loss, speed (samples/s): over all ranks. waited: the share of the time in which rank 0 waited for data.
+    """
     run.world.pulse.beat(watchdog.SAVING, run.step)
     if not run.rows:
         return
     row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "epoch": epoch, "loss": loss, "lr": lr}
-    row["samples_per_second"] = round(speed, 1)
+    row |= {"samples_per_second": round(speed, 1), "data_wait": round(waited, 3)}
     results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})
     shown = f"epoch {epoch + 1}  step {run.step}  loss {loss:.4f}  lr {lr:.2g}  {speed:,.0f} samples/s"
@@ -327,22 +334,35 @@ def _shown(results: Mapping[str, Any]) -> str:
 
 
 class _Meter:
-    """Counts samples and seconds of training, without evaluation, saving and suspension. Also paces the progress line."""
+    """Counts samples and seconds of training, without evaluation, saving and suspension. Also paces the progress line.
+
+    wait_begins, wait_ends: called around the wait for a batch.
+    """
 
     def __init__(self, running: RunningClock) -> None:
         self._now = running.now
         self.samples, self.train_s = 0, 0.0
         self.lap_samples, self._lap_start = 0, self._now()
         self._progress_at = self._lap_start
+        self._waited_s, self._wait_start = 0.0, self._lap_start
 
-    def lap(self) -> float:
-        """Ends an interval of training and returns its samples per second. Called before and after work that is not training."""
+    def wait_begins(self) -> None:
+        self._wait_start = self._now()
+
+    def wait_ends(self) -> None:
+        self._waited_s += self._now() - self._wait_start
+
+    def lap(self) -> tuple[float, float]:
+        """Ends an interval of training. Returns its samples per second, and the share of it in which a step waited for its batch.
+
+        Called before and after work that is not training.
+        """
         seconds = self._now() - self._lap_start
-        speed = self.lap_samples / seconds if self.lap_samples else 0.0
+        speed, waited = (self.lap_samples / seconds, self._waited_s / seconds) if self.lap_samples else (0.0, 0.0)
         if self.lap_samples:
             self.samples, self.train_s = self.samples + self.lap_samples, self.train_s + seconds
-        self.lap_samples, self._lap_start = 0, self._now()
-        return speed
+        self.lap_samples, self._waited_s, self._lap_start = 0, 0.0, self._now()
+        return speed, waited
 
     def progress_due(self) -> bool:
         due = self._now() - self._progress_at >= PROGRESS_EVERY_S

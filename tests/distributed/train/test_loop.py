@@ -26,7 +26,7 @@ from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
 from recipes.core import errors
-from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.errors import Kind, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
@@ -246,19 +246,26 @@ def test_the_rank_that_is_behind_is_named(
     assert world.behind() == named
 
 
-def test_rows_and_summary_have_the_learning_rate_and_the_training_speed(
+def test_rows_and_summary_have_the_learning_rate_the_training_speed_and_the_wait_for_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained, begin = Trained(tmp_path), time.monotonic()
+    trained, begin, epoch = Trained(tmp_path), time.monotonic(), GlobalBatches.epoch
+
+    def slow(batches: GlobalBatches, number: int, first_batch: int = 0) -> Iterator[Shard]:
+        for shard in epoch(batches, number, first_batch):
+            trained.now += 0.5
+            yield shard
+
     monkeypatch.setattr(watchdog.RunningClock, "now", lambda clock: trained.now)
+    monkeypatch.setattr(GlobalBatches, "epoch", slow)
     _, run = trained.run(resumes=True, epochs=3, log_every_steps=1, checkpoint_every_steps=1)
     took_s = time.monotonic() - begin
-    found = [(r["step"], r["epoch"], r["lr"], r["samples_per_second"]) for r in helpers.rows(tmp_path)]
-    assert found == [(step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.5) for step in range(1, 7)]
+    found = [(r["step"], r["epoch"], r["lr"], r["samples_per_second"], r["data_wait"]) for r in helpers.rows(tmp_path)]
+    assert found == [(step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.0, 0.2) for step in range(1, 7)]
     assert [row.get("val_top1") for row in helpers.rows(tmp_path)] == [None, 1.0, None, 2.0, None, 3.0]
-    assert (run.samples, run.train_s) == (30, 12.0)
+    assert (run.samples, run.train_s) == (30, 15.0)
     summary = helpers.read(tmp_path, "summary")
-    expected = {"steps": 6, "samples_per_second": 2.5, "restarts": 0, "resumed_from_step": None, "val_top1": 3.0}
+    expected = {"steps": 6, "samples_per_second": 2.0, "restarts": 0, "resumed_from_step": None, "val_top1": 3.0}
     assert expected.items() <= summary.items()
     assert 0 < summary["wall_seconds"] < took_s
     status = helpers.read(tmp_path, "status")
