@@ -93,7 +93,6 @@ def side(cfg: Config, epochs: int, epoch: int) -> int:
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
     sets = (
         in_memory.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else in_memory.fake(50_000, 10_000, (3, 32, 32), 10)
     )

@@ -81,7 +81,6 @@ def mixed(cfg: Config, shard: LoadedShard, x: Tensor) -> tuple[Tensor, Tensor, f
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     batches.require_full(run.ranks, cfg.accumulate)

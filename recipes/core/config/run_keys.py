@@ -25,6 +25,7 @@ class Backend(Enum):
 class Dtype(Enum):
     auto = "auto"
     float32 = "float32"
+    tf32 = "tf32"
     bfloat16 = "bfloat16"
 
 
@@ -102,6 +103,7 @@ class RecipeKeys:
     starts_a_run: ClassVar[bool] = True
     epochs: ClassVar[int] = 0
     evaluate: ClassVar[bool] = False
+    deterministic: ClassVar[bool] = False
     seed: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
@@ -136,7 +138,14 @@ class TrainKeys:
         1, "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
         low=1, may_change=True,
     )  # fmt: skip
-    dtype: Dtype = declare.key(Dtype.float32, "float32; bfloat16 (autocast); auto: bfloat16 on GPUs that support it")
+    dtype: Dtype = declare.key(
+        Dtype.float32,
+        "float32; tf32: float32, whose factors GPUs round to 10 bits; bfloat16 (autocast); auto: bfloat16 on GPUs that support it",
+    )
+    deterministic: bool = declare.key(
+        False, "use deterministic algorithms only: on GPUs, the same run gives the same result to the bit; slower",
+        may_change=True,
+    )  # fmt: skip
     compile: bool = declare.key(False, "compile the model with torch.compile", may_change=True)
     evaluate: bool = declare.key(
         False, "evaluate the newest checkpoint (or resume=PATH) without training", may_change=True,

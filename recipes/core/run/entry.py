@@ -104,6 +104,8 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         os.environ.update(network.settings(interface, os.environ))
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
+    if settings.config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses cuBLAS
     return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
 
 

@@ -13,16 +13,30 @@ from recipes.core.train.run import Run
 
 
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
-    """The forward pass in bfloat16 if ``dtype`` says so, or if it is auto and the GPUs of all ranks support it. A collective."""
-    device, lower, why = run.world.device, cfg.dtype is Dtype.bfloat16, "auto"
+    """The context of the forward pass for ``dtype``. auto: bfloat16 if the GPUs of all ranks support it. A collective.
+
+    Also sets, for the whole process, how GPUs multiply float32, and whether only deterministic algorithms are used.
+    """
+    device, chosen, why = run.world.device, cfg.dtype, ""
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     # Every rank takes part, whatever its keys: they have not been compared yet.
     with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
     if cfg.dtype is Dtype.auto:
-        lower = with_it == run.world.size
-        why += f"; {with_it} of {run.world.size} GPUs have bfloat16" if with_it and not lower else ""
-        run.say(f"dtype: {'bfloat16' if lower else 'float32'} ({why})")
-    return torch.autocast(device.type, torch.bfloat16, enabled=lower)
+        chosen = Dtype.bfloat16 if with_it == run.world.size else Dtype.float32
+        some = f"; {with_it} of {run.world.size} GPUs have bfloat16" if 0 < with_it < run.world.size else ""
+        why = f" (auto{some})"
+    run.say(f"dtype: {chosen.name}{why}{', deterministic' if cfg.deterministic else ''}")
+    _choose_kernels(device, chosen, cfg.deterministic)
+    return torch.autocast(device.type, torch.bfloat16, enabled=chosen is Dtype.bfloat16)
+
+
+def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> None:
+    if device.type == "cuda":
+        # torch's default for convolutions is TF32. torch.compile reads these names, not the newer fp32_precision.
+        torch.backends.cudnn.allow_tf32 = dtype is Dtype.tf32
+        torch.set_float32_matmul_precision("high" if dtype is Dtype.tf32 else "highest")
+    torch.backends.cudnn.benchmark = not deterministic  # shapes do not change from step to step
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -> float:
@@ -69,13 +83,13 @@ class _Average(swa_utils.AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         mine, its = ([*of.parameters(), *of.buffers()] for of in (self.module, model))
         blended = [bool(self.n_averaged) and one.is_floating_point() for one in mine]
+        copied = [not one for one in blended]
         if any(blended):
             torch._foreach_lerp_(
-                list(itertools.compress(mine, blended)), list(itertools.compress(its, blended)), 1 - self._decay
+                [*itertools.compress(mine, blended)], [*itertools.compress(its, blended)], 1 - self._decay
             )
-        for one, other, is_done in zip(mine, its, blended, strict=True):
-            if not is_done:
-                one.copy_(other)
+        if any(copied):
+            torch._foreach_copy_([*itertools.compress(mine, copied)], [*itertools.compress(its, copied)])
         self.n_averaged += 1
 
 

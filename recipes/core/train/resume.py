@@ -22,7 +22,7 @@ from recipes.core.train.world import World, parsed
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
 OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of these keys as the training
 # If one of these differs, a resumed run is not bitwise equal to an uninterrupted one.
-OF_THE_BITS = ("torch", "world_size", "cpu_threads")
+OF_THE_BITS = ("torch", "world_size", "cpu_threads", "device")
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,14 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     before, now = meta.get("code") or {}, state.meta["code"]
     if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
         run.say(f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}")
-    other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
+    pairs = {
+        name: (meta.get(name), state.meta[name]) for name in OF_THE_BITS if name in meta
+    }  # earlier versions saved no device
+    other = [f"{name}={saved} becomes {mine}" for name, (saved, mine) in pairs.items() if saved != mine]
+    if run.world.device.type == "cuda" and not run.settings.config.deterministic:
+        other.append("deterministic=false")
     if other and not evaluate:
-        words = "; ".join(f"{name}={meta.get(name)} becomes {state.meta[name]}" for name in other)
+        words = "; ".join(other)
         run.say(f"samples and order are unchanged, but results will not be bitwise identical ({words})")
 
 

@@ -28,6 +28,7 @@ from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
+from recipes.core.train.device import device_name
 from recipes.core.train.resume import Context
 from recipes.core.train.world import World
 
@@ -133,6 +134,7 @@ class Run:
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
+            "device": device_name(self.world.device),
             "code": source.loaded(ROOT) if self.world.rank == 0 else {},  # rank 0 saves and compares it
             "best": None,  # best evaluation so far: val_top1 and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation

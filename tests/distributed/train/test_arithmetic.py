@@ -15,6 +15,7 @@ from recipes import toy
 from recipes.conf.toy import Config
 from recipes.core.config.run_keys import Dtype
 from recipes.core.train import loop, metrics, optimisation
+from recipes.core.train import world as worlds
 from tests.distributed import one_rank
 
 RUN: Any = SimpleNamespace(say=print)
@@ -69,6 +70,26 @@ def test_bfloat16_is_used_by_all_ranks_or_none() -> None:
         world = SimpleNamespace(device=torch.device("cpu"), size=2, sum=lambda values, more=with_it: values + more)
         with optimisation.autocast(cast(Any, SimpleNamespace(say=print, world=world)), Config(dtype=Dtype[name])):
             assert torch.is_autocast_enabled("cpu") == lower
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "rounds"), [("float32", True, False), ("tf32", False, True), ("bfloat16", True, False)]
+)
+def test_how_gpus_multiply_float32(dtype: str, deterministic: bool, rounds: bool) -> None:
+    try:
+        optimisation._choose_kernels(torch.device("cuda"), Dtype[dtype], deterministic)
+        assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (rounds, rounds)
+        assert torch.backends.cudnn.benchmark is not deterministic
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+    finally:
+        optimisation._choose_kernels(torch.device("cpu"), Dtype.float32, False)
+
+
+def test_buffers_of_batch_norms_are_not_copied_in_each_forward_pass() -> None:
+    norm = nn.Sequential(nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1))
+    own = nn.Sequential(nn.BatchNorm2d(1))
+    own.register_buffer("queue", torch.zeros(1))
+    assert [worlds._needs_buffers(net) for net in (norm, own, nn.Linear(1, 1))] == [False, True, False]
 
 
 def test_the_number_of_steps() -> None:
