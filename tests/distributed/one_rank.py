@@ -27,6 +27,7 @@ from recipes.core.train.world import World
 from tests import helpers
 
 CPU = torch.device("cpu")
+DEVICE = CPU  # of the world that the recipe gets
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def train(
         (folder / part).mkdir(parents=True, exist_ok=True)
     with process_group(start, CPU) as world, monkeypatch.context() as patched:
         place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
-        world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size)
+        world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size, device=DEVICE)
         patched.setattr(World, "broadcast_text", lambda self, name, text="": text)
         patched.setattr(World, "gather", lambda self, content: [content] * size)
         patched.setattr(World, "together", lambda self, name, work: work(lambda progress: None))

@@ -4,7 +4,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -89,6 +88,12 @@ def fake(train: int, test: int, shape: tuple[int, int, int], classes: int) -> tu
     return part(train), part(test)
 
 
+def _mirrored(side: int, reach: int) -> Tensor:
+    """The indices of ``side`` pixels with ``reach`` mirrored ones before and after them."""
+    index = torch.arange(-reach, side + reach).abs()
+    return side - 1 - (side - 1 - index).abs()
+
+
 class AugmentedImages:
     """Images of a set with random shifts, flips and cutouts, drawn for each image and epoch.
 
@@ -114,11 +119,12 @@ class AugmentedImages:
         self._reach, self._flip, self._cutout, self._fill = reach, flip, cutout, fill
         self._row = (self._width + 2 * reach) * self._channels
         self._stride = (self._height + 2 * reach) * self._row
+        padded = functional.pad(images, (reach,) * 4)
+        if reflect:  # torch's own reflection does not support uint8
+            rows, columns = (_mirrored(side, reach).to(images.device) for side in images.shape[2:])
+            padded = images.index_select(2, rows).index_select(3, columns)
         # Rows of pixels with all channels: a run of bytes is an image in channels_last.
-        around = ((0, 0), (0, 0), (reach, reach), (reach, reach))
-        # By NumPy: torch's reflection padding does not support uint8.
-        padded = torch.from_numpy(np.pad(images.cpu().numpy(), around, "reflect" if reflect else "constant"))
-        padded = padded.to(images.device).permute(0, 2, 3, 1).flatten()
+        padded = padded.permute(0, 2, 3, 1).flatten()
         # Makes room for the last image's lowest, rightmost run.
         padded = functional.pad(padded, (0, 2 * reach * self._channels))
         self._runs = padded.unfold(0, self._height * self._row, 1)  # a view: run i is the bytes from i on
