@@ -90,6 +90,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         train_set, batches, size=lambda epoch: side(cfg, epochs, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
         workers=cfg.num_workers, device=world.device, warn=run.warn,
     )  # fmt: skip
+    run.say(f"decoder: {loader.decoder.name}")
     net = make_net(cfg, run, len(train_set.classes))
     model = world.parallel(net, compile=cfg.compile)
     optimizer = make_optimizer(cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))

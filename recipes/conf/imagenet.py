@@ -21,6 +21,8 @@ class Schedule(Enum):
 
 
 class Decoder(Enum):
+    auto = "auto"
+    torchcodec = "torchcodec"
     torchvision = "torchvision"
     opencv = "opencv"
 
@@ -38,8 +40,8 @@ class Config(TrainKeys):
         path=True,
     )
     decoder: Decoder = key(
-        Decoder.torchvision,
-        "torchvision: the same pixels as PIL; opencv: faster, slightly different pixels (not antialiased)",
+        Decoder.auto,
+        "auto: torchcodec if it is installed, else torchvision: both give the same pixels as PIL; opencv: faster, slightly different pixels (not antialiased)",
     )
     num_workers: int = key(6, "threads per rank that decode images; 0: decode in the main thread", low=0, high=1024)
     arch: str = key(

@@ -1,8 +1,9 @@
-"""Decoders: JPEG bytes to RGB pixels, by torchvision or OpenCV, and by Pillow for what these cannot read."""
+"""Decoders: JPEG bytes to RGB pixels, by torchcodec, torchvision or OpenCV, and by Pillow for what these cannot read."""
 
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, one_line
 
 JPEG_START = b"\xff\xd8"
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
@@ -34,11 +35,32 @@ class Decoder:
 
 
 def make_decoder(name: str) -> Decoder:
-    """torchvision: the same pixels as Pillow and torchvision's transforms, within 1. opencv: faster, but other pixels.
+    """torchcodec, torchvision: the same pixels as Pillow and torchvision's transforms, within 1. opencv: faster, but other pixels.
 
-    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. Raises InputError where a library is missing.
+    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. auto: torchcodec where it is installed, else
+    torchvision, whose decoders are deprecated since 0.29. Raises InputError where a library is missing.
     """
-    return _opencv() if name == "opencv" else _torchvision()
+    if name == "auto":
+        try:
+            return _torchcodec()
+        except InputError:
+            return _torchvision()
+    return {"torchcodec": _torchcodec, "torchvision": _torchvision, "opencv": _opencv}[name]()
+
+
+def _torchcodec() -> Decoder:
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (ImportError, OSError, RuntimeError) as error:  # not installed, or made for another torch
+        raise InputError(
+            f"decoder=torchcodec: cannot be loaded ({one_line(error, 80)}): pip install 'torchcodec>=0.16', or leave decoder= out"
+        ) from None
+
+    def decode(data: bytes) -> Pixels:  # RGB, with EXIF's orientation
+        tensor = cast(torch.Tensor, decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+        return tensor.permute(1, 2, 0).numpy()
+
+    return Decoder("torchcodec", decode, _resize)
 
 
 def _torchvision() -> Decoder:
@@ -57,14 +79,15 @@ def _torchvision() -> Decoder:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return decode_jpeg(tensor, 3, True).permute(1, 2, 0).numpy()  # 3: RGB; True: EXIF's orientation
 
-    def resize(pixels: Pixels, out: Pixels) -> None:
-        # Contiguous: torch would otherwise copy with its own threads, in each of ours. Writable: torch would otherwise warn.
-        # Made a batch of one before the axes are permuted: torch then sees channels_last, and its result needs no transposing.
-        source = torch.from_numpy(np.require(pixels, None, ["C", "W"]))[None].permute(0, 3, 1, 2)
-        done = functional.interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
-        out[...] = done[0].permute(1, 2, 0).numpy()
+    return Decoder("torchvision", decode, _resize)
 
-    return Decoder("torchvision", decode, resize)
+
+def _resize(pixels: Pixels, out: Pixels) -> None:
+    # Contiguous: torch would otherwise copy with its own threads, in each of ours. Writable: torch would otherwise warn.
+    # Made a batch of one before the axes are permuted: torch then sees channels_last, and its result needs no transposing.
+    source = torch.from_numpy(np.require(pixels, None, ["C", "W"]))[None].permute(0, 3, 1, 2)
+    done = functional.interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
+    out[...] = done[0].permute(1, 2, 0).numpy()
 
 
 def _opencv() -> Decoder:

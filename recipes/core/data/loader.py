@@ -70,7 +70,7 @@ class Loader:
     ) -> None:
         assert len(images) == batches.num_samples
         self._images, self._batches, self._size, self._min_crop = images, batches, size, min_crop
-        self._decoder, self._workers, self._warn = decode.make_decoder(decoder), workers, warn
+        self.decoder, self._workers, self._warn = decode.make_decoder(decoder), workers, warn
         self._to = _Mover(device)
         # Of each sample that this rank could not read: whether it is for training, and its name.
         self.skipped: set[tuple[bool, str]] = set()
@@ -104,7 +104,7 @@ class Loader:
                 crop, flip = crops.random_crop(mine, self._min_crop), mine[:, -1] < 0.5
                 samples = shard.indices.tolist()
                 host = self._to.empty(len(samples), size)
-                yield _Job(self._images, self._decoder, crop, samples, host, shard, flip)
+                yield _Job(self._images, self.decoder, crop, samples, host, shard, flip)
 
         with contextlib.closing(self._labelled(jobs())) as finished:
             for job, labels in finished:
@@ -127,7 +127,7 @@ class Loader:
         def jobs() -> Iterator[_Job]:
             for begin in range(0, len(samples), batch_size):
                 some = list(samples[begin : begin + batch_size])
-                yield _Job(images, self._decoder, crop, some, self._to.empty(len(some), size))
+                yield _Job(images, self.decoder, crop, some, self._to.empty(len(some), size))
 
         with contextlib.closing(self._labelled(jobs())) as finished:
             for job, labels in finished:

@@ -30,8 +30,10 @@ def put(path: Path, content: bytes = b"x") -> None:
     path.write_bytes(content)
 
 
-@pytest.fixture(params=["torchvision", "opencv"])
+@pytest.fixture(params=["torchcodec", "torchvision", "opencv"])
 def decoder(request: pytest.FixtureRequest) -> str:
+    if request.param == "torchcodec":
+        pytest.importorskip("torchcodec", reason="decoder=torchcodec: pip install torchcodec")
     if request.param == "opencv":
         pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
         pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")

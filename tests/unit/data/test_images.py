@@ -143,7 +143,7 @@ def test_the_exif_orientation_is_applied_as_by_pillow(decoder: str, orientation:
     data = encoded(picture(1), exif=exif, subsampling=0)
     wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     found = torch.from_numpy(make_decoder(decoder).decode(data).copy()).permute(2, 0, 1)
-    assert worst(found, wanted) <= (0 if decoder == "torchvision" else 24)
+    assert worst(found, wanted) <= (24 if decoder == "opencv" else 0)
 
 
 def test_random_boxes_have_the_distribution_of_torchvisions() -> None:
@@ -296,7 +296,7 @@ def test_images_of_other_formats_are_read(tmp_path: Path, kind: str, decoder: st
     assert labels.tolist() == [0, 0, 0]
     for i in range(3):
         whole = Image.open(tmp_path / "train" / "a" / f"{i}.JPEG").convert("RGB")
-        assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (1 if decoder == "torchvision" or by_pillow else 48)
+        assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (1 if decoder != "opencv" or by_pillow else 48)
     assert len(one.skipped) == 0
 
 
@@ -470,6 +470,13 @@ def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: 
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(InputError, match=r"^decoder=opencv: needs opencv-python-headless and simplejpeg: pip install"):
         make_decoder("opencv")
+
+
+def test_without_torchcodec_the_default_decoder_is_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    assert make_decoder("auto").name == "torchvision"
+    with pytest.raises(InputError, match=r"^decoder=torchcodec: cannot be loaded .*: pip install 'torchcodec>=0.16'"):
+        make_decoder("torchcodec")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
