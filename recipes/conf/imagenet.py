@@ -43,7 +43,10 @@ class Config(TrainKeys):
         Decoder.auto,
         "auto: torchcodec if it is installed, else torchvision: both give the same pixels as PIL; opencv: faster, slightly different pixels (not antialiased)",
     )
-    num_workers: int = key(6, "threads per rank that decode images; 0: decode in the main thread", low=0, high=1024)
+    num_workers: int = key(
+        -1, "threads per rank that decode images; -1: one fewer than the CPUs of a rank, at most 16; 0: decode in the main thread",
+        low=-1, high=1024,
+    )  # fmt: skip
     arch: str = key(
         "resnet50", "any classification model of torchvision",
         pattern=r"[a-z][a-z0-9_]{0,63}", form="the name of a model",

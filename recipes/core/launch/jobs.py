@@ -16,7 +16,10 @@ from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
 
-GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
+GPU_CPUS, CPU_WORKERS = (
+    8,
+    6,
+)  # default number of CPUs of a rank that has a GPU, and for the loader of a rank without one
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     _check_keys(settings, gpus_by)
     ranks = 1 if job.gpus else ranks_per_node(job, settings.run.device)
     workers = getattr(settings.config, "num_workers", 0)
+    workers = CPU_WORKERS if workers < 0 else workers
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
     require_printable(root, base)
     words = settings.absolute(settings.typed, base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import shutil
 import signal
 import sys
@@ -464,6 +465,25 @@ def test_a_stop_signal_ends_the_staging(packed: Path, tmp_path: Path) -> None:
     images.open_sets(run, **keys(data_dir=packed, stage_dir=str(tmp_path / "disk")))
     run.stop.reason = signal.SIGTERM.name  # nothing is to be copied, and the step loop is who stops
     images.open_sets(run, **keys(data_dir=packed, stage_dir=str(tmp_path / "disk")))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "allowed", "environ", "threads"),
+    [
+        (0, 8, {}, 0), (5, 8, {}, 5), (-1, 8, {}, 3), (-1, 8, {"SLURM_CPUS_PER_TASK": "8"}, 7), (-1, 64, {"SLURM_CPUS_PER_TASK": "6"}, 5),
+        (-1, 1, {}, 1), (-1, 256, {}, 16),
+    ],
+)  # fmt: skip
+def test_a_rank_decodes_with_the_threads_that_its_cpus_allow(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, allowed: int, environ: dict[str, str], threads: int
+) -> None:
+    """Two ranks are on the node."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    run: Any = SimpleNamespace(world=SimpleNamespace(ranks=SimpleNamespace(local_world_size=2)))
+    assert images.threads(run, wanted) == threads
 
 
 def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
         (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
         (("recipe=imagenet", "device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
+        (("recipe=imagenet", "device=cpu"), {"--cpus-per-task": "7"}),
         (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
         (("dependency=afterany:7?after:8_3+5",), {"--dependency": "afterany:7?after:8_3+5"}),
         (("mail=a@b.org",), {"--mail-user": "a@b.org", "--mail-type": "END,FAIL,REQUEUE"}),
