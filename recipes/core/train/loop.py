@@ -21,6 +21,7 @@ from recipes.core.train.agreement import Agreement
 from recipes.core.train.run import Run, require_results
 
 PROGRESS_EVERY_S = 0.5
+SMALL_PART = 32  # samples of a GPU's forward pass: with fewer, starting its kernels takes longer than computing
 # Between two sums over the ranks, whichever is shorter; at least one step. A sum costs up to a millisecond.
 AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
 Evaluate = Callable[[], Mapping[str, Any]]
@@ -209,6 +210,10 @@ class _StepEnds:
                 f"evaluate=true: {run.checkpoints.parent} has no checkpoint: give the run_dir= of a run, or resume=PATH of a checkpoint"
             )
         run.end_dry_run()
+        part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
+        if run.world.device.type == "cuda" and part < SMALL_PART:
+            given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples a GPU"
+            run.say(f"warning: {given}, which wait for the host more than they compute: a larger one, or fewer GPUs")
         if self.cfg.evaluate:
             if self._evaluate():
                 run.say(_shown(run.results))

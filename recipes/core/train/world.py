@@ -33,6 +33,7 @@ PULSE_S = 1.0  # between two reports of a rank's progress
 TORCH_TIMEOUT = datetime.timedelta(days=7)
 TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has ended
 LONGEST = 2000  # characters of a line that another rank has sent
+MOST_SHAPES = 64  # beyond torch's own limit, 8, the model would run uncompiled
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
 ERRORS_OF_ALL = (Stopped, InputError, MachineError)  # `World.together` raises them on all ranks
 
@@ -274,7 +275,9 @@ class World:
             if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # another user could create torch's own folder in /tmp
                 own = files.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}", "set TMPDIR")
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
-            model = cast(nn.Module, torch.compile(model))
+            # One graph for each shape of images, not one for all: it is faster, and progressive sizes have few shapes.
+            torch._dynamo.config.recompile_limit = MOST_SHAPES
+            model = cast(nn.Module, torch.compile(model, dynamic=False))
         if self.size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None

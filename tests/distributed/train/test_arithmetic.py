@@ -92,6 +92,24 @@ def test_buffers_of_batch_norms_are_not_copied_in_each_forward_pass() -> None:
     assert [worlds._needs_buffers(net) for net in (norm, own, nn.Linear(1, 1))] == [False, True, False]
 
 
+def test_a_compiled_model_has_a_graph_for_each_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for more shapes than torch's own limit, beyond which a model is not compiled."""
+    shapes, torchs = [], torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        shapes.append(tuple(inputs[-1].shape))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda model, **how: torchs(model, backend=backend, **how))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    world: Any = SimpleNamespace(size=1)
+    net = worlds.World.parallel(world, nn.Conv2d(3, 4, 3), compile=True)
+    wanted = [(batch, 3, px, px) for px in (8, 12, 16, 20, 24) for batch in (2, 3)]
+    for shape in wanted * 2:
+        net(torch.zeros(shape))
+    assert shapes == wanted
+
+
 def test_the_number_of_steps() -> None:
     found = [loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10)) for most in (0, 7, 99)]
     assert found == [30, 7, 30]
