@@ -89,14 +89,24 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # by the position of the tensor in the content
+        self._arrived: torch.cuda.Event | None = None
 
     def take(self, content: Any) -> Any:
-        """``content`` with each tensor replaced by a copy. The copies are valid until the next call."""
+        """``content`` with each tensor replaced by a copy, which is valid from `wait` until the next call.
+
+        On a GPU the copies are queued behind the steps so far, and later steps behind the copies: the training does not wait for them.
+        """
         leaves, structure = tree_flatten(content)
         copied = [self._copy(leaf, i) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+            self._arrived = torch.cuda.Event(blocking=True)
+            self._arrived.record()
         return tree_unflatten(copied, structure)
+
+    def wait(self) -> None:
+        """Waits until the copies of the last `take` are complete."""
+        if self._arrived:
+            self._arrived.synchronize()
 
     def _copy(self, tensor: Tensor, position: int) -> Tensor:
         tensor, there = tensor.detach(), self._copies.get(position)
@@ -154,6 +164,7 @@ class Saver:
 
     def _write(self, content: Mapping[str, Any], best: bool) -> None:
         with files.writing_to(self._folder.parent, "run_dir"):
+            self._copy.wait()
             path = write(self._folder, content, self._staging, best=best)
             self._saved(path, int(content["meta"]["step"]))
             prune(self._folder, self._keep, self._keep_every_steps)
