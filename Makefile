@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 VERSIONS ?= tested-versions.txt
 
-.PHONY: help install demo test mutants alltests faults check docs bench portability clean
+.PHONY: help install demo test mutants alltests faults check docs bench gpu portability clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -46,6 +46,9 @@ docs: install ## generate the tables in docs/ from the code
 
 bench: install ## run the benchmarks against reference code; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name
 	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))
+
+gpu: ## show on one GPU, with PYTHON's own torch, that every GPU path works and how fast; OUT=file.json; DRY=true: on a CPU; ONLY=name,name
+	$(PYTHON) -m tests.gpu $(OUT) $(if $(ONLY),only=$(ONLY)) $(if $(DRY),dry=$(DRY))
 
 portability: ## install, demo and tests in chroots with Slurm 22.05, 24.11 and 26.05, and on the oldest torch and Python; root; ONLY=sid,oldest FOLDER=kept between runs
 	$(PYTHON) tests/portability.py --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(FOLDER),--folder $(FOLDER)) $(if $(TESTS),--tests "$(TESTS)") $(if $(OLDEST_PYTHON),--python $(OLDEST_PYTHON))

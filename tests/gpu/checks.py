@@ -1,0 +1,473 @@
+"""The checks of ``make gpu``. Each is a function whose docstring says what must hold: it returns figures, raises AssertionError where it
+does not hold, and `NotPossible` where this machine cannot show it. On the CPU each takes the same path, in a small size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes import cifar
+from recipes.core.data import crops, decode, image_sets, in_memory
+from recipes.core.data.in_memory import AugmentedImages
+from recipes.core.data.loader import _Mover
+from recipes.core.train import checkpoint
+from recipes.core.train.checkpoint import HostCopy
+from recipes.core.train.lars import LARS
+from recipes.core.train.optimisation import _Average
+from tests.states import digest
+
+ROOT = Path(__file__).resolve().parents[2]
+TFLOPS = {"H200": 600, "H100": 500}  # at least, of products in bfloat16
+IMAGES_PER_S = {"H200": (5500, 7500), "H100": (3850, 5250)}  # at least, of ResNet-50 in training: eager, compiled
+PAUSE_S = 0.05  # of the training at a checkpoint
+Figures = dict[str, object]
+
+
+class NotPossible(Exception):
+    """This machine cannot show it: the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a check runs. folder: an empty one."""
+
+    device: torch.device
+    folder: Path
+
+    @property
+    def dry(self) -> bool:
+        return self.device.type == "cpu"
+
+    def size(self, full: int, small: int) -> int:
+        return small if self.dry else full
+
+    def least(self, known: dict[str, Any]) -> Any:
+        """The value for this GPU in a table by GPUs; None for another one."""
+        name = "" if self.dry else torch.cuda.get_device_name()
+        return next((value for gpu, value in known.items() if gpu in name), None)
+
+    def sync(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+        """A Python command in the project's folder; stdout and stderr together."""
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env={**os.environ, **environ}, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def recipe(self, name: str, *keys: str, run: str = "run") -> list[str]:
+        """The words of a command that runs a recipe on this device."""
+        return ["-m", f"recipes.{name}", f"device={self.device.type}", f"run_dir={self.folder / run}", *keys]
+
+    def run(self, *words: str, status: int = 0, **environ: str) -> str:
+        """The output of `start`, which must end with ``status``."""
+        process = self.start(*words, **environ)
+        out, _ = process.communicate(timeout=140)
+        assert process.returncode == status, f"status {process.returncode}, not {status}: {out[-2000:]}"
+        return out
+
+    def rows(self, run: str = "run") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+
+    def summary(self, run: str = "run") -> dict[str, Any]:
+        return json.loads((self.folder / run / "summary.json").read_text())
+
+    def meet(self) -> None:
+        """A process group of this process alone."""
+        backend = "gloo" if self.dry else "nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def machine(dry: bool) -> dict[str, Any]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cpus": len(os.sched_getaffinity(0))}
+    if not dry:
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return found
+
+
+def doctor(place: Place) -> Figures:
+    """a product is right and fast, and the doctor finds no fault"""
+    figures: Figures = {}
+    if not place.dry:
+        for gpu in json.loads(place.run("-m", "recipes.core.doctor.gpucheck", "gpus").splitlines()[-1]):
+            assert gpu.get("correct"), gpu
+            figures["tflops"] = gpu["tflops"]
+            assert gpu["tflops"] >= (place.least(TFLOPS) or 0), gpu
+    place.run("-m", "recipes.doctor", f"device={place.device.type}", f"run_dir={place.folder}")
+    return figures
+
+
+def collectives(place: Place) -> Figures:
+    """every operation of one rank is right, and is timed"""
+    place.run(*place.recipe("collectives", "mode=learn", run="learn"))
+    place.run(*place.recipe("collectives", "mode=bench", f"sizes=1M..{place.size(256, 2)}M", run="bench"))
+    return {}
+
+
+def ddp(place: Place) -> Figures:
+    """gradients of DDP (channels_last, bucket views, no_sync) equal those without it"""
+    place.meet()
+    torch.manual_seed(0)
+    net = torchvision.models.resnet18(num_classes=10).to(place.device).to(memory_format=torch.channels_last)
+    x = torch.randn(16, 3, 64, 64, device=place.device).to(memory_format=torch.channels_last)
+
+    def gradients(model: nn.Module, parallel: bool) -> list[Tensor]:
+        net.zero_grad(set_to_none=True)
+        for part, is_last in ((x[:8], False), (x[8:], True)):
+            if parallel and not is_last:
+                with model.no_sync():
+                    model(part).square().sum().backward()
+            else:
+                model(part).square().sum().backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    own = gradients(net, parallel=False)
+    devices = None if place.dry else [place.device]
+    theirs = gradients(DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True), parallel=True)
+    worst = max(float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in zip(own, theirs, strict=True))
+    assert worst < 1e-3, worst
+    return {"largest relative difference": f"{worst:.1g}"}
+
+
+def digits(place: Place) -> Figures:
+    """mnist learns scikit-learn's digits, and its first 20 losses are those of the CPU"""
+    keys = ("dataset=digits", "max_steps=20", "log_every_steps=1", "dtype=float32", "cpu_threads=4")
+    place.run(*place.recipe("mnist", *keys, run="here"))
+    place.run("-m", "recipes.mnist", "device=cpu", f"run_dir={place.folder}/cpu", *keys)
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(place.rows("here"), place.rows("cpu"), strict=True))
+    assert apart <= 1e-4, apart
+    place.run(*place.recipe("mnist", "dataset=digits", f"epochs={place.size(20, 10)}"))
+    top1 = place.summary()["val_top1"]
+    assert top1 >= 0.97, top1
+    return {"losses differ by at most": f"{apart:.1g}", "accuracy": round(top1, 4)}
+
+
+def arithmetic(place: Place) -> Figures:
+    """augmentation, normalisation, mixup, LARS and averaged weights are those of the CPU"""
+    train, _ = in_memory.fake(256, 1, (3, 32, 32), 10)
+    random, order = torch.Generator().manual_seed(0), torch.randperm(256)
+
+    def crop(device: torch.device) -> Tensor:
+        images = AugmentedImages(train.images.to(device), 4, reflect=True, flip=True, cutout=8, fill=121)
+        images.draw(0, 1)
+        return images.take(order.to(device))
+
+    here, there = crop(place.device), crop(torch.device("cpu"))
+    assert torch.equal(here.cpu(), there)
+    mean, std = (torch.tensor(values) for values in (cifar.MEAN, cifar.STD))
+    pixels = in_memory.normalise(here, mean.to(place.device), std.to(place.device))
+    worst = float((pixels.cpu() - in_memory.normalise(there, mean, std)).abs().max())
+    net, weights = nn.Linear(64, 8), torch.randn(8, 64, generator=random)
+    nets = [nn.Linear(64, 8) for _ in range(2)]
+    for one, device in zip(nets, (place.device, torch.device("cpu")), strict=True):
+        one.load_state_dict(net.state_dict())
+        one.to(device)
+        average, optimizer = _Average(one, 0.9), LARS(one.parameters(), 0.1, weight_decay=1e-4)
+        for _ in range(3):
+            one.weight.grad, one.bias.grad = weights.to(device), weights[:, 0].to(device)
+            optimizer.step()
+            average.update_parameters(one)
+        one.average = average.module
+    for a, b in zip(nets[0].state_dict().values(), nets[1].state_dict().values(), strict=True):
+        worst = max(worst, float((a.cpu() - b).abs().max()))
+    assert worst <= 1e-6, worst
+    return {"largest difference": f"{worst:.1g}"}
+
+
+NO_SYNC = """
+import sys
+from recipes.core.run import entry
+START = entry.begin("cifar", sys.argv[1:])
+import torch
+from recipes import cifar
+from recipes.core.train import loop, session
+def mode(name):
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(name)
+record = loop._StepEnds._record
+def rows_may_wait(ends, *step):
+    mode("default")
+    stop = record(ends, *step)
+    mode("default" if ends.run.step == ends.total else "error")
+    return stop
+loop._StepEnds._record = rows_may_wait
+session.run(cifar.main, START)
+"""
+
+
+def no_sync(place: Place) -> Figures:
+    """steps between two rows never wait for the GPU"""
+    steps = place.size(50, 4)
+    keys = ("dataset=fake", "variant=fast", f"max_steps={steps}", "log_every_steps=1000", "tta=false")
+    place.run("-c", NO_SYNC, f"device={place.device.type}", f"run_dir={place.folder}/run", *keys)
+    assert place.summary()["steps"] == steps
+    return {"steps": steps}
+
+
+def mover(place: Place) -> Figures:
+    """batches arrive whole while the GPU is busy, although their host memory is used again at once"""
+    move, count = _Mover(place.device), place.size(300, 10)
+    weights = torch.randint(1, 1000, (8, 64, 64, 3), device=place.device)
+    found, expected = [], []
+    for number in range(count):
+        host = move.empty(8, 64)
+        host.random_(0, 256, generator=torch.Generator().manual_seed(number))
+        expected.append(int((host.long() * weights.cpu()).sum()))
+        if not place.dry:
+            torch.cuda._sleep(2_000_000)
+        moved = move(host.permute(0, 3, 1, 2))
+        del host
+        poison = move.empty(8, 64)  # torch may give the same memory, but only after its copy
+        poison.fill_(255)
+        found.append((moved.permute(0, 2, 3, 1).long() * weights).sum())
+    assert [int(one) for one in found] == expected
+    return {"batches": count}
+
+
+def host_copy(place: Place) -> Figures:
+    """a checkpoint holds the weights of its step although later steps are queued, and stops the training for less than 50 ms"""
+    net = torchvision.models.resnet50().to(place.device) if not place.dry else nn.Linear(100, 100)
+    weights, copy = [p.detach() for p in net.parameters()], HostCopy()
+    copy.take(weights)  # allocates the memory
+    copy.wait()
+    expected = [weight.clone() for weight in weights]
+    if not place.dry:
+        torch.cuda._sleep(1_000_000_000)
+    begin = time.monotonic()
+    copied = copy.take(weights)
+    pause = time.monotonic() - begin
+    torch._foreach_add_(weights, 1.0)
+    copy.wait()
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(copied, expected, strict=True))
+    assert pause < PAUSE_S, pause
+    return {"pause": f"{1000 * pause:.1f} ms"}
+
+
+def exact_resume(place: Place) -> Figures:
+    """with deterministic=true, a run that is resumed in the middle ends with the same bits"""
+    steps = place.size(60, 4)
+    keys = ("dataset=fake", "variant=fast", f"max_steps={steps}", "global_batch_size=64")
+    every = (f"checkpoint_every_steps={steps // 2}", "keep_checkpoints=0", "deterministic=true")
+    place.run(*place.recipe("cifar", *keys, *every, run="whole"))
+    name = f"checkpoints/step-{steps // 2:08d}.pt"
+    place.run(*place.recipe("cifar", *keys, *every, f"resume={place.folder}/whole/{name}", run="resumed"))
+    last = [checkpoint.read(place.folder / run / f"checkpoints/step-{steps:08d}.pt") for run in ("whole", "resumed")]
+    assert digest(last[0]) == digest(last[1])
+    out = place.run(*place.recipe("cifar", *keys, f"resume={place.folder}/whole/{name}", run="other"))
+    assert place.dry or "deterministic=false" in out
+    return {"steps": steps}
+
+
+def ends(place: Place) -> Figures:
+    """SIGTERM saves (75), SIGKILL ends, a second SIGINT ends at once; out of memory names the fix"""
+    keys = ("dataset=fake", "arch=resnet9", "epochs=1000", "log_every_steps=1", "global_batch_size=64")
+    for number, expected in ((signal.SIGTERM, (75,)), (signal.SIGKILL, (-9,)), (signal.SIGINT, (130, -2))):
+        process = place.start(*place.recipe("cifar", *keys, run=number.name))
+        rows = place.folder / number.name / "metrics.jsonl"
+        end = time.monotonic() + 100
+        while not (rows.exists() and rows.stat().st_size) and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(number)
+        if number is signal.SIGINT:
+            process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode in (*expected, 75), f"{number.name}: {process.returncode}: {out[-1000:]}"
+    if not place.dry:
+        out = place.run(*place.recipe("cifar", "dataset=fake", "global_batch_size=50000", run="memory"), status=1)
+        assert "use a smaller global_batch_size=, or accumulate=" in out, out[-1000:]
+    return {}
+
+
+def flight_record(place: Place) -> Figures:
+    """NCCL's flight record, which a rank writes when it lost another one, can be read"""
+    if place.dry:
+        raise NotPossible("NCCL needs a GPU")
+    place.meet()
+    dist.all_reduce(torch.ones(1, device=place.device))
+    place.sync()
+    record = torch._C._distributed_c10d._dump_nccl_trace()
+    assert record
+    return {"bytes": len(record)}
+
+
+def steps_per_s(place: Place, model: nn.Module, net: nn.Module, batch: int, px: int, count: int) -> float:
+    """Training steps per second of a classifier in bfloat16, after three steps that do not count."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True)
+    x = torch.randn(batch, 3, px, px, device=place.device).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (batch,), device=place.device)
+    begin = 0.0
+    for number in range(count + 3):
+        if number == 3:
+            place.sync()
+            begin = time.monotonic()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(place.device.type, torch.bfloat16):
+            logits = model(x).float()
+        F.cross_entropy(logits, labels, label_smoothing=0.1).backward()
+        optimizer.step()
+    place.sync()
+    return count / (time.monotonic() - begin)
+
+
+def classifier(place: Place) -> nn.Module:
+    arch = torchvision.models.resnet18 if place.dry else torchvision.models.resnet50
+    return arch().to(place.device).to(memory_format=torch.channels_last)
+
+
+def speed(place: Place) -> Figures:
+    """ResNet-50 of 224 px, eager and compiled, and the recipe, which waits for its data in at most 5 % of the time"""
+    torch.backends.cudnn.benchmark = True
+    net, batch, px = classifier(place), place.size(256, 2), place.size(224, 64)
+    eager = batch * steps_per_s(place, net, net, batch, px, place.size(40, 2))
+    compiled = torch.compile(net, dynamic=False) if not place.dry else net
+    fast = batch * steps_per_s(place, compiled, net, batch, px, place.size(40, 2))
+    small = () if not place.dry else ("arch=resnet18", "px=64", "val_px=64", "val_resize=64")
+    keys = (
+        "dataset=fake",
+        f"global_batch_size={batch}",
+        f"max_steps={place.size(120, 4)}",
+        f"log_every_steps={place.size(20, 1)}",
+        *small,
+    )
+    place.run(*place.recipe("imagenet", *keys))
+    wait = statistics.median(row["data_wait"] for row in place.rows()[2:])
+    recipe = statistics.median(row["samples_per_second"] for row in place.rows()[2:])
+    figures: Figures = {
+        "eager": f"{eager:,.0f} images/s", "compiled": f"{fast:,.0f}", "recipe": f"{recipe:,.0f}", "data_wait": wait,
+    }  # fmt: skip
+    if least := place.least(IMAGES_PER_S):
+        assert eager >= least[0], figures
+        assert fast >= least[1], figures
+        assert wait <= 0.05, figures
+    return figures
+
+
+def growing_images(place: Place) -> Figures:
+    """a compiled network at its second size is as fast as one that was compiled for that size only"""
+    if place.dry:
+        raise NotPossible("its speed on a CPU says nothing")
+    rates = {}
+    for name, sizes in (("growing", (128, 160)), ("alone", (160,))):
+        torch._dynamo.reset()
+        net = classifier(place)
+        model = torch.compile(net, dynamic=False)
+        for px in sizes:
+            rates[name] = steps_per_s(place, model, net, 256, px, 30)
+    share = rates["growing"] / rates["alone"]
+    assert share >= 0.9, share
+    return {"share": round(share, 3)}
+
+
+def decoding(place: Place) -> Figures:
+    """threads that decode images take at most 10 % of a step's speed"""
+    fake, decoder, threads = (
+        image_sets.Fake(10_000),
+        decode.make_decoder("auto"),
+        max(1, len(os.sched_getaffinity(0)) - 2),
+    )
+    crop = crops.random_crop(torch.rand(1, 2 * crops.TRIES + 3, dtype=torch.float64), 0.08)
+    over, decoded = threading.Event(), [0] * threads
+
+    def work(number: int) -> None:
+        out = torch.empty(224, 224, 3, dtype=torch.uint8).numpy()
+        while not over.is_set():
+            crop(decoder, decode.decode_any(decoder, fake.read(decoded[number])), 0, out)
+            decoded[number] += 1
+
+    net, batch, px = classifier(place), place.size(256, 2), place.size(224, 32)
+    alone = steps_per_s(place, net, net, batch, px, place.size(30, 3))
+    with ThreadPoolExecutor(threads) as pool:
+        begin = time.monotonic()
+        for number in range(threads):
+            pool.submit(work, number)
+        beside = steps_per_s(place, net, net, batch, px, place.size(30, 3))
+        over.set()
+    rate = sum(decoded) / (time.monotonic() - begin)
+    figures: Figures = {
+        "decoder": decoder.name,
+        "images/s a thread": f"{rate / threads:,.0f}",
+        "step": f"{alone / beside:.3f}",
+    }
+    assert place.dry or alone / beside <= 1.1, figures
+    return figures
+
+
+def shared_gpu(place: Place) -> Figures:
+    """two ranks on one GPU over gloo have the loss of one rank; a killed rank is named"""
+    keys = (
+        "dataset=digits",
+        "global_batch_size=63",
+        "max_steps=20",
+        "log_every_steps=1",
+        "backend=gloo",
+        "cpu_threads=1",
+    )
+    environ = {} if place.dry else {"CUDA_VISIBLE_DEVICES": "0"}
+    place.run(*place.recipe("mnist", *keys, run="one"), **environ)
+    launch = ("launch.py", "recipe=mnist", "launcher=local", "ranks_per_node=2", f"device={place.device.type}")
+    place.run(*launch, f"run_dir={place.folder}/two", *keys, **environ)
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(place.rows("one"), place.rows("two"), strict=True))
+    assert apart <= 1e-3, apart
+    return {"losses differ by at most": f"{apart:.1g}"}
+
+
+def accuracy(place: Place) -> Figures:
+    """cifar's variants on CIFAR-10, where RECIPES_DATA has it"""
+    if place.dry or not os.environ.get("RECIPES_DATA"):
+        raise NotPossible("needs a GPU, and RECIPES_DATA with CIFAR-10 as `recipes.prepare cifar10` writes it")
+    figures: Figures = {}
+    for seed in range(5):
+        place.run(*place.recipe("cifar", "variant=fast", f"seed={seed}", run=f"fast-{seed}"))
+    found = [place.summary(f"fast-{seed}") for seed in range(5)]
+    figures["fast"] = round(statistics.fmean(one["val_top1"] for one in found), 4)
+    figures["fast, seconds"] = round(statistics.median(one["wall_seconds"] for one in found), 1)
+    return figures
+
+
+_ALL: tuple[Callable[[Place], Figures], ...] = (
+    doctor, collectives, ddp, digits, arithmetic, no_sync, mover, host_copy, exact_resume, ends, flight_record, speed, growing_images,
+    decoding, shared_gpu, accuracy,
+)  # fmt: skip
+CHECKS = {check.__name__: check for check in _ALL}
+
+
+def main(name: str, folder: str, device: str) -> None:
+    place = Place(torch.device(device, 0) if device == "cuda" else torch.device(device), Path(folder))
+    if not place.dry:
+        torch.cuda.set_device(place.device)
+    try:
+        print(json.dumps({"result": "pass", "figures": CHECKS[name](place)}))
+    except NotPossible as why:
+        print(json.dumps({"result": "not possible", "why": str(why)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # without the teardown of a process group
