@@ -126,6 +126,7 @@ TABLE: dict[str, How] = {
     "make faults": tool(swap=SHOWN, says="pytest tests/faults -n 2", only="it runs other tests, for minutes"),
     "make mutants ONLY=config": tool(swap=SHOWN, says="tests.mutations workers=2 only=config", only="it runs other tests, for minutes"),
     "make bench ONLY=checkpoint": tool(swap=SHOWN, says="tests.benchmarks +only=checkpoint", only="a target can be missed on a busy machine"),
+    "make gpu OUT=gpu.json": tool(swap=SHOWN, says="-m tests.gpu gpu.json", only="it needs a GPU"),
     "make portability": tool(swap=SHOWN, says="tests/portability.py --workers 2", only="it installs three systems"),
     "make docs": tool(),
     # README.md

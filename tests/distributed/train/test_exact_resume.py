@@ -27,7 +27,8 @@ def each_step(run, where):
 
 def main(cfg, run):
     results = broken.main(cfg, run)
-    run.world.broadcast_buffers(run.state.ema)  # those of rank 0 are saved, and used in an evaluation
+    for net in (run.state.model, run.state.ema):  # rank 0's are saved, and used in an evaluation
+        run.world.broadcast_buffers(net)
     content = checkpoint.content_of(run.state, {}, [checkpoint.rng_state(run.world.device)])
     print(f"state of rank {run.world.rank}: {states.digest(content)}", flush=True)
     return results

@@ -173,7 +173,7 @@ def test_the_images_install_all_dependencies(name: str) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     blocks = re.findall(r"^(?:dependencies|digits|fast) = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)
     wanted = {found for block in blocks for found in re.findall(r'"([a-z-]+)[<>=]', block)}
-    assert len(wanted) == 7
+    assert len(wanted) == 8
     assert wanted == set(line.split("tested-versions.txt ")[1].split())
     assert "libibverbs1 ibverbs-providers librdmacm1" in text
 
