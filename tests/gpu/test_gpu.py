@@ -1,0 +1,38 @@
+"""The checks of ``make gpu`` take their path on a CPU; the others of them start whole runs, which other tests do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import __main__ as command
+from tests.gpu.checks import CHECKS, Place
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "mover", "host_copy"])
+def test_a_check_runs_on_a_cpu(tmp_path: Path, name: str) -> None:
+    assert CHECKS[name](Place(torch.device("cpu"), tmp_path))
+
+
+def test_the_report_has_a_result_for_each_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in its own process: one that fails does not stop the others."""
+    found = {"ddp": {"result": "fail", "why": "status -9: "}, "mover": {"result": "pass", "figures": {"batches": 10}}}
+    monkeypatch.setattr(command, "one", lambda name, dry: found[name])
+    assert command.main([str(tmp_path / "gpu.json"), "only=ddp,mover", "dry=true"]) == 1
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert [report["checks"][name]["result"] for name in found] == ["fail", "pass"]
+    assert report["machine"]["torch"] == torch.__version__
+    assert "pass         mover: batches arrive whole" in capsys.readouterr().out
+    assert command.main(["only=movr"]) == 2
+    assert "did you mean 'mover'?" in capsys.readouterr().out
+
+
+def test_a_check_that_crashes_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ROOT", Path("/"))
+    found = command.one("mover", dry=True)
+    assert (found["result"], found["why"].startswith("status 1: ")) == ("fail", True)
