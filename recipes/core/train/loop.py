@@ -15,12 +15,11 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
-from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
 from recipes.core.train.agreement import Agreement
+from recipes.core.train.meter import Meter
 from recipes.core.train.run import Run, require_results
 
-PROGRESS_EVERY_S = 0.5
 SMALL_PART = 32  # samples of a GPU's forward pass: with fewer, starting its kernels takes longer than computing
 # Between two sums over the ranks, whichever is shorter; at least one step. A sum costs up to a millisecond.
 AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
@@ -196,7 +195,7 @@ class _StepEnds:
     """What happens before, between and after the steps of a run. All ranks call every method."""
 
     def __init__(self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Evaluate) -> None:
-        self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, _Meter(run.world.clock)
+        self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, Meter(run.world.clock)
         self.total, self.first_step = total_steps(cfg, batches), run.step + 1
         self.sums: Agreement | None = None  # until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
@@ -336,40 +335,3 @@ def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float, waited:
 
 def _shown(results: Mapping[str, Any]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float))
-
-
-class _Meter:
-    """Counts samples and seconds of training, without evaluation, saving and suspension. Also paces the progress line.
-
-    wait_begins, wait_ends: called around the wait for a batch.
-    """
-
-    def __init__(self, running: RunningClock) -> None:
-        self._now = running.now
-        self.samples, self.train_s = 0, 0.0
-        self.lap_samples, self._lap_start = 0, self._now()
-        self._progress_at = self._lap_start
-        self._waited_s, self._wait_start = 0.0, self._lap_start
-
-    def wait_begins(self) -> None:
-        self._wait_start = self._now()
-
-    def wait_ends(self) -> None:
-        self._waited_s += self._now() - self._wait_start
-
-    def lap(self) -> tuple[float, float]:
-        """Ends an interval of training. Returns its samples per second, and the share of it in which a step waited for its batch.
-
-        Called before and after work that is not training.
-        """
-        seconds = self._now() - self._lap_start
-        speed, waited = (self.lap_samples / seconds, self._waited_s / seconds) if self.lap_samples else (0.0, 0.0)
-        if self.lap_samples:
-            self.samples, self.train_s = self.samples + self.lap_samples, self.train_s + seconds
-        self.lap_samples, self._waited_s, self._lap_start = 0, 0.0, self._now()
-        return speed, waited
-
-    def progress_due(self) -> bool:
-        due = self._now() - self._progress_at >= PROGRESS_EVERY_S
-        self._progress_at = self._now() if due else self._progress_at
-        return due
