@@ -55,7 +55,7 @@ class JobKeys:
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = declare.key(
-        None, "CPUs per rank; default: that of the profile, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers=", low=1, high=4096,
+        None, "CPUs per rank; default: that of the profile, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers= (6 if that is -1)", low=1, high=4096,
         sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = declare.key(

@@ -119,10 +119,11 @@ class AugmentedImages:
         self._reach, self._flip, self._cutout, self._fill = reach, flip, cutout, fill
         self._row = (self._width + 2 * reach) * self._channels
         self._stride = (self._height + 2 * reach) * self._row
-        padded = functional.pad(images, (reach,) * 4)
         if reflect:  # torch's own reflection does not support uint8
             rows, columns = (_mirrored(side, reach).to(images.device) for side in images.shape[2:])
             padded = images.index_select(2, rows).index_select(3, columns)
+        else:
+            padded = functional.pad(images, (reach,) * 4)
         # Rows of pixels with all channels: a run of bytes is an image in channels_last.
         padded = padded.permute(0, 2, 3, 1).flatten()
         # Makes room for the last image's lowest, rightmost run.

@@ -16,10 +16,8 @@ from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
 
-GPU_CPUS, CPU_WORKERS = (
-    8,
-    6,
-)  # default number of CPUs of a rank that has a GPU, and for the loader of a rank without one
+GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
+CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from recipes.core.train.run import Run
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
     """The context of the forward pass for ``dtype``. auto: bfloat16 if the GPUs of all ranks support it. A collective.
 
-    Also sets, for the whole process, how GPUs multiply float32, and whether only deterministic algorithms are used.
+    Also sets, for the whole process, how GPUs multiply float32 and how cuDNN chooses its algorithms.
     """
     device, chosen, why = run.world.device, cfg.dtype, ""
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -36,7 +36,6 @@ def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> 
         torch.backends.cudnn.allow_tf32 = dtype is Dtype.tf32
         torch.set_float32_matmul_precision("high" if dtype is Dtype.tf32 else "highest")
     torch.backends.cudnn.benchmark = not deterministic  # shapes do not change from step to step
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -> float:

@@ -139,10 +139,8 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     before, now = meta.get("code") or {}, state.meta["code"]
     if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
         run.say(f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}")
-    pairs = {
-        name: (meta.get(name), state.meta[name]) for name in OF_THE_BITS if name in meta
-    }  # earlier versions saved no device
-    other = [f"{name}={saved} becomes {mine}" for name, (saved, mine) in pairs.items() if saved != mine]
+    known = [name for name in OF_THE_BITS if name in meta]  # earlier versions saved no device
+    other = [f"{name}={meta[name]} becomes {state.meta[name]}" for name in known if meta[name] != state.meta[name]]
     if run.world.device.type == "cuda" and not run.settings.config.deterministic:
         other.append("deterministic=false")
     if other and not evaluate:

@@ -43,7 +43,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         os.umask(int(start.settings.run.umask, 8))
         start.pulse.tell(recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname())
         start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
-        _set_threads(start)
+        _set_torch(start)
         device = resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
         # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
         # after the wait for the other ranks.
@@ -117,6 +117,7 @@ def _seed_others(seed: int, rank: int) -> None:
         sys.modules["numpy"].random.seed((seed * 1_000_003 + rank) % 2**32)
 
 
-def _set_threads(start: Start) -> None:
+def _set_torch(start: Start) -> None:
+    torch.use_deterministic_algorithms(start.settings.config.deterministic)
     if threads := start.settings.run.cpu_threads or int(start.ranks.world_size > 1):
         torch.set_num_threads(threads)
