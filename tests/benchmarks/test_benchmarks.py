@@ -14,7 +14,12 @@ from tests.benchmarks import bench_login
 from tests.benchmarks.measure import TINY, Figure
 
 
-@pytest.mark.parametrize("name", benchmarks.benchmarks())
+LONG = ("cifar_training", "collectives", "step")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in benchmarks.benchmarks()]
+)
 def test_each_benchmark_measures_both_sides(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_login, "IMPORT_TORCH", ("-c", "pass"))  # seconds of work that this test does not need
     threads = torch.get_num_threads()

@@ -67,6 +67,7 @@ def test_a_killed_rank_is_reported_immediately(start: Start, tmp_path: Path, ran
     assert conftest.newest(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.fault(2)
 def test_a_stopped_rank_ends_the_run_at_the_timeout(start: Start, tmp_path: Path) -> None:
     rank = 1

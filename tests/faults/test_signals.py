@@ -136,7 +136,9 @@ def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Pat
 
 
 @pytest.mark.fault(8)
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.long) for method in ("spawn", "forkserver"))]
+)
 def test_a_signal_to_every_process_of_a_rank_does_not_end_its_loader_processes(
     start: Start, tmp_path: Path, method: str
 ) -> None:
