@@ -15,7 +15,7 @@ from tests.faults.conftest import Start
 STEPS = {"broken": (100, 150), "cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
 KEYS = {
     "broken": ("samples=400", "global_batch_size=4", "pace_s=0.02"),  # with dropout
-    "cifar": ("arch=resnet9", "small_px=8", "ema=0.9", "cutout=4", "global_batch_size=8"),
+    "cifar": ("arch=airbench94", "ema=0.9", "cutout=4", "global_batch_size=8"),
     "imagenet": (
         "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "ema=0.9", "optimizer=lars", "mixup=0.2",
         "num_workers=2",

@@ -105,7 +105,7 @@ here, tool = functools.partial(How, HERE), functools.partial(How, HERE, runs=0)
 slurm, by_hand, own_slurm = (functools.partial(How, where) for where in (SLURM, BY_HAND, OWN_SLURM))
 
 FEW = "device=cpu max_steps=2"
-CIFAR = f"{FEW} arch=resnet9 global_batch_size=16"
+CIFAR = f"{FEW} arch=airbench94 global_batch_size=16"
 PHOTOS = f"{FEW} arch=resnet18 px=32 small_px=0 val_px=32 val_resize=36 num_workers=1 global_batch_size=16"
 ONE_EACH = {"sbatch sbatch": "sbatch --ntasks-per-node=1 sbatch"}  # a rank a node: there are two cores
 STAGED = {"sbatch sbatch": "TMPDIR=$NEW sbatch --ntasks-per-node=1 sbatch", "/scratch/imagenet-256": "$PACKED"}

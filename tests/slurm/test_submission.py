@@ -224,7 +224,7 @@ def image_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 KEYS_OF = {
     "mnist": ["dataset=digits", "max_steps=2"],
-    "cifar": ["arch=resnet9", "small_px=8", "max_steps=2", "global_batch_size=16"],
+    "cifar": ["arch=airbench94", "max_steps=2", "global_batch_size=16"],
     "imagenet": [
         "arch=resnet18",
         "px=32",

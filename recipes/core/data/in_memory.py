@@ -142,12 +142,13 @@ class AugmentedImages:
         count, device, random = len(self._starts), self._starts.device, sampling.generator(seed, epoch, stream=1)
         y, x = torch.randint(0, 2 * self._reach + 1, (2, count), generator=random)
         base = torch.arange(count) * self._stride
-        self._starts = (base + y * self._row + x * self._channels).to(device)
+        self._starts = (base + y * self._row + x * self._channels).to(device, non_blocking=True)
         if self._flip:
-            self._flips = (torch.rand(count, generator=random) < 0.5).to(device)
+            first = torch.rand(count, generator=sampling.generator(seed, 0, stream=3)) < 0.5
+            self._flips = (first ^ bool(epoch % 2)).to(device, non_blocking=True)
         if self._cutout:  # its centre is anywhere in the image, so it can extend over the border
             middle = torch.rand(2, count, generator=random) * torch.tensor([[self._height], [self._width]])
-            self._holes = (middle.floor().long() - self._cutout // 2).to(device)
+            self._holes = (middle.floor().long() - self._cutout // 2).to(device, non_blocking=True)
 
     def take(self, indices: Tensor) -> Tensor:
         """Images ``indices``, uint8 (B, C, H, W); several channels are in channels_last."""

@@ -49,9 +49,9 @@ def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -
 
 
 def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Two parameter groups for an optimiser: weights have ``weight_decay``; norms and biases have the weight decay ``others``."""
-    weights = [p for p in net.parameters() if p.ndim > 1]
-    rest = [p for p in net.parameters() if p.ndim <= 1]
+    """Two groups for an optimiser, of what is trained: weights have ``weight_decay``; norms and biases have the weight decay ``others``."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    weights, rest = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
     return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": others}]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.transforms import functional as TF
 
 from recipes import cifar
@@ -26,15 +27,20 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PIXELS = torch.randint(0, 256, (80, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 10, (80,), generator=torch.Generator().manual_seed(1))
 TRAIN, TEST = ImageSet(PIXELS[:32], LABELS[:32]), ImageSet(PIXELS[32:], LABELS[32:])
+IMAGES = torch.randn(20, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 PLAIN = ("crop=0", "flip=false")
 Train = Callable[..., Trained]
 
 
-def small_net(cfg: Config, run: object) -> nn.Module:
+def small_net(cfg: Config, run: object, images: Tensor) -> nn.Module:
     """Of any size of images, with batch normalisation, and other answers for an image than for its mirror image."""
     conv, head = nn.Conv2d(3, 4, 5, stride=4), nn.Linear(16, 10)
     nn.init.normal_(head.weight, std=9.0)  # so that the largest logit is one that the image gives, not the bias
     return nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), head)
+
+
+def airbench(deep: bool) -> cifar.AirBench:
+    return cifar.AirBench(IMAGES, 10, (128, 384, 512) if deep else (64, 256, 256), deep)
 
 
 @pytest.fixture
@@ -67,6 +73,8 @@ def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(
         batches = found[4 * epoch : 4 * epoch + 4]
         assert sorted(i for batch in batches for (i, _, _), _ in batch) == list(range(32))
         assert 6 <= sum(flipped for batch in batches for _, flipped in batch) <= 26  # of 32
+    mirrored = [{i for batch in found[4 * e : 4 * e + 4] for (i, _, _), flipped in batch if flipped} for e in range(6)]
+    assert mirrored == [mirrored[0], set(range(32)) - mirrored[0]] * 3  # every second time
     for axis in (1, 2):
         places = [way[axis] for batch in found for way, _ in batch]
         assert min(places.count(place) for place in range(9)) >= 8  # of 192, 21 on average
@@ -88,6 +96,21 @@ def test_an_evaluation_sums_the_logits_of_each_image_and_its_mirror_image(train:
     assert trained.results == results(sum(answers))
     if tta:  # the test tells a half of the sum from the sum
         assert all(results(other) != trained.results for other in answers)
+
+
+def test_an_evaluation_with_shifts_gives_them_half_of_the_weight(train: Train) -> None:
+    trained = train("epochs=1", "tta_shift=6")
+    wide = F.pad(TEST.images.float(), (6,) * 4, "reflect")
+    views = [TEST.images, wide[..., :32, :32], wide[..., 12:, 12:]]
+    seen = [pixels(forward.inputs) for forward in trained.evaluation]
+    assert all(map(torch.equal, seen, [v.byte() for view in views for v in (view, TF.hflip(view))]))
+    answers = [forward.outputs for forward in trained.evaluation]
+    logits = 2 * (answers[0] + answers[1]) + sum(answers[2:])
+    found, wanted, other = (
+        trained.results,
+        *([one_rank.top(one, TEST.labels, k) for k in (1, 5)] for one in (logits, sum(answers))),
+    )
+    assert [found["val_top1"], found["val_top5"]] == wanted != other
 
 
 def test_a_rank_takes_its_own_samples(train: Train) -> None:
@@ -117,18 +140,6 @@ def test_the_learning_rate_schedule(train: Train) -> None:
     assert trained.lrs == pytest.approx([0.04 * f for f in (1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
 
 
-def test_image_sides_grow_in_steps_of_4_to_full_size_in_the_last_third(train: Train) -> None:
-    trained = train("epochs=99", "max_steps=36", *PLAIN, "small_px=16")  # nine epochs
-    sides = [forward.inputs.shape[-1] for forward in trained.training]
-    assert sides == [side for side in (16, 16, 20, 24, 24, 28, 32, 32, 32) for _ in range(4)]
-    small = torch.cat([forward.inputs for forward in trained.training[:4]])
-    wanted = TF.normalize(TF.resize(TRAIN.images / 255, [16, 16], antialias=True), MEAN, STD)
-    distances = torch.cdist(small.flatten(1), wanted.flatten(1)).min(0)
-    assert sorted(distances.indices.tolist()) == list(range(32))
-    assert distances.values.max() < 0.1
-    assert {forward.inputs.shape[-1] for forward in trained.evaluation} == {32}
-
-
 def test_averaged_weights_are_evaluated(train: Train) -> None:
     trained = train("max_steps=2", "ema=0.25", "lr_batch_size=16")
     ema = trained.run.state.ema
@@ -142,32 +153,58 @@ def test_averaged_weights_are_evaluated(train: Train) -> None:
 
 def test_the_optimizer_settings() -> None:
     net = nn.Linear(2, 2)
-    sgd, plain = (cifar.make_optimizer(cfg, net, 0.1) for cfg in (Config(weight_decay=0.25), Config(momentum=0.0)))
+    sgd, plain = (cifar.make_optimizer(cfg, net, 0.1, 8) for cfg in (Config(weight_decay=0.25), Config(momentum=0.0)))
     assert one_rank.decayed(net, sgd) == {"weight": 0.25, "bias": 0}
     assert {(group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.1, 0.9, True)}
     assert {group["nesterov"] for group in plain.param_groups} == {False}
 
 
+def test_muon_trains_the_filters_of_airbench_and_sgd_the_rest() -> None:
+    """The first layer's filters and the norms' weights are not trained, and its bias only in the first three epochs."""
+    cfg, net = Config(arch=Arch.airbench94, momentum=0.6, weight_decay=2e-6, warmup=0.0), airbench(deep=False)
+    optimizer = cifar.make_optimizer(cfg, net, 0.24, 2000)
+    names = {p: name for name, p in net.named_parameters()}
+    groups = [sorted(names[p] for p in group["params"]) for group in optimizer.param_groups]
+    filters = [f"body.{i}.{part}.0.weight" for i in range(3) for part in ("first", "second")]
+    biases = [f"body.{i}.{norm}.bias" for i in range(3) for norm in ("first.2", "second.1")]
+    assert groups == [filters, ["whiten.bias"], biases, ["head.weight"]]
+    settings = [(g["lr"], g["momentum"], g["orthogonal"], g["lr"] * g["weight_decay"]) for g in optimizer.param_groups]
+    sgd = [(pytest.approx(lr), 0.85, False, pytest.approx(4e-3)) for lr in (106, 106, 1340)]
+    assert settings == [(0.24, 0.6, True, 0.0), *sgd]
+    factors = cifar.lr_factors(cfg, GlobalBatches(100, 10, 0, 0, 1), 80, 4)  # eight epochs of ten steps
+    assert [factors[group](15) for group in range(4)] == [65 / 80, 0.5, 65 / 80, 65 / 80]
+    assert factors[1](30) == 0
+
+
 def test_the_networks_are_the_variants_for_32_px() -> None:
     """The sizes are by hand: a first layer of 3x3 that keeps all pixels, stages of half the side each."""
     sides: list[int] = []
-    resnet18, resnet9 = cifar.resnet18(10), cifar.ResNet9(10)
-    for net, last in ((resnet18, "layer4"), (resnet9, "block3")):
+    resnet18, shallow, deep = cifar.resnet18(10), airbench(deep=False), airbench(deep=True)
+    for net, last in ((resnet18, "layer4"), (shallow, "body"), (deep, "body")):
         net.get_submodule(last).register_forward_hook(lambda module, inputs, output: sides.append(output.shape[-1]))
-        for px in (32, 20):
-            assert net.train()(torch.randn(2, 3, px, px)).shape == (2, 10)
-    assert sides == [4, 3, 4, 2]
-    assert [sum(p.numel() for p in net.parameters()) for net in (resnet18, resnet9)] == [11_173_962, 6_573_130]
-    nn.init.zeros_(resnet9.head.weight), nn.init.constant_(resnet9.head.bias, 8)
-    assert (resnet9(torch.randn(2, 3, 32, 32)) == 1).all()
+        assert net.train()(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    assert sides == [4, 3, 3]
+    assert [sum(p.numel() for p in net.parameters()) for net in (resnet18, shallow, deep)] == [
+        11_173_962,
+        1_972_792,
+        9_918_776,
+    ]
     assert not any(block.bn2.weight.any() for block in (*resnet18.layer1, *resnet18.layer4))  # type: ignore[misc]
+
+
+def test_the_first_layer_of_airbench_whitens_patches() -> None:
+    images = torch.rand(64, 3, 8, 8) * torch.rand(8, 8)  # neighbours are alike
+    answers = F.conv2d(images, cifar.whitening(images)).transpose(0, 1).flatten(1)
+    assert torch.allclose(answers[:12], -answers[12:])
+    assert torch.allclose(answers[:12] @ answers[:12].T / answers.shape[1], torch.eye(12), atol=0.05)
 
 
 def test_the_keys_select_the_network() -> None:
     run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
-    nets = [cifar.make_net(Config(arch=arch, sync_bn=arch is Arch.resnet9), run) for arch in Arch]
-    assert [isinstance(net, cifar.ResNet9) for net in nets] == [False, True]
-    assert [any(isinstance(m, nn.SyncBatchNorm) for m in net.modules()) for net in nets] == [False, True]
+    nets = [cifar.make_net(Config(arch=arch, sync_bn=arch is Arch.airbench94), run, IMAGES) for arch in Arch]
+    assert [net.head.out_features if isinstance(net, cifar.AirBench) else 0 for net in nets] == [0, 10, 10]
+    assert [sum(p.numel() for p in net.parameters()) > 9_000_000 for net in nets] == [True, False, True]
+    assert [any(isinstance(m, nn.SyncBatchNorm) for m in net.modules()) for net in nets] == [False, True, False]
 
 
 def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

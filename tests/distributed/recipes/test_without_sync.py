@@ -47,6 +47,7 @@ def train(recipe: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *wo
     monkeypatch.setattr(one_rank, "DEVICE", META)
     monkeypatch.setattr(optimisation, "autocast", lambda run, cfg: contextlib.nullcontext())
     monkeypatch.setattr(ImageSet, "digest", lambda images: "")  # before the first step
+    monkeypatch.setattr(cifar, "whitening", lambda images: torch.zeros(24, 3, 2, 2))
     monkeypatch.setattr(Agreement, "read", lambda sums: ([0.0], "", False, 1.0))
     monkeypatch.setattr(loop._StepEnds, "_evaluate", lambda ends: True)
     monkeypatch.setattr(Run, "save", lambda run, **how: None)

@@ -543,8 +543,8 @@ def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path)
 
 def test_an_evaluation_of_another_model_is_refused() -> None:
     run: Any = SimpleNamespace(settings=SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True)))
-    before = {"arch": "resnet9", "ema": 0.9, "lr": 0.1}
-    for key, changed in (("lr", ""), ("arch", "arch=resnet9 becomes 0"), ("ema", "ema=0.9 becomes 0")):
+    before = {"arch": "airbench94", "ema": 0.9, "lr": 0.1}
+    for key, changed in (("lr", ""), ("arch", "arch=airbench94 becomes 0"), ("ema", "ema=0.9 becomes 0")):
         of_run = {"meta": {"recipe": "cifar", "config": before}}
         with pytest.raises(errors.InputError, match=changed) if changed else contextlib.nullcontext():
             resume._check_keys(run, Path("x.pt"), of_run, {}, {**before, key: 0})

@@ -1,0 +1,78 @@
+"""Muon, an optimiser for matrices. torch's own takes no convolutions."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPS, A, B, C = 3, 3.4445, -4.7750, 2.0315  # of the iteration, and its polynomial's factors: from the source below
+
+
+class Muon(torch.optim.Optimizer):
+    """SGD with Nesterov momentum, whose update of each filter bank is made orthogonal: all its singular values are near 1.
+
+    lr: for filters, the length of a step relative to weights of norm sqrt(filters), to which they are set before each step; they must
+    be followed by a norm. A group with ``orthogonal`` False (norms, biases, a head) uses plain SGD. weight_decay: of such groups only.
+    Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and airbench94_muon.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.6,
+        weight_decay: float = 0.0,
+        orthogonal: bool = True,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "orthogonal": orthogonal}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Performs one step. A closure is not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._step_group(group, params)
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        gradients = [p.grad for p in params if p.grad is not None]
+        if group["weight_decay"]:
+            gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, gradients)
+        updates = list(torch._foreach_add(gradients, momenta, alpha=group["momentum"]))
+        if group["orthogonal"]:
+            updates = _orthogonal(updates)
+            scales = list(torch._foreach_reciprocal(torch._foreach_norm(params)))
+            torch._foreach_mul_(scales, [len(p) ** 0.5 for p in params])
+            torch._foreach_mul_(params, scales)
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def _orthogonal(tensors: list[Tensor]) -> list[Tensor]:
+    """The orthogonal matrix next to each tensor (N, …) as a matrix of N rows, roughly: by a Newton-Schulz iteration."""
+    places = defaultdict(list)  # those of one shape are one batch of matrices
+    for place, tensor in enumerate(tensors):
+        places[tensor.shape].append(place)
+    found = list(tensors)
+    for shape, those in places.items():
+        x = torch.stack([tensors[place].flatten(1) for place in those])
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        x = x.bfloat16() if x.is_cuda else x  # few CPUs multiply it
+        wide = x if x.shape[1] <= x.shape[2] else x.mT
+        for _ in range(STEPS):
+            a = wide @ wide.mT
+            wide = A * wide + (B * a + C * a @ a) @ wide
+        x = wide if x.shape[1] <= x.shape[2] else wide.mT
+        for place, one in zip(those, x.to(tensors[those[0]].dtype).unbind(), strict=True):
+            found[place] = one.reshape(shape)
+    return found
