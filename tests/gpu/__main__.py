@@ -7,11 +7,13 @@ Exit status: 0 if no check fails, 1 if one does, 2 for an invalid argument or wi
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.gpu import checks
 from tests.gpu.checks import CHECKS, ROOT
 
 LIMIT_S = 150.0  # for one check
+TOGETHER = 4  # checks that measure no speed run at once
 
 
 def main(argv: list[str]) -> int:
@@ -40,29 +43,37 @@ def main(argv: list[str]) -> int:
         return 2
     report: dict[str, Any] = {"machine": checks.machine(dry), "checks": {}}
     print(json.dumps(report["machine"]), flush=True)
-    for name in names:
-        begin = time.monotonic()
-        found = one(name, dry)
-        report["checks"][name] = {**found, "seconds": round(time.monotonic() - begin, 1)}
-        figures = "  ".join(f"{key} {value}" for key, value in found.get("figures", {}).items())
-        print(f"{found['result']:12} {name}: {CHECKS[name].__doc__}  {figures}{found.get('why', '')}", flush=True)
-    if files:
-        Path(files[0]).write_text(json.dumps(report, indent=1) + "\n")
+    together = [name for name in names if name not in checks.MEASURED]
+    with ThreadPoolExecutor(1 if dry else TOGETHER) as pool:
+        results = pool.map(lambda name: one(name, dry), together)
+        alone = (one(name, dry) for name in names if name in checks.MEASURED)
+        order = [*together, *(name for name in names if name in checks.MEASURED)]
+        for name, found in zip(order, itertools.chain(results, alone), strict=True):
+            report["checks"][name] = found
+            figures = "  ".join(f"{key} {value}" for key, value in found.get("figures", {}).items())
+            print(f"{found['result']:12} {name}: {CHECKS[name].__doc__}  {figures}{found.get('why', '')}", flush=True)
+            if files:
+                Path(files[0]).write_text(json.dumps(report, indent=1) + "\n")
     return int(any(found["result"] == "fail" for found in report["checks"].values()))
 
 
 def one(name: str, dry: bool) -> dict[str, Any]:
     """The result of one check, in its own process: one that crashes or hangs does not stop the others."""
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.gpu.checks", name, folder, "cpu" if dry else "cuda"]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return {"result": "fail", "why": f"still running after {LIMIT_S:g} s"}
-    last = (done.stdout.splitlines() or [""])[-1]
+    last, seconds = (done.stdout.splitlines() or [""])[-1], round(time.monotonic() - begin, 1)
     if done.returncode == 0 and last.startswith("{"):
-        return json.loads(last)
-    return {"result": "fail", "why": f"status {done.returncode}: {(done.stderr or done.stdout)[-3000:]}"}
+        return {**json.loads(last), "seconds": seconds}
+    return {
+        "result": "fail",
+        "why": f"status {done.returncode}: {(done.stderr or done.stdout)[-3000:]}",
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":
