@@ -4,6 +4,7 @@ Whatever can hang (a file system, a driver, a resolver) runs in a separate proce
 """
 
 import json
+import platform
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +24,13 @@ LOCKED_BYTES = 1 << 30  # of memory that RDMA may lock
 FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
 # A field that a GPU or driver does not support is [N/A].
 SMI = ("nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
+
+# Versions of NCCL that can hang: the first, the first without the fault, the processor ("": any), when. From its releases 2.28.9 (10
+# November 2025) and 2.29.3 (3 February 2026).
+HANGS = (
+    ((2, 28, 3), (2, 28, 9), "", "in large jobs"),
+    ((2, 29, 2), (2, 29, 3), "aarch64", "on ARM"),
+)
 
 Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
@@ -58,7 +66,18 @@ def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     if why:
         fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
         return {}, [Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)]
-    return json.loads(out.splitlines()[-1]), []
+    versions = json.loads(out.splitlines()[-1])
+    return versions, known_hangs(versions["nccl"] or "", platform.machine())
+
+
+def known_hangs(nccl: str, machine: str) -> list[Finding]:
+    """A finding if this version of NCCL is in `HANGS`. nccl: "" without GPUs."""
+    number = tuple(int(part) for part in nccl.split(".") if part.isdecimal())
+    for first, mended, on, when in HANGS:
+        if first <= number < mended and on in ("", machine):
+            fix = f"use a torch with NCCL {'.'.join(map(str, mended))} or later"
+            return [Finding(f"NCCL {nccl} can hang {when}", fix, bad=False)]
+    return []
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:

@@ -176,7 +176,7 @@ def test_two_nodes_measure_and_are_judged(
             pair = [{"pair": [0, 1, 5.0]}] if environ["RANK"] == "0" else []
             words = [{"at": "an all_reduce", "busbw": 7.0, "correct": True}, *pair, {"at": "the end", "ended": True}]
             return "\n".join(map(json.dumps, words)), ""
-        return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
+        return ('{"torch": "2.15.0", "nccl": null}', "") if "versions" in command else ask(command, timeout_s)
 
     monkeypatch.setattr(probes, "CHECKS", {name: probes.CHECKS[name] for name in ("torch",)})
     monkeypatch.setattr(commands, "run", quick)

@@ -39,7 +39,7 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ask = commands.run
 
     def quick(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
+        return ('{"torch": "2.15.0", "nccl": null}', "") if "versions" in command else ask(command, timeout_s)
 
     monkeypatch.setattr(commands, "run", quick)
     facts, _ = probes.run_all(here(tmp_path), 60)
@@ -114,13 +114,27 @@ def test_a_disk_that_is_nearly_full(
 
 
 def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('warning\n{"torch": "2.15.0"}\n', ""))
-    assert probes.torch_import(here(tmp_path)) == ({"torch": "2.15.0"}, [])
+    monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('warning\n{"nccl": null}\n', ""))
+    assert probes.torch_import(here(tmp_path)) == ({"nccl": None}, [])
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "No module named torch"))
     found = only(probes.torch_import(here(tmp_path, ranks.detect(TASK))))
     assert (found.what, found.bad) == ("torch cannot be imported there (No module named torch)", True)
     assert found.leave_out
     assert not only(probes.torch_import(here(tmp_path))).leave_out  # alone it may be the wrong environment
+
+
+def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('{"nccl": "2.28.7"}', ""))
+    found = only(probes.torch_import(here(tmp_path)))
+    assert (found.what, found.bad) == ("NCCL 2.28.7 can hang in large jobs", False)
+    assert found.fix == "use a torch with NCCL 2.28.9 or later"
+    hang = [
+        (nccl, machine)
+        for nccl in ("2.28.3", "2.28.9", "2.29.2", "2.29.3", "")
+        for machine in ("x86_64", "aarch64")
+        if probes.known_hangs(nccl, machine)
+    ]
+    assert hang == [("2.28.3", "x86_64"), ("2.28.3", "aarch64"), ("2.29.2", "aarch64")]
 
 
 def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
