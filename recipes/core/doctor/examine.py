@@ -105,8 +105,8 @@ def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -
     nodes = [node for node in examined if node not in bad]
     if len(nodes) < 2 or 0 not in nodes:
         nodes = []
-    have_gpus = all(examined[node]["facts"].get("gpus", {}).get("gpus") for node in nodes)
-    return {"nodes": nodes, "port": port, "backend": "nccl" if have_gpus else "gloo"}
+    gpus = min((len(examined[node]["facts"].get("gpus", {}).get("gpus", [])) for node in nodes), default=0)
+    return {"nodes": nodes, "port": port, "backend": "nccl" if gpus else "gloo", "gpus": max(1, gpus)}
 
 
 def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: float) -> dict[str, Any]:
@@ -119,6 +119,7 @@ def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: flo
         environ.update(network.settings(choice, environ))
     environ.update(
         RANK=str(nodes.index(info.node_rank)), WORLD_SIZE=str(len(nodes)), NODES=json.dumps(nodes),
+        GPUS=str(members["gpus"]),
         MASTER_ADDR=info.master_addr or "127.0.0.1", MASTER_PORT=str(members["port"]),
     )  # fmt: skip
     left = end - time.monotonic()
@@ -129,6 +130,9 @@ def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: flo
         with contextlib.suppress(ValueError, TypeError):  # a line of a library
             step = json.loads(line)
             found["pairs"] += [step.pop("pair")] if "pair" in step else []
+            for name in ("busbw", "correct"):  # the worst of all GPUs
+                if name in step:
+                    step[name] = min(step[name], found.get(name, step[name]))
             found.update(step)
     if why and "error" not in found and not found.get("ended"):
         found["error"] = why

@@ -4,12 +4,14 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 SIDE = 1024  # of the matrices whose product is compared with the CPU's
 TIMED_SIDE, TIMED, TIMED_S = 8192, 20, 0.2
+COPIED = 256 << 20  # bytes
 
 
 def versions() -> dict[str, Any]:
@@ -24,18 +26,31 @@ def versions() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """For each GPU that torch sees: whether a matrix product is correct, its speed and its memory; or ``error``."""
-    found = []
+    """For each GPU that torch sees, its ``index`` and what `examine` finds; or ``error``. to_next: GB/s of copies to the next GPU."""
+    found: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
-        try:
-            found.append({"index": index, **one(torch.device("cuda", index))})
-        except Exception as error:  # a broken GPU raises whatever its driver says
-            found.append({"index": index, "error": " ".join(str(error).split())[:200]})
+        found.append({"index": index})
+        _add(found[-1], examine, torch.device("cuda", index))
+    sound = [one for one in found if "error" not in one]
+    for one, other in zip(sound, sound[1:] + sound[:1], strict=True):
+        if one is not other:
+            devices = (torch.device("cuda", gpu["index"]) for gpu in (one, other))
+            _add(one, lambda *pair: {"to_next": round(copy_speed(*pair), 1)}, *devices)
     return found
 
 
-def one(device: torch.device) -> dict[str, Any]:
-    """Tests one GPU. The matrices hold small integers, so that the result is exact in any order of summation, and with TF32."""
+def _add(found: dict[str, Any], test: Callable[..., dict[str, Any]], *devices: torch.device) -> None:
+    try:
+        found |= test(*devices)
+    except Exception as error:  # a broken GPU raises whatever its driver says
+        found["error"] = " ".join(str(error).split())[:200]
+
+
+def examine(device: torch.device) -> dict[str, Any]:
+    """Of one GPU: uuid, name, free and total (bytes), whether a matrix product is correct, and tflops.
+
+    The matrices hold small integers, so that the result is exact in any order of summation, and with TF32.
+    """
     known = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     generator = torch.Generator().manual_seed(0)
@@ -43,11 +58,24 @@ def one(device: torch.device) -> dict[str, Any]:
     is_correct = torch.equal((a.to(device) @ b.to(device)).cpu(), a @ b)
     return {
         "uuid": f"GPU-{known.uuid}", "name": known.name, "free": free, "total": total, "correct": is_correct,
-        "tflops": round(speed(device), 1),
+        "tflops": round(product_speed(device), 1),
     }  # fmt: skip
 
 
-def speed(device: torch.device) -> float:
+def copy_speed(device: torch.device, other: torch.device) -> float:
+    """GB/s of copies from one GPU to another one."""
+    data, there = (torch.empty(COPIED, dtype=torch.uint8, device=one) for one in (device, other))
+    taken = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        there.copy_(data)
+        torch.cuda.synchronize(other)
+        torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    return COPIED / min(taken) / 1e9
+
+
+def product_speed(device: torch.device) -> float:
     """TFLOP/s of products of random numbers in bfloat16, or in float16 on GPUs without bfloat16. Equal numbers would take less power."""
     with torch.cuda.device(device):
         dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

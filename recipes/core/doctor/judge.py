@@ -52,6 +52,7 @@ def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -
     _own_findings(reports, verdict)
     _compare(reports, verdict)
     _slow_gpus(reports, verdict)
+    _slow_copies(reports, verdict)
     _links(reports, verdict)
     _speeds(reports, verdict)
     _collectives(reports, verdict)
@@ -127,6 +128,21 @@ def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> No
             verdict.add([node], what, fix, True)
 
 
+def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """GPUs that copy to the next GPU of their node more slowly than the GPU of the same number on other nodes. Needs at least three nodes."""
+    of_index: dict[int, dict[int, float]] = {}
+    for node, report in reports.items():
+        for gpu in _gpus(report):
+            if "to_next" in gpu:
+                of_index.setdefault(gpu["index"], {})[node] = gpu["to_next"]
+    for index, speeds in of_index.items():
+        usual = median(speeds.values())
+        slow = [node for node, speed in speeds.items() if len(speeds) > 2 and speed < SLOW * usual]
+        for node in slow:
+            what = f"copies from its GPU {index} to the next are slow: {speeds[node]:.0f} GB/s, where the median is {usual:.0f}"
+            verdict.add([node], what, "nvidia-smi nvlink -s, and nvidia-smi topo -m, there", True)
+
+
 def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """Links that fail. The node of which the larger share of links fails is the bad one; of two equal ones the later."""
     tried: Counter[int] = Counter()
@@ -155,28 +171,32 @@ def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
 
 
 def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """The bandwidth of all nodes together, and nodes that are well below the others.
+    """The bandwidth of all nodes together, and nodes whose network is slow from one of their GPUs at least.
 
-    A node is slow if the median of its pairs is, since one slow node makes one pair of every other node slow.
+    Each GPU is compared with the GPU of the same number on the other nodes. It is slow if the median of its pairs is, since one slow node
+    makes one pair of every other node slow.
     """
-    pairs: dict[tuple[int, int], float] = {}
-    of_node: dict[int, list[float]] = {}
+    speeds: dict[int, list[float]] = {}
+    of_node: dict[tuple[int, int], list[float]] = {}
     for report in reports.values():
         measured = report.get("bandwidth", {})
         if "busbw" in measured:
             verdict.figures["all_reduce_busbw_gb_per_s"] = measured["busbw"]
-        for one, other, speed in measured.get("pairs", []):
-            pairs[one, other] = speed
-            of_node.setdefault(one, []).append(speed)
-            of_node.setdefault(other, []).append(speed)
-    if not pairs:
+        for one, other, gpu, speed in measured.get("pairs", []):
+            speeds.setdefault(gpu, []).append(speed)
+            for node in (one, other):
+                of_node.setdefault((node, gpu), []).append(speed)
+    if not speeds:
         return
-    middle = verdict.figures["pairs_median_gb_per_s"] = median(pairs.values())
-    usual = f"where the median is {middle:.3g}"
-    slow = {node for node, values in of_node.items() if len(values) > 1 and median(values) < SLOW * middle}
-    for node in slow:
-        what = f"its network is slow: {median(of_node[node]):.3g} GB/s with others, {usual}"
-        verdict.add([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable", True)
+    verdict.figures["pairs_median_gb_per_s"] = median(speed for of_gpu in speeds.values() for speed in of_gpu)
+    for (node, gpu), values in of_node.items():
+        usual = median(speeds[gpu])
+        if len(values) > 1 and median(values) < SLOW * usual:
+            of_which = f" from its GPU {gpu}" if len(speeds) > 1 else ""
+            what = (
+                f"its network is slow{of_which}: {median(values):.3g} GB/s with others, where the median is {usual:.3g}"
+            )
+            verdict.add([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable", True)
 
 
 def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:

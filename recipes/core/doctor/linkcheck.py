@@ -1,6 +1,9 @@
 """One node's part of the doctor's bandwidth test: an all_reduce over one rank of each node, and exchanges between pairs of nodes.
 
-``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the environment, as torchrun sets them.
+It repeats both with each GPU of the nodes in turn, since each may have its own way to the network.
+
+``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the environment, as torchrun sets them, and
+GPUS, the number of GPUs to test on each node (the smallest number of all nodes), or 1 on CPUs.
 LISTENER: rank 0's listening socket, -1 on others. It prints a line of JSON after each step, so that the doctor knows where it hangs.
 Why it does not use `bandwidth`: that needs the World of a training run and agrees on the number of repetitions by collectives, while
 this test sends as little as possible over a network that may be broken.
@@ -29,30 +32,30 @@ def say(**found: Any) -> None:
 def main(backend: str, listener: int, timeout_s: float) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes: list[int] = json.loads(os.environ["NODES"])  # node_rank of each rank
-    timeout = datetime.timedelta(seconds=timeout_s)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
+    gpus = int(os.environ["GPUS"])
+    timeout, half_time = datetime.timedelta(seconds=timeout_s), time.monotonic() + timeout_s / 2
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0, timeout=timeout,
         wait_for_workers=False, master_listen_fd=listener if rank == 0 else None,
     )  # fmt: skip
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
-    say(at="meeting the others")
-    seconds, is_correct = all_reduce(device, rank, size)
-    say(at="an all_reduce", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, correct=is_correct)
-    for mask in masks(size):
-        pair(nodes, rank, mask, device)
-        say(at=f"pairs, {mask} apart")
-        dist.barrier()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    say(at="the creation of the process group")
+    for gpu in range(gpus):
+        device, of_gpu = torch.device("cpu"), f" of GPUs {gpu}" if gpus > 1 else ""
+        if backend == "nccl":
+            device = torch.device("cuda", gpu)
+            torch.cuda.set_device(device)
+        late = torch.tensor([time.monotonic() > half_time], dtype=torch.int32, device=device)
+        dist.all_reduce(late)
+        if gpu and int(late):
+            break  # a job so large that there is no time for all GPUs
+        say(at=f"meeting the others{of_gpu}")
+        seconds, is_correct = all_reduce(device, rank, size)
+        say(at=f"an all_reduce{of_gpu}", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, correct=is_correct)
+        for mask in masks(size):
+            pair(nodes, rank, mask, device, gpu)
+            say(at=f"pairs, {mask} apart{of_gpu}")
+            dist.barrier()
     say(at="the end", ended=True)
     dist.barrier()
     if rank == 0:
@@ -83,7 +86,7 @@ def masks(count: int) -> list[int]:
     return sorted({1 << bit for bit in (0, 1, bits // 2, bits - 1) if 0 <= bit < bits})
 
 
-def pair(nodes: list[int], rank: int, mask: int, device: torch.device) -> None:
+def pair(nodes: list[int], rank: int, mask: int, device: torch.device, gpu: int) -> None:
     """Exchanges data with the partner of this round, in both directions at once. The lower rank prints the bandwidth."""
     if (peer := rank ^ mask) >= len(nodes):
         return
@@ -97,7 +100,7 @@ def pair(nodes: list[int], rank: int, mask: int, device: torch.device) -> None:
         synchronize(device)
         taken.append(time.perf_counter() - begin)
     if rank < peer:
-        say(pair=[nodes[rank], nodes[peer], SIZE / min(taken) / 1e9])
+        say(pair=[nodes[rank], nodes[peer], gpu, SIZE / min(taken) / 1e9])
 
 
 def synchronize(device: torch.device) -> None:

@@ -25,8 +25,8 @@ FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
 # A field that a GPU or driver does not support is [N/A].
 SMI = ("nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 
-# Versions of NCCL that can hang: the first, the first without the fault, the processor ("": any), when. From its releases 2.28.9 (10
-# November 2025) and 2.29.3 (3 February 2026).
+# The first version that can hang, the first version with the fix, the processor ("": any), when. Source: the notes of NCCL's releases
+# 2.28.9 (10 November 2025) and 2.29.3 (3 February 2026).
 HANGS = (
     ((2, 28, 3), (2, 28, 9), "", "in large jobs"),
     ((2, 29, 2), (2, 29, 3), "aarch64", "on ARM"),
@@ -71,11 +71,11 @@ def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 
 def known_hangs(nccl: str, machine: str) -> list[Finding]:
-    """A finding if this version of NCCL is in `HANGS`. nccl: "" without GPUs."""
+    """A finding if this version of NCCL is in `HANGS`. nccl: "" without GPUs. machine: as of `platform.machine`, such as "aarch64"."""
     number = tuple(int(part) for part in nccl.split(".") if part.isdecimal())
-    for first, mended, on, when in HANGS:
-        if first <= number < mended and on in ("", machine):
-            fix = f"use a torch with NCCL {'.'.join(map(str, mended))} or later"
+    for first, fixed, on, when in HANGS:
+        if first <= number < fixed and on in ("", machine):
+            fix = f"use a torch with NCCL {'.'.join(map(str, fixed))} or later"
             return [Finding(f"NCCL {nccl} can hang {when}", fix, bad=False)]
     return []
 

@@ -104,32 +104,50 @@ def test_a_wrong_result_is_reported_with_its_rank(tmp_path: Path, fault: str, ex
 
 
 LINKCHECK = """
-import os, socket
+import json, os, socket
 from types import SimpleNamespace
 from recipes.core.doctor import linkcheck
-readings = (reading for one in [9.0, 0.3, 0.25, 0.5, 0.4] * 3 for reading in (100.0, 100.0 + one))
-linkcheck.time = SimpleNamespace(perf_counter=lambda: next(readings), sleep=lambda _: None)
+readings = (reading for one in [9.0, 0.3, 0.25, 0.5, 0.4] * 9 for reading in (100.0, 100.0 + one))
+times = iter(json.loads(os.environ["TIMES"]))
+linkcheck.time = SimpleNamespace(perf_counter=lambda: next(readings), monotonic=lambda: next(times), sleep=lambda _: None)
 linkcheck.SIZE = 1 << 20
 listener = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if os.environ["RANK"] == "0" else None
 linkcheck.main("gloo", listener.fileno() if listener else -1, 20)
 """
 
 
+def linkchecks(nodes: str, gpus: int, times: list[int]) -> list[list[dict[str, Any]]]:
+    """The lines of JSON of each rank, one per node. times: the clock's readings."""
+    environ = {"NODES": nodes, "GPUS": str(gpus), "TIMES": str(times), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = helpers.fork_ranks([sys.executable, "-u", "-c", LINKCHECK], len(json.loads(nodes)), **environ)
+    return [[json.loads(line) for line in helpers.finish(process).lines if line[0] == "{"] for process in processes]
+
+
 def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_pair() -> None:
-    nodes = "[0, 1, 3, 5]"  # two nodes are left out
-    argv = [sys.executable, "-u", "-c", LINKCHECK]
-    processes = helpers.fork_ranks(argv, 4, NODES=nodes, GLOO_SOCKET_IFNAME="lo")
-    found = [[json.loads(line) for line in helpers.finish(process).lines if line[0] == "{"] for process in processes]
+    found = linkchecks(nodes="[0, 1, 3, 5]", gpus=1, times=[0, 19])  # two nodes are left out
     for one in found:
         assert [word["at"] for word in one if "at" in word] == [
-            "meeting the others", "an all_reduce", "pairs, 1 apart", "pairs, 2 apart", "the end",
+            "the creation of the process group", "meeting the others", "an all_reduce", "pairs, 1 apart", "pairs, 2 apart", "the end",
         ]  # fmt: skip
         figure = next(word for word in one if "busbw" in word)
         assert figure["busbw"] == pytest.approx((1 << 20) / 0.25 * 2 * 3 / 4 / 1e9)
         assert figure["correct"] is True
     speed = pytest.approx((1 << 20) / 0.25 / 1e9)
     pairs = [[word["pair"] for word in one if "pair" in word] for one in found]
-    assert pairs == [[[0, 1, speed], [0, 3, speed]], [[1, 5, speed]], [[3, 5, speed]], []]
+    assert pairs == [[[0, 1, 0, speed], [0, 3, 0, speed]], [[1, 5, 0, speed]], [[3, 5, 0, speed]], []]
+
+
+def test_the_doctors_bandwidth_test_takes_the_gpus_in_turn_while_there_is_time() -> None:
+    times = [0, 5, 9, 11]  # of 20 s; the third GPU would begin in the second half
+    for one in linkchecks(nodes="[0, 1]", gpus=3, times=times):
+        at = ["meeting the others of GPUs", "an all_reduce of GPUs", "pairs, 1 apart of GPUs"]
+        expected = [f"{it} {gpu}" for gpu in (0, 1) for it in at]
+        assert [word["at"] for word in one if "at" in word] == [
+            "the creation of the process group",
+            *expected,
+            "the end",
+        ]
+        assert [word["pair"][:3] for word in one if "pair" in word] in ([[0, 1, 0], [0, 1, 1]], [])
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 1000])
@@ -206,20 +224,33 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     for name, value in vars(cuda).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    assert gpucheck.speed(torch.device("cpu")) == pytest.approx(2 * 100**3 / 0.005 / 1e12)
-    monkeypatch.setattr(gpucheck, "speed", lambda _: 123.44)
+    assert gpucheck.product_speed(torch.device("cpu")) == pytest.approx(2 * 100**3 / 0.005 / 1e12)
+    monkeypatch.setattr(gpucheck, "product_speed", lambda _: 123.44)
     one = {"uuid": "GPU-abc", "name": "H200", "free": 3, "total": 9, "correct": True, "tflops": 123.4}
-    assert gpucheck.one(torch.device("cpu")) == one
+    assert gpucheck.examine(torch.device("cpu")) == one
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor + (torch.arange(len(tensor)) == 7))
-    assert gpucheck.one(torch.device("cpu"))["correct"] is False
+    assert gpucheck.examine(torch.device("cpu"))["correct"] is False
 
     def broken(device: torch.device) -> dict[str, Any]:
         if device.index:
             raise RuntimeError("CUDA error: an illegal\nmemory access")
-        return one
+        return {**one}
 
-    monkeypatch.setattr(gpucheck, "one", broken)
+    monkeypatch.setattr(gpucheck, "examine", broken)
     assert gpucheck.gpus() == [{"index": 0, **one}, {"index": 1, "error": "CUDA error: an illegal memory access"}]
+
+
+def test_copies_go_from_each_gpu_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(gpucheck, "examine", lambda device: {"correct": True})
+    readings = iter([0.0, 0.5, 1.0, 1.25, 2.0, 3.0])
+    monkeypatch.setattr(gpucheck, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    assert gpucheck.copy_speed(torch.device("cpu"), torch.device("cpu")) == pytest.approx(gpucheck.COPIED / 0.25 / 1e9)
+    monkeypatch.setattr(gpucheck, "copy_speed", lambda one, other: float(10 * one.index + other.index))
+    assert [gpu["to_next"] for gpu in gpucheck.gpus()] == [1.0, 12.0, 20.0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "to_next" not in gpucheck.gpus()[0]
 
 
 def test_sizes() -> None:

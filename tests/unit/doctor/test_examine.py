@@ -111,10 +111,10 @@ def test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth(
     assert (chosen["nodes"], chosen["port"]) == (expected, 4711)
 
 
-@pytest.mark.parametrize(("gpus", "backend"), [((2, 2), "nccl"), ((2, 0), "gloo"), ((0, 0), "gloo")])
-def test_nccl_is_measured_if_each_node_has_a_gpu(gpus: tuple[int, int], backend: str) -> None:
-    found = {node: report(node, count) for node, count in enumerate(gpus)}
-    assert _members(found, place(0), 1)["backend"] == backend
+@pytest.mark.parametrize(("gpus", "expected"), [((2, 3), ("nccl", 2)), ((2, 0), ("gloo", 1)), ((0, 0), ("gloo", 1))])
+def test_nccl_is_measured_with_the_gpus_that_each_node_has(gpus: tuple[int, int], expected: tuple[str, int]) -> None:
+    found = _members({node: report(node, count) for node, count in enumerate(gpus)}, place(0), 1)
+    assert (found["backend"], found["gpus"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_two_nodes_measure_and_are_judged(
             measured.append(dict(environ))
             assert [path.name for path in (tmp_path / "reports").iterdir()] == ["now-0"]  # not those of another start
             assert environ["GLOO_SOCKET_IFNAME"] == "lo"
-            pair = [{"pair": [0, 1, 5.0]}] if environ["RANK"] == "0" else []
+            pair = [{"pair": [0, 1, 0, 5.0]}] if environ["RANK"] == "0" else []
             words = [{"at": "an all_reduce", "busbw": 7.0, "correct": True}, *pair, {"at": "the end", "ended": True}]
             return "\n".join(map(json.dumps, words)), ""
         return ('{"torch": "2.15.0", "nccl": null}', "") if "versions" in command else ask(command, timeout_s)
@@ -248,17 +248,27 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
     def ask(
         command: Sequence[str], timeout_s: float, environ: Mapping[str, str], descriptors: Sequence[int]
     ) -> tuple[str, str]:
-        names = ("RANK", "WORLD_SIZE", "NODES", "MASTER_ADDR", "MASTER_PORT")
+        names = ("RANK", "WORLD_SIZE", "NODES", "GPUS", "MASTER_ADDR", "MASTER_PORT")
         asked.append((command[-3:-1], {name: environ[name] for name in names}, descriptors))
-        out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [3, 5, 5.0]}]
+        out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [3, 5, 0, 5.0]}]
+        out += [
+            {"at": "an all_reduce", "busbw": busbw, "correct": sound} for busbw, sound in ((30.0, False), (50.0, True))
+        ]
         return "noise\n5\n" + "\n".join(map(json.dumps, out)), "killed"
 
     monkeypatch.setattr(commands, "run", ask)
-    members = {"nodes": [0, 3, 5], "port": 99, "backend": "gloo"}
+    members = {"nodes": [0, 3, 5], "port": 99, "backend": "nccl", "gpus": 4}
     found = _measure(members, replace(place(3, 6), master_addr="n0"), 7, time.monotonic() + 30)
     assert found == {
-        "at": "an all_reduce", "busbw": 40.0, "correct": True, "pairs": [[3, 5, 5.0]], "error": "killed",
+        "at": "an all_reduce", "busbw": 30.0, "correct": False, "pairs": [[3, 5, 0, 5.0]], "error": "killed",
     }  # fmt: skip
-    environ = {"RANK": "1", "WORLD_SIZE": "3", "NODES": "[0, 3, 5]", "MASTER_ADDR": "n0", "MASTER_PORT": "99"}
-    assert asked == [(["gloo", "7"], environ, (7,))]
+    environ = {
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "NODES": "[0, 3, 5]",
+        "GPUS": "4",
+        "MASTER_ADDR": "n0",
+        "MASTER_PORT": "99",
+    }
+    assert asked == [(["nccl", "7"], environ, (7,))]
     assert _measure(members, place(4, 6), -1, 0) == _measure({}, place(3, 6), -1, 0) == {}

@@ -32,7 +32,7 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
                 "interfaces": {"interface": "ib0", "mtu": "4092"},
             },
             "links": [{"peer": peer, "fault": "", "why": ""} for peer in others],
-            "bandwidth": {"at": "the end", "ended": True, "correct": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
+            "bandwidth": {"at": "the end", "ended": True, "correct": True, "busbw": 40.0, "pairs": [[node, peer, 0, 45.0] for peer in others if peer > node]},
         }  # fmt: skip
 
     return [of(node) for node in range(count)]
@@ -74,7 +74,7 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     for report in reports:  # node 9's network is slow with each peer
         for pair in report["bandwidth"]["pairs"]:
             if 9 in pair[:2]:
-                pair[2] = 4.0
+                pair[3] = 4.0
     reports[12]["facts"]["torch"]["nccl"] = "2.18.3"
     reports[20]["facts"]["gpus"]["gpus"][3]["tflops"] = 90.0
     reports[22]["findings"].append(finding("GPU 2 computes a matrix product\x1b[2J wrongly", "drain it"))
@@ -168,21 +168,41 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
 def all_pairs(count: int) -> list[Report]:
     reports = healthy(count)
     for node, report in enumerate(reports):
-        report["bandwidth"]["pairs"] = [[node, peer, 45.0] for peer in range(node + 1, count)]
+        report["bandwidth"]["pairs"] = [[node, peer, 0, 45.0] for peer in range(node + 1, count)]
     return reports
 
 
 def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
     reports = all_pairs(6)
-    reports[1]["bandwidth"]["pairs"][2][2] = 20.0  # nodes 1 and 4
+    reports[1]["bandwidth"]["pairs"][2][3] = 20.0  # nodes 1 and 4
     assert judged(reports, 6).entries == []
     reports = all_pairs(6)
     for report in reports:
         for pair in report["bandwidth"]["pairs"]:
-            pair[2] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0  # 0.6 of the median is 27
+            pair[3] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0  # 0.6 of the median is 27
     found = judged(reports, 6)
     assert bad(found) == {"node5": "its network is slow: 26 GB/s with others, where the median is 45"}
     assert found.figures == {"all_reduce_busbw_gb_per_s": 40.0, "pairs_median_gb_per_s": 45.0}
+
+
+def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
+    reports = all_pairs(6)
+    for report in reports:
+        pairs = report["bandwidth"]["pairs"]
+        report["bandwidth"]["pairs"] = [[*pair[:2], gpu, 45.0] for gpu in range(8) for pair in pairs]
+        for pair in report["bandwidth"]["pairs"]:
+            usual = 20.0 if pair[2] == 7 else 45.0  # GPU 7 of each node
+            pair[3] = 11.0 if pair[2] == 5 and 2 in pair[:2] else usual
+    what = "its network is slow from its GPU 5: 11 GB/s with others, where the median is 45"
+    assert bad(judged(reports, 6)) == {"node2": what}
+    reports = healthy(4)
+    for report in reports:  # GPUs 3 and 4 are on two sockets
+        for gpu in report["facts"]["gpus"]["gpus"]:
+            gpu["to_next"] = 20.0 if gpu["index"] == 3 else 200.0
+    reports[1]["facts"]["gpus"]["gpus"][6]["to_next"] = 21.0
+    what = "copies from its GPU 6 to the next are slow: 21 GB/s, where the median is 200"
+    assert bad(judged(reports, 4)) == {"node1": what}
+    assert bad(judged(reports[:2], 2)) == {}  # of two, either may be the usual one
 
 
 def test_the_table_shows_what_each_node_has() -> None:
