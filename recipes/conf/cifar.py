@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 
 from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
+from recipes.core.errors import ConfigError
+
+MOST_DECAY = 0.1  # in one step
 
 
 class Arch(Enum):
@@ -21,11 +24,15 @@ class Config(TrainKeys):
     dataset: str = key("cifar10", "cifar10; fake: random images", values=("cifar10", "fake"))
     arch: Arch = key(
         Arch.resnet18,
-        "resnet18 (adapted to images of 32 px); airbench94 (a quarter of its compute) or airbench96, trained by Muon: see the variants",
+        "resnet18 (adapted to images of 32 px); airbench94 (a fifth of its compute; used by variant=fast) or airbench96 (variant=accurate)",
     )
     epochs: int = default(TrainKeys, "epochs", 30)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
-    lr: float = key(0.4, "peak learning rate for a global batch of lr_batch_size", low=0)
+    lr: float = key(
+        0.4,
+        "peak learning rate for a global batch of lr_batch_size; with airbench94 and airbench96, of the filters only",
+        low=0,
+    )
     lr_batch_size: int = key(
         512, "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
         low=0, high=2**30,
@@ -33,8 +40,12 @@ class Config(TrainKeys):
     warmup: float = key(
         0.2, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
     )
-    momentum: float = key(0.9, "Nesterov momentum", low=0, high=1)
-    weight_decay: float = key(5e-4, "weight decay; not for norms and biases", low=0)
+    momentum: float = key(0.9, "Nesterov momentum; with airbench94 and airbench96, of the filters only", low=0, high=1)
+    weight_decay: float = key(
+        5e-4,
+        "weight decay of weights, not of norms and biases; with airbench94 and airbench96, decay per sample of the batch, of head and biases only",
+        low=0,
+    )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     ema: float = key(
         0.0, "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
@@ -45,15 +56,19 @@ class Config(TrainKeys):
     )
     flip: bool = key(True, "mirror half of the training images")
     cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
-    tta: bool = key(True, "test-time augmentation: evaluate each image and its mirror image, and add the outputs")
+    tta: bool = key(True, "test-time augmentation: also evaluate the mirror image of each image, and add the outputs")
     tta_shift: int = key(
-        0,
-        "also evaluate each image shifted by so many pixels in two directions, with half of the weight; 0: not",
-        low=0,
-        high=8,
-    )
+        0, "with tta: also evaluate each image shifted by this number of pixels, up and left, and down and right; both together count "
+        "as much as the image itself; 0: no shifts", low=0, high=8,
+    )  # fmt: skip
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arch is not Arch.resnet18 and self.weight_decay * self.global_batch_size > MOST_DECAY:
+            fix = f"with arch={self.arch.name} it is per sample of the batch: give variant=fast, or weight_decay=2e-6"
+            raise ConfigError(f"weight_decay={self.weight_decay}: {fix}")
 
 
 # fast: airbench94_muon (K. Jordan, 2024). accurate: the network of its airbench96, trained in the same way.

@@ -118,6 +118,6 @@ class GlobalBatches:
 
 
 def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
-    """A generator for each (seed, epoch, stream, batch), the same on every rank. stream: 0 order, 1 augmentation, 2 and above recipes."""
+    """A generator for each (seed, epoch, stream, batch), the same on every rank. stream: 0 order, 1 augmentation, 2 recipes, 3 flips."""
     mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
     return torch.Generator().manual_seed(mixed % 2**63)

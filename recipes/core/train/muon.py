@@ -1,4 +1,4 @@
-"""Muon, an optimiser for matrices. torch's own takes no convolutions."""
+"""Muon, an optimiser for filters. `torch.optim.Muon` accepts matrices only, not the weights of convolutions."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,11 +11,12 @@ STEPS, A, B, C = 3, 3.4445, -4.7750, 2.0315  # of the iteration, and its polynom
 
 
 class Muon(torch.optim.Optimizer):
-    """SGD with Nesterov momentum, whose update of each filter bank is made orthogonal: all its singular values are near 1.
+    """Nesterov momentum whose update of a convolution's filters, as a matrix (N, -1), is roughly orthogonal: singular values of 0.4 to 1.4.
 
-    lr: for filters, the length of a step relative to weights of norm sqrt(filters), to which they are set before each step; they must
-    be followed by a norm. A group with ``orthogonal`` False (norms, biases, a head) uses plain SGD. weight_decay: of such groups only.
-    Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and airbench94_muon.
+    params: filters (N, …) that a norm follows. Before each step they are scaled to the norm sqrt(N), so only their direction matters.
+    lr: length of a step, for weights of this norm. weight_decay: added to the gradient; use it with ``orthogonal`` False only.
+    orthogonal: False: plain SGD with Nesterov momentum (biases, a head). Source: K. Jordan et al., "Muon: an optimizer for hidden layers
+    in neural networks" (2024), and its airbench94_muon.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ def _orthogonal(tensors: list[Tensor]) -> list[Tensor]:
     for shape, those in places.items():
         x = torch.stack([tensors[place].flatten(1) for place in those])
         x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-        x = x.bfloat16() if x.is_cuda else x  # few CPUs multiply it
+        x = x.bfloat16() if x.is_cuda else x  # few CPUs have fast products in bfloat16
         wide = x if x.shape[1] <= x.shape[2] else x.mT
         for _ in range(STEPS):
             a = wide @ wide.mT

@@ -161,6 +161,8 @@ def test_keys_that_contradict_each_other_are_refused() -> None:
         ("imagenet", "stage_dir=/x", "dataset=fake has no files to copy"),
     ):
         assert refusal(word, "dataset=fake", recipe=recipe) == f"{word}: {wanted}"
+    decay = "weight_decay=0.0005: with arch=airbench94 it is per sample of the batch: give variant=fast, or weight_decay=2e-6"
+    assert refusal("arch=airbench94", recipe="cifar") == decay
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
