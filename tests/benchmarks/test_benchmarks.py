@@ -13,7 +13,7 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import bench_login
 from tests.benchmarks.measure import TINY, Figure
 
-LONG = ("cifar_training", "collectives", "step")
+LONG = ("cifar_training", "collectives", "memory", "step")
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path
     assert place in ended.lines[-1], ended.out
 
 
+@pytest.mark.long
 @pytest.mark.fault(3)
 def test_the_watchdog_ends_a_single_rank_with_its_interpreter_stuck(start: Start, tmp_path: Path) -> None:
     (tmp_path / "marks").mkdir()
@@ -221,6 +222,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path) -> Non
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.fault(40)
 def test_a_run_that_is_suspended_for_longer_than_timeout_s_continues(start: Start, tmp_path: Path) -> None:
     """As scontrol suspend and resume do: one process after the other."""
