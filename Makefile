@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 VERSIONS ?= tested-versions.txt
 
-.PHONY: help install demo test mutants alltests faults check docs bench gpu portability clean
+.PHONY: help install demo test mutants alltests faults check docs bench gpu gpus portability clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,6 +49,9 @@ bench: install ## run the benchmarks against reference code; fails if a target i
 
 gpu: ## show on one GPU, with PYTHON's own torch, that every GPU path works and how fast; OUT=file.json; DRY=true: on a CPU; ONLY=name,name
 	$(PYTHON) -m tests.gpu $(OUT) $(if $(ONLY),only=$(ONLY)) $(if $(DRY),dry=$(DRY))
+
+gpus: ## the same for a node with several GPUs
+	$(PYTHON) -m tests.gpu $(OUT) gpus=true $(if $(ONLY),only=$(ONLY)) $(if $(DRY),dry=$(DRY))
 
 portability: ## install, demo and tests in chroots with Slurm 22.05, 24.11 and 26.05, and on the oldest torch and Python; root; ONLY=sid,oldest FOLDER=kept between runs
 	$(PYTHON) tests/portability.py --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(FOLDER),--folder $(FOLDER)) $(if $(TESTS),--tests "$(TESTS)") $(if $(OLDEST_PYTHON),--python $(OLDEST_PYTHON))

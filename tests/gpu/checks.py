@@ -7,18 +7,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import platform
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,108 +28,15 @@ from recipes.core.train import checkpoint
 from recipes.core.train.checkpoint import HostCopy
 from recipes.core.train.lars import LARS
 from recipes.core.train.optimisation import _Average
-from tests import helpers
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, TINY
+from tests.gpu.place import Figures, NotPossible, Place
 from tests.states import digest
 
-ROOT = Path(__file__).resolve().parents[2]
 TFLOPS = {"H200": 600, "H100": 500}  # at least, of products in bfloat16
 IMAGES_PER_S = {"H200": (5500, 7500), "H100": (3850, 5250)}  # at least, of ResNet-50 in training: eager, compiled
 PAUSE_S = 0.05  # of the training at a checkpoint
 FOREVER = ("dataset=digits", "epochs=1000", "log_every_steps=1")
-Figures = dict[str, object]
-
-
-class NotPossible(Exception):
-    """This machine cannot show it: the message says why."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a check runs. folder: an empty one."""
-
-    device: torch.device
-    folder: Path
-
-    @property
-    def dry(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def recipe_of_images(self) -> str:
-        """cifar evaluates 10,000 images with a network that takes a CPU minutes."""
-        return "mnist" if self.dry else "cifar"
-
-    @property
-    def small_images(self) -> tuple[str, ...]:
-        return ("dataset=fake",) if self.dry else ("dataset=fake", "variant=fast")
-
-    def size(self, full: int, small: int) -> int:
-        return small if self.dry else full
-
-    def least(self, known: dict[str, Any]) -> Any:
-        """The value for this GPU in a table by GPUs; None for another one."""
-        name = "" if self.dry else torch.cuda.get_device_name()
-        return next((value for gpu, value in known.items() if gpu in name), None)
-
-    def sync(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize()
-
-    def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
-        """A Python command in the project's folder; stdout and stderr together."""
-        return subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env={**os.environ, **environ}, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def recipe(self, name: str, *keys: str, run: str = "run") -> list[str]:
-        """The words of a command that runs a recipe on this device."""
-        return ["-m", f"recipes.{name}", f"device={self.device.type}", f"run_dir={self.folder / run}", *keys]
-
-    def run(self, *words: str, status: int = 0, **environ: str) -> str:
-        """The output of `start`, which must end with ``status``."""
-        process = self.start(*words, **environ)
-        out, _ = process.communicate(timeout=140)
-        assert process.returncode == status, f"status {process.returncode}, not {status}: {out[-2000:]}"
-        return out
-
-    def ranks(self, *words: str) -> list[subprocess.Popen[str]]:
-        """The same command on two ranks, which have one GPU together."""
-        port = str(helpers.free_port())
-        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        if not self.dry:
-            place["CUDA_VISIBLE_DEVICES"] = "0"
-        return [self.start(*words, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)]
-
-    def until(self, process: subprocess.Popen[str], is_so: Callable[[], object]) -> None:
-        """Waits, for a time, until it is so or the process ends."""
-        end = time.monotonic() + 100
-        while not is_so() and time.monotonic() < end and process.poll() is None:
-            time.sleep(0.1)
-
-    def rows(self, run: str = "run") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
-
-    def summary(self, run: str = "run") -> dict[str, Any]:
-        return json.loads((self.folder / run / "summary.json").read_text())
-
-    def meet(self) -> None:
-        """A process group of this process alone."""
-        backend = "gloo" if self.dry else "nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def machine(dry: bool) -> dict[str, Any]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cpus": len(os.sched_getaffinity(0))}
-    if not dry:
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    return found
 
 
 def doctor(place: Place) -> Figures:
@@ -197,7 +97,7 @@ def digits(place: Place) -> Figures:
 
 
 def arithmetic(place: Place) -> Figures:
-    """augmentation, normalisation, mixup, LARS and averaged weights are those of the CPU"""
+    """augmentation, normalisation, LARS and averaged weights are those of the CPU"""
     train, _ = in_memory.fake(256, 1, (3, 32, 32), 10)
     random, order = torch.Generator().manual_seed(0), torch.randperm(256)
 
@@ -425,6 +325,15 @@ def speed(place: Place) -> Figures:
     return figures
 
 
+def compiled(place: Place) -> Figures:
+    """with compile=true, cifar's losses stay finite, in bfloat16 too"""
+    if place.dry:
+        raise NotPossible("the evaluation takes a CPU minutes")
+    keys = ("dataset=fake", "variant=fast", "compile=true", "dtype=bfloat16", "max_steps=6", "log_every_steps=1")
+    place.run(*place.recipe("cifar", *keys))
+    return {"last loss": round(place.rows()[-1]["loss"], 3)}
+
+
 def growing_images(place: Place) -> Figures:
     """a compiled network at its second size is as fast as one that was compiled for that size only"""
     if place.dry:
@@ -485,8 +394,10 @@ def decoding(place: Place) -> Figures:
         begin = time.monotonic()
         for number in range(threads):
             pool.submit(work, number)
-        beside = steps_per_s(place, net, net, batch, px, place.size(30, 3))
-        over.set()
+        try:
+            beside = steps_per_s(place, net, net, batch, px, place.size(30, 3))
+        finally:
+            over.set()
     rate = sum(decoded) / (time.monotonic() - begin)
     figures: Figures = {
         "decoder": decoder.name,
@@ -529,6 +440,7 @@ def accuracy(place: Place) -> Figures:
         out, _ = process.communicate(timeout=140)
         assert process.returncode == 0, out[-2000:]
     alone, found = place.summary("fast-0"), [place.summary(f"fast-{seed}")["val_top1"] for seed in range(5)]
+    assert min(found) >= 0.89, found
     return {
         "fast": [round(top1, 4) for top1 in found],
         "mean": round(statistics.fmean(found), 4),
@@ -538,34 +450,18 @@ def accuracy(place: Place) -> Figures:
     }
 
 
-_ALL: tuple[Callable[[Place], Figures], ...] = (
-    collectives, ddp, digits, arithmetic, no_sync, mover, exact_resume, ends, hang, shared_gpu, doctor, host_copy, out_of_memory, speed,
-    growing_images, packed_images, decoding, accuracy,
+def one_gpu_twice(place: Place) -> Figures:
+    """two ranks that NCCL finds on one GPU end, and say so"""
+    if place.dry:
+        raise NotPossible("NCCL needs a GPU")
+    for rank in place.ranks(*place.recipe("mnist", *FOREVER)):
+        out, _ = rank.communicate(timeout=100)
+        assert rank.returncode, out[-1000:]
+        assert "Duplicate GPU" in out, out[-2000:]
+    return {}
+
+
+TOGETHER = (
+    collectives, ddp, digits, arithmetic, no_sync, mover, exact_resume, compiled, ends, hang, shared_gpu, one_gpu_twice,
 )  # fmt: skip
-MEASURED = (
-    "doctor",
-    "host_copy",
-    "out_of_memory",
-    "speed",
-    "growing_images",
-    "packed_images",
-    "decoding",
-    "accuracy",
-)  # each alone
-CHECKS = {check.__name__: check for check in _ALL}
-
-
-def main(name: str, folder: str, device: str) -> None:
-    place = Place(torch.device(device, 0) if device == "cuda" else torch.device(device), Path(folder))
-    if not place.dry:
-        torch.cuda.set_device(place.device)
-    try:
-        print(json.dumps({"result": "pass", "figures": CHECKS[name](place)}))
-    except NotPossible as why:
-        print(json.dumps({"result": "not possible", "why": str(why)}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # without the teardown of a process group
+ALONE = (doctor, host_copy, out_of_memory, speed, growing_images, packed_images, decoding, accuracy)

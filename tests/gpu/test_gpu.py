@@ -1,4 +1,4 @@
-"""The checks of ``make gpu`` take their path on a CPU; the others of them start whole runs, which other tests do."""
+"""Three checks of ``make gpu`` on a CPU, and one of ``make gpus``. The others start whole runs, which other tests cover."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tests.gpu import __main__ as command
-from tests.gpu.checks import CHECKS, Place
+from tests.gpu.place import Place
+from tests.gpu.table import OF_ONE
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "mover", "host_copy"])
 def test_a_check_runs_on_a_cpu(tmp_path: Path, name: str) -> None:
-    assert CHECKS[name](Place(torch.device("cpu"), tmp_path))
+    assert OF_ONE[name](Place(torch.device("cpu"), tmp_path))
 
 
 def test_the_report_has_a_result_for_each_check(
