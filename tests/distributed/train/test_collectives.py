@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipes import collectives
 from recipes.collectives import lessons
-from recipes.conf.collectives import OPERATIONS, Config, sizes_of
+from recipes.conf.collectives import OPERATIONS, Config, Mode, sizes_of
 from recipes.core import bandwidth
 from recipes.core.config import parser
 from recipes.core.doctor import gpucheck, linkcheck
@@ -71,6 +72,15 @@ def test_every_operation_is_timed(tmp_path: Path, size: int) -> None:
     assert {row[0] for row in rows} == set(timed) == set(best)
     for operation, value in best.items():
         assert value == pytest.approx(max(float(row[4]) for row in rows if row[0] == operation), abs=0.001)
+
+
+def test_the_highest_bandwidth_of_an_operation_is_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = iter([3.0, 7.0, 5.0])
+    monkeypatch.setattr(bandwidth, "measure", lambda *given: bandwidth.Figure(given[1], 1.0, 1.0, next(speeds)))
+    world = SimpleNamespace(size=2, meeting=contextlib.nullcontext)
+    run: Any = SimpleNamespace(world=world, say=lambda line: None, agree_to_stop=lambda: "")
+    cfg = Config(mode=Mode.bench, operations="all_reduce", sizes="4..64")
+    assert collectives.bench(run, cfg) == {"busbw": {"all_reduce": 7.0}}
 
 
 FAULT = """

@@ -99,7 +99,7 @@ def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
     ("words", "status", "expected"),
     [
         (("explain",), 2, "doctor: explain: a path is missing"),
-        (("explain", "/none/such"), 2, "doctor: /none/such: No such file or directory"),
+        (("explain", "LICENSE", "/none/such"), 2, "doctor: /none/such: No such file or directory"),
         (("look",), 2, "doctor: 'look' is not key=value"),
         (("nodes=3",), 2, "nodes=3: is a job key"),
         (("seconds=19",), 2, "seconds=19.0: must be at least 20"),

@@ -116,6 +116,9 @@ def test_json_output_and_a_closed_pipe(tmp_path: Path) -> None:
 def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"/none: cannot be read \(No such file or directory\)"):
         report.main([f"{tmp_path}/none"])
+    for words in ([], ["--json"]):
+        with pytest.raises(InputError, match=r": no run is there: name a run directory, or a folder of them"):
+            report.main([str(tmp_path), *words])
     ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path)])
     assert ended.status == 2
     assert ended.lines == [f"report: {tmp_path}: no run is there: name a run directory, or a folder of them"]
