@@ -28,7 +28,7 @@ from recipes.core.train import loop, optimisation, session
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
-from recipes.core.train.muon import Muon
+from recipes.core.train.optimizers import Muon
 from recipes.core.train.run import Run
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels (red, green, blue)

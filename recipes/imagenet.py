@@ -28,7 +28,7 @@ from recipes.core.train import images, loop, models, optimisation, session
 from recipes.core.data.loader import LoadedShard, Loader
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
-from recipes.core.train.lars import LARS
+from recipes.core.train.optimizers import LARS
 from recipes.core.train.run import Run
 
 # Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.

@@ -26,8 +26,8 @@ from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.loader import _Mover
 from recipes.core.train import checkpoint
 from recipes.core.train.checkpoint import HostCopy
-from recipes.core.train.lars import LARS
 from recipes.core.train.optimisation import _Average
+from recipes.core.train.optimizers import LARS
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, TINY
 from tests.gpu.place import Figures, NotPossible, Place

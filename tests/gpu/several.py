@@ -43,7 +43,7 @@ def bandwidth(place: Place) -> Figures:
 
 
 def overlap(place: Place) -> Figures:
-    """with equal batches of each GPU, a GPU among all is nearly as fast as it is alone"""
+    """one GPU processes nearly as many images per second in a job on all GPUs as in a job of its own"""
     ranks = 2 if place.dry else torch.cuda.device_count()
     keys = (f"max_steps={place.size(120, 4)}", f"log_every_steps={place.size(20, 1)}", *place.small_images)
     rates = {}

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from recipes.core.errors import one_line
+
 SIDE = 1024  # of the matrices whose product is compared with the CPU's
 TIMED_SIDE, TIMED, TIMED_S = 8192, 20, 0.2
 COPIED = 256 << 20  # bytes
@@ -43,7 +45,7 @@ def _add(found: dict[str, Any], test: Callable[..., dict[str, Any]], *devices: t
     try:
         found |= test(*devices)
     except Exception as error:  # a broken GPU raises whatever its driver says
-        found["error"] = " ".join(str(error).split())[:200]
+        found["error"] = one_line(error, 200)
 
 
 def examine(device: torch.device) -> dict[str, Any]:

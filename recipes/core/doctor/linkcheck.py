@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipes.core.errors import one_line
+
 SIZE = 16 << 20  # bytes in each direction of a pair, and of the all_reduce
 PARTNERS = 4  # of each node at most, in a job of any size
 TRIES = 5
@@ -112,5 +114,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
     except Exception as error:
-        say(error=" ".join(str(error).split())[:300], host=socket.gethostname())
+        say(error=one_line(error), host=socket.gethostname())
         os._exit(1)

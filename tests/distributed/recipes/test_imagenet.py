@@ -21,7 +21,7 @@ from recipes.conf.imagenet import Config
 from recipes.core.data import classfolder, decode, loader
 from recipes.core.data.loader import IGNORE, LoadedShard
 from recipes.core.errors import InputError, MachineError
-from recipes.core.train.lars import LARS
+from recipes.core.train.optimizers import LARS
 from tests import helpers
 from tests.distributed import one_rank
 from tests.distributed.one_rank import Trained

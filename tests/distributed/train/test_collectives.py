@@ -247,7 +247,10 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
         return {**one}
 
     monkeypatch.setattr(gpucheck, "examine", broken)
-    assert gpucheck.gpus() == [{"index": 0, **one}, {"index": 1, "error": "CUDA error: an illegal memory access"}]
+    assert gpucheck.gpus() == [
+        {"index": 0, **one},
+        {"index": 1, "error": "RuntimeError: CUDA error: an illegal memory access"},
+    ]
 
 
 def test_copies_go_from_each_gpu_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

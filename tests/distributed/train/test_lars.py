@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes.core.train.lars import LARS
+from recipes.core.train.optimizers import LARS
 
 
 def parameter(*values: float) -> nn.Parameter:

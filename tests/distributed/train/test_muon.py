@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes.core.train.muon import Muon
+from recipes.core.train.optimizers import Muon
 
 
 def filters(*shape: int, seed: int = 0) -> nn.Parameter:

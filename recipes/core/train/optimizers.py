@@ -1,0 +1,128 @@
+"""Optimisers that torch does not include: LARS for very large batches, Muon for the filters of convolutions."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPS, A, B, C = 3, 3.4445, -4.7750, 2.0315  # of Muon's iteration, and the factors of its polynomial, from its source
+
+
+class _Grouped(torch.optim.Optimizer):
+    """An optimiser whose step treats all tensors of a group at once."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Performs one step. A closure is not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._step_group(group, params, [p.grad for p in params])
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _momenta(self, params: list[Tensor]) -> list[Tensor]:
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return [self.state[p]["momentum_buffer"] for p in params]
+
+
+class LARS(_Grouped):
+    """SGD with momentum, in which each tensor has its own learning rate: ``trust`` times the norm of its weights over that of its gradient.
+
+    lr: the global rate, much larger than that of plain SGD. trust: the factor above. A group with ``adapt`` False (norms and biases)
+    uses plain SGD. Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017). Momentum has torch's form:
+    ``lr`` multiplies the momentum buffer and is not accumulated in it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        adapt: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": adapt}
+        super().__init__(params, defaults)
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        updates = gradients
+        if group["weight_decay"]:
+            updates = list(torch._foreach_add(updates, params, alpha=group["weight_decay"]))
+        if group["adapt"]:
+            rates = _rates(params, gradients, group["trust"], group["weight_decay"])
+            updates = [update * rate for update, rate in zip(updates, rates, strict=True)]
+        momenta = self._momenta(params)
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, updates, alpha=1)
+        torch._foreach_add_(params, momenta, alpha=-group["lr"])
+
+
+def _rates(params: list[Tensor], gradients: list[Tensor], trust: float, weight_decay: float) -> list[Tensor]:
+    """The rate of each tensor; 1 if its weights or its gradient are all zero. Does not synchronise with the GPU."""
+    weights, slopes = (torch.stack(list(torch._foreach_norm(tensors))) for tensors in (params, gradients))
+    rates = trust * weights / (slopes + weight_decay * weights)
+    return list(torch.where((weights > 0) & (slopes > 0), rates, torch.ones_like(rates)).unbind())
+
+
+class Muon(_Grouped):
+    """Nesterov momentum whose update of a convolution's filters, as a matrix (N, -1), is roughly orthogonal: singular values of 0.4 to 1.4.
+
+    params: filters (N, …) that a norm follows. Before each step they are scaled to the norm sqrt(N), so only their direction matters.
+    lr: length of a step, for weights of this norm. weight_decay: added to the gradient; use it with ``orthogonal`` False only.
+    orthogonal: False: plain SGD with Nesterov momentum (biases, a head). Source: K. Jordan et al., "Muon: an optimizer for hidden layers
+    in neural networks" (2024), and its airbench94_muon.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.6,
+        weight_decay: float = 0.0,
+        orthogonal: bool = True,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "orthogonal": orthogonal}
+        )
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        if group["weight_decay"]:
+            gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
+        momenta = self._momenta(params)
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, gradients)
+        updates = list(torch._foreach_add(gradients, momenta, alpha=group["momentum"]))
+        if group["orthogonal"]:
+            updates = _orthogonal(updates)
+            scales = list(torch._foreach_reciprocal(torch._foreach_norm(params)))
+            torch._foreach_mul_(scales, [len(p) ** 0.5 for p in params])
+            torch._foreach_mul_(params, scales)
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def _orthogonal(tensors: list[Tensor]) -> list[Tensor]:
+    """The orthogonal matrix next to each tensor (N, …) as a matrix of N rows, roughly: by a Newton-Schulz iteration."""
+    places = defaultdict(list)  # those of one shape are one batch of matrices
+    for place, tensor in enumerate(tensors):
+        places[tensor.shape].append(place)
+    found = list(tensors)
+    for shape, those in places.items():
+        x = torch.stack([tensors[place].flatten(1) for place in those])
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        x = x.bfloat16() if x.is_cuda else x  # few CPUs have fast products in bfloat16
+        wide = x if x.shape[1] <= x.shape[2] else x.mT
+        for _ in range(STEPS):
+            a = wide @ wide.mT
+            wide = A * wide + (B * a + C * a @ a) @ wide
+        x = wide if x.shape[1] <= x.shape[2] else wide.mT
+        for place, one in zip(those, x.to(tensors[those[0]].dtype).unbind(), strict=True):
+            found[place] = one.reshape(shape)
+    return found
