@@ -104,7 +104,8 @@ class Config(TrainKeys):
             raise ConfigError(f"stage_dir={self.stage_dir}: dataset=fake has no files to copy")
 
 
-# classic: the recipe of torchvision's first weights. fast: few epochs; the images grow. dev: a minute on CPUs, on random images.
+# classic: the recipe of torchvision's first weights. fast: few epochs; the images grow. large: for 32 GPUs and more, LARS with the rates
+# of You et al., "Large Batch Training of Convolutional Networks" (2017). dev: a minute on CPUs, on random images.
 # Not measured on the full ImageNet.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "classic": {
@@ -113,6 +114,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "fast": {
         "epochs": 16, "small_px": 128, "px": 192, "lr": 0.2, "warmup_epochs": 2, "ema": 0.999, "decoder": "opencv",
+    },
+    "large": {
+        "global_batch_size": 8192, "optimizer": "lars", "lr": 10.0, "lr_batch_size": 0, "weight_decay": 5e-5,
     },
     "dev": {
         "dataset": "fake", "arch": "resnet18", "epochs": 1, "max_steps": 20, "global_batch_size": 32, "px": 64, "val_px": 64,
