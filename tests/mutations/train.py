@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/run.py",
-        'best["val_top1"] >= found',
-        'best["val_top1"] <= found',
+        "found <= before if",
+        "found >= before if",
         "`best` names the worst evaluation",
         "tests/distributed/train/test_loop.py",
     ),

@@ -27,6 +27,12 @@ class Dtype(Enum):
     float32 = "float32"
     tf32 = "tf32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Mode(Enum):
+    max = "max"
+    min = "min"
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class RunKeys:
     checkpoint_every_s: float = declare.key(600.0, "seconds between checkpoints; 0: off", low=0)
     keep_checkpoints: int = declare.key(3, "number of newest checkpoints to keep; 0: all", low=0)
     keep_every_steps: int = declare.key(0, "steps between checkpoints that are never deleted; 0: off", low=0)
-    keep_best: bool = declare.key(True, "keep the checkpoint with the best val_top1; checkpoints/best names it")
+    keep_best: bool = declare.key(True, "keep the checkpoint with the best best_metric; checkpoints/best names it")
     max_requeues: int = declare.key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
     stop_before_s: float = declare.key(
         60.0, "seconds before the time limit at which the ranks save and stop, at most a quarter of the limit; 0: off",
@@ -140,8 +146,22 @@ class TrainKeys:
     )  # fmt: skip
     dtype: Dtype = declare.key(
         Dtype.float32,
-        "float32; tf32: float32, whose factors GPUs round to 10 bits; bfloat16 (autocast); auto: bfloat16 on GPUs that support it",
+        "float32; tf32: float32, whose factors GPUs round to 10 bits; bfloat16 (autocast); float16 (autocast, the loss is scaled), for GPUs older than A100; auto: bfloat16 on GPUs that support it",
     )
+    clip_grad_norm: float = declare.key(
+        0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True
+    )
+    best_metric: str = declare.key(
+        "", "result of the evaluation by which checkpoints are compared; default: val_top1, if there is one",
+        pattern=declare.NAME, may_change=True,
+    )  # fmt: skip
+    best_mode: Mode = declare.key(
+        Mode.max, "max: a larger best_metric is better; min: a smaller one (a loss)", may_change=True
+    )
+    patience: int = declare.key(
+        0, "early stopping: end the run after this number of epochs without a better best_metric; 0: off",
+        low=0, may_change=True,
+    )  # fmt: skip
     deterministic: bool = declare.key(
         False, "use deterministic algorithms only: on GPUs, the same run gives the same result to the bit; slower",
         may_change=True,

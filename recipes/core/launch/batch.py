@@ -138,7 +138,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     by_slurm = None if attempt.has_begun else _decided_by_slurm(environ)
     outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
     if outcome.state == "done":
-        say(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}", 1)
+        say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
         most = settings.run.max_requeues + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)

@@ -90,10 +90,17 @@ def inside(run_dir: Path, name: str) -> Path:
     return run_dir / name if (run_dir / "config.yaml").exists() else run_dir  # only a training writes this file
 
 
-def accuracy(run_dir: Path) -> str:
-    """The accuracy in ``summary.json`` as part of a line; "" if there is none."""
-    found = (files.read_json(run_dir / "summary.json") or {}).get("val_top1")
-    return f"; val_top1 {found:.4f}" if isinstance(found, float) else ""
+def results(run_dir: Path) -> str:
+    """The result in ``summary.json`` as part of a line: val_top1, or the metric that selects the best checkpoint. "" if there is none."""
+    found = files.read_json(run_dir / "summary.json") or {}
+    best = {**(found.get("best") or {})}
+    step, name = best.pop("step", None), next(iter(best), "val_top1")
+    if not isinstance(last := found.get(name), float):
+        return ""
+    of_best = (
+        f" (best {best[name]:.4f} at step {step})" if isinstance(best.get(name), float) and best[name] != last else ""
+    )
+    return f"; {name} {last:.4f}{of_best}"
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:

@@ -18,6 +18,7 @@ from recipes.core.run import directory, judge, resumed
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
 RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
+NO_RESULTS = {"epoch", "lr", "data_wait", "wall_seconds", "time"}  # other numbers in summary.json and metrics.jsonl
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 LONGEST_PATH = 4096
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
@@ -73,8 +74,14 @@ def read_run(folder: Path, now: float) -> Run:
         step=row.get("step") or status.get("step") or 0,
         note="; ".join(notes),
         values={**{name: value for name, _, value in typed if name != "run_dir"}, **_keys(folder / "config.yaml")},
-        results={name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None},
+        results=_results({**row, **summary}),
     )
+
+
+def _results(found: dict[str, Any]) -> dict[str, Any]:
+    """The results in a summary or a row: those of RESULTS first, then the other numbers with a fraction."""
+    own = [name for name, value in found.items() if isinstance(value, float) and name not in (*RESULTS, *NO_RESULTS)]
+    return {name: found[name] for name in (*RESULTS, *own) if found.get(name) is not None}
 
 
 def _keys(path: Path) -> dict[str, Any]:
@@ -113,7 +120,8 @@ def table(runs: Sequence[Run]) -> list[str]:
         for name, value in run.values.items():
             seen.setdefault((run.recipe, name), set()).add(str(value))
     keys = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
-    results = [name for name in RESULTS if any(name in run.results for run in runs)]
+    every = dict.fromkeys(name for run in runs for name in run.results)
+    results = [*(name for name in RESULTS if name in every), *(name for name in every if name not in RESULTS)]
     head = ["run", "state", "step", *keys, *results, "note"]
     rows = [
         [

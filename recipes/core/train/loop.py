@@ -17,6 +17,7 @@ from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
 from recipes.core.train import metrics
 from recipes.core.train.agreement import Agreement
+from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Meter
 from recipes.core.train.run import Run, require_results
 
@@ -78,9 +79,9 @@ class Step(Generic[S]):
     """
 
     def __init__(
-        self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str], ends_epoch: bool
+        self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str], ends_epoch: bool, scale: float
     ) -> None:
-        self.ends_epoch, self.save = ends_epoch, False
+        self.ends_epoch, self.save, self._scale = ends_epoch, False, scale
         self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
         self._run, self._model, self._calls, self._pieces = run, model, calls, shard.pieces(accumulate)
         self._begun, self._losses = 0, list[Tensor]()
@@ -123,7 +124,7 @@ class Step(Generic[S]):
             )
         world.pulse.beat(watchdog.BACKWARD)
         loss = losses.sum()
-        (loss * (world.size / self.shard.global_size)).backward()
+        (loss * (self._scale * world.size / self.shard.global_size)).backward()
         self._losses.append(loss.detach())
 
     def check(self) -> None:
@@ -153,15 +154,15 @@ def steps(
     the loaded checkpoint, or with ``pretrained`` the weights without one.
 
     The body of the loop calls ``step.backward`` for each shard, then ``optimizer.step()`` and ``scheduler.step()``
-    once. A gradient scaler that skips a step is not supported. What follows a step happens here: averaged weights, the
-    sum over ranks, the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss is not
-    finite or the body leaves out a call.
+    once, which first clips the gradients (clip_grad_norm=) and removes float16's loss scale. What follows a step happens here:
+    averaged weights, the sum over ranks, the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss
+    is not finite or the body leaves out a call.
     """
     if not run.begun:
         raise RunError("loop.steps(): call run.resume() before it")
     state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, batches, evaluate)
     if ends.begin(pretrained):
-        calls = _counted(model, state.optimizer)
+        calls, gradients = _counted(model, state.optimizer), Gradients(state, cfg)
         while state.step < ends.total and not run.stopping:
             epoch, first_batch = divmod(state.step, batches.per_epoch)
             pulse.beat(watchdog.DATA, state.step)
@@ -169,7 +170,8 @@ def steps(
             for shard in batches.epoch(epoch, first_batch):
                 ends.meter.wait_ends()
                 state.optimizer.zero_grad(set_to_none=True)
-                step = Step(run, model, shard, cfg.accumulate, calls, shard.batch == batches.per_epoch - 1)
+                ends_epoch = shard.batch == batches.per_epoch - 1
+                step = Step(run, model, shard, cfg.accumulate, calls, ends_epoch, gradients.scale)
                 yield step
                 step.check()
                 if ends.end(step):
@@ -196,7 +198,8 @@ class _StepEnds:
 
     def __init__(self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Evaluate) -> None:
         self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, Meter(run.world.clock)
-        self.total, self.first_step = total_steps(cfg, batches), run.step + 1
+        self.per_epoch, self.first_step = batches.per_epoch, run.step + 1
+        self.total = run.step if run.has_stalled(self.per_epoch) else total_steps(cfg, batches)
         self.sums: Agreement | None = None  # until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
         self.agreed_at, self.agreed_s, self.every = run.step, run.world.clock.now(), 1
@@ -248,6 +251,7 @@ class _StepEnds:
         if is_row or save or stop:
             loss, stop_now, _ = self._read()
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
+            last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
             epochs = f"epoch {step.shard.epoch + 1}/{self.cfg.epochs}"
             run.progress(f"{epochs}  step {state.step}/{self.total}  lr {step.lr:.2g}")
@@ -288,6 +292,9 @@ class _StepEnds:
             run.saver.check()
         _log_row(run, **row)
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
+        if ends_epoch and run.step < self.total and run.has_stalled(self.per_epoch):
+            run.say(f"no better result for patience={self.cfg.patience} epochs: the run ends")
+            self.total = run.step
         last = run.step == self.total
         if save or stop or last or best:
             run.save(best=best, wait=last or bool(stop))

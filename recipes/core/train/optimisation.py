@@ -11,6 +11,8 @@ from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.run import Run
 
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
     """The context of the forward pass for ``dtype``. auto: bfloat16 if the GPUs of all ranks support it. A collective.
@@ -27,7 +29,8 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
         why = f" (auto{some})"
     run.say(f"dtype: {chosen.name}{why}{', deterministic' if cfg.deterministic else ''}")
     _choose_kernels(device, chosen, cfg.deterministic)
-    return torch.autocast(device.type, torch.bfloat16, enabled=chosen is Dtype.bfloat16)
+    lower = torch.float16 if chosen is Dtype.float16 else torch.bfloat16
+    return torch.autocast(device.type, lower, enabled=chosen in (Dtype.bfloat16, Dtype.float16))
 
 
 def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> None:
@@ -49,10 +52,23 @@ def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -
 
 
 def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Two groups for an optimiser, of what is trained: weights have ``weight_decay``; norms and biases have the weight decay ``others``."""
+    """Two groups for an optimiser, of what is trained: weights have ``weight_decay``, the others have ``others``.
+
+    Weights are the matrices and filters that torch's modules call ``weight``. The others are norms, biases, class tokens, position
+    embeddings and scales of layers.
+    """
+    weights = {
+        p for module in net.modules() for name, p in module.named_parameters(recurse=False) if _decays(module, name, p)
+    }
     trained = [p for p in net.parameters() if p.requires_grad]
-    weights, rest = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-    return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": others}]
+    kinds = [p for p in trained if p in weights], [p for p in trained if p not in weights]
+    return [
+        {"params": params, "weight_decay": decay} for params, decay in zip(kinds, (weight_decay, others), strict=True)
+    ]
+
+
+def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim > 1 and "weight" in name and not isinstance(module, NORMS)
 
 
 def averaged(

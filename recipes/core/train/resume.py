@@ -135,6 +135,8 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
     if path.parent == run.checkpoints:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
+    if not evaluate and "loss_scale" in meta:
+        state.meta["loss_scale"] = meta["loss_scale"]
     run.say(f"resumed from {path}, step {state.step}")
     before, now = meta.get("code") or {}, state.meta["code"]
     if changed := [name for name in now if before.get(name, now[name]) != now[name]]:

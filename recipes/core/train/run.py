@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -17,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RunKeys
+from recipes.core.config.run_keys import Mode, RunKeys
 from recipes.core.data.sampling import Shard, Source
-from recipes.core.errors import Kind, RunError
+from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, signals, source, watchdog
@@ -136,7 +137,7 @@ class Run:
             "cpu_threads": torch.get_num_threads(),
             "device": device_name(self.world.device),
             "code": source.loaded(ROOT) if self.world.rank == 0 else {},  # rank 0 saves and compares it
-            "best": None,  # best evaluation so far: val_top1 and its step
+            "best": None,  # best evaluation so far: best_metric's value, and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
@@ -244,12 +245,31 @@ class Run:
         print(f"checkpoint {path}", flush=True)
 
     def is_best(self, results: Mapping[str, Any]) -> bool:
-        """Whether these results are the best so far. If they are, ``state.meta`` records them. The same on all ranks."""
-        found, best = results.get("val_top1"), self.state.meta.get("best")
-        if found is None or (best and best["val_top1"] >= found):
+        """Whether these results are the best so far. If they are, ``state.meta`` records them. The same on all ranks.
+
+        Raises InputError if ``best_metric`` is given and is not one of the results.
+        """
+        cfg, best = self.settings.config, self.state.meta.get("best") or {}
+        name = cfg.best_metric or "val_top1"
+        found, before = results.get(name), best.get(name)
+        if results and cfg.best_metric and not isinstance(found, float | int):
+            numbers = [key for key, value in results.items() if isinstance(value, float)]
+            raise InputError(
+                f"best_metric={name}: the evaluation returns {', '.join(numbers) or 'no number'}: give one of these"
+            )
+        if found is None or not math.isfinite(found):
+            if found is not None:
+                self.say(f"warning: {name} is {found} at step {self.step}: this evaluation cannot be the best")
             return False
-        self.state.meta["best"] = {"val_top1": float(found), "step": self.state.step}
+        if before is not None and (found <= before if cfg.best_mode is Mode.max else found >= before):
+            return False
+        self.state.meta["best"] = {name: float(found), "step": self.state.step}
         return True
+
+    def has_stalled(self, per_epoch: int) -> bool:
+        """Whether ``patience`` epochs, of ``per_epoch`` steps, have passed since the best evaluation."""
+        patience, best = self.settings.config.patience, self.state.meta.get("best")
+        return bool(patience and best and self.step - best["step"] >= patience * per_epoch)
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end.
@@ -290,10 +310,11 @@ class Run:
                 "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
-            files.write_json(self.dir / "summary.json", {**summary, **results})
+            best = {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
+            files.write_json(self.dir / "summary.json", {**summary, **best, **results})
         attempts.write_status(self.attempt, "done", step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
-        self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")
+        self.say(f"{ended} step {step}{directory.results(self.dir)}")
 
 
 def require_results(call: str, results: object) -> Mapping[str, Any]:

@@ -130,3 +130,22 @@ def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(evaluation.inputs, inputs[4:8])
     assert trained.results["val_loss"] == pytest.approx(F.mse_loss(evaluation.outputs, targets[4:8]).item() * 4 / 12)
     assert [(group["momentum"], group["lr"]) for group in trained.run.state.optimizer.param_groups] == [(0.9, 0.1)]
+
+
+def test_only_matrices_and_filters_decay() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+            self.scale = nn.Parameter(torch.ones(8, 1, 1))
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.wide_norm = nn.LayerNorm((4, 8))
+            self.conv = nn.Conv2d(3, 8, 2)
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    net = Net()
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    weights, others = ([names[p] for p in group["params"]] for group in optimisation.decay_groups(net, 0.1, 0.01))
+    assert weights == ["attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"]
+    assert sorted(others) == sorted({*names.values()} - {*weights, "frozen.weight", "frozen.bias"})
+    assert [group["weight_decay"] for group in optimisation.decay_groups(net, 0.1, 0.01)] == [0.1, 0.01]

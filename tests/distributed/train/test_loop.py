@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -26,8 +27,9 @@ from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
 from recipes.core import errors
+from recipes.core.config.run_keys import Dtype, Mode
 from recipes.core.data.sampling import GlobalBatches, Shard
-from recipes.core.errors import Kind, RunError
+from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
@@ -59,7 +61,7 @@ class Trained:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.evaluations, self.stop_at = folder, 0, 0
-        self.samples = 10
+        self.samples, self.metric = 10, "val_top1"
         self.values: list[float | None] = []  # 0: no results; None: a stop comes meanwhile
         self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
         self.calls, self.leave_at = {"backward": 1, "optimizer": 1, "scheduler": 1}, 0  # of each step, if held wrong
@@ -80,7 +82,8 @@ class Trained:
             batches = GlobalBatches(self.samples, 5, 0, 0, 1)
             attempt = helpers.attempt(self.folder, step=None)
             state = State(net, optimizer, scheduler)
-            run = Run(start.settings, world, attempt, stop, None, state=state, sampler=batches.order)
+            settings = dataclasses.replace(start.settings, config=cfg)
+            run = Run(settings, world, attempt, stop, None, state=state, sampler=batches.order)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
@@ -90,7 +93,7 @@ class Trained:
                     os.kill(os.getpid(), signal.SIGUSR2)
                     assert run.stop_is_near()
                     return {"val_top1": 0.99}  # does not count
-                return {"val_top1": value} if value else {}
+                return {self.metric: value} if value else {}
 
             try:
                 if resumes:
@@ -120,6 +123,43 @@ class Trained:
                 assert run.saver
                 run.saver.wait()
         return dict(run.results), run
+
+
+def test_the_best_checkpoint_is_that_of_best_metric(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.metric, trained.values = "val_loss", [0.5, 0.2, 0.3, math.nan]
+    _, run = trained.run(resumes=True, epochs=4, best_metric="val_loss", best_mode=Mode.min)
+    assert run.state.meta["best"] == {"val_loss": 0.2, "step": 4}
+    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
+    assert helpers.read(tmp_path, "summary")["best"] == {"val_loss": 0.2, "step": 4}
+
+
+def test_an_evaluation_without_best_metric_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="best_metric=f1: the evaluation returns val_top1: give one of these"):
+        Trained(tmp_path).run(best_metric="f1")
+
+
+def test_the_run_ends_after_patience_epochs_without_a_better_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.5, 0.7, 0.6, 0.7, 0.9]
+    _, run = trained.run(resumes=True, epochs=9, patience=2)
+    assert (run.state.step, helpers.read(tmp_path, "status")["state"]) == (8, "done")
+    assert "no better result for patience=2 epochs: the run ends" in capsys.readouterr().out
+    assert trained.run(resumes=True, epochs=9, patience=2)[1].state.step == 8  # already finished
+    trained.values = [0.9] * 20
+    assert trained.run(resumes=True, epochs=9, patience=5)[1].state.step == 18
+
+
+def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: Path) -> None:
+    weights = []
+    for number, keys in enumerate(({"clip_grad_norm": 0.01}, {"clip_grad_norm": 0.01, "dtype": Dtype.float16}, {})):
+        torch.manual_seed(0)
+        _, run = Trained(tmp_path / str(number)).run(max_steps=1, **keys)
+        weights.append([p.item() for p in run.state.model.parameters()])
+    assert weights[0] == pytest.approx(weights[1], rel=1e-6)
+    assert weights[0] != pytest.approx(weights[2], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,10 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
         "evaluate",
         "log_every_steps",
         "data_dir",
+        "clip_grad_norm",
+        "best_metric",
+        "best_mode",
+        "patience",
     }
     assert declare.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
     assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
