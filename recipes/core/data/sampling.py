@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from recipes.core.errors import InputError
 
@@ -19,7 +20,7 @@ class Shard:
     """One rank's part of one global batch.
 
     epoch, batch: from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
-    A subclass adds tensors with one row for each sample.
+    A subclass adds tensors, or tuples, lists and dicts of them, with one row for each sample.
     """
 
     epoch: int
@@ -32,9 +33,11 @@ class Shard:
         count = max(1, min(count, len(self.indices)))
         if count == 1:
             return [self]
-        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        cut = {name: value.tensor_split(count) for name, value in parts.items() if isinstance(value, Tensor)}
-        return [type(self)(**{**parts, **{name: cut[name][i] for name in cut}}) for i in range(count)]
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        leaves, structure = tree_flatten(fields)
+        cut = [leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+        pieces = (tree_unflatten(list(parts), structure) for parts in zip(*cut, strict=True))
+        return [type(self)(**piece) for piece in pieces]
 
 
 class Source(Protocol[S_co]):

@@ -1,0 +1,259 @@
+"""Any torch data set or stream of samples, read by the worker processes of a torch `DataLoader`: `Source`s for the step loop.
+
+Which rank takes which sample follows from `GlobalBatches`, and the random numbers of a sample from (seed, epoch, sample). So the samples
+are the same on any number of ranks and workers, and after a resume in the middle of an epoch. Slurm's signals do not end the workers.
+"""
+
+import contextlib
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from recipes.core.data.sampling import GlobalBatches, Shard, share
+from recipes.core.errors import InputError
+
+Collate = Callable[[list[Any]], Any]
+Index = tuple[int, int]  # epoch and sample
+EVALUATION = -1  # in place of an epoch
+
+
+def unchanged(sample: Any) -> Any:  # not a lambda: workers that are spawned unpickle it
+    return sample
+
+
+@dataclass(frozen=True)
+class LoadedBatch(Shard):
+    """A shard with its samples. data: what ``collate`` has made of them, on the rank's device, with one row for each sample."""
+
+    data: Any
+
+
+class _Batched:
+    """A `Source` whose batches are those of ``batches``."""
+
+    def __init__(self, batches: GlobalBatches, device: torch.device) -> None:
+        self._batches, self._device = batches, device
+
+    @property
+    def per_epoch(self) -> int:
+        return self._batches.per_epoch
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return self._batches.order
+
+    def _loaded(self, shards: Iterable[Shard], found: Iterable[Any]) -> Iterator[LoadedBatch]:
+        for shard, data in zip(shards, found, strict=True):
+            here = _on(self._device, data)
+            if not len(shard.indices):  # a sample was read for its shape
+                here = tree_map_only(Tensor, lambda tensor: tensor[:0], here)
+            yield LoadedBatch(shard.epoch, shard.batch, shard.indices, shard.global_size, here)
+
+
+class TorchLoader(_Batched):
+    """The samples of a map-style ``dataset`` that ``batches`` selects, in worker processes that last as long as the loader.
+
+    Within ``dataset[i]``, the global generators of torch, Python and NumPy are seeded for the sample: random transforms repeat exactly.
+    An InputError there ends the run with its line. num_workers: processes per rank; 0 reads in the main process. collate: makes a batch
+    of a list of samples. warn: gets a line if a sample differs between two reads.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batches: GlobalBatches,
+        *,
+        num_workers: int,
+        device: torch.device,
+        collate: Collate = default_collate,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        super().__init__(batches, device)
+        count = len(dataset)  # type: ignore[arg-type]
+        if count != batches.num_samples:
+            raise InputError(
+                f"the data set has {count} samples: give GlobalBatches() this number, not {batches.num_samples}"
+            )
+        seeded = _Seeded(dataset, batches.seed)
+        if batches.rank == 0 and not seeded.repeats():
+            warn(
+                "dataset[0] differs between two reads with the same random numbers: a resumed run will see other samples. Draw them from "
+                "the global generators of torch, random or numpy"
+            )
+        self._workers, self._collate = num_workers, collate
+        self._training = _Reader(seeded, num_workers, device, collate)
+        self._evaluated: tuple[Dataset[Any], _Reader] | None = None
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises the InputError of a sample."""
+        shards = list(self._batches.epoch(epoch, first_batch))
+        lists = ([(epoch, i) for i in shard.indices.tolist()] or [(epoch, 0)] for shard in shards)
+        yield from self._loaded(shards, self._training.read(lists))
+
+    def in_order(self, dataset: Dataset[Any], part: slice, batch_size: int) -> Iterator[Any]:
+        """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device. Raises the InputError of a sample."""
+        if not self._evaluated or self._evaluated[0] is not dataset:
+            reader = _Reader(_Seeded(dataset, self._batches.seed), self._workers, self._device, self._collate)
+            self._evaluated = dataset, reader
+        samples = range(len(dataset))[part]  # type: ignore[arg-type]
+        starts = range(0, len(samples), batch_size)
+        for data in self._evaluated[1].read([(EVALUATION, i) for i in samples[at : at + batch_size]] for at in starts):
+            yield _on(self._device, data)
+
+
+class StreamLoader(_Batched):
+    """The samples of a stream, such as a file that is read from its beginning: each worker passes over all, and keeps its own.
+
+    samples: called with the epoch; returns the stream, the same on all ranks and at each call. ``batches.num_samples`` is its length.
+    transform: for the samples that this rank keeps, seeded as in `TorchLoader`; decode here. A resumed run passes over what it has trained on.
+    """
+
+    def __init__(
+        self,
+        samples: Callable[[int], Iterable[Any]],
+        batches: GlobalBatches,
+        *,
+        num_workers: int,
+        device: torch.device,
+        transform: Callable[[Any], Any] = unchanged,
+        collate: Collate = default_collate,
+    ) -> None:
+        super().__init__(batches, device)
+        self._samples, self._workers, self._transform, self._collate = samples, num_workers, transform, collate
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError if the stream ends early."""
+        part = _Part(self._samples, self._transform, self._collate, self._batches, epoch, first_batch)
+        pin = self._device.type == "cuda"
+        # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.
+        loader: DataLoader[Any] = DataLoader(
+            part, batch_size=None, num_workers=self._workers, pin_memory=pin, generator=torch.Generator()
+        )
+        yield from self._loaded(self._batches.epoch(epoch, first_batch), loader)
+
+
+@dataclass
+class _Part(IterableDataset[Any]):
+    """This rank's batches of one epoch of a stream. Of several workers, each makes every n-th batch; `DataLoader` takes them in turn."""
+
+    samples: Callable[[int], Iterable[Any]]
+    transform: Callable[[Any], Any]
+    collate: Collate
+    batches: GlobalBatches
+    epoch: int
+    first_batch: int
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, batches = get_worker_info(), self.batches
+        own, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        stream, begin = iter(self.samples(self.epoch)), 0
+        for batch in range(batches.per_epoch):
+            size = batches.size(batch)
+            found = list(islice(stream, size))
+            if len(found) < size:
+                number = begin + len(found)
+                yield InputError(
+                    f"the stream ends after {number} samples: give GlobalBatches() this number, not {batches.num_samples}"
+                )
+                return
+            if batch >= self.first_batch and (batch - self.first_batch) % workers == own:
+                mine = range(size)[share(size, batches.rank, batches.world_size)] or range(1)
+                with _own_numbers():
+                    yield self.collate([self._made(begin + i, found[i]) for i in mine])
+            begin += size
+
+    def _made(self, position: int, sample: Any) -> Any:
+        _seed(self.batches.seed, self.epoch, position)
+        return self.transform(sample)
+
+
+class _Reader:
+    """Batches of ``dataset``, by the lists of samples given to `read`. The workers stay from one call to the next."""
+
+    def __init__(self, dataset: "_Seeded", workers: int, device: torch.device, collate: Collate) -> None:
+        self._lists: Iterable[list[Index]] = ()
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self, num_workers=workers, collate_fn=_OrError(collate),
+            pin_memory=device.type == "cuda", persistent_workers=workers > 0, generator=torch.Generator(),
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[list[Index]]:
+        return iter(self._lists)
+
+    def read(self, lists: Iterable[list[Index]]) -> Iterator[Any]:
+        self._lists = lists
+        return iter(self._loader)
+
+
+@dataclass(frozen=True)
+class _OrError:
+    collate: Collate
+
+    def __call__(self, samples: list[Any] | InputError) -> Any:
+        return samples if isinstance(samples, InputError) else self.collate(samples)
+
+
+@dataclass(frozen=True)
+class _Seeded(Dataset[Any]):
+    """``dataset`` with random numbers of (seed, epoch, sample). An InputError is returned, since `DataLoader` would add a traceback to it."""
+
+    dataset: Dataset[Any]
+    seed: int
+
+    def __getitems__(self, samples: list[Index]) -> list[Any] | InputError:
+        try:
+            with _own_numbers():
+                return [self._one(*index) for index in samples]
+        except InputError as error:
+            return error
+
+    def _one(self, epoch: int, i: int) -> Any:
+        _seed(self.seed, epoch, i)
+        return self.dataset[i]
+
+    def repeats(self) -> bool:
+        """Whether two reads of the first sample are equal."""
+        found = [self.__getitems__([(0, 0)]) for _ in range(2)]
+        first, second = map(tree_leaves, found)
+        return all(_equal(one, other) for one, other in zip(first, second, strict=False))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other).logical_or((one != one) & (other != other)).all())
+    return not isinstance(one, int | float | str) or one == other
+
+
+@contextlib.contextmanager
+def _own_numbers() -> Iterator[None]:
+    """Within the ``with`` block, the random generators may be seeded; afterwards they continue as before."""
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _seed(seed: int, epoch: int, sample: int) -> None:
+    mixed = zlib.crc32(f"{seed} {epoch} {sample}".encode())  # torch's generator uses 32 bits
+    torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which seeds the GPU too
+    random.seed(mixed)
+    np.random.seed(mixed)
+
+
+def _on(device: torch.device, data: Any) -> Any:
+    """The batch on the device. Raises it if it is an InputError."""
+    if isinstance(data, InputError):
+        raise data
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)

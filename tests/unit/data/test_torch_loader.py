@@ -1,0 +1,155 @@
+"""Data sets of torch, and streams, as sources of the step loop."""
+
+import pickle
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from recipes.core.data import sampling
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.torch_loader import LoadedBatch, StreamLoader, TorchLoader
+from recipes.core.errors import InputError
+
+CPU = torch.device("cpu")
+COUNT, BATCH = 22, 6  # batches of 6, 6, 5 and 5
+Found = list[tuple[int, int, int, list[float]]]
+
+
+class Numbers(Dataset[Any]):
+    """Sample i: itself, and random numbers of the three global generators."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == 100:
+            raise InputError("sample 100: is damaged: remove it")
+        return {"i": i, "drawn": (torch.rand(()), random.random(), np.random.rand())}
+
+
+class Unsteady(Numbers):
+    reads = 0
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        self.reads += 1
+        return {"i": i, "drawn": self.reads}
+
+
+def stream(epoch: int) -> Iterator[int]:
+    return iter(range(COUNT))
+
+
+def drawn(i: int) -> dict[str, Any]:
+    return Numbers()[i]
+
+
+def batches(rank: int = 0, ranks: int = 1, count: int = COUNT) -> GlobalBatches:
+    return GlobalBatches(count, BATCH, 5, rank, ranks)
+
+
+def of_set(part: GlobalBatches, workers: int) -> TorchLoader:
+    return TorchLoader(Numbers(), part, num_workers=workers, device=CPU)
+
+
+def of_stream(part: GlobalBatches, workers: int) -> StreamLoader:
+    return StreamLoader(stream, part, num_workers=workers, device=CPU, transform=drawn)
+
+
+def rows(loader: TorchLoader | StreamLoader, epoch: int, first_batch: int = 0) -> Found:
+    """Epoch, batch, sample and its random numbers, of each sample."""
+    return [
+        (shard.epoch, shard.batch, int(i), [float(value[n]) for value in shard.data["drawn"]])
+        for shard in loader.epoch(epoch, first_batch)
+        for n, i in enumerate(shard.data["i"])
+    ]
+
+
+@pytest.mark.parametrize("make", [of_set, of_stream])
+@pytest.mark.parametrize(("ranks", "workers"), [(3, 0), (2, 2)])
+def test_samples_and_their_random_numbers_are_those_of_one_rank(make: Any, ranks: int, workers: int) -> None:
+    whole = make(batches(), 0)
+    parts = [make(batches(rank, ranks), workers) for rank in range(ranks)]
+    for epoch in range(2):
+        alone = rows(whole, epoch)
+        together = [row for part in parts for row in rows(part, epoch)]
+        assert sorted(together) == sorted(alone)
+        assert sorted(i for _, _, i, _ in alone) == list(range(COUNT))
+        assert len({tuple(numbers) for *_, numbers in alone}) == COUNT
+        assert [rows(part, epoch, 2) for part in parts] == [
+            [row for row in rows(part, epoch) if row[1] >= 2] for part in parts
+        ]
+    assert [row[3] for row in rows(whole, 0)] != [row[3] for row in rows(whole, 1)]
+    if make is of_set:
+        assert [row[2] for row in rows(whole, 0)] != [row[2] for row in rows(whole, 1)]
+
+
+def test_a_shard_of_any_structure_is_cut_into_pieces() -> None:
+    (shard, *_) = of_set(batches(), 0).epoch(0)
+    pieces = shard.pieces(4)
+    assert [type(piece) for piece in pieces] == [LoadedBatch] * 4
+    assert [len(piece.data["drawn"][2]) for piece in pieces] == [len(piece.indices) for piece in pieces] == [2, 2, 1, 1]
+    assert torch.cat([piece.data["i"] for piece in pieces]).equal(shard.indices)
+
+
+@pytest.mark.parametrize("make", [of_set, of_stream])
+def test_a_rank_without_samples_gets_an_empty_batch(make: Any) -> None:
+    part = batches(6, 7)
+    assert [len(shard.data["i"]) for shard in make(part, 0).epoch(0)] == [0] * 4
+
+
+def test_reading_here_leaves_the_generators_as_they_were() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    rows(of_set(batches(), 0), 0)
+    rows(of_stream(batches(), 0), 0)
+    assert torch.get_rng_state().equal(before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
+def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
+    loader, part = of_set(batches(), 2), sampling.share(COUNT, 1, 3)
+    first, again = ([b["i"].tolist() for b in loader.in_order(numbers, part, 4)] for numbers in [Numbers()] * 2)
+    assert first == again == [[8, 9, 10, 11], [12, 13, 14]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_sample_is_raised_as_it_is(workers: int) -> None:
+    loader = of_set(batches(), workers)
+    with pytest.raises(InputError, match=r"^sample 100: is damaged: remove it$"):
+        list(loader.in_order(_Long(), slice(98, 102), 4))
+
+
+class _Long(Numbers):
+    def __len__(self) -> int:
+        return 200
+
+
+def test_a_set_of_another_length_is_refused() -> None:
+    with pytest.raises(InputError, match="has 22 samples"):
+        of_set(batches(count=20), 0)
+    with pytest.raises(InputError, match="the stream ends after 22 samples"):
+        rows(of_stream(batches(count=24), 0), 0)
+
+
+def test_a_set_that_does_not_repeat_is_reported_once() -> None:
+    lines: list[str] = []
+    make = partial(TorchLoader, num_workers=0, device=CPU, warn=lines.append)
+    make(Numbers(), batches())
+    make(Unsteady(), batches(rank=1, ranks=2))
+    assert lines == []
+    make(Unsteady(), batches())
+    assert [line[:45] for line in lines] == ["dataset[0] differs between two reads with the"]
+
+
+def test_workers_that_are_spawned_can_unpickle_what_they_need() -> None:
+    reader = of_set(batches(), 1)._training._loader
+    of = StreamLoader(stream, batches(), num_workers=1, device=CPU)
+    assert pickle.loads(pickle.dumps((reader.dataset, reader.collate_fn, of._transform)))
