@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from recipes.conf.cifar import Arch, Config
 from recipes.core.data import in_memory, sampling
-from recipes.core.train import loop, optimisation, session
+from recipes.core.train import loop, optimisation, scores, session
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
@@ -193,7 +193,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 logits = [weight * best(view).float() for weight, view in views]
             yield torch.stack(logits).sum(0), labels
 
-    evaluate = partial(loop.accuracy, run, answers)
+    evaluate = partial(scores.accuracy, run, answers)
     run.resume(State(net, optimizer, scheduler, ema), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
         for shard in step.shards:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
 from recipes.core.data import in_memory, sampling
-from recipes.core.train import images, loop, models, optimisation, session
+from recipes.core.train import images, loop, models, optimisation, scores, session
 from recipes.core.data.loader import LoadedShard, Loader
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
@@ -110,7 +110,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             with autocast:
                 yield best(in_memory.normalise(batch, mean, std)), labels
 
-    evaluate = partial(loop.accuracy, run, answers)
+    evaluate = partial(scores.accuracy, run, answers)
     run.resume(State(net, optimizer, scheduler, ema), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=bool(cfg.pretrained)):
         for shard in step.shards:

@@ -3,7 +3,8 @@
     python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]
     python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
-    python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME
+    python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50    # fetches the weights, and reads each image once
+    python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME; timm/NAME: into $HF_HOME
 
 Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine cannot do it (offline, disk full); 130 Ctrl-C.
 """
@@ -32,6 +33,8 @@ from recipes.core.data.packed import write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import ConfigError, InputError, MachineError
 
+FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
+SHOWN_FAULTS = 10
 TIMEOUT_S = 30.0  # to connect, and for each read
 FIX = (
     "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, "
@@ -67,8 +70,15 @@ class ImagenetKeys(PrepareKeys):
 
 @dataclass(frozen=True)
 class WeightsKeys:
-    arch: str = key("resnet50", "torchvision classifier")
+    arch: str = key("resnet50", "torchvision classifier, or timm/NAME")
     weights: str = key("true", "name of the weights, such as IMAGENET1K_V1; true: the newest")
+
+
+@dataclass(frozen=True)
+class FinetuneKeys(WeightsKeys):
+    data_dir: str = key("", "folder of the images, as for recipes.finetune; default: $RECIPES_DATA, otherwise data/")
+    labels: str = key("", "a CSV of files and labels, in place of class folders")
+    multi_label: bool = key(False, "an image may have several labels")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,6 +223,10 @@ def prepare_weights(keys: WeightsKeys) -> None:
     """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError."""
     from recipes.core.train import models
 
+    if keys.arch.startswith(models.TIMM):
+        name = keys.arch.removeprefix(models.TIMM)
+        _fetch_from_hub(keys.arch, name, models.require_timm(name))
+        return
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
     if models.fault_of(path):
@@ -223,7 +237,43 @@ def prepare_weights(keys: WeightsKeys) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(path, content)
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
-    _say(f"next: python -m recipes.imagenet arch={keys.arch} pretrained={chosen.name}")
+    _say(f"next: python -m recipes.finetune arch={keys.arch} pretrained={chosen.name}")
+
+
+def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
+    """Fetches the weights of a model of timm into the cache of the Hugging Face hub, which verifies them. Raises MachineError."""
+    try:
+        timm.create_model(name, pretrained=True)
+    except Exception as error:  # no internet, a full disk
+        fix = "run this where there is internet, or copy the folder $HF_HOME from there"
+        raise MachineError(f"arch={arch}: {errors.one_line(error, 120)}: {fix}") from None
+    licence = timm.get_pretrained_cfg(name).license or "unknown"
+    if licence not in FREE_LICENCES:
+        _say(f"{arch}: the licence of these weights is {licence}: read it before you use them")
+    _say(f"{arch}'s weights are in the cache of the Hugging Face hub ($HF_HOME)")
+    _say(f"next: python -m recipes.finetune arch={arch}")
+
+
+def prepare_finetune(keys: FinetuneKeys) -> None:
+    """Fetches the weights, and decodes every image of data_dir once. Raises InputError, which names images that cannot be read."""
+    from recipes.core.data import labelled
+
+    prepare_weights(keys)
+    parts = labelled.open_parts("images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0)
+    faults, count = [], 0
+    for source, positions in parts:
+        pictures = labelled.Pictures(source, positions, lambda image: None, keys.multi_label)
+        count += len(pictures)
+        for i in range(len(pictures)):
+            try:
+                pictures[i]
+            except InputError as error:
+                faults.append(error)
+    for fault in faults[:SHOWN_FAULTS]:
+        _say(str(fault))
+    if faults:
+        raise InputError(f"{len(faults)} of {count} images cannot be read: remove or replace them")
+    _say(f"{count} images in {len(parts[0][0].classes)} classes can be read")
 
 
 def _say(text: str) -> None:
@@ -235,6 +285,7 @@ DATASETS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "cifar10": (PrepareKeys, prepare_cifar10),
     "imagenet": (ImagenetKeys, prepare_imagenet),
     "weights": (WeightsKeys, prepare_weights),
+    "finetune": (FinetuneKeys, prepare_finetune),
 }
 
 

@@ -253,7 +253,7 @@ def main() -> None:
     import torch._dynamo  # the first optimizer would import it, in each fork
 
     import launch  # noqa: F401
-    from recipes.core.train import loop, models, optimizers, session  # noqa: F401
+    from recipes.core.train import loop, models, optimizers, scores, session  # noqa: F401
 
     torch.set_num_threads(1)  # a fork does not inherit threads
     add_broken()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.core.errors import Stopped
-from recipes.core.train import checkpoint, loop, optimisation, session
+from recipes.core.train import checkpoint, loop, optimisation, scores, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
 from recipes.core.data.sampling import GlobalBatches, Shard
@@ -273,7 +273,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         part = sampling.share(len(inputs), world.rank, world.size)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
-        return loop.accuracy(run, lambda best: answers(best, part))
+        return scores.accuracy(run, lambda best: answers(best, part))
 
     def answers(best: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in range(100 if cfg.evaluate_s else 1):

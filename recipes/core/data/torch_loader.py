@@ -167,13 +167,12 @@ class _Part(IterableDataset[Any]):
                 return
             if batch >= self.first_batch and (batch - self.first_batch) % workers == own:
                 mine = range(size)[share(size, batches.rank, batches.world_size)] or range(1)
-                with _own_numbers():
-                    yield self.collate([self._made(begin + i, found[i]) for i in mine])
+                yield self.collate([self._made(begin + i, found[i]) for i in mine])
             begin += size
 
     def _made(self, position: int, sample: Any) -> Any:
-        _seed(self.batches.seed, self.epoch, position)
-        return self.transform(sample)
+        with seeded(self.batches.seed, self.epoch, position):
+            return self.transform(sample)
 
 
 class _Reader:
@@ -211,14 +210,13 @@ class _Seeded(Dataset[Any]):
 
     def __getitems__(self, samples: list[Index]) -> list[Any] | InputError:
         try:
-            with _own_numbers():
-                return [self._one(*index) for index in samples]
+            return [self._one(*index) for index in samples]
         except InputError as error:
             return error
 
     def _one(self, epoch: int, i: int) -> Any:
-        _seed(self.seed, epoch, i)
-        return self.dataset[i]
+        with seeded(self.seed, epoch, i):
+            return self.dataset[i]
 
     def repeats(self) -> bool:
         """Whether two reads of the first sample are equal."""
@@ -234,22 +232,19 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _own_numbers() -> Iterator[None]:
-    """Within the ``with`` block, the random generators may be seeded; afterwards they continue as before."""
+def seeded(seed: int, epoch: int, number: int) -> Iterator[None]:
+    """Seeds the global generators of torch (CPU), Python and NumPy within the ``with`` block. Afterwards they continue as before."""
+    mixed = zlib.crc32(f"{seed} {epoch} {number}".encode())  # torch's generator uses 32 bits
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
+        torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which seeds the GPU too
+        random.seed(mixed)
+        np.random.seed(mixed)
         yield
     finally:
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-
-
-def _seed(seed: int, epoch: int, sample: int) -> None:
-    mixed = zlib.crc32(f"{seed} {epoch} {sample}".encode())  # torch's generator uses 32 bits
-    torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which seeds the GPU too
-    random.seed(mixed)
-    np.random.seed(mixed)
 
 
 def _on(device: torch.device, data: Any) -> Any:

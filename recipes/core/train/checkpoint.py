@@ -30,12 +30,16 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass
 class State:
-    """The complete state of a run between two steps. step: completed optimiser steps."""
+    """The complete state of a run between two steps. step: completed optimiser steps.
+
+    about: what a checkpoint tells about the model besides the keys: texts, numbers and lists of them, such as the names of the classes.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     ema: nn.Module | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
 

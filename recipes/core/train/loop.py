@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic
 
 import torch
@@ -15,7 +15,6 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
-from recipes.core.train import metrics
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Meter
@@ -31,44 +30,6 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
     """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
-
-
-@torch.inference_mode()
-def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
-
-    answers: gets the network to evaluate, and returns pairs of logits and labels. When a rank was notified to stop, this
-    function returns early: `Run.stop_is_near` notes that the results are incomplete. A collective: every rank must call it.
-    """
-    counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
-    with evaluation(run) as net:
-        for logits, labels in answers(net):
-            if run.stop_is_near():
-                break
-            run.world.pulse.beat(watchdog.EVALUATION)
-            counts += metrics.right(logits, labels)
-    run.world.pulse.beat(watchdog.WAITING)
-    return metrics.accuracy(*run.world.sum(counts).tolist())
-
-
-@contextlib.contextmanager
-def evaluation(run: Run) -> Iterator[nn.Module]:
-    """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all ranks.
-
-    Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each rank computes them from its own
-    samples. A checkpoint holds those of rank 0.
-    """
-    ema, net = run.state.ema, run.state.model
-    chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
-    run.world.pulse.beat(watchdog.WAITING)
-    run.world.broadcast_buffers(chosen)
-    run.world.pulse.beat(watchdog.EVALUATION)
-    training = chosen.training
-    chosen.eval()
-    try:
-        yield chosen
-    finally:
-        chosen.train(training)
 
 
 class Step(Generic[S]):

@@ -1,28 +1,38 @@
-"""torchvision's classifiers by name, with weights that are already on this machine."""
+"""Classifiers of torchvision and timm by name, with weights that are already on this machine, and what of them is trained."""
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torchvision.models import WeightsEnum
 
 from recipes.core import errors, files
 from recipes.core.config import declare
 from recipes.core.errors import InputError, MachineError
 
+TIMM = "timm/"
 
-def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool = False) -> nn.Module:
-    """A torchvision classifier for ``classes`` classes. It returns only logits: auxiliary heads for training are removed.
 
-    weights: "" for random weights, ``true`` for the newest, or a name such as IMAGENET1K_V2. zero_init_residual: initialise each
-    residual block of a ResNet as the identity; for random weights only. Raises InputError if torchvision does not have the name, or if
-    the weights are for another number of classes. Raises MachineError if the weights are missing on this machine or damaged.
+def classifier(
+    arch: str, weights: str, classes: int, zero_init_residual: bool = False, new_head: bool = False
+) -> nn.Module:
+    """A classifier for ``classes`` classes. It returns only logits: auxiliary heads for training are removed.
+
+    arch: a name of torchvision, or ``timm/NAME``. weights: "" for random weights, ``true`` for the newest, or a name such as
+    IMAGENET1K_V2. zero_init_residual: initialise each residual block of a ResNet as the identity; for random weights only. new_head:
+    replace the last layer if the weights are for another number of classes. Raises InputError if the name is unknown, or if the number
+    of classes is another one. Raises MachineError if the weights are missing on this machine or damaged.
     """
+    if arch.startswith(TIMM):
+        return _of_timm(arch.removeprefix(TIMM), weights, classes)
     _check_arch(arch)
     if not weights:
         has_heads = arch in ("googlenet", "inception_v3")
@@ -32,7 +42,7 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
         return torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
     chosen = find_weights(arch, weights)
     there = len(chosen.meta["categories"])
-    if there != classes:
+    if there != classes and not new_head:
         raise InputError(
             f"pretrained={weights}: the weights are for {there} classes, the data has {classes}; leave pretrained= out"
         )
@@ -46,7 +56,104 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
         net = torchvision.models.get_model(arch, weights=chosen)
     if arch == "inception_v3":  # torchvision keeps the auxiliary head if the weights have one
         net.aux_logits, net.AuxLogits = False, None
+    if there != classes:
+        name, last = head(net)
+        parent = net.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], _like(last, classes))
     return net
+
+
+def head(net: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
+    """The name and the layer of a classifier that makes the logits: its last linear layer, or convolution."""
+    return [(name, m) for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
+
+
+def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:
+    has_bias = layer.bias is not None
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, classes, has_bias)
+    return nn.Conv2d(layer.in_channels, classes, layer.kernel_size, bias=has_bias)  # type: ignore[arg-type]
+
+
+def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
+    """A model of timm; its weights must be in the cache of the Hugging Face hub ($HF_HOME). Raises InputError, MachineError."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a job downloads nothing
+    timm = require_timm(name)
+    if weights not in ("", "true"):
+        raise InputError(
+            f"pretrained={weights}: with timm, the name of a model names its weights too: give pretrained=true"
+        )
+    try:
+        net: nn.Module = timm.create_model(name, pretrained=bool(weights), num_classes=classes)
+    except Exception as error:  # of the hub, of safetensors, of the file system
+        fix = (
+            f"on a machine with internet, python -m recipes.prepare weights arch={TIMM}{name} (it writes into $HF_HOME)"
+        )
+        raise MachineError(f"pretrained=true: {errors.one_line(error, 120)}: {fix}") from None
+    return net
+
+
+def require_timm(name: str) -> Any:
+    """The module timm. Raises InputError if it is not installed, or has no such model."""
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError as error:
+        raise InputError(f"arch={TIMM}{name}: {errors.one_line(error, 80)}: pip install '.[timm]'") from None
+    if not timm.is_model(name):
+        raise InputError(f"arch={TIMM}{name}: timm has no such model{declare.nearest(name, timm.list_models())}")
+    return timm
+
+
+def mean_and_std(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of the pixels (0 to 1; red, green, blue), as the weights of ``arch`` require them."""
+    if arch.startswith(TIMM):
+        name = arch.removeprefix(TIMM)
+        found = require_timm(name).get_pretrained_cfg(name)
+        return tuple(found.mean), tuple(found.std)
+    return (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def train_only_head(net: nn.Module) -> None:
+    """Freezes all weights but the head's, and the averages of batch normalisation."""
+    net.requires_grad_(False)
+    head(net)[1].requires_grad_(True)
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+            module.train = MethodType(_stays, module)  # type: ignore[method-assign]
+
+
+def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def trained(net: nn.Module) -> str:
+    """The number of parameters that are trained, as a phrase."""
+    count, every = (sum(p.numel() for p in net.parameters() if p.requires_grad or of_all) for of_all in (False, True))
+    return f"{count:,} of {every:,} parameters are trained ({count / every:.1%})"
+
+
+def add_lora(net: nn.Module, rank: int) -> None:
+    """Freezes all weights but the head's, and adds to each other matrix the trained product of two of ``rank`` columns (Hu et al., 2021).
+
+    ``parametrize.remove_parametrizations`` would make it one matrix again. A filter of a convolution is a row of its matrix.
+    """
+    name_of_head, _ = head(net)
+    train_only_head(net)
+    for name, module in list(net.named_modules()):
+        if isinstance(module, nn.Linear | nn.Conv2d) and name != name_of_head:
+            parametrize.register_parametrization(module, "weight", _LowRank(module.weight, rank))
+
+
+class _LowRank(nn.Module):
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        rows, columns = len(weight), weight[0].numel()
+        self.down = nn.Parameter(torch.randn(rank, columns) / columns**0.5)
+        self.up = nn.Parameter(torch.zeros(rows, rank))  # at first, the sum is the weight itself
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + (self.up @ self.down).view_as(weight)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,33 @@ def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> li
     ]
 
 
+def layer_groups(net: nn.Module, lr: float, layer_decay: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups as of `decay_groups`, with smaller rates for the layers near the input: ``lr`` for the head, ``layer_decay`` times that of
+    the next block for each block before it (Howard and Ruder, 2018). A block is a member of the outermost ``nn.Sequential``. ``depth`` in a group: 0 for the head, 1 for the block before it.
+    """
+    decay = {p: group["weight_decay"] for group in decay_groups(net, weight_decay) for p in group["params"]}
+    blocks: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in net.named_parameters():
+        if parameter in decay:
+            blocks.setdefault(_block(net, name), []).append(parameter)
+    groups = []
+    for depth, parameters in enumerate(reversed(blocks.values())):
+        for value in sorted({decay[p] for p in parameters}):
+            chosen = [p for p in parameters if decay[p] == value]
+            groups.append({"params": chosen, "lr": lr * layer_decay**depth, "weight_decay": value, "depth": depth})
+    return groups
+
+
+def _block(net: nn.Module, name: str) -> str:
+    """The block that a parameter belongs to: the path of a member of the outermost list of modules, else of a child of ``net``."""
+    parts, module = name.split("."), net
+    for i, part in enumerate(parts[:-1]):
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            return ".".join(parts[: i + 1])
+        module = getattr(module, part)
+    return parts[0]
+
+
 def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and "weight" in name and not isinstance(module, NORMS)
 

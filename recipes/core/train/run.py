@@ -136,6 +136,7 @@ class Run:
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
             "device": device_name(self.world.device),
+            "about": dict(state.about),
             "code": source.loaded(ROOT) if self.world.rank == 0 else {},  # rank 0 saves and compares it
             "best": None,  # best evaluation so far: best_metric's value, and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation

@@ -297,7 +297,7 @@ class World:
 def _needs_buffers(model: nn.Module) -> bool:
     """Whether the ranks need equal buffers in each forward pass.
 
-    Those of batch normalisation matter to an evaluation only, which copies rank 0's: see `loop.evaluation`.
+    Those of batch normalisation matter to an evaluation only, which copies rank 0's: see `scores.evaluation`.
     """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}

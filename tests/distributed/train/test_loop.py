@@ -35,7 +35,17 @@ from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, signals, source, watchdog
-from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, resume, torch_errors
+from recipes.core.train import (
+    checkpoint,
+    failure,
+    loop,
+    metrics,
+    optimisation,
+    rendezvous,
+    resume,
+    scores,
+    torch_errors,
+)
 from recipes.core.train import world as worlds
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
@@ -471,7 +481,7 @@ def test_a_rank_0_that_fails_completes_its_last_save(tmp_path: Path) -> None:
 
 def test_an_error_names_the_line_of_the_recipe() -> None:
     with pytest.raises(AttributeError) as caught:
-        loop.accuracy(cast(Run, None), cast(Any, None))
+        scores.accuracy(cast(Run, None), cast(Any, None))
     assert re.search(r" \(recipes/core/train/loop\.py, line \d+\)$", failure.cause_of(caught.value).line)
 
 

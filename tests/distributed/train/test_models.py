@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+from safetensors import torch as safetensors
+from torchvision.models import get_model_builder, list_models
 
 from recipes import prepare
 from recipes.core.errors import InputError, MachineError
@@ -116,3 +118,88 @@ def test_weights_with_auxiliary_heads_give_a_net_without_them(arch: str, monkeyp
     net = models.classifier(arch, "true", 1000).train()
     assert net(torch.randn(2, 3, 299, 299)).shape == (2, 1000)
     assert not [name for name in net.state_dict() if name.lower().startswith("aux")]
+
+
+def test_the_head_of_every_classifier_is_its_last_layer() -> None:
+    # One of each family; the others draw their first weights in a way that the device "meta" cannot follow, or that is slow.
+    families = {get_model_builder(name).__module__: name for name in list_models(module=torchvision.models)}
+    names = [name for name in families.values() if name not in ("googlenet", "inception_v3", "regnet_y_8gf")]
+    assert len(names) > 12
+    for name in names:
+        with torch.device("meta"):
+            net = models.classifier(name, "", 7)
+        layer = models.head(net)[1]
+        assert len(layer.weight) == 7, name
+
+
+def given_weights(monkeypatch: pytest.MonkeyPatch, hub: Path, arch: str) -> dict[str, torch.Tensor]:
+    """Random weights in torchvision's cache, by the rule for its names: the end is the start of the SHA-256."""
+    hub.mkdir(parents=True, exist_ok=True)
+    state = torchvision.models.get_model(arch, weights=None).state_dict()
+    torch.save(state, hub / "made.pth")
+    name = f"{arch}-{hashlib.sha256((hub / 'made.pth').read_bytes()).hexdigest()[:8]}.pth"
+    (hub / "made.pth").rename(hub / name)
+    monkeypatch.setattr(models, "cached", lambda weights: hub / name)
+    return state
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "squeezenet1_0"])  # their heads are a linear layer and a convolution
+def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    state = given_weights(monkeypatch, hub, arch)
+    net = models.classifier(arch, "true", 3, new_head=True).eval()
+    name = models.head(net)[0]
+    assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
+    assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(name))
+    with pytest.raises(InputError, match="are for 1000 classes, the data has 3"):
+        models.classifier(arch, "true", 3)
+
+
+@pytest.mark.parametrize("kind", ["head", "lora"])
+def test_frozen_weights_and_averages_stay_as_they_are(kind: str) -> None:
+    torch.manual_seed(0)
+    net = models.classifier("shufflenet_v2_x0_5", "", 3)
+    x, before = torch.rand(4, 3, 64, 64), net.eval()(torch.ones(1, 3, 64, 64))
+    models.train_only_head(net) if kind == "head" else models.add_lora(net, 4)
+    assert net.eval()(torch.ones(1, 3, 64, 64)).allclose(before, atol=1e-6)
+    frozen = {name: value.clone() for name, value in net.state_dict().items() if not name.startswith("fc")}
+    optimizer = torch.optim.SGD((p for p in net.parameters() if p.requires_grad), 0.1)
+    for _ in range(2):  # at first, the gradient of one of the two matrices is zero
+        net.train()(x).square().sum().backward()
+        optimizer.step()
+    changed = [name for name, value in frozen.items() if not value.equal(net.state_dict()[name])]
+    assert all(name.endswith((".down", ".up")) for name in changed)
+    assert sum(name.endswith(".up") for name in changed) == (0 if kind == "head" else 56)
+    assert models.trained(net).startswith("3,075 of 344,867" if kind == "head" else "28,123 of 369,915")
+
+
+def test_timm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(InputError, match=r"arch=timm/resnet18: .*pip install '\.\[timm\]'"):
+        models.classifier("timm/resnet18", "", 3)
+
+
+def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timm, name = pytest.importorskip("timm"), "test_resnet.r160_in1k"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(MachineError, match=rf"recipes\.prepare weights arch=timm/{name}"):
+        models.classifier(f"timm/{name}", "true", 3)
+    state = timm.create_model(name).state_dict()
+    folder = tmp_path / f"models--timm--{name}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("1" * 40)
+    (folder / "snapshots" / ("1" * 40)).mkdir(parents=True)
+    safetensors.save_file(state, folder / "snapshots" / ("1" * 40) / "model.safetensors")
+    net = models.classifier(f"timm/{name}", "true", 3).eval()
+    last = models.head(net)[0]
+    assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
+    assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(last))
+    assert models.mean_and_std(f"timm/{name}") == (
+        timm.get_pretrained_cfg(name).mean,
+        timm.get_pretrained_cfg(name).std,
+    )
+    with pytest.raises(InputError, match=r"arch=timm/resnet19: timm has no such model; did you mean 'resnet1"):
+        models.classifier("timm/resnet19", "", 3)
+    with pytest.raises(InputError, match="the name of a model names its weights too"):
+        models.classifier(f"timm/{name}", "IMAGENET1K_V1", 3)

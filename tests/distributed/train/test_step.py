@@ -18,7 +18,7 @@ from recipes.core.run import entry
 START = entry.begin("mnist")
 import dataclasses, json, time, torch
 from torch import nn
-from recipes.core.train import optimisation, session; from recipes.core.train import loop
+from recipes.core.train import optimisation, session; from recipes.core.train import loop, scores
 from recipes.core.train.checkpoint import State
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError, MachineError
@@ -50,7 +50,7 @@ session.run(main, START)
 """
 FIT = """
     def evaluate():
-        with loop.evaluation(run) as best:
+        with scores.evaluation(run) as best:
             assert not best.training
             tell(calls=calls, mean=[float(v) for b in best.buffers() if b.is_floating_point() for v in b],
                  weights=[float(v) for p in best.parameters() for v in p.flatten()])

@@ -139,6 +139,13 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         env("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"),
         info("1/2", "1/2", "0/1", addr="127.0.0.1", port=10000),
     ),
+    "mpirun with an address of the user": (
+        env(
+            "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+            "MASTER_ADDR=127.0.0.2 MASTER_PORT=4321"
+        ),
+        info("1/2", "1/2", "0/1", addr="127.0.0.2", port=4321),
+    ),
     "mpirun of one": (env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"), ONE),
     "mpirun in a batch script, the shell's node": (
         env(f"{OMPI_0} MASTER_ADDR=node1"),

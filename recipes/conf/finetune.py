@@ -1,0 +1,108 @@
+"""Keys of the recipe finetune."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from recipes.core.config.declare import NAME, default, key
+from recipes.core.config.run_keys import Dtype, TrainKeys
+from recipes.core.errors import ConfigError
+
+
+class Trained(Enum):
+    all = "all"
+    head = "head"
+    lora = "lora"
+
+
+class Augment(Enum):
+    none = "none"
+    RandAugment = "RandAugment"
+    TrivialAugmentWide = "TrivialAugmentWide"
+    AutoAugment = "AutoAugment"
+    AugMix = "AugMix"
+
+
+@dataclass(frozen=True)
+class Config(TrainKeys):
+    dataset: str = key(
+        "images", "images: class folders in data_dir, with or without train/ and val/, or labels=; fake: random images",
+        values=("images", "fake"),
+    )  # fmt: skip
+    labels: str = key(
+        "", "a CSV with the columns file (below data_dir), label, and perhaps split (train or val), in place of class folders", path=True
+    )  # fmt: skip
+    multi_label: bool = key(False, "an image may have several labels: in the CSV, separated by ;")
+    val_fraction: float = key(
+        0.2, "share of each class for validation if the data has no val/ and no column split", low=0.01, high=0.9
+    )
+    num_workers: int = key(4, "processes per rank that read images; 0: the main process", low=0, high=1024)
+    arch: str = key(
+        "resnet50", "any classification model of torchvision, or timm/NAME",
+        pattern=r"(timm/)?[a-zA-Z][a-zA-Z0-9_.-]{0,127}", form="the name of a model, or timm/NAME",
+    )  # fmt: skip
+    pretrained: str = key(
+        "true", "weights to start from: true, or their name, such as IMAGENET1K_V2; false: random", pattern=NAME
+    )
+    train: Trained = key(
+        Trained.all,
+        "all: every weight; head: only the last layer; lora: the last layer, and a small product beside each other matrix",
+    )
+    lora_rank: int = key(8, "columns of each matrix of train=lora", low=1, high=1024)
+    head_epochs: float = key(0.0, "epochs at the start in which only the last layer is trained", low=0)
+    epochs: int = default(TrainKeys, "epochs", 10)
+    global_batch_size: int = default(TrainKeys, "global_batch_size", 64)
+    lr: float = default(TrainKeys, "lr", 3e-4)
+    layer_decay: float = key(
+        0.75,
+        "factor of the learning rate from each block to the one before it; 1: the same rate for all",
+        low=0,
+        high=1,
+    )
+    warmup: float = key(
+        0.1, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
+    )
+    weight_decay: float = key(0.05, "weight decay of weights; norms, biases and position embeddings have none", low=0)
+    label_smoothing: float = key(0.1, "label smoothing; not with multi_label", low=0, high=1)
+    class_weights: bool = key(False, "weight each class in inverse proportion to its number of training images")
+    px: int = key(224, "side in pixels of the images", low=32, high=1024)
+    val_resize: int = key(
+        256, "shorter side in pixels of a validation image before the center crop of px", low=32, high=2048
+    )
+    min_crop: float = key(0.35, "minimum fraction of the image area in a random crop", low=0.01, high=1)
+    augment: Augment = key(
+        Augment.RandAugment, "a transform of torchvision.transforms.v2, with its default arguments; none"
+    )
+    erasing: float = key(0.0, "probability that a random rectangle of a training image is erased", low=0, high=1)
+    mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
+    cutmix: float = key(0.0, "alpha of CutMix (pastes a rectangle of another image); 0: off", low=0)
+    ema: float = key(
+        0.0, "decay of the averaged weights (EMA) per step; evaluations use them; 0: off", low=0, high=0.999999
+    )
+    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.val_resize < self.px:
+            raise ConfigError(f"val_resize={self.val_resize}: must be at least px, {self.px}")
+        if self.multi_label and not (self.labels and self.dataset == "images"):
+            raise ConfigError("multi_label=true: requires labels=FILE.csv")
+        if self.mixup and self.cutmix:
+            raise ConfigError(f"cutmix={self.cutmix}: beside mixup={self.mixup}: give one of the two")
+        for name in ("mixup", "cutmix", "class_weights"):
+            if self.multi_label and getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)}: is for one label per image, not for multi_label=true")
+
+
+# Random images, to try the recipe: there is nothing to learn.
+DATASETS: Mapping[str, Mapping[str, Any]] = {
+    "fake": {
+        "arch": "resnet18",
+        "pretrained": "false",
+        "px": 64,
+        "val_resize": 72,
+        "epochs": 2,
+        "global_batch_size": 16,
+    },
+}

@@ -1,0 +1,180 @@
+"""One's own labelled images: class folders, or a CSV of files and labels. Opened for training and validation, as torch data sets."""
+
+import csv
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from recipes.core.data import classfolder, datasets, pillow, sampling
+from recipes.core.data.classfolder import Listing
+from recipes.core.data.image_sets import Fake
+from recipes.core.data.pillow import Unreadable
+from recipes.core.errors import InputError
+
+SPLIT = 2  # the stream of `sampling.generator` that divides a set without a validation part
+SEPARATOR = ";"  # between the labels of one image
+FAKE = 60, 3  # samples and classes of dataset=fake
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a CSV with the columns ``file``, ``label`` and perhaps ``split`` (train or val). Files are relative to ``folder``."""
+
+    folder: Path
+    place: str  # of the CSV
+    classes: tuple[str, ...]
+    files: list[str] = field(default_factory=list)
+    labels: list[tuple[int, ...]] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def label(self, i: int) -> int:
+        return self.labels[i][0]
+
+    def name(self, i: int) -> str:
+        return self.files[i]
+
+    def read(self, i: int) -> bytes:
+        """The sample's file. Raises OSError."""
+        return (self.folder / self.files[i]).read_bytes()
+
+    def digest(self) -> str:
+        return hashlib.sha256(
+            repr((self.classes, self.files, self.labels, self.splits)).encode("utf-8", "surrogateescape")
+        ).hexdigest()
+
+
+@dataclass(frozen=True)
+class Pictures(Dataset[Any]):
+    """The images ``positions`` of ``source``: ``transform`` of the upright RGB image, and its label.
+
+    several: whether an image may have several labels; its label is then a float tensor (classes,) of 0 and 1.
+    """
+
+    source: Listing | Table | Fake
+    positions: Sequence[int]
+    transform: Callable[[Image.Image], Any]
+    several: bool = False
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, i: int) -> tuple[Any, Any]:
+        """Raises InputError with the file's name if it cannot be decoded."""
+        at = self.positions[i]
+        try:
+            image, _ = pillow.decode(self.source.read(at))
+        except (OSError, Unreadable) as error:
+            why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+            raise InputError(f"{self.source.place}: {self.source.name(at)!r} {why}: remove it, or replace it") from None
+        if not self.several:
+            return self.transform(image), self.source.label(at)
+        assert isinstance(self.source, Table)
+        labels = torch.zeros(len(self.source.classes))
+        labels[list(self.source.labels[at])] = 1
+        return self.transform(image), labels
+
+    def counts(self) -> torch.Tensor:
+        """The number of images of each class, int64 (classes,)."""
+        labels = torch.tensor([self.source.label(i) for i in self.positions])
+        return torch.bincount(labels, minlength=len(self.source.classes))
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.source.digest()} {list(self.positions)}".encode()).hexdigest()
+
+
+Part = tuple[Listing | Table | Fake, Sequence[int]]
+
+
+def open_parts(dataset: str, data_dir: str, table: str, several: bool, fraction: float, seed: int) -> tuple[Part, Part]:
+    """Training and validation set, each with the positions of its images.
+
+    table: a CSV, or "" for class folders: ``train/`` and ``val/`` of them, or one for each class, of which the share ``fraction`` is for
+    validation, drawn from ``seed``. Raises InputError (one line: file, fault, fix).
+    """
+    if dataset == "fake":
+        source: Listing | Table | Fake = Fake(*FAKE)
+        return _divided(source, fraction, seed)
+    folder = datasets.folder_of(data_dir)
+    if not datasets.kind(folder):
+        raise InputError(f"data_dir={str(folder)!r} does not exist: give the folder of your images")
+    if table:
+        return _of_table(read_table(Path(table).expanduser(), folder, several), fraction, seed, several)
+    if datasets.kind(folder / "train"):
+        train = classfolder.scan(folder / "train")
+        if not datasets.kind(folder / "val"):
+            return _divided(train, fraction, seed)
+        val = classfolder.scan(folder / "val", train.classes)
+        return (train, range(len(train))), (val, range(len(val)))
+    return _divided(classfolder.scan(folder), fraction, seed)
+
+
+def read_table(path: Path, folder: Path, several: bool) -> Table:
+    """The rows of a CSV. Its files must exist, in ``folder``. Raises InputError with the line and the fix."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"labels={str(path)!r}: cannot be read ({error}): give a CSV in UTF-8") from None
+    if not rows or not {"file", "label"} <= rows[0].keys():
+        raise InputError(f"labels={str(path)!r}: must have a first line with the columns file,label and rows below it")
+    found = []
+    for number, row in enumerate(rows, 2):
+        name, label, split = (str(row.get(key) or "").strip() for key in ("file", "label", "split"))
+        line = f"labels={str(path)!r}: line {number}"
+        labels = sorted({one.strip() for one in label.split(SEPARATOR)} - {""}) if several else [label]
+        if not (folder / name).is_file():
+            raise InputError(f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir=")
+        if not several and (not label or SEPARATOR in label):
+            raise InputError(f"{line}: label {label!r} must be one class: give one, or multi_label=true")
+        if split not in ("", "train", "val"):
+            raise InputError(f"{line}: split {split!r} must be train or val")
+        found.append((name, labels, split))
+    classes = sorted({name for _, labels, _ in found for name in labels})
+    position = {one: i for i, one in enumerate(classes)}
+    table = Table(folder, str(path), tuple(classes))
+    for name, labels, split in found:
+        table.files.append(name)
+        table.labels.append(tuple(position[one] for one in labels))
+        table.splits.append(split)
+    return table
+
+
+def _of_table(table: Table, fraction: float, seed: int, several: bool) -> tuple[Part, Part]:
+    if not any(table.splits):
+        return _divided(table, fraction, seed, several)
+    train, val = ([i for i, split in enumerate(table.splits) if (split == "val") == is_val] for is_val in (False, True))
+    known = {label for i in train for label in table.labels[i]}
+    for i in val:
+        if strange := set(table.labels[i]) - known:
+            raise InputError(
+                f"labels={table.place!r}: the class {table.classes[min(strange)]!r} of {table.name(i)!r} has split val only: "
+                "give some of its images the split train"
+            )
+    return (table, train), (table, val)
+
+
+def _divided(source: Listing | Table | Fake, fraction: float, seed: int, several: bool = False) -> tuple[Part, Part]:
+    """The share ``fraction`` of each class (of all images, if they have several labels) for validation, at least one image; the rest for training."""
+    of_class = defaultdict(list)
+    for i in range(len(source)):
+        of_class[0 if several else source.label(i)].append(i)
+    random, val = sampling.generator(seed, 0, SPLIT), set[int]()
+    for _, positions in sorted(of_class.items()):
+        count = max(1, round(fraction * len(positions))) if len(positions) > 1 else 0
+        chosen = torch.randperm(len(positions), generator=random)[:count]
+        val |= {positions[i] for i in chosen.tolist()}
+    if not val:
+        raise InputError(
+            f"{source.place}: has too few images for a validation set: give val/, or a column split in labels="
+        )
+    return (source, [i for i in range(len(source)) if i not in val]), (source, sorted(val))

@@ -1,0 +1,140 @@
+"""Evaluations over all ranks: accuracy, F1, recall and the confusion matrix; for several labels per image, average precision."""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+from recipes.core.run import watchdog
+from recipes.core.train import metrics
+from recipes.core.train.run import Run
+
+Answers = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
+LARGEST_MATRIX = 50  # classes; a row of metrics.jsonl has no larger confusion matrix
+
+
+@torch.inference_mode()
+def accuracy(run: Run, answers: Answers) -> dict[str, Any]:
+    """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
+
+    answers: gets the network to evaluate, and returns pairs of logits and labels. When a rank was notified to stop, this
+    function returns early: `Run.stop_is_near` notes that the results are incomplete. A collective: every rank must call it.
+    """
+    counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
+    for logits, labels in answered(run, answers):
+        counts += metrics.right(logits, labels)
+    return metrics.accuracy(*run.world.sum(counts).tolist())
+
+
+@torch.inference_mode()
+def answered(run: Run, answers: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+    """The pairs of ``answers``, as `accuracy` takes them, for a metric of your own. Ends early when a rank was notified to stop.
+
+    Every rank must call it, and exhaust it. Sum the counts over the ranks afterwards, with `World.sum`.
+    """
+    with evaluation(run) as net:
+        for pair in answers(net):
+            if run.stop_is_near():
+                break
+            run.world.pulse.beat(watchdog.EVALUATION)
+            yield pair
+    run.world.pulse.beat(watchdog.WAITING)
+
+
+@contextlib.contextmanager
+def evaluation(run: Run) -> Iterator[nn.Module]:
+    """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all ranks.
+
+    Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each rank computes them from its own
+    samples. A checkpoint holds those of rank 0.
+    """
+    ema, net = run.state.ema, run.state.model
+    chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
+    run.world.pulse.beat(watchdog.WAITING)
+    run.world.broadcast_buffers(chosen)
+    run.world.pulse.beat(watchdog.EVALUATION)
+    training = chosen.training
+    chosen.eval()
+    try:
+        yield chosen
+    finally:
+        chosen.train(training)
+
+
+def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
+    """``val_top1``, ``val_f1`` (mean over the classes), ``val_recall`` by class, ``val_confusion`` and ``val_samples``. A collective.
+
+    answers: as for `accuracy`; a negative label does not count.
+    """
+    matrix = torch.zeros(classes * classes, dtype=torch.int64, device=run.world.device)
+    for logits, labels in answered(run, answers):
+        valid = labels >= 0
+        matrix += torch.bincount(labels[valid] * classes + logits.argmax(1)[valid], minlength=classes * classes)
+    return of_confusion(run.world.sum(matrix).view(classes, classes))
+
+
+def of_confusion(matrix: Tensor) -> dict[str, Any]:
+    """The scores of a confusion matrix (classes, classes): rows are labels, columns predictions.
+
+    A class that neither occurs nor is predicted has no F1, and does not count in the mean. The recall of a class without samples is None.
+    """
+    matrix = matrix.double().cpu()
+    hits, labels, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+    known = labels + predicted > 0
+    f1 = (2 * hits / (labels + predicted))[known]
+    samples = int(labels.sum())
+    scores: dict[str, Any] = {"val_top1": float(hits.sum()) / max(1, samples), "val_samples": samples}
+    scores["val_f1"] = float(f1.mean()) if samples else 0.0
+    scores["val_recall"] = [float(h / n) if n else None for h, n in zip(hits, labels, strict=True)]
+    if len(matrix) <= LARGEST_MATRIX:
+        scores["val_confusion"] = matrix.long().tolist()
+    return scores
+
+
+def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
+    """For several labels per image: ``val_map`` (mean average precision), ``val_f1`` (mean, at probability 1/2), ``val_samples``.
+
+    answers: logits (B, classes), and labels of 0 and 1 of the same shape. A collective, in which each rank gets the scores of all samples.
+    """
+    pairs = [torch.stack([logits.float(), labels.float()]).cpu() for logits, labels in answered(run, answers)]
+    buffer = io.BytesIO()
+    torch.save(torch.cat([torch.zeros(2, 0, classes), *pairs], 1), buffer)
+    parts = [torch.load(io.BytesIO(part), weights_only=True) for part in run.world.gather(buffer.getvalue())]
+    logits, labels = torch.cat(parts, 1).double()
+    return {
+        "val_map": mean(average_precisions(logits, labels)),
+        "val_f1": mean(_f1(logits, labels)),
+        "val_samples": len(labels),
+    }
+
+
+def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
+    """The average precision of each class that occurs: as scikit-learn's, the precision at each hit, averaged; equal scores count together.
+
+    logits, labels: (N, classes).
+    """
+    found = []
+    for scores, positive in zip(logits.T, labels.T, strict=True):
+        if not positive.any():
+            continue
+        scores, order = scores.sort(descending=True)
+        hits = positive[order].cumsum(0)
+        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # of those with an equal score
+        ranks = torch.arange(1, len(scores) + 1)[last]
+        gained = torch.diff(hits[last], prepend=torch.zeros(1))
+        found.append(float((gained * hits[last] / ranks).sum() / hits[-1]))
+    return found
+
+
+def _f1(logits: Tensor, labels: Tensor) -> list[float]:
+    predicted = (logits > 0).double()
+    both, either = (predicted * labels).sum(0), (predicted + labels).sum(0)
+    return (2 * both / either)[either > 0].tolist()
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

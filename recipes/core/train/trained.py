@@ -1,0 +1,106 @@
+"""A trained classifier, from a checkpoint alone: for predictions and exports."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from recipes.core.config import declare, help, parser, recipe_conf
+from recipes.core.data import pillow
+from recipes.core.data.pillow import Unreadable
+from recipes.core.errors import InputError, shown
+from recipes.core.train import checkpoint
+
+
+@dataclass(frozen=True)
+class Trained:
+    """model: in eval mode. transform: from an RGB image to its input, float (3, px, px). path: of the checkpoint.
+
+    several: whether each class has a probability of its own, since an image may have several labels.
+    """
+
+    model: nn.Module
+    transform: Callable[[Image.Image], Tensor]
+    classes: Sequence[str]
+    several: bool
+    path: Path
+    device: torch.device
+
+    def input(self, image: Image.Image | str | Path) -> Tensor:
+        """The model's input (3, px, px) for an image, or for a file, turned as its EXIF data say. Raises InputError."""
+        if isinstance(image, Image.Image):
+            return self.transform(pillow.to_rgb(image))
+        try:
+            return self.transform(pillow.decode(pillow.read_file(Path(image)))[0])
+        except Unreadable as error:
+            raise InputError(f"{str(image)!r} {error}: give another image") from None
+
+    @torch.inference_mode()
+    def probabilities(self, inputs: Tensor) -> Tensor:
+        """Probabilities (B, classes) of inputs (B, 3, px, px)."""
+        logits = self.model(inputs.to(self.device)).float().cpu()
+        return logits.sigmoid() if self.several else logits.softmax(1)
+
+    def __call__(self, image: Image.Image | str | Path) -> dict[str, float]:
+        """The probability of each class, highest first. Raises InputError."""
+        (found,) = self.probabilities(self.input(image)[None]).tolist()
+        return dict(sorted(zip(self.classes, found, strict=True), key=lambda one: -one[1]))
+
+
+def load(run: str | Path, device: str = "cpu") -> Trained:
+    """The classifier of a run directory (its best checkpoint, else its newest), or of a checkpoint.
+
+    Its recipe must have the functions ``make_net(cfg, classes, pretrained)`` and ``transforms(cfg)``, as finetune has. The averaged
+    weights are used if there are any. Raises InputError.
+    """
+    path = _checkpoint_of(Path(run))
+    content = checkpoint.read(path)
+    recipe, classes = str(content["meta"].get("recipe")), content["meta"].get("about", {}).get("classes")
+    recipe_conf.require(recipe, f"{path}: recipe={shown(recipe)}")
+    module = importlib.import_module(f"recipes.{recipe}")
+    if not (classes and hasattr(module, "make_net") and hasattr(module, "transforms")):
+        raise InputError(
+            f"{path}: recipe {recipe} does not keep what a prediction needs; finetune, and copies of it, do"
+        )
+    cfg = _keys(recipe, content["meta"]["config"])
+    net: nn.Module = module.make_net(cfg, classes, pretrained=False)
+    weights = content["model"]
+    if content["ema"]:
+        weights = {
+            name.removeprefix("module."): value for name, value in content["ema"].items() if name != "n_averaged"
+        }
+    try:
+        net.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{path}: {recipe}.make_net() makes another network now ({' '.join(str(error).split())[:120]})"
+        ) from None
+    for part in net.modules():
+        if parametrize.is_parametrized(part):
+            parametrize.remove_parametrizations(part, "weight")  # LoRA: one matrix again
+    _, transform = module.transforms(cfg)
+    several = bool(getattr(cfg, "multi_label", False))
+    return Trained(net.eval().to(device), transform, list(classes), several, path, torch.device(device))
+
+
+def _checkpoint_of(path: Path) -> Path:
+    if path.is_file():
+        return path
+    folder = path / "checkpoints"
+    name = checkpoint.named(folder, "best") or next((one.name for one in checkpoint.candidates(folder)), "")
+    if not name:
+        raise InputError(f"{str(path)!r}: has no checkpoint: give a run directory, or a file checkpoints/step-….pt")
+    return folder / name
+
+
+def _keys(recipe: str, saved: Mapping[str, Any]) -> Any:
+    """The recipe's keys, as a checkpoint has them."""
+    cls, _ = recipe_conf.load(recipe)
+    known = declare.names_of(cls)
+    return parser.parse_keys(cls, [f"{name}={help.typed(value)}" for name, value in saved.items() if name in known])

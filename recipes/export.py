@@ -1,0 +1,90 @@
+"""Writes a trained model for other programs.
+
+    python -m recipes.export RUN onnx [out=FILE]           # torch's exporter; the outputs are compared with the model's
+    python -m recipes.export RUN safetensors [out=FILE]    # the weights
+
+RUN: a run directory or a checkpoint. Default of out=: model.onnx or model.safetensors in the run directory. The names of the classes
+are in the file's metadata. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.core import errors, files
+from recipes.core.errors import ConfigError, InputError
+from recipes.core.train import trained
+from recipes.core.train.trained import Trained
+
+FORMATS = ("onnx", "safetensors")
+TOLERANCE = 1e-5  # of the outputs, relative to the largest
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) < 2 or {"-h", "--help"} & set(argv):
+        print((__doc__ or "").strip())
+        return errors.EXIT_DONE if {"-h", "--help"} & set(argv) else errors.EXIT_CONFIG
+    run, kind, *more = argv
+    if kind not in FORMATS:
+        raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
+    if more and not (len(more) == 1 and more[0].startswith("out=")):
+        raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow")
+    model = trained.load(run)
+    place = model.path.parents[1] if Path(run).is_dir() else Path(".")
+    out = Path(more[0].removeprefix("out=")) if more else place / f"model.{kind}"
+    difference = to_onnx(model, out) if kind == "onnx" else to_safetensors(model, out)
+    print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
+    return errors.EXIT_DONE
+
+
+def to_onnx(model: Trained, out: Path) -> str:
+    """Writes an ONNX file with an input (batch, 3, px, px) and logits as output. Returns a phrase on how far the outputs are apart."""
+    onnx, runtime = (_require(name) for name in ("onnx", "onnxruntime"))
+    _require("onnxscript")
+    from PIL import Image
+
+    x = torch.rand(2, *model.input(Image.new("RGB", (64, 64))).shape, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model.model(x)
+    program = torch.onnx.export(
+        model.model, (x,), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False,
+        dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+    )  # fmt: skip
+    proto = program.model_proto  # type: ignore[union-attr]
+    onnx.helper.set_model_props(proto, {"classes": json.dumps(list(model.classes))})
+    content: bytes = proto.SerializeToString()
+    found = runtime.InferenceSession(content).run(None, {"images": x.numpy()})[0]
+    apart = float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max())
+    if apart > TOLERANCE:
+        raise InputError(
+            f"onnx: the outputs are {apart:.1e} from the model's, more than {TOLERANCE:g}: nothing was written"
+        )
+    files.write_bytes(out, content)
+    return f"; its outputs are within {apart:.1e} of the model's"
+
+
+def to_safetensors(model: Trained, out: Path) -> str:
+    weights = {name: value.contiguous() for name, value in model.model.state_dict().items()}
+    content: bytes = _require("safetensors.torch").save(weights, {"classes": json.dumps(list(model.classes))})
+    files.write_bytes(out, content)
+    return ""
+
+
+def _require(name: str) -> Any:
+    """The module ``name``. Raises InputError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(f"export: {errors.one_line(error, 80)}: pip install '.[export]'") from None
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ConfigError, InputError) as error:
+        print(f"export: {error}", file=sys.stderr)
+        sys.exit(errors.EXIT_CONFIG)

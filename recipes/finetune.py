@@ -1,0 +1,139 @@
+"""Fine-tuning: trains a pretrained classifier on your own images. Copy this recipe: python launch.py new NAME from=finetune
+
+    python -m recipes.prepare weights arch=resnet50                                # once, on a machine with internet
+    python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake
+    sbatch sbatch/finetune_1x4.sh data_dir=/data/birds best_metric=val_f1          # a folder of images for each class
+
+Measured: three classes of 30 photographs each, see docs/fine-tuning.md. On GPUs: not measured.
+"""
+
+from recipes.core.run import entry
+
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+START = entry.begin("finetune") if __name__ == "__main__" else None
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.transforms import v2
+
+from recipes.conf.finetune import Augment, Config, Trained
+from recipes.core.data import labelled, sampling
+from recipes.core.train import loop, models, optimisation, scores, session
+from recipes.core.data.labelled import Pictures
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.torch_loader import TorchLoader, seeded
+from recipes.core.train.checkpoint import State
+from recipes.core.train.run import Run
+
+
+def transforms(cfg: Config) -> tuple[v2.Transform, v2.Transform]:
+    """For training and for evaluation: from an RGB image to a float tensor (3, px, px)."""
+    mean, std = models.mean_and_std(cfg.arch)
+    to_tensor = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std))]
+    named = [] if cfg.augment is Augment.none else [getattr(v2, cfg.augment.name)()]
+    crop = v2.RandomResizedCrop(cfg.px, (cfg.min_crop, 1), antialias=True)
+    training = [crop, v2.RandomHorizontalFlip(), *named, *to_tensor, v2.RandomErasing(cfg.erasing)]
+    return v2.Compose(training), v2.Compose(
+        [v2.Resize(cfg.val_resize, antialias=True), v2.CenterCrop(cfg.px), *to_tensor]
+    )
+
+
+def make_net(cfg: Config, classes: Sequence[str], pretrained: bool = True) -> nn.Module:
+    """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as `recipes.load` does."""
+    weights = cfg.pretrained if pretrained and cfg.pretrained != "false" else ""
+    net = models.classifier(cfg.arch, weights, len(classes), new_head=True)
+    if cfg.train is Trained.head:
+        models.train_only_head(net)
+    elif cfg.train is Trained.lora:
+        models.add_lora(net, cfg.lora_rank)
+    return net
+
+
+def lr_factors(cfg: Config, per_epoch: int, total_steps: int, depths: Sequence[int]) -> list[Callable[[int], float]]:
+    """The learning rate of a step as a fraction of its peak, for each group: a linear rise, then a cosine to zero.
+
+    depths: of the groups; 0 is the head. The rise of the others begins after ``head_epochs``.
+    """
+
+    def factor(first: float, step: int) -> float:
+        rise = max(1.0, cfg.warmup * (total_steps - first))
+        if step < first + rise:
+            return max(0.0, (step + 1 - first) / (rise + 1))
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - first - rise) / max(1.0, total_steps - first - rise))))
+
+    frozen = min(cfg.head_epochs * per_epoch, total_steps)
+    return [partial(factor, frozen if depth else 0.0) for depth in depths]
+
+
+def mixed(cfg: Config, x: Tensor, labels: Tensor, classes: int, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Images and labels (B, classes), blended by mixup or CutMix. Without both, the labels are unchanged."""
+    if not (cfg.mixup or cfg.cutmix):
+        return x, labels
+    kind, alpha = (v2.MixUp, cfg.mixup) if cfg.mixup else (v2.CutMix, cfg.cutmix)
+    with seeded(cfg.seed, epoch, -batch):
+        blended: tuple[Tensor, Tensor] = kind(num_classes=classes, alpha=alpha)(x, labels)
+    return blended
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    world = run.world
+    torch.manual_seed(cfg.seed)
+    for_training, for_evaluation = transforms(cfg)
+    parts = labelled.open_parts(cfg.dataset, cfg.data_dir, cfg.labels, cfg.multi_label, cfg.val_fraction, cfg.seed)
+    train_set, val_set = (
+        Pictures(*part, how, cfg.multi_label) for part, how in zip(parts, (for_training, for_evaluation), strict=True)
+    )
+    classes = train_set.source.classes
+    run.say(f"{len(train_set):,} images in {len(classes)} classes, {len(val_set):,} to evaluate")
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
+    batches.require_full(run.ranks, cfg.accumulate)
+    loader = TorchLoader(train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn)
+
+    net = make_net(cfg, classes).to(world.device)
+    run.say(f"{cfg.arch}: {models.trained(net)}")
+    model = world.parallel(net, compile=cfg.compile)
+    optimizer = torch.optim.AdamW(optimisation.layer_groups(net, cfg.lr, cfg.layer_decay, cfg.weight_decay))
+    ema = optimisation.averaged(run, net, cfg.ema, 0, batches)
+    depths = [group["depth"] for group in optimizer.param_groups]
+    factors = lr_factors(cfg, batches.per_epoch, loop.total_steps(cfg, batches), depths)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+    autocast = optimisation.autocast(run, cfg)
+    weights = None
+    if cfg.class_weights:
+        weights = (len(train_set) / len(classes) / train_set.counts().clamp(min=1)).to(world.device)
+
+    def losses(logits: Tensor, labels: Tensor) -> Tensor:
+        """One loss per sample."""
+        if cfg.multi_label:
+            return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+        return F.cross_entropy(logits, labels, weights, reduction="none", label_smoothing=cfg.label_smoothing)
+
+    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels of this rank's part of the validation set."""
+        part = sampling.share(len(val_set), world.rank, world.size)
+        for images, labels in loader.in_order(val_set, part, 2 * cfg.global_batch_size // world.size + 1):
+            with autocast:
+                yield best(images), labels
+
+    evaluate = partial(scores.of_labels if cfg.multi_label else scores.of_classes, run, answers, len(classes))
+    run.resume(State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
+    for step in loop.steps(run, cfg, model, loader, evaluate):
+        for shard in step.shards:
+            images, labels = shard.data
+            x, labels = mixed(cfg, images, labels, len(classes), shard.epoch, shard.batch)
+            with autocast:
+                logits = model(x).float()
+            step.backward(losses(logits, labels))
+        optimizer.step()
+        scheduler.step()
+    return run.results
+
+
+if START:
+    session.run(main, START)

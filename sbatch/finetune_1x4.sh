@@ -1,0 +1,20 @@
+#!/bin/bash
+# Recipe finetune on one node with 4 GPUs. From the repository's top folder:
+#     sbatch [sbatch options] sbatch/finetune_1x4.sh [key=value ...]
+# sbatch options take precedence over the directives below. Keys: python -m recipes.finetune --help
+#SBATCH --job-name=finetune
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR2@120
+#SBATCH --output=%x-%j.out
+
+. sbatch/job.sh 2>/dev/null || { echo "finetune_1x4.sh: $PWD is not the repository: cd to its top folder and run sbatch there" >&2; exit 2; }
+begin finetune "$@" # sets step, inside and words
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
+    "${inside[@]}" -u -m recipes.finetune "${words[@]}"
+finish finetune $?

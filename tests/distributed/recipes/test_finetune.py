@@ -1,0 +1,180 @@
+"""The recipe finetune: its schedule and groups against formulas; its images; the same metrics on 1, 2 and 3 ranks; an exact resume."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from recipes import finetune
+from recipes.conf.finetune import Config
+from recipes.core.errors import ConfigError, InputError
+from recipes.core.train import checkpoint, models, optimisation
+from tests import helpers, states
+from tests.distributed import one_rank
+
+SMALL = (
+    "arch=shufflenet_v2_x0_5",
+    "pretrained=false",
+    "px=32",
+    "val_resize=32",
+    "num_workers=0",
+    "global_batch_size=6",
+)
+COLORS = {"blue": (30, 60, 220), "green": (40, 200, 60), "red": (220, 40, 50)}
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten images of each of three classes, and labels.csv with several labels for some of them."""
+    folder = tmp_path_factory.mktemp("photographs")
+    random = torch.Generator().manual_seed(0)
+    rows = []
+    for name, color in COLORS.items():
+        (folder / name).mkdir()
+        for i in range(10):
+            noise = torch.randint(-40, 40, (48, 40, 3), generator=random)
+            pixels = (torch.tensor(color) + noise).clamp(0, 255).to(torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / name / f"{i}.jpg")
+            rows.append((f"{name}/{i}.jpg", name if i % 2 else f"{name};round", "val" if i < 3 else "train"))
+    with open(folder / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", "label", "split"), *rows])
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photographs: Path) -> Callable[..., one_rank.Trained]:
+    folders = (tmp_path / str(i) for i in range(9))
+    words = (*SMALL, f"data_dir={photographs}")
+    return lambda *more, **place: one_rank.train(finetune, next(folders), monkeypatch, *words, *more, **place)
+
+
+def test_the_images_are_those_of_the_folder_normalised(train: Any, photographs: Path) -> None:
+    trained = train("epochs=1", "augment=none", "min_crop=1")
+    assert len(trained.training) == 4  # 24 of 30 images, in batches of 6
+    mean, std = (torch.tensor(values)[:, None, None] for values in models.mean_and_std("resnet18"))
+    seen = torch.cat([forward.inputs for forward in trained.training]) * std + mean
+    colors = sorted(round(value * 255 / 10) for value in seen.mean((2, 3)).amax(1).tolist())
+    assert colors == [20] * 8 + [22] * 16  # green, blue and red
+    assert trained.run.state.about == {"classes": ["blue", "green", "red"]}
+    results = trained.results
+    assert sum(map(sum, results["val_confusion"])) == results["val_samples"] == 6
+    assert {"val_top1", "val_f1", "val_recall"} <= results.keys()
+    assert "val_top5" not in results
+
+
+def test_several_labels_are_scored_by_average_precision(train: Any, photographs: Path) -> None:
+    trained = train("epochs=1", f"labels={photographs / 'labels.csv'}", "multi_label=true")
+    loss = nn.BCEWithLogitsLoss()(trained.training[0].outputs, torch.zeros(6, 4))  # of the shape of the labels
+    assert trained.training[0].outputs.shape == (6, 4)
+    assert trained.rows[0]["loss"] != pytest.approx(loss.item())
+    assert 0 < trained.results["val_map"] <= 1
+    assert trained.results["val_samples"] == 9
+
+
+def test_rates_fall_from_block_to_block_and_the_head_begins_alone(train: Any) -> None:
+    with torch.device("meta"):
+        net = models.classifier("resnet18", "", 3)
+    rates = {group["depth"]: group["lr"] for group in optimisation.layer_groups(net, 0.01, 0.5, 0.1)}
+    assert rates == {depth: 0.01 * 0.5**depth for depth in range(11)}  # fc, eight blocks, bn1, conv1
+    trained = train("epochs=2", "max_steps=5", "head_epochs=1", "warmup=0", "weight_decay=0")
+    first, fifth = (dict(trained.training[i].net.named_parameters()) for i in (0, -1))
+    assert first.keys() == fifth.keys()
+    cfg = Config(head_epochs=1, warmup=0.25)
+    of_head, of_others = finetune.lr_factors(cfg, 4, 12, [0, 3])
+    assert [of_others(step) for step in range(4)] == [0.0] * 4
+    assert of_others(4) == pytest.approx(1 / 3)
+    assert (of_head(0), of_head(3)) == (pytest.approx(1 / 4), 1.0)
+    assert of_head(12) == of_others(12) == pytest.approx(0.0)
+
+
+def test_class_weights_and_mixing_change_the_loss(train: Any) -> None:
+    plain, weighted, blended, cut = (
+        train("epochs=1", *words)
+        for words in ((), ("class_weights=true", "val_fraction=0.5"), ("mixup=0.4",), ("cutmix=1",))
+    )
+    losses = [trained.rows[0]["loss"] for trained in (plain, blended, cut)]
+    assert len(set(losses)) == 3
+    assert weighted.rows[0]["loss"] > 0
+    labels = torch.tensor([0, 1, 2, 0])
+    x, soft = finetune.mixed(Config(mixup=0.4), torch.rand(4, 3, 8, 8), labels, 3, 0, 1)
+    assert soft.sum(1).tolist() == pytest.approx([1.0] * 4)
+    assert finetune.mixed(Config(mixup=0.4), x, labels, 3, 0, 1)[1].equal(soft)  # the same at a resume
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("multi_label=true",), ("mixup=1", "cutmix=1"), ("multi_label=true", "labels=a.csv", "class_weights=true")],
+)
+def test_keys_that_contradict_each_other_are_refused(words: tuple[str, ...]) -> None:
+    keys = dict(word.split("=") for word in words)
+    with pytest.raises(ConfigError, match=f"^{list(keys)[-1] if len(keys) > 1 else 'multi_label'}="):
+        Config(
+            **{name: value == "true" or (value if name == "labels" else float(value)) for name, value in keys.items()}
+        )
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "vit_b_16", "convnext_tiny", "densenet121"])
+def test_every_trained_parameter_is_in_one_group(arch: str) -> None:
+    with torch.device("meta"):
+        net = models.classifier(arch, "", 3)
+    groups = optimisation.layer_groups(net, 1.0, 0.5, 0.1)
+    found = [p for group in groups for p in group["params"]]
+    assert len(found) == len(set(found)) == len(list(net.parameters()))
+    assert max(group["depth"] for group in groups) >= 4
+
+
+def launched(folder: Path, photographs: Path, ranks: int, *words: str) -> Path:
+    """The run directory of a finished run of ``ranks`` ranks."""
+    keys = (*SMALL, f"data_dir={photographs}", "log_every_steps=1", f"ranks_per_node={ranks}", f"run_dir={folder}")
+    ended = helpers.run_fork([*helpers.LOCAL, "recipe=finetune", "dataset=images", *keys, *words])
+    assert ended.status == 0, ended.out
+    return folder
+
+
+def test_metrics_are_the_same_on_one_two_and_three_ranks(tmp_path: Path, photographs: Path) -> None:
+    rows = [
+        helpers.rows(launched(tmp_path / str(ranks), photographs, ranks, "epochs=2", "train=head", "erasing=0.5"))
+        for ranks in (1, 2, 3)
+    ]
+    for name in ("loss", "val_f1", "val_top1"):
+        alone, *others = ([row[name] for row in found if name in row] for found in rows)
+        for other in others:
+            assert other == pytest.approx(alone, abs=1e-4), name
+
+
+def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: Path, photographs: Path) -> None:
+    words = (
+        "max_steps=6",
+        "epochs=2",
+        "checkpoint_every_steps=3",
+        "num_workers=1",
+        "train=lora",
+        "cutmix=1",
+        "ema=0.9",
+    )
+    whole = launched(tmp_path / "whole", photographs, 2, *words)
+    folder = tmp_path / "again/checkpoints"
+    folder.mkdir(parents=True)
+    shutil.copy(whole / "checkpoints/step-00000003.pt", folder)
+    again = launched(tmp_path / "again", photographs, 2, *words)
+    assert helpers.rows(again)[0]["step"] == 4
+    first, second = (checkpoint.read(run_dir / "checkpoints/step-00000006.pt") for run_dir in (whole, again))
+    assert states.digest(first) == states.digest(second)
+
+
+def test_a_damaged_image_ends_the_run_with_its_name(train: Any, photographs: Path, tmp_path: Path) -> None:
+    (photographs / "red/9.jpg").rename(tmp_path / "9.jpg")
+    (photographs / "red/9.jpg").write_bytes(b"")
+    try:
+        with pytest.raises(InputError, match=r"'red/9\.jpg' is empty: remove it, or replace it"):
+            train("epochs=1")
+    finally:
+        (tmp_path / "9.jpg").rename(photographs / "red/9.jpg")

@@ -1,0 +1,110 @@
+"""A trained model in use: recipes.load, recipes.predict, recipes.export, from a run of the recipe finetune."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import recipes
+from recipes import export, finetune, predict
+from recipes.core.errors import ConfigError, InputError
+from recipes.core.train import checkpoint
+from tests.distributed import one_rank
+
+WORDS = ("arch=shufflenet_v2_x0_5", "pretrained=false", "dataset=fake", "px=32", "val_resize=32", "num_workers=0")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with LoRA and averaged weights; beside its checkpoints, the logits of its last evaluation."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patched:
+        trained = one_rank.train(
+            finetune, folder, patched, *WORDS, "epochs=1", "train=lora", "ema=0.5", "keep_best=false"
+        )
+    torch.save([trained.evaluation[0].inputs, trained.evaluation[0].outputs], folder / "answers.pt")
+    return folder
+
+
+def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
+    model = recipes.load(run_dir)
+    inputs, logits = torch.load(run_dir / "answers.pt")
+    assert not model.model.training
+    assert model.probabilities(inputs).allclose(logits.softmax(1), atol=1e-5)
+    assert sum("parametrizations" in name for name, _ in model.model.named_parameters()) == 0
+    assert recipes.load(run_dir / "checkpoints/step-00000003.pt").classes == ["class 0", "class 1", "class 2"]
+    found = model(Image.new("RGB", (50, 40), "red"))
+    assert sum(found.values()) == pytest.approx(1)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:
+    with pytest.raises(InputError, match="has no checkpoint: give a run directory"):
+        recipes.load(tmp_path)
+    content = checkpoint.read(run_dir / "checkpoints/step-00000003.pt")
+    for change, error, expected in (
+        ({"recipe": "mnist"}, InputError, "recipe mnist does not keep what a prediction needs"),
+        ({"recipe": "gone"}, ConfigError, "recipe=gone: must be one of"),
+        ({"about": {"classes": ["one"]}}, InputError, r"finetune\.make_net\(\) makes another network now"),
+    ):
+        torch.save({**content, "meta": {**content["meta"], **change}}, tmp_path / "changed.pt")
+        with pytest.raises(error, match=expected):
+            recipes.load(tmp_path / "changed.pt")
+
+
+def test_predictions_name_each_image_of_a_folder_in_order(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    tall = Image.effect_noise((30, 50), 90).convert("RGB")
+    tall.save(tmp_path / "b.png")
+    tall.rotate(90, expand=True).save(tmp_path / "c.png", exif=exif)  # the same image, to be turned
+    Image.effect_noise((30, 50), 10).save(tmp_path / "a.png")
+    assert predict.main([str(run_dir), str(tmp_path), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(row["file"]).name for row in rows] == ["a.png", "b.png", "c.png"]
+    assert rows[1]["probabilities"] == rows[2]["probabilities"] != rows[0]["probabilities"]
+    assert rows[0]["class"] == max(rows[0]["probabilities"], key=rows[0]["probabilities"].get)
+    table = tmp_path / "out.csv"
+    assert predict.main([str(run_dir), "--csv", str(table), str(tmp_path / "b.png")]) == 0
+    with open(table) as file:
+        head, row = csv.reader(file)
+    assert (head, row[:2]) == (
+        ["file", "class", "class 0", "class 1", "class 2"],
+        [str(tmp_path / "b.png"), rows[1]["class"]],
+    )
+    assert float(row[3]) == pytest.approx(rows[1]["probabilities"]["class 1"], abs=1e-6)
+    assert predict.main([str(run_dir), str(tmp_path / "b.png")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'b.png'}  {rows[1]['class']} 0.")
+    with pytest.raises(InputError, match=r"none\.png' cannot be read"):
+        predict.main([str(run_dir), str(tmp_path / "none.png")])
+
+
+def test_an_export_has_the_models_outputs_and_classes(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = recipes.load(run_dir)
+    assert export.main([str(run_dir), "safetensors"]) == 0
+    with safe_open(run_dir / "model.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["classes"]) == list(model.classes)
+        assert all(file.get_tensor(name).equal(value) for name, value in model.model.state_dict().items())
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert export.main([str(run_dir), "onnx", f"out={tmp_path / 'm.onnx'}"]) == 0
+    assert "its outputs are within" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(model.classes)
+    inputs, logits = torch.load(run_dir / "answers.pt")
+    assert session.run(None, {"images": inputs[:5].numpy()})[0] == pytest.approx(logits[:5].numpy(), abs=1e-5)
+    for words, expected in (
+        (["tflite"], "tflite: must be one of onnx, safetensors"),
+        (["onnx", "to=x"], "only out=FILE"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            export.main([str(run_dir), *words])

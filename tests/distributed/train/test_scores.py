@@ -1,0 +1,46 @@
+"""The scores of an evaluation, beside scikit-learn's."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sklearn
+from torch import Tensor
+
+from recipes.core.train import scores
+
+
+def test_scores_of_a_confusion_matrix_are_those_of_scikit_learn() -> None:
+    random = torch.Generator().manual_seed(0)
+    labels, predicted = (torch.randint(0, 5, (200,), generator=random) for _ in range(2))
+    found = scores.of_confusion(torch.from_numpy(sklearn.confusion_matrix(labels, predicted)))
+    assert found["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
+    assert found["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
+    assert found["val_recall"] == pytest.approx(sklearn.recall_score(labels, predicted, average=None))
+    assert (found["val_samples"], found["val_confusion"][3][1]) == (200, int(((labels == 3) & (predicted == 1)).sum()))
+
+
+def test_classes_that_do_not_occur_have_no_scores() -> None:
+    matrix = torch.zeros(60, 60, dtype=torch.int64)
+    assert scores.of_confusion(matrix)["val_f1"] == 0.0
+    matrix[0, 0], matrix[0, 1], matrix[2, 2] = 2, 2, 1
+    found = scores.of_confusion(matrix)
+    assert found["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
+    assert found["val_recall"] == [0.5, None, 1.0] + [None] * 57
+    assert "val_confusion" not in found
+
+
+@pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
+def test_average_precision_is_that_of_scikit_learn(levels: int) -> None:
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.integers(0, levels, (80, 4)) / levels)
+    labels = torch.from_numpy((random.random((80, 4)) < 0.3).astype(float))
+    labels[:, 3] = 0
+    expected = [sklearn.average_precision_score(labels[:, i], logits[:, i]) for i in range(3)]
+    assert scores.average_precisions(logits, labels) == pytest.approx(expected)
+
+
+def test_f1_of_several_labels_is_at_probability_one_half() -> None:
+    logits = torch.tensor([[1.0, -1.0], [-2.0, 3.0], [4.0, 0.5]])
+    labels = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]])
+    expected: Tensor = sklearn.f1_score(labels, logits > 0, average=None)
+    assert scores._f1(logits, labels) == pytest.approx(list(expected))

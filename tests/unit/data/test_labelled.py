@@ -1,0 +1,125 @@
+"""One's own images: class folders and CSV files, their division into training and validation, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from recipes.core.data import labelled
+from recipes.core.data.labelled import Pictures, open_parts, read_table
+from recipes.core.errors import InputError
+
+
+def image(path: Path, color: str = "red", **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (20, 10), color).save(path, **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten images of the class a, five of b, one of c."""
+    for name, count in (("a", 10), ("b", 5), ("c", 1)):
+        for i in range(count):
+            image(tmp_path / name / f"{i}.png")
+    return tmp_path
+
+
+def opened(folder: Path, table: str = "", several: bool = False, fraction: float = 0.2, seed: int = 0) -> Any:
+    return open_parts("images", str(folder), table, several, fraction, seed)
+
+
+def test_a_share_of_each_class_is_for_validation(folder: Path) -> None:
+    (source, train), (_, val) = opened(folder)
+    assert sorted([*train, *val]) == list(range(16))
+    assert [source.label(i) for i in val] == [0, 0, 1]  # the only image of c is for training
+    assert opened(folder)[1][1] == val != opened(folder, seed=1)[1][1]
+
+
+def test_train_and_val_folders_are_taken_as_they_are(folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / "train").mkdir(exist_ok=True)
+        (folder / name).rename(folder / "train" / name)
+    image(folder / "val/b/1.png")
+    (source, train), (val_source, val) = opened(folder)
+    assert (source.classes, len(train), list(val), val_source.label(0)) == (("a", "b"), 15, [0], 1)
+    image(folder / "val/z/1.png")
+    with pytest.raises(InputError, match="has the class 'z', which the training set lacks"):
+        opened(folder)
+
+
+def write(folder: Path, *lines: str) -> str:
+    (folder / "labels.csv").write_text("\n".join(lines), encoding="utf-8-sig")
+    return str(folder / "labels.csv")
+
+
+def test_a_table_gives_files_labels_and_split(folder: Path) -> None:
+    table = write(
+        folder, "split,file,label", "train,a/0.png,dog", "val,b/0.png,dog", ",a/1.png,cat", "train,a/2.png,cat"
+    )
+    (source, train), (_, val) = opened(folder, table)
+    assert (source.classes, list(train), list(val)) == (("cat", "dog"), [0, 2, 3], [1])
+    assert [source.label(i) for i in range(4)] == [1, 1, 0, 0]
+    assert Pictures(source, train, lambda image: image.size).counts().tolist() == [2, 1]
+
+
+def test_an_image_may_have_several_labels(folder: Path) -> None:
+    table = write(folder, "file,label", "a/0.png,dog; cat", "a/1.png,", *(f"a/{i}.png,cow" for i in range(2, 10)))
+    (source, train), (_, val) = opened(folder, table, several=True)
+    assert (source.classes, len(train), len(val)) == (("cat", "cow", "dog"), 8, 2)
+    pictures = Pictures(source, [0, 1, 5], lambda image: image.size, several=True)
+    assert [pictures[i][1].tolist() for i in range(3)] == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "several", "expected"),
+    [
+        (("file,label", "a/0.png,dog", "a/none.png,dog"), False, "line 3: '.*/a/none.png' does not exist: correct"),
+        (("file,label", "a/0.png,dog;cat"), False, "line 2: label 'dog;cat' must be one class: give one, or multi_label=true"),
+        (("file,label", "a/0.png,"), False, "line 2: label '' must be one class"),
+        (("file,label,split", "a/0.png,dog,test"), True, "line 2: split 'test' must be train or val"),
+        (("image,class", "a/0.png,dog"), False, "must have a first line with the columns file,label"),
+        (("file,label,split", "a/0.png,dog,train", "a/1.png,cat,val"), False, "the class 'cat' of 'a/1.png' has split val only"),
+    ],
+)  # fmt: skip
+def test_a_faulty_table_is_refused_with_its_line(
+    folder: Path, lines: tuple[str, ...], several: bool, expected: str
+) -> None:
+    with pytest.raises(InputError, match=rf"^labels='.*labels.csv': (line|must|{expected}).*") as caught:
+        opened(folder, write(folder, *lines), several)
+    assert caught.match(expected)
+
+
+def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"data_dir='.*/none' does not exist"):
+        opened(tmp_path / "none")
+    with pytest.raises(InputError, match=r"labels='.*none.csv': cannot be read"):
+        read_table(tmp_path / "none.csv", tmp_path, False)
+    image(tmp_path / "a/1.png")
+    with pytest.raises(InputError, match="too few images for a validation set"):
+        opened(tmp_path)
+
+
+def test_images_are_upright_rgb_and_a_damaged_one_is_named(folder: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    image(folder / "a/0.png", exif=exif)
+    (folder / "a/1.png").write_bytes(b"no image")
+    (folder / "a/2.png").unlink()
+    source = labelled.classfolder.scan(folder)
+    (folder / "a/3.png").unlink()
+    pictures = Pictures(source, range(3), lambda image: (image.size, image.mode))
+    assert pictures[0] == (((10, 20), "RGB"), 0)
+    with pytest.raises(InputError, match=r"'a/1.png' is not an image: remove it, or replace it"):
+        pictures[1]
+    with pytest.raises(InputError, match=r"'a/3.png' cannot be read"):
+        pictures[2]
+
+
+def test_the_digest_changes_with_the_images_and_their_part(folder: Path) -> None:
+    (source, train), (_, val) = opened(folder)
+    first = Pictures(source, train, torch.Tensor).digest()
+    assert first == Pictures(source, list(train), torch.Tensor).digest() != Pictures(source, val, torch.Tensor).digest()
+    image(folder / "a/99.png")
+    assert Pictures(opened(folder)[0][0], train, torch.Tensor).digest() != first

@@ -1,0 +1,62 @@
+"""launch.py new: a recipe of one's own, as a copy that runs at once."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.core.errors import ConfigError
+from recipes.core.launch import new
+from tests import helpers
+from tests.helpers import ROOT
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name in ("env", "recipes", "sbatch"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "launch.py", tmp_path)
+    return tmp_path
+
+
+def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> None:
+    made = helpers.run([sys.executable, "launch.py", "new", "birds"], cwd=repository)
+    assert made.status == 0, made.out
+    assert made.lines[:4] == ["recipes/birds.py", "recipes/conf/birds.py", "tests/test_birds.py", "sbatch/birds_1x4.sh"]
+    text = (repository / "recipes/birds.py").read_text()
+    assert text.startswith('"""birds: EDIT: what it trains')
+    assert {"# EDIT: make_net", "# EDIT: transforms"} <= set(text.splitlines())
+    assert "begin birds" in (repository / "sbatch/birds_1x4.sh").read_text()
+    ran = helpers.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_birds.py"], cwd=repository)
+    assert ran.status == 0, ran.out
+
+
+@pytest.mark.parametrize("source", ["mnist", "cifar", "imagenet", "toy"])
+def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None:
+    assert new.new(["mine", f"from={source}"], repository) == 0
+    old, copy = ((repository / f"recipes/{name}.py").read_text() for name in (source, "mine"))
+    same = [
+        line
+        for line in old.splitlines()[1:]
+        if not re.search(rf"recipes\.(conf\.)?{source}|recipe={source}|sbatch/{source}|begin\(", line)
+    ]
+    assert [line for line in same if line not in copy.splitlines()] == []
+    assert 'entry.begin("mine")' in copy
+    assert "recipes.conf.mine import" in copy
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "give the new recipe's name"),
+        (["Birds"], "give the new recipe's name"),
+        (["toy"], r"new toy: .*/recipes/toy\.py exists: give another name"),
+        (["birds", "from=none"], "from=none: must be one of"),
+        (["birds", "from=collectives"], "from=collectives: does not train"),
+    ],
+)
+def test_a_name_that_is_taken_or_invalid_is_refused(repository: Path, words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        new.new(words, repository)
