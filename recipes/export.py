@@ -1,9 +1,9 @@
 """Writes a trained model for other programs.
 
-    python -m recipes.export RUN onnx [out=FILE]           # torch's exporter; the outputs are compared with the model's
-    python -m recipes.export RUN safetensors [out=FILE]    # the weights
+    python -m recipes.export runs/finetune/1234 onnx           # torch's exporter; the outputs are compared with the model's
+    python -m recipes.export runs/finetune/1234 safetensors    # the weights
 
-RUN: a run directory or a checkpoint. Default of out=: model.onnx or model.safetensors in the run directory. The names of the classes
+First a run directory or a checkpoint, then the format, then perhaps out=FILE. Default of out=: model.onnx or model.safetensors in the run directory. The names of the classes
 are in the file's metadata. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
 """
 

@@ -1,8 +1,8 @@
 """Classifies images with a trained model.
 
-    python -m recipes.predict RUN IMAGE…              # a run directory or a checkpoint; images, or folders of them
-    python -m recipes.predict RUN photos --json       # one JSON object per line: file, class, probabilities
-    python -m recipes.predict RUN photos --csv out.csv
+    python -m recipes.predict runs/finetune/1234 photo.jpg              # a run directory or a checkpoint; images, or folders of them
+    python -m recipes.predict runs/finetune/1234 photos --json          # one JSON object per line: file, class, probabilities
+    python -m recipes.predict runs/finetune/1234 photos --csv out.csv
 
 In Python: recipes.load("RUN")("photo.jpg"). Exit status: 0 done; 2 if a run or an image cannot be read.
 """

@@ -109,6 +109,7 @@ CIFAR = f"{FEW} arch=airbench94 global_batch_size=16"
 PHOTOS = f"{FEW} arch=resnet18 px=32 small_px=0 val_px=32 val_resize=36 num_workers=1 global_batch_size=16"
 ONE_EACH = {"sbatch sbatch": "sbatch --ntasks-per-node=1 sbatch"}  # a rank a node: there are two cores
 STAGED = {"sbatch sbatch": "TMPDIR=$NEW sbatch --ntasks-per-node=1 sbatch", "/scratch/imagenet-256": "$PACKED"}
+TUNED = f"{FEW} arch=shufflenet_v2_x0_5 pretrained=false px=32 val_resize=32 num_workers=1 global_batch_size=8"
 DATA, NEW = {"=/data": "=$DATA"}, {"data_dir=/data": "data_dir=$NEW"}
 PACK = {"/data/imagenet": "$DATA", "/scratch": "$NEW"}
 BENCH = {"--ntasks-per-node=8": "--ntasks-per-node=1", "1M..1G": "1K..4K"}
@@ -197,10 +198,24 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare mnist data_dir=/data source=/media/usb/mnist":
         tool(swap={**NEW, "/media/usb/mnist": "$DATA/MNIST/raw"}, says=NEXT),
     "python -m recipes.prepare cifar10 data_dir=/data": tool("source=$DATA", NEW, says=NEXT),
-    "python -m recipes.prepare weights arch=resnet50":
-        tool(swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python"}, says=NEXT),
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256": tool(swap=PACK, says=NEXT),
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
+    # docs/fine-tuning.md, recipes/finetune.py
+    "python -m recipes.prepare finetune data_dir=/data/birds arch=resnet50":
+        tool(swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python", "/data/birds": "$DATA/train"}, says=NEXT),
+    "python launch.py check recipe=finetune data_dir=/data/birds gpus_per_node=4":
+        slurm(TUNED, {"/data/birds": "$DATA/train", "gpus_per_node=4": "gpus_per_node=1"}, runs=0, says="^nothing was submitted$"),
+    "sbatch sbatch/finetune_1x4.sh data_dir=/data/birds best_metric=val_f1": slurm(TUNED, {**ONE_EACH, "/data/birds": "$DATA/train"}),
+    "python -m recipes.predict runs/finetune/1234 photo.jpg": tool(says=r"^photo\.jpg  class [0-2] 0\.\d+  class "),
+    "python -m recipes.predict runs/finetune/1234 photos --csv out.csv": tool(swap={" photos": " $DATA/val"}),
+    "python -m recipes.predict runs/finetune/1234 photos --json": tool(swap={" photos": " $DATA/val"}, says='^{"file": '),
+    "python -m recipes.export runs/finetune/1234 onnx": tool(says="its outputs are within"),
+    "python -m recipes.export runs/finetune/1234 safetensors": tool(says="^runs/finetune/1234/model.safetensors: from "),
+    "python launch.py new birds from=finetune": tool(says="^sbatch/birds_1x4.sh$"),
+    "python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake": here("max_steps=2 num_workers=1"),
+    "python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50":
+        tool(swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python", "IMAGES": "$DATA/train"}, says=NEXT),
+    "python -m recipes.prepare weights arch=resnet50": tool(swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python"}, says=NEXT),
     # docs/your-site.md
     "python launch.py recipe=mnist nodes=2 cluster=example launcher=print": tool(says="^#SBATCH --partition=gpu$"),
     "python launch.py recipe=mnist nodes=2 cluster=example launcher=print > mnist_2.sh && sbatch mnist_2.sh epochs=5":

@@ -137,6 +137,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
         "(! python -m recipes.imagenet device=cpu data_dir=nowhere run_dir=runs/imagenet/1234) & failing=$!",
         "python -m recipes.prepare imagenet source=$DATA data_dir=$PACKED size=40",
         f"python -m recipes.cifar {readme.CIFAR} max_steps=1 run_dir=runs/cifar/1234_0",
+        f"python -m recipes.finetune {readme.TUNED} dataset=fake run_dir=runs/finetune/1234",
+        "cp $(find $DATA/val -name '*.JPEG' | head -1) photo.jpg",
         "cp -r runs/cifar/1234_0 runs/cifar/1234_1",
         "wait $failing",
     )
