@@ -3,14 +3,29 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
+from recipes.core.errors import RunError
 from recipes.core.train.checkpoint import State
+from recipes.core.train.run import Run
 
 # Of the loss with dtype=float16, as in torch.amp.GradScaler: its start, and the steps without overflow after which it doubles.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 # GradScaler itself is not used: it has to call optimizer.step(), which a recipe does.
+
+
+def require_all(run: Run, model: nn.Module) -> None:
+    """Looks for trained parameters without a gradient after a step. Raises RunError if DDP, which requires all of them, runs on several ranks."""
+    unused = [
+        name.removeprefix("module.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None
+    ]
+    if unused:
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        line = f"{', '.join(unused[:3])}{more}: no gradient after step.backward(): use it in forward(), or call requires_grad_(False)"
+        if run.world.size > 1:
+            raise RunError(line)
+        run.warn(f"{line}; several ranks cannot train this model")
 
 
 class Gradients:

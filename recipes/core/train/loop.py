@@ -15,6 +15,7 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
+from recipes.core.train import gradients
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Meter
@@ -123,7 +124,7 @@ def steps(
         raise RunError("loop.steps(): call run.resume() before it")
     state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, batches, evaluate)
     if ends.begin(pretrained):
-        calls, gradients = _counted(model, state.optimizer), Gradients(state, cfg)
+        calls, scaled = _counted(model, state.optimizer), Gradients(state, cfg)
         while state.step < ends.total and not run.stopping:
             epoch, first_batch = divmod(state.step, batches.per_epoch)
             pulse.beat(watchdog.DATA, state.step)
@@ -132,9 +133,11 @@ def steps(
                 ends.meter.wait_ends()
                 state.optimizer.zero_grad(set_to_none=True)
                 ends_epoch = shard.batch == batches.per_epoch - 1
-                step = Step(run, model, shard, cfg.accumulate, calls, ends_epoch, gradients.scale)
+                step = Step(run, model, shard, cfg.accumulate, calls, ends_epoch, scaled.scale)
                 yield step
                 step.check()
+                if state.step + 1 == ends.first_step:
+                    gradients.require_all(run, model)
                 if ends.end(step):
                     break
                 pulse.beat(watchdog.DATA)

@@ -482,7 +482,7 @@ def test_a_rank_0_that_fails_completes_its_last_save(tmp_path: Path) -> None:
 def test_an_error_names_the_line_of_the_recipe() -> None:
     with pytest.raises(AttributeError) as caught:
         scores.accuracy(cast(Run, None), cast(Any, None))
-    assert re.search(r" \(recipes/core/train/loop\.py, line \d+\)$", failure.cause_of(caught.value).line)
+    assert re.search(r" \(recipes/core/train/scores\.py, line \d+\)$", failure.cause_of(caught.value).line)
 
 
 def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:

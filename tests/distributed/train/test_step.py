@@ -102,6 +102,21 @@ def test_a_forward_pass_that_bypasses_ddp_ends_all_ranks(tmp_path: Path) -> None
     assert "Traceback" not in ended.out
 
 
+@pytest.mark.parametrize(("ranks", "status"), [(1, 0), (2, 1)])
+def test_a_parameter_without_a_gradient_is_named(tmp_path: Path, ranks: int, status: int) -> None:
+    work = """
+    net.spare = nn.Parameter(torch.zeros(1))
+    model = world.parallel(net)
+    return train(dict)
+    """
+    ended = run_ranks(tmp_path, work, ranks=ranks)
+    assert (ended.status, "spare: no gradient after step.backward(): use it in forward()" in ended.out) == (
+        status,
+        True,
+    )
+    assert "Traceback" not in ended.out
+
+
 def test_all_ranks_evaluate_the_same_weights(tmp_path: Path) -> None:
     for ema in (0.0, 0.5):
         folder = tmp_path / str(ema)
