@@ -233,6 +233,7 @@ TABLE: dict[str, How] = {
     # docs/keys.md, docs/new-recipe.md
     "python -m recipes.mnist --help": tool(says="^  label_smoothing=0.1 "),
     "python launch.py recipe=rings launcher=local ranks_per_node=2 device=cpu": here(says="^rings: 2 ranks on 1 node, cpu, gloo$"),
+    "python launch.py recipe=words launcher=local ranks_per_node=2 device=cpu": here(says=r"^finished at step 40; val_top1 (0\.9|1)"),
     # A Slurm of one's own, in docs/your-site.md
     'eval "$(sudo python3 tests/slurm/cluster.py up --nodes 2 --gpus 8)"': own_slurm("; echo $SLURM_CONF", {"sudo ": ""}, runs=0),
     "sbatch --ntasks-per-node=2 --gpus-per-node=0 sbatch/mnist_2x8.sh device=cpu dataset=digits":

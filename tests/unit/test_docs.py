@@ -78,7 +78,7 @@ def test_the_front_page_and_each_page_for_a_task() -> None:
 def test_the_keys_of_the_skeleton_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole skeleton runs in tests/slurm/test_readme.py."""
     shown = readme.files((ROOT / "docs/new-recipe.md").read_text())
-    assert set(shown) == {"recipes/conf/rings.py", "recipes/rings.py"}
+    assert set(shown) == {f"recipes/{name}.py" for name in ("conf/rings", "rings", "conf/words", "words")}
     module = ModuleType("rings")
     monkeypatch.setitem(sys.modules, "rings", module)  # dataclasses look there
     exec(shown["recipes/conf/rings.py"], vars(module))
