@@ -234,8 +234,13 @@ def prepare_weights(keys: WeightsKeys) -> None:
         content = download(chosen.url, fix)
         if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
             raise MachineError(f"{chosen.url} has other content than its name says: {fix}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(path, content)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write_bytes(path, content)
+        except OSError as error:
+            raise MachineError(
+                f"{path}: cannot be written ({error.strerror}): set TORCH_HOME to a folder of yours"
+            ) from None
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
     _say(f"next: python -m recipes.finetune arch={keys.arch} pretrained={chosen.name}")
 

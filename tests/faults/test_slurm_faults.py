@@ -212,7 +212,7 @@ def test_a_run_with_loader_processes_saves_at_every_signal_of_slurm(
     slurm: Cluster, clone: Path, tmp_path: Path, event: str
 ) -> None:
     """Slurm signals the loader processes too. One job for each way to start them."""
-    options = ("--nodes=1", "--ntasks=1", "--gpus-per-node=0", "--cpus-per-task=1")
+    options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
     words = ["samples=100000", "pace_s=0.05"]
     if event == "time limit":  # Slurm's SIGTERM, not the clock of the job
         options, words = (*options, "--time=1"), [*words, "stop_before_s=0"]
