@@ -86,6 +86,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         step, inside = container.step(image, code, bound, variables, environ)
         lines += container.exports(image, variables)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
+    if getattr(settings.config, "program", ""):
+        lines += ["step+=(--wait=0)"]  # the ranks of a program need not end together
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return errors.EXIT_DONE
@@ -140,9 +142,10 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     if outcome.state == "done":
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
+        what = "stopped" if attempt.facts().get("of_program") else f"saved at step {outcome.step}"
         most = settings.run.max_requeues + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
-        say(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}", 1)
+        say(f"{recipe}: {what}; {line}; run directory {run_dir}", 1)
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
         next_text = queue.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value if by_slurm else ''} by Slurm")
         after = f"; {next_text}" if outcome.kind is Kind.stopped else ""
@@ -168,7 +171,8 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     function does not requeue: a cancelled job stays cancelled, and Slurm itself requeues a preempted job.
     """
     job, restarts = directory.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
-    run_dir, number = attempt.run_dir, attempt.number
+    run_dir, number, facts = attempt.run_dir, attempt.number, attempt.facts()
+    begun_at = -1 if facts.get("of_program") else facts.get("step", step)  # a program counts no steps
     found, failure = None, ""
     try:
         found = queue.find(str(job))
@@ -180,7 +184,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
         return "requeued by Slurm" if decided is Next.requeued else f"requeued, but {queue.describe(found)}"
     if not decided and restarts >= max_requeues:
         decided = Next.max_requeues
-    elif not decided and restarts and number and step <= attempt.facts().get("step", step):
+    elif not decided and restarts and number and step <= begun_at:
         decided = Next.no_progress
     if decided or not found:
         directory.note_next(run_dir, decided or Next.requeue_failed, number)

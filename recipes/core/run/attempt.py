@@ -149,12 +149,12 @@ def _convert(run_dir: Path) -> None:
                 files.write_json(attempt.folder / "begun.json", {"step": record["from_step"], "own": record.get("own")})
 
 
-def begin(attempt: Attempt, step: int, own: bool) -> None:
+def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> None:
     """Makes this attempt the owner of the run. Only rank 0 calls it.
 
     Earlier attempts that still run can then no longer rename a checkpoint, and their rows go into a file without a name. step: the step
-    at which it begins. own: whether it resumes from a checkpoint of this run directory. Raises MachineError if a later attempt has
-    begun. Raises OSError.
+    at which it begins. own: whether it resumes from a checkpoint of this run directory. of_program: whether the ranks are a program of
+    the user, which writes no steps. Raises MachineError if a later attempt has begun. Raises OSError.
     """
     check_owner(attempt)
     for number in numbers(attempt.run_dir):
@@ -167,7 +167,7 @@ def begin(attempt: Attempt, step: int, own: bool) -> None:
     attempt.staging.mkdir(parents=True, exist_ok=True)
     try:
         with open(attempt.folder / "begun.json", "x") as file:
-            file.write(json.dumps({"step": step, "own": own}) + "\n")
+            file.write(json.dumps({"step": step, "own": own, "of_program": of_program}) + "\n")
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:

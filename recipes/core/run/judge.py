@@ -18,6 +18,8 @@ from recipes.core.run.attempt import Attempt
 
 # The state of an attempt that ended before it began. The status.json of another attempt is not changed.
 NOT_BEGUN = "not begun"
+# With these kinds, a rank of a program of the user may have any exit status, also one that has a meaning for a recipe.
+OF_PROGRAM = (Kind.error, Kind.killed)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Evidence:
 
     begun: whether it has owned the run. hosts: by rank. records: of the ranks that failed, earliest first. status: the content of
     ``status.json``, of this or of another attempt. taken_by: the launch of a later attempt that has begun, or "". run_dir: as text.
+    of_program: whether the ranks are a program of the user, which is done when every rank has exited with status 0.
     """
 
     number: int
@@ -51,6 +54,7 @@ class Evidence:
     status: Mapping[str, Any] | None = None
     taken_by: str = ""
     run_dir: str = ""
+    of_program: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,11 @@ class Outcome:
     @property
     def is_of_all(self) -> bool:
         """Whether rank 0 was refused (input, machine): it represents the ranks that are refused for the same reason."""
-        return self.exit_status in (EXIT_CONFIG, EXIT_MACHINE) and (self.first or {}).get("rank") == 0
+        return (
+            self.kind is not Kind.error
+            and self.exit_status in (EXIT_CONFIG, EXIT_MACHINE)
+            and (self.first or {}).get("rank") == 0
+        )
 
     @property
     def line(self) -> str:
@@ -80,17 +88,19 @@ def gather(attempt: Attempt) -> Evidence:
     facts, status = attempt.facts(), directory.read_status(attempt.run_dir)
     return Evidence(
         attempt.number, attempt.has_begun, facts.get("hosts") or (), attempts.records(attempt), status,
-        attempts.taken_over_by(attempt), str(attempt.run_dir),
+        attempts.taken_over_by(attempt), str(attempt.run_dir), bool(facts.get("of_program")),
     )  # fmt: skip
 
 
 def close(attempt: Attempt, end: End) -> Outcome:
     """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` unless rank 0 has written its end there."""
-    outcome = judge(gather(attempt), end)
+    evidence = gather(attempt)
+    outcome = judge(evidence, end)
+    by_parent = outcome.state in ("failed", "incomplete") or (outcome.state == "done" and evidence.of_program)
     with contextlib.suppress(OSError):  # the disk may be full
         judgement = {**asdict(outcome), "line": outcome.line, "time": time.time()}
         files.write_json(attempt.folder / "ended.json", judgement)
-        if outcome.state in ("failed", "incomplete") or (outcome.state == "preempted" and outcome.first):
+        if by_parent or (outcome.state == "preempted" and outcome.first):
             why = {name: getattr(outcome, name) for name in ("step", "reason", "kind", "first")}
             directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **why)
     return outcome
@@ -116,11 +126,15 @@ def judge(seen: Evidence, end: End | None = None) -> Outcome:
     step = int(status.get("step") or 0)
     if own.get("state") == "done":
         return Outcome("done", None, "", None, EXIT_DONE, step)
-    if own.get("state") == "preempted":
+    # If a rank of a program has failed, srun sends the others SIGTERM, which they take for a stop.
+    has_failed = seen.of_program and (seen.records or (end and end.exit_status))
+    if own.get("state") == "preempted" and not has_failed:
         return Outcome("preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step)
     if seen.taken_by:
         reason = f"{seen.run_dir} was taken over by {seen.taken_by}; this job is not requeued"
         return Outcome(NOT_BEGUN, Kind.machine, reason, None, EXIT_MACHINE, step)
+    if seen.of_program and end and end.exit_status == 0 and not seen.records:
+        return Outcome("done", None, "", None, EXIT_DONE, step)
     if end and end.stopped and not seen.begun:
         return Outcome(NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step)
     found = _first_failure(seen, end)
@@ -155,7 +169,7 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The earliest cause. The lowest rank represents ranks that are refused for the same reason."""
     first = causes[0]
-    if first["exit_status"] == EXIT_CRASH:
+    if first["exit_status"] == EXIT_CRASH or _kind(first) in OF_PROGRAM:
         return first
     return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
 

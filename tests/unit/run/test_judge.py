@@ -38,6 +38,8 @@ def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool 
         ([(0, *LOST), (3, Kind.disk_full, "full"), (2, Kind.error, "x")], "rank 3 on b failed first: full", 3, Kind.disk_full),
         ([(0, *LOST), (1, Kind.exited, "left")], "rank 1 on a failed first: left", 1, Kind.exited),
         ([(1, Kind.hang, "hangs"), (0, Kind.timeout, "x")], "rank 1 on a failed first: hangs", 1, Kind.hang),
+        ([(3, Kind.killed, "x", {"exit_status": 137}), (0, Kind.killed, "y", {"exit_status": 134})], "rank 3 on b failed first: x", 3, Kind.killed),
+        ([(3, Kind.error, "x", {"exit_status": 2}), (0, Kind.error, "y")], "rank 3 on b failed first: x", 3, Kind.error),
         ([(0, *LOST), (1, *LOST), (3, Kind.timeout, "x")], "rank 2 on b exited without an error record", 2, Kind.killed),
         ([(3, Kind.timeout, "x"), (2, *LOST), (1, *LOST), (0, *LOST)], "rank 3 on b lost its peers: x", 3, Kind.timeout),
         ([(2, *LOST), (3, Kind.timeout, "x"), (1, *LOST), (0, *LOST)], "rank 3 on b lost its peers: x", 3, Kind.timeout),
@@ -96,6 +98,12 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() 
         (seen(taken_by="9.0"), End(3), "not begun", 3),
         (seen(), End(143, stopped=True), "failed", 143),
         (seen((2, Kind.stopped, "SIGTERM", {"exit_status": 75}), (0, *LOST)), End(143), "preempted", 75),
+        # A program of the user: done if all ranks exit with 0. srun ends the other ranks of one that has failed with SIGTERM.
+        (seen(of_program=True), End(0), "done", 0),
+        (seen((2, Kind.error, "x", {"exit_status": 3}), of_program=True), End(0), "failed", 3),
+        (seen(of_program=True, status={**RUNNING, "state": "preempted"}), End(0), "preempted", 75),
+        (seen((2, Kind.killed, "x", {"exit_status": 137}), of_program=True, status={**RUNNING, "state": "preempted"}), End(137), "failed", 137),
+        (seen(of_program=True, status={**RUNNING, "state": "preempted"}), End(137), "failed", 137),
     ],
 )  # fmt: skip
 def test_the_state_and_the_exit_status_follow(evidence: Evidence, end: End, state: str, status: int) -> None:
