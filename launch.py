@@ -36,7 +36,8 @@ def main(argv: "list[str]") -> int:
 
 def _choose_python(argv: "list[str]") -> str:
     """The Python of this job. Starts launch.py again if that is another Python than this one."""
-    words = dict(word.partition("=")[::2] for word in argv)
+    own = argv[: argv.index("--")] if "--" in argv else argv  # the rest is for a program of the user
+    words = dict(word.partition("=")[::2] for word in own)
     cluster = words.get("cluster") or os.environ.get("RECIPES_CLUSTER", "")
     # Without .venv, torch is not required here: the ranks may run in an image.
     packages = ["omegaconf", "submitit", *(["torch"] if (ROOT / ".venv").exists() else [])]

@@ -67,7 +67,7 @@ require_own() {
 # begin RECIPE WORD...: sets up the environment and the snapshot of the code, and checks the keys.
 # Sets words, step and inside for the script.
 begin() {
-    local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
+    local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word dashes=''
     shift
     # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
@@ -88,7 +88,8 @@ begin() {
     unset RECIPES_CODE
     words=()
     for word; do
-        case $word in
+        [ "$word" != -- ] || dashes=-- # the rest is for a program of the user
+        case $dashes$word in
             cluster=*) export RECIPES_CLUSTER="${word#cluster=}" ;;
             *) words+=("$word") ;;
         esac

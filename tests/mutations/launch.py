@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        'restarts and number and step <= attempt.facts().get("step", step)',
+        "restarts and number and step <= begun_at",
         "False",
         "a job that completes no step is requeued max_requeues= times",
         "tests/unit/launch/test_batch.py::test_a_job_without_progress_is_not_requeued",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from tests.helpers import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "env/README.md")
-SHOWN_ONLY = ("text", "yaml", "python")
+SHOWN_ONLY = ("text", "yaml", "python", "diff")
 PROGRAMS = ("python", "python3", "torchrun", "srun", "sbatch", "salloc", "accelerate", "mpirun", "make", "sudo")
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -64,6 +64,23 @@ def of_header(source: str) -> dict[str, str]:
 def files(text: str) -> dict[str, str]:
     """The files that a Markdown file shows, by their paths in the repository."""
     return dict(re.findall(r"^```python\n(?=# (\S+)\n)((?:(?!```).*\n)*)```$", text, re.MULTILINE))
+
+
+def differences(text: str) -> list[tuple[str, str]]:
+    """The file before and after each block marked ```diff."""
+    found = []
+    for block in re.findall(r"^```diff\n((?:(?!```).*\n)*)```$", text, re.MULTILINE):
+        lines = [(line[:1].strip(), f"{line[1:]}\n") for line in block.splitlines()]
+        before, after = ("".join(line for mark, line in lines if mark != other) for other in "+-")
+        found.append((before, after))
+    return found
+
+
+def shown_files() -> dict[str, str]:
+    """The files that the commands use, by their paths in the repository."""
+    page = (ROOT / "docs/your-script.md").read_text()
+    recipe = {"recipes/points.py": differences(page)[0][1]}
+    return {**files((ROOT / "docs/new-recipe.md").read_text()), **files(page), **recipe}
 
 
 @functools.cache  # several threads call it, and ast.parse of Python 3.11 is not safe there
@@ -162,6 +179,16 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=toy launcher=local ranks_per_node=2 device=cpu": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
     "python launch.py check recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data":
         slurm("device=cpu", DATA, runs=0, says="^nothing was submitted$"),
+    # docs/your-script.md
+    "python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20":
+        slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu", "20": "2"}),
+    "python launch.py script=single.py nodes=1 gpus_per_node=1": slurm("device=cpu"),
+    "python launch.py check script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20":
+        slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu"}, runs=0, says="^script: not tried: .*/ddp.py is not started here$"),
+    "python launch.py script=ddp.py launcher=local ranks_per_node=2 device=cpu": here(says="^epoch 10  loss 0.0"),
+    "sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20":
+        slurm(swap={**ONE_EACH, "script=": "device=cpu script=", "20": "2"}),
+    "python launch.py recipe=points launcher=local ranks_per_node=2 device=cpu": here(says="^points: 2 ranks on 1 node"),
     # docs/coming-from.md
     "torchrun --standalone --nproc-per-node=8 -m recipes.mnist": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
     "torchrun --standalone --nproc-per-node=8 --max-restarts=1 -m recipes.mnist run_dir=runs/mine":

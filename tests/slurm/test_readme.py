@@ -115,7 +115,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     for name in ("Makefile", "pyproject.toml", "tested-versions.txt", "tests/slurm/cluster.py", "tests/tables.py"):
         shutil.copy(ROOT / name, clone / name)
     shutil.copytree(ROOT / "docs", clone / "docs")
-    for name, text in readme.files((ROOT / "docs/new-recipe.md").read_text()).items():
+    for name, text in readme.shown_files().items():
         (clone / name).write_text(text)
     for name in ("my.env", "env/clusters/ours.env"):
         shutil.copy(ROOT / "env/ethernet.env", clone / name)

@@ -56,7 +56,7 @@ def test_files_that_are_named_exist() -> None:
     named = [(page, name) for page in PAGES for name in re.findall(r"`([a-z_/]+\.(?:py|sh))`", page.read_text())]
     assert len(named) > 20
     places = [ROOT, ROOT / "recipes", *(ROOT / "recipes/core").glob("**/")]
-    written = {"job.sh"}  # in a run directory
+    written = {"job.sh", *readme.shown_files()}  # job.sh: in a run directory
     missing = [
         (page.name, name)
         for page, name in named
@@ -83,6 +83,18 @@ def test_the_keys_of_the_skeleton_are_read(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "rings", module)  # dataclasses look there
     exec(shown["recipes/conf/rings.py"], vars(module))
     assert (module.Config().hidden, module.Config().epochs) == (64, 10)
+
+
+def test_the_scripts_become_the_recipe_beside_them() -> None:
+    """Their lines without the indentation, which the difference leaves out."""
+    page = (ROOT / "docs/your-script.md").read_text()
+    shown, (single, ddp) = readme.files(page), readme.differences(page)
+    assert single[1] == ddp[1]
+    for name, (before, _) in (("single.py", single), ("ddp.py", ddp)):
+        words = [line.strip() for line in shown[name].splitlines()[1:]]
+        assert [line.strip() for line in before.splitlines()] == words, name
+    for number in range(1, 9):
+        assert single[1].count(f"  # {number}\n") == page.count(f"\n{number}. ") == 1
 
 
 @pytest.mark.long

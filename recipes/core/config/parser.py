@@ -105,7 +105,9 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
     with_job_keys = not recipe
     recipe = recipe or words.get("recipe", "")
     if not recipe:
-        raise ConfigError(f"recipe= is missing: give recipe=NAME, one of {', '.join(recipe_conf.names())}")
+        raise ConfigError(
+            f"recipe= is missing: give recipe=NAME, one of {', '.join(recipe_conf.names())}, or script=FILE"
+        )
     recipe_class, variants = recipe_conf.load(recipe)
     job_names, run_names, own_names = (declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class))
     known = run_names | own_names | (job_names if with_job_keys else set())
@@ -114,7 +116,8 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
             raise ConfigError(_misplaced(name, value))
         if name not in known:
             raise ConfigError(
-                f"{shown(name)}={shown(value)}: recipe {recipe} has no key '{shown(name)}'{declare.nearest(name, known)}"
+                f"{shown(name)}={shown(value)}: recipe {recipe} has no key '{shown(name)}'"
+                f"{declare.nearest(name, known) or getattr(recipe_class, 'hint', '')}"
             )
     for name in ("gpus_per_node", "ranks_per_node"):
         if "gpus" in words and name in words:

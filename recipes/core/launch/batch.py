@@ -78,23 +78,31 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += [
         f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}" if attempt else f"unset {attempts.VARIABLE}"
     ]
-    by_clock = job and settings.run.stop_before_s and queue.is_short(fields)
-    lines += _clock_lines(recipe, fields) if by_clock else ["unset RECIPES_BY_CLOCK"]
+    lines += _clock_lines(recipe, settings, fields)
     lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]  # bash cannot hold others
     if image:
         variables = profiles.env_variables(settings.run.network, settings.job.cluster)
         step, inside = container.step(image, code, bound, variables, environ)
         lines += container.exports(image, variables)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
-    if getattr(settings.config, "program", ""):
-        lines += ["step+=(--wait=0)"]  # the ranks of a program need not end together
+    lines += ["step+=(--wait=0)"] if _program(settings) else []  # its ranks need not end together
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return errors.EXIT_DONE
 
 
-def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:
-    """Lines for the shell: the ranks stop by the clock, since the signal of the script would stop a job of minutes at its start."""
+def _program(settings: Settings) -> str:
+    """The program of the user that the recipe script runs; "" for another recipe."""
+    return str(getattr(settings.config, "program", ""))
+
+
+def _clock_lines(recipe: str, settings: Settings, fields: Mapping[str, str]) -> list[str]:
+    """Lines for the shell: whether the ranks stop by the clock, since the signal of the script would stop a job of minutes at its start.
+
+    A program of the user receives that signal itself.
+    """
+    if not settings.run.stop_before_s or not queue.is_short(fields) or _program(settings):
+        return ["unset RECIPES_BY_CLOCK"]
     say(f"{recipe}: this job has only a few minutes: it saves by the clock shortly before its end, not on SIGUSR2", 1)
     lines = ["export RECIPES_BY_CLOCK=1"]
     if left := queue.time_left_s(fields):  # the ranks cannot ask Slurm inside a container

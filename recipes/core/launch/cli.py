@@ -30,8 +30,10 @@ def main(argv: list[str], python: str) -> int:
     """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
     checked = argv[:1] == ["check"]
     try:
-        if not argv or {"-h", "--help", "help"} & set(argv):
-            recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
+        own = command_line.before_dashes(argv)
+        if not argv or {"-h", "--help", "help"} & set(own):
+            given = dict(word.partition("=")[::2] for word in own)
+            recipe = command_line.SCRIPT if command_line.SCRIPT in given else given.get("recipe", "")
             print(help.help_text(recipe, with_job_keys=True))
             return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         if argv[0] == "new":
@@ -78,6 +80,9 @@ def check(settings: Settings) -> int:
         if settings.job.container:
             recipe, found = 0, None
             print("recipe: not tried: its Python is that of container=", flush=True)
+        elif program := getattr(settings.config, "program", ""):
+            recipe, found = 0, None
+            print(f"script: not tried: {program} is not started here", flush=True)
         else:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))

@@ -128,7 +128,7 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
     around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile
     values = {**around, **settings.from_run, **words}
     keys = declare.declared(RunKeys, "path") | declare.declared(type(settings.config), "path")
-    keys |= {"network", "resume", *around}
+    keys |= {"network", "resume", "program", *around}
     paths = [Path(path) for path in (str(root), *links, *(values.get(key, "") for key in keys)) if path.startswith("/")]
     folders = {next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in paths}
     found: list[str] = []

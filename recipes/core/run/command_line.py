@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import os
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from recipes.core.config import declare, key_value, parser
 from recipes.core.config.job_keys import JobKeys
@@ -11,25 +13,64 @@ from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError, shown
 from recipes.core.run import resumed
 
-SWEEP = "sweep."
+SWEEP, SCRIPT = "sweep.", "script"
 ONE_FOR_ALL = {"run_dir", "config", "umask", "device", "cpu_threads", "num_workers"}  # all runs request the same CPUs
 
 
 def parse(
     argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] | None = None, to_start: bool = True
 ) -> Settings:
-    """Checks a command line of ``key=value`` words and returns its settings.
+    """Checks a command line of ``key=value`` words, or with ``script=FILE -- ARGUMENT…``, and returns its settings.
 
     recipe: "" for the words of launch.py, which contain ``recipe=`` and job keys. environ: that of the process by default. to_start:
     False if only the result of the run is to be read. If ``run_dir=`` or ``resume=`` names a run, keys that are not given come from it.
     Raises ConfigError with one line for the first invalid word.
     """
     environ = os.environ if environ is None else environ
-    words = key_value.read(argv)
+    words = key_value.read(of_script(argv, recipe))
     swept = {name: words[name] for name in words if name.startswith(SWEEP)}
     if swept and not recipe:
         return _sweep({name: value for name, value in words.items() if name not in swept}, swept, environ)
     return _one(words, recipe, environ, to_start)
+
+
+def before_dashes(argv: Sequence[str]) -> list[str]:
+    """The words before ``--``, which separates the arguments of a program of your own."""
+    return list(argv[: argv.index("--")] if "--" in argv else argv)
+
+
+def of_script(argv: Sequence[str], recipe: str) -> list[str]:
+    """``script=FILE key=value… -- ARGUMENT…`` as keys of the recipe script; words without ``script=`` are returned unchanged.
+
+    recipe: "" for the words of launch.py. A relative path belongs to the working directory. Raises ConfigError.
+    """
+    own = before_dashes(argv)
+    given = dict(word.partition("=")[::2] for word in own)
+    is_script = SCRIPT in (recipe, given.get("recipe")) or (not recipe and SCRIPT in given)
+    if len(own) < len(argv) and not (is_script and SCRIPT in given):
+        raise ConfigError("--: separates the arguments of a program of your own; give script=FILE before it")
+    if not is_script or "program" in given:
+        return own
+    if SCRIPT not in given:
+        raise ConfigError("script= is missing: give script=FILE, a .py file or an executable")
+    name = given.pop(SCRIPT)
+    file, shown_file = Path(name).expanduser(), f"script={shown(name)}"
+    if given.get("recipe", SCRIPT) != SCRIPT:
+        raise ConfigError(f"{shown_file}: is given beside recipe={shown(given['recipe'])}; give one of the two")
+    if odd := next((word for word in own if "=" not in word or word.startswith("-")), ""):
+        raise ConfigError(f"'{shown(odd)}' is not key=value; arguments of the program come after --: {shown_file} -- …")
+    if not file.is_file():
+        raise ConfigError(f"{shown_file}: there is no such file; give the path of a .py file or of an executable")
+    if not os.access(file, os.R_OK if file.suffix == ".py" else os.X_OK):
+        fix = (
+            "cannot be read; chmod u+r it"
+            if file.suffix == ".py"
+            else "is not executable; chmod +x it, or give a .py file"
+        )
+        raise ConfigError(f"{shown_file}: {fix}")
+    args = [f"args={shlex.join(argv[len(own) + 1 :])}"] if len(own) < len(argv) else []
+    words = {"workdir": os.getcwd(), **given, **({} if recipe else {"recipe": SCRIPT})}
+    return [*(f"{name}={value}" for name, value in words.items()), f"program={os.path.abspath(file)}", *args]
 
 
 def _one(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], to_start: bool = True) -> Settings:

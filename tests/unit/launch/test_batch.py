@@ -43,11 +43,11 @@ def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> 
     stubs.add("scontrol", f"if [ $1 = show ]; then echo {shlex.quote(state)}; else {requeue}; fi")
 
 
-def begin(folder: Path, *words: str, **environ: str) -> list[str]:
+def begin(folder: Path, *words: str, recipe: str = "mnist", **environ: str) -> list[str]:
     """The lines that batch.begin writes for the shell of job 7."""
     with open(folder / "lines", "w") as lines:
         own = {"SLURM_JOB_ID": "7", "RECIPES_LINES": str(lines.fileno()), "RECIPES_SNAPSHOT": "false"}
-        assert batch.begin("mnist", [f"run_dir={folder}/run", *words], {**own, **environ}) == 0
+        assert batch.begin(recipe, [f"run_dir={folder}/run", *words], {**own, **environ}) == 0
     return (folder / "lines").read_text().splitlines()
 
 
@@ -200,6 +200,27 @@ def test_a_job_without_progress_is_not_requeued(
     stub_scontrol(stubs)
     finish(preempted)  # the first start of a job that resumes the run
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
+
+
+def test_a_program_is_requeued_without_steps_up_to_max_requeues(
+    tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub_scontrol(stubs)
+    for number in range(2):
+        attempts.begin(helpers.attempt(tmp_path, launch="7.1", step=None), 0, own=False, of_program=True)
+        directory.write_status(tmp_path, "preempted", attempt=number, step=0)
+    assert finish(tmp_path, SLURM_RESTART_COUNT="1") == 75
+    assert "mnist: stopped; requeued (restart 2 of at most 20)" in capfd.readouterr().out
+
+
+def test_the_ranks_of_a_program_need_not_end_together_and_it_gets_the_signal_in_a_short_job(
+    tmp_path: Path, stubs: Stubs
+) -> None:
+    """srun would end the others 60 s after the first one."""
+    stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
+    own = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK"}
+    assert not own & set(begin(tmp_path))
+    assert own <= set(begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script"))
 
 
 def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:

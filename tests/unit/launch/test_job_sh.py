@@ -29,6 +29,16 @@ def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
     assert not {"canary", "d", "x"} & bench.files
 
 
+def test_the_arguments_of_a_program_are_no_keys_of_the_job(bench: Bench) -> None:
+    run_dir = f"run_dir={bench.folder}/run"
+    bench.run("sbatch/script_2x8.sh", f"script={__file__}", run_dir, "--", "cluster=mine", "$(touch canary)")
+    keys = [run_dir, f"program={__file__}", "args=cluster=mine '$(touch canary)'"]
+    assert bench.srun
+    assert bench.srun[-4:] == [f"workdir={bench.root}", *keys]
+    assert (bench.folder / "cluster").read_text() == "none\n"
+    assert "canary" not in bench.files
+
+
 def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
     run_dir = bench.folder / "run"
     run_dir.mkdir()

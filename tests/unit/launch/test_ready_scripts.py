@@ -10,6 +10,8 @@ from recipes.core.config import recipe_conf
 from recipes.core.launch import scripts
 from tests.unit.launch.stand_ins import READY, describe, directives
 
+PROGRAM = ((), ("program=/a.py",))  # what script requires
+
 
 def test_ready_scripts_are_named_after_recipe_and_size() -> None:
     assert len(READY) >= 7
@@ -29,7 +31,7 @@ def test_ready_scripts_differ_only_in_recipe_and_size(path: Path) -> None:
     assert commands(path).replace(path.name.removeprefix(name), "") == commands(READY[0]).replace(
         READY[0].name.removeprefix(READY[0].name.split("_")[0]), ""
     )
-    made = scripts.sbatch_script(describe(f"recipe={name}", "gpus_per_node=8")).splitlines()
+    made = scripts.sbatch_script(describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8")).splitlines()
     assert path.read_text().splitlines()[-3:] == made[-3:]
 
 
@@ -41,7 +43,8 @@ def test_a_ready_script_sets_its_size_in_four_directives(path: Path) -> None:
     assert set(size) == {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"}
     assert (size["--nodes"], size["--ntasks-per-node"], size["--gpus-per-node"]) == (nodes, gpus, gpus)
     assert not {"--chdir", "--partition", "--account"} & set(found)
-    made = directives(scripts.sbatch_script(describe(f"recipe={path.name.split('_')[0]}", "gpus_per_node=8")))
+    name = path.name.split("_")[0]
+    made = directives(scripts.sbatch_script(describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8")))
     same = ("--requeue", "--open-mode", "--signal", "--job-name", "--cpus-per-task")
     assert all(found[option] == made[option] for option in same)
     assert found["--output"] == "%x-%j.out"  # in the repository; a job whose log folder is missing fails silently

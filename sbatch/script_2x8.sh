@@ -1,0 +1,20 @@
+#!/bin/bash
+# A program of your own on 2 nodes with 8 GPUs each. From the repository's top folder:
+#     sbatch [sbatch options] sbatch/script_2x8.sh script=FILE [key=value ...] [-- argument ...]
+# sbatch options take precedence over the directives below. Keys: docs/your-script.md
+#SBATCH --job-name=script
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR2@120
+#SBATCH --output=%x-%j.out
+
+. sbatch/job.sh 2>/dev/null || { echo "script_2x8.sh: $PWD is not the repository: cd to its top folder and run sbatch there" >&2; exit 2; }
+begin script "$@" # sets step, inside and words
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
+    "${inside[@]}" -u -m recipes.script "${words[@]}"
+finish script $?

@@ -1,0 +1,182 @@
+"""``script=FILE``: a program of the user as ranks of this machine. What it gets, how it ends, and what is recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.core.launch import cli
+from tests import helpers
+from tests.helpers import LOCAL, ROOT
+
+HOST = socket.gethostname()
+DDP = """
+import json, os, sys, beside
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([10.0 ** dist.get_rank()])
+dist.all_reduce(total)
+place = [os.environ[name] for name in "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR".split()]
+found = {"sum": total.item(), "argv": sys.argv[1:], "cwd": os.getcwd(), "place": place}
+open(os.environ["RECIPES_RUN_DIR"] + f"/rank{dist.get_rank()}.json", "w").write(json.dumps(found))
+assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and "RECIPES_ATTEMPT" not in os.environ
+dist.destroy_process_group()
+"""
+# Notes each signal that it receives. It saves, and ends with the status that is typed.
+HANDLER = """
+import os, pathlib, signal, sys, time
+notes = pathlib.Path(os.environ["RECIPES_RUN_DIR"], "notes" + os.environ["RANK"])
+got = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: (got.append(number), notes.write_text(f"{got}")))
+notes.write_text("ready")
+while not got:
+    time.sleep(0.02)
+time.sleep(1)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def start(folder: Path, program: str, *args: str, name: str = "a.py", ranks: int = 1) -> subprocess.Popen[str]:
+    """Starts a program on this machine, with ``folder`` as working folder and ``folder``/run as run directory."""
+    (folder / name).write_text(program)
+    (folder / name).chmod(0o755)
+    words = [f"script={name}", *LOCAL[3:5], f"ranks_per_node={ranks}", "run_dir=run", "--", *args]
+    return helpers.start([*LOCAL[:2], *words], cwd=folder)
+
+
+def status(folder: Path, *names: str) -> list[object]:
+    return [helpers.read(folder / "run", "status")[name] for name in names]
+
+
+def explained(folder: Path) -> list[str]:
+    return helpers.run([sys.executable, "-m", "recipes.doctor", "explain", f"{folder}/run"]).lines
+
+
+def test_a_ddp_program_gets_its_place_its_arguments_and_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("")
+    ended = helpers.finish(start(tmp_path, DDP, "--lr", "0.1", "a b", "$HOME", ranks=2))
+    assert ended.status == 0, ended.out
+    same = {"sum": 11.0, "argv": ["--lr", "0.1", "a b", "$HOME"], "cwd": str(tmp_path)}
+    for rank in range(2):
+        place = [str(rank), "2", str(rank), "2", "0", "0", "127.0.0.1"]
+        assert helpers.read(tmp_path / "run", f"rank{rank}") == {**same, "place": place}
+    assert status(tmp_path, "state", "reason") == ["done", ""]
+    assert "script: 2 ranks on 1 node: " in (tmp_path / "run/logs/rank0.log").read_text()
+    assert explained(tmp_path) == ["status.json says done: nothing failed"]
+
+
+def test_one_rank_of_an_executable_may_form_a_group(tmp_path: Path) -> None:
+    program = f"""#!/bin/sh
+        exec {sys.executable} -c 'import torch.distributed as d; d.init_process_group("gloo"); print("world", d.get_world_size())'"""
+    ended = helpers.finish(start(tmp_path, program, name="b.sh"))
+    assert (ended.status, "world 1" in ended.lines) == (0, True), ended.out
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "kind", "error"),
+    [
+        ("raise ValueError('bad data')", 1, "error", "the program exited with status 1; ValueError: bad data"),
+        ("x = = 1", 1, "error", "the program exited with status 1; SyntaxError: invalid syntax"),
+        ("import sys; sys.exit(3)", 3, "error", "the program exited with status 3"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "killed", "the program was killed by signal 9 (Killed)"),
+    ],
+)
+def test_the_rank_whose_program_fails_first_is_named(
+    tmp_path: Path, program: str, code: int, kind: str, error: str
+) -> None:
+    (tmp_path / "fails.py").write_text(program)
+    peer = "import runpy, os, time\nif os.environ['RANK'] == '1': runpy.run_path('fails.py')\ntime.sleep(1.5); exit(7)"
+    ended = helpers.finish(start(tmp_path, peer, ranks=2))
+    reason = f"rank 1 on {HOST} failed first: {error}"
+    assert ended.status == code, ended.out
+    assert ended.lines[-1] == f"failed: {reason}; logs in {tmp_path}/run/logs"
+    assert status(tmp_path, "state", "kind", "first_failing_rank", "exit_status") == ["failed", kind, 1, code]
+    assert explained(tmp_path)[0] == reason
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_signal_reaches_the_program_once_and_the_run_is_preempted(tmp_path: Path, code: int) -> None:
+    launcher = start(tmp_path, HANDLER, str(code), ranks=2)
+    notes = [tmp_path / f"run/notes{rank}" for rank in range(2)]
+    helpers.wait_until(lambda: all(note.exists() for note in notes), helpers.START_S, "the programs")
+    launcher.send_signal(signal.SIGUSR1)
+    ended = helpers.finish(launcher)
+    assert ended.status == 75, ended.out
+    assert [note.read_text() for note in notes] == [str([signal.SIGUSR1.value])] * 2
+    assert status(tmp_path, "state", "kind", "reason") == ["preempted", "stopped", "SIGUSR1"]
+    assert explained(tmp_path) == ["stopped by SIGUSR1; to resume, start it again with the same run_dir="]
+
+
+def test_a_signal_to_all_processes_of_a_rank_is_not_passed_on(tmp_path: Path) -> None:
+    """As Slurm sends it with ProctrackType=proctrack/linuxproc."""
+    launcher = start(tmp_path, HANDLER, "0")
+    note = tmp_path / "run/notes0"
+    helpers.wait_until(note.exists, helpers.START_S, "the program")
+    [rank] = helpers.children(launcher.pid)
+    for pid in (rank, *helpers.children(rank)):
+        os.kill(pid, signal.SIGTERM)
+    assert helpers.finish(launcher).status == 75
+    assert note.read_text() == str([signal.SIGTERM.value])
+
+
+def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too(tmp_path: Path) -> None:
+    launcher = start(tmp_path, "import os, time; open(os.environ['RECIPES_RUN_DIR'] + '/up', 'w'); time.sleep(100)")
+    helpers.wait_until((tmp_path / "run/up").exists, helpers.START_S, "the program")
+    launcher.terminate()
+    assert helpers.finish(launcher).status == 75
+    assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 0, "SIGTERM"]
+    ended = helpers.finish(start(tmp_path, "import sys; sys.exit(75)"))
+    assert ended.status == 75, ended.out
+    assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 1, "exit status 75 of the program"]
+
+
+def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
+    launcher = start(tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)")
+    log = tmp_path / "run/logs/rank0.log"
+    helpers.wait_until(lambda: log.exists() and "pid" in log.read_text(), helpers.START_S, "the program")
+    pid = int(log.read_text().rpartition("pid ")[2])
+    launcher.kill()
+    helpers.wait_for_the_end_of([pid], 20)
+
+
+def test_a_program_that_cannot_be_started_is_bad_input(tmp_path: Path) -> None:
+    ended = helpers.finish(start(tmp_path, "#!/no/such/interpreter", name="b.sh"))
+    assert ended.status == 2, ended.out
+    line = f"script={tmp_path}/b.sh: cannot be started in {tmp_path} (No such file or directory)"
+    assert f"script: {line}" in ended.lines
+    assert status(tmp_path, "kind") == ["input"]
+
+
+def test_a_rank_without_a_parent_is_refused(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "recipes.script", f"script={__file__}", f"run_dir={tmp_path}/run"]
+    ended = helpers.run(argv)
+    assert (ended.status, len(ended.lines)) == (2, 1), ended.out
+    assert "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE" in ended.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_does_not_start_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text("import pathlib; pathlib.Path('started').touch()")
+    words = ["check", f"script={tmp_path}/a.py", *LOCAL[3:5], f"run_dir={tmp_path}/run", "--", "--help"]
+    assert cli.main(words, sys.executable) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:2] == ["keys:   ok: script, 1 rank", f"script: not tried: {tmp_path}/a.py is not started here"]
+    assert lines[-1] == "nothing was submitted"
+    assert not list(ROOT.glob("started")) + list(tmp_path.glob("started"))
+
+
+def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
+    from recipes import script
+
+    log, old = tmp_path / "log", "Traceback (most recent call last):\n  File x\nKeyError: old\n\f\n"
+    of_torch = '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x", line 1, in f\n[rank3]: E: a\n[rank3]: more\nend\n'
+    for text, found in ((old, ""), (old + of_torch, "; E: a"), (of_torch + "Traceback\n", "; E: a"), ("a\nb\n", "")):
+        log.write_text(text)
+        assert script.last_exception(log) == found

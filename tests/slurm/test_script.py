@@ -1,0 +1,87 @@
+"""A program of the user on two real nodes: it is signalled once, requeued and continues; a rank of it that is killed is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import helpers
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import TWO_BY_ONE, ended, log_lines, read
+
+PROGRAM = """
+import os, pathlib, signal, socket, sys, time
+import torch, torch.distributed as dist
+run_dir, stopped = pathlib.Path(os.environ["RECIPES_RUN_DIR"]), []
+signal.signal(signal.SIGUSR1, lambda number, frame: (print("got", number, flush=True), stopped.append(1)))
+dist.init_process_group("gloo")
+step = int((run_dir / "saved").read_text()) if (run_dir / "saved").exists() else 0
+print(sys.argv[1:], "rank", dist.get_rank(), "on", socket.gethostname(), "from", bool(step), flush=True)
+for _ in range(10 if step else 100_000):
+    stop = torch.tensor([len(stopped)])
+    dist.all_reduce(stop)
+    step += 1
+    if stop:
+        (run_dir / "saved").write_text(str(step)) if dist.get_rank() == 0 else time.sleep(1)
+        break
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    clone = jobs.copy_repository(tmp_path_factory.mktemp("clone"))
+    (clone / "program.py").write_text(PROGRAM)
+    return clone
+
+
+def submit(slurm: Cluster, repo: Path, run_dir: Path) -> tuple[str, Path]:
+    """The job and its log, when both ranks have met."""
+    log = run_dir.parent / "log"
+    keys = ["script=program.py", "device=cpu", f"run_dir={run_dir}", "--", "--lr", "cluster=a"]
+    job = jobs.sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/script_2x8.sh", *keys)
+    logs = [run_dir / f"logs/rank{rank}.log" for rank in range(2)]
+    helpers.wait_until(
+        lambda: all(path.exists() and " from " in path.read_text() for path in logs), helpers.START_S, "the ranks"
+    )
+    return job, log
+
+
+def test_a_program_is_stopped_requeued_and_continues(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job, log = submit(slurm, repo, run_dir)
+    try:
+        slurm.run("scancel", "--signal=USR1", job, check=True)
+        jobs.wait_requeued(slurm, job, log, 60)
+        assert [read(run_dir / "status.json")[name] for name in ("state", "reason")] == ["preempted", "SIGUSR1"]
+        jobs.start_again(slurm, job)
+        assert ended(slurm, job, log, 90) == ("COMPLETED", "0:0"), log.read_text()
+    finally:
+        jobs.leave_no_job(slurm)
+    for rank in range(2):
+        lines = [line for line in log_lines(run_dir / f"logs/rank{rank}.log") if line.startswith(("[", "got"))]
+        own = f"['--lr', 'cluster=a'] rank {rank} on node{rank + 1} from"
+        assert [line for line in lines if not line.startswith("[W")] == [f"{own} False", "got 10", f"{own} True"]
+    assert f"script: stopped; requeued (restart 1 of at most 20); run directory {run_dir}" in log_lines(log)
+    assert log_lines(log)[-1] == f"script: done; run directory {run_dir}"
+    assert [read(run_dir / "status.json")[name] for name in ("state", "attempt")] == ["done", 1]
+
+
+def test_the_rank_whose_program_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job, log = submit(slurm, repo, run_dir)
+    try:
+        [program] = [one for one in slurm.processes(node="node2", command="-u /") if "program.py --lr" in one.command]
+        os.kill(program.pid, signal.SIGKILL)
+        assert ended(slurm, job, log, 60) == ("FAILED", "137:0"), log.read_text()
+    finally:
+        jobs.leave_no_job(slurm)
+    reason = "rank 1 on node2 failed first: the program was killed by signal 9 (Killed)"
+    assert log_lines(log)[-1] == f"script: failed: {reason}; logs in {run_dir}/logs"
+    done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=jobs.PYTHON)
+    assert done.stdout.startswith(f"{reason}\n"), done.stdout
