@@ -227,6 +227,13 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare cifar10 data_dir=/data": tool("source=$DATA", NEW, says=NEXT),
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256": tool(swap=PACK, says=NEXT),
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
+    # docs/run-directory.md
+    "python launch.py runs": tool(says="^runs/cifar/1234_1 +done +1/1 "),
+    "python launch.py runs --failed --sort=updated": tool(says="^runs/imagenet/1234 +failed "),
+    "python launch.py logs 1234 rank=3 follow": tool(swap={"1234 rank=3 follow": "runs/cifar/1234_0 rank=0"}, says="^cifar: 1 rank on 1 node"),
+    "python launch.py cancel 1234": tool(swap={"1234": "runs/cifar/1234_0"}, says="is not running: done$"),
+    "python launch.py resume 1234 epochs=20":
+        tool(swap={"1234": "runs/cifar/1234_0"}, status=2, says="was not submitted to Slurm: start it again with: python -m recipes.cifar"),
     # docs/fine-tuning.md, recipes/finetune.py
     "python -m recipes.prepare finetune data_dir=/data/birds arch=resnet50":
         tool(swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python", "/data/birds": "$DATA/train"}, says=NEXT),

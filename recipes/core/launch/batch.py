@@ -72,7 +72,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     if job and (script := environ.get("RECIPES_SCRIPT")):
         described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
         with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
-            jobs.record(run_dir, Path(script).read_bytes(), {**described, "log": fields.get("StdOut")})
+            about = {**described, "log": fields.get("StdOut"), "options": jobs.options_of(fields)}
+            jobs.record(run_dir, Path(script).read_bytes(), about)
     lines = [f"cd {shlex.quote(str(code))} || exit"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     lines += [

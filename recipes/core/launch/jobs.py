@@ -15,6 +15,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
+from recipes.core.run import queue
 
 GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
@@ -55,6 +56,26 @@ def record(run_dir: Path, script: bytes, description: Mapping[str, object]) -> N
     # The atomic rename replaces a symbolic link that another user may have planted.
     files.write_whole(run_dir / "job.sh", lambda file: file.write(script))
     files.write_json(run_dir / "job.yaml", description)
+
+
+def options_of(fields: Mapping[str, str]) -> list[str]:
+    """Options of sbatch that submit a ready script again as this job, from `queue.Job.fields`: its size, time and partition.
+
+    [] for a job of launch.py, whose script has them.
+    """
+    if Path(fields.get("Command", "").split(" ")[0]).parent.name == "submitit":
+        return []
+    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
+    found = {
+        "nodes": fields.get("NumNodes"),
+        **({"ntasks": fields.get("NumTasks")} if per_node == "0" else {"ntasks-per-node": per_node}),
+        "gpus-per-node": queue.gpus(fields.get("TresPerNode", "")) or "0",
+        "cpus-per-task": fields.get("CPUs/Task"),
+        "time": fields.get("TimeLimit"),
+        **{name: fields.get(name.capitalize()) for name in ("partition", "account")},
+        "qos": fields.get("QOS"),
+    }
+    return [f"--{name}={value}" for name, value in found.items() if value not in (None, "", "(null)", "N/A")]
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:

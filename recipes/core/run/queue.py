@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,14 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
 
 
 def _call(
-    *command: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S
+    *command: str,
+    environ: Mapping[str, str] = os.environ,
+    timeout_s: float = ANSWER_S,
+    pauses_s: Sequence[float] = AGAIN_S,
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs a command of Slurm, and again after `AGAIN_S` if it fails. Raises OSError and subprocess.TimeoutExpired."""
+    """Runs a command of Slurm, and again after each of ``pauses_s`` if it fails. Raises OSError and subprocess.TimeoutExpired."""
     end = time.monotonic() + timeout_s
-    for pause_s in (*AGAIN_S, math.inf):
+    for pause_s in (*pauses_s, math.inf):
         done = subprocess.run(
             command, env=dict(environ), capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
             encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
@@ -153,6 +156,36 @@ def find_by_comment(comment: str) -> str:
     """The ID of this user's job with that comment; "" if there is none, or if Slurm does not answer."""
     lines = _answer("squeue", "--me", "--noheader", "--states=all", "--format=%F %k").splitlines()
     return next((line.split()[0] for line in lines if line.split()[1:] == [comment]), "")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A job of this user in the queue. start: the expected start of a pending one. left_s: until its time limit; None if unknown."""
+
+    state: str
+    start: str
+    nodes: str
+    left_s: float | None
+    held: bool
+    reason: str
+
+
+def mine() -> dict[str, Line] | None:
+    """This user's jobs that Slurm still knows, by their IDs; one call. None if Slurm is not there or does not answer."""
+    try:
+        asked = _call(
+            "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%S|%N|%L|%Q|%r", pauses_s=()
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if asked.returncode:
+        return None
+    found = {}
+    for line in asked.stdout.splitlines():
+        job, state, start, nodes, left, priority, reason = line.split("|", 6)
+        shown = "" if reason in ("None", "(null)") else reason
+        found[job] = Line(state, start, nodes, durations.seconds(left), priority == "0", shown)
+    return found
 
 
 def requeue(job_id: str, restarts: int) -> None:

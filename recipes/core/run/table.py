@@ -18,6 +18,7 @@ from recipes.core.run import directory, judge, resumed
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
 RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
+OF_TRAINING = ("loss", "samples_per_second")  # results that are not of an evaluation
 NO_RESULTS = {"epoch", "lr", "data_wait", "wall_seconds", "time"}  # other numbers in summary.json and metrics.jsonl
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 LONGEST_PATH = 4096
@@ -59,7 +60,7 @@ def read_run(folder: Path, now: float) -> Run:
     status, job = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
     # A summary of an earlier attempt stays until the run is done again.
     summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
-    row = {} if summary else _last_row(folder / "metrics.jsonl")
+    row = {} if summary else last_row(folder / "metrics.jsonl")
     notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
     if status.get("state") == "running":
         notes.append(f"status written {ago(now - (status.get('updated') or now))} ago")
@@ -74,11 +75,11 @@ def read_run(folder: Path, now: float) -> Run:
         step=row.get("step") or status.get("step") or 0,
         note="; ".join(notes),
         values={**{name: value for name, _, value in typed if name != "run_dir"}, **_keys(folder / "config.yaml")},
-        results=_results({**row, **summary}),
+        results=results({**row, **summary}),
     )
 
 
-def _results(found: dict[str, Any]) -> dict[str, Any]:
+def results(found: dict[str, Any]) -> dict[str, Any]:
     """The results in a summary or a row: those of RESULTS first, then the other numbers with a fraction."""
     own = [name for name, value in found.items() if isinstance(value, float) and name not in (*RESULTS, *NO_RESULTS)]
     return {name: found[name] for name in (*RESULTS, *own) if found.get(name) is not None}
@@ -92,7 +93,7 @@ def _keys(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _last_row(path: Path) -> dict[str, Any]:
+def last_row(path: Path) -> dict[str, Any]:
     """The last complete row of metrics.jsonl; {} if there is none in the last 64 KiB of the file."""
     lines: list[bytes] = []
     with contextlib.suppress(OSError), open(path, "rb", opener=files.without_waiting) as file:
@@ -121,12 +122,12 @@ def table(runs: Sequence[Run]) -> list[str]:
             seen.setdefault((run.recipe, name), set()).add(str(value))
     keys = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
     every = dict.fromkeys(name for run in runs for name in run.results)
-    results = [*(name for name in RESULTS if name in every), *(name for name in every if name not in RESULTS)]
-    head = ["run", "state", "step", *keys, *results, "note"]
+    shown = [*(name for name in RESULTS if name in every), *(name for name in every if name not in RESULTS)]
+    head = ["run", "state", "step", *keys, *shown, "note"]
     rows = [
         [
             errors.shown(run.folder, LONGEST_PATH), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
-            *(_text(run.results.get(name)) for name in results), errors.shown(run.note, LONGEST_NOTE),
+            *(_text(run.results.get(name)) for name in shown), errors.shown(run.note, LONGEST_NOTE),
         ]
         for run in runs
     ]  # fmt: skip

@@ -247,6 +247,7 @@ class _StepEnds:
         run, shard = self.run, step.shard
         speed, waited = self.meter.lap()
         row = {"epoch": shard.epoch, "loss": loss / shard.global_size, "lr": step.lr, "speed": speed, "waited": waited}
+        row["total"] = self.total
         run.results = {}
         if ends_epoch and not stop:
             self._evaluate()
@@ -288,15 +289,16 @@ class _StepEnds:
                 run.save(best=True, wait=True)
 
 
-def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float, waited: float = 0.0) -> None:
+def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float, waited: float = 0.0, total: int = 0) -> None:
     """Writes a row of ``metrics.jsonl`` and a log line, on rank 0. Called by all ranks.
 
-    loss, speed (samples/s): over all ranks. waited: the share of the time in which rank 0 waited for data.
+    total: steps of the whole run. loss, speed (samples/s): over all ranks. waited: the share of the time in which rank 0 waited for data.
     """
     run.world.pulse.beat(watchdog.SAVING, run.step)
     if not run.rows:
         return
-    row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "epoch": epoch, "loss": loss, "lr": lr}
+    row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "total_steps": total, "epoch": epoch}
+    row |= {"loss": loss, "lr": lr}
     row |= {"samples_per_second": round(speed, 1), "data_wait": round(waited, 3)}
     results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})

@@ -1,0 +1,290 @@
+"""``launch.py runs``, ``logs``, ``cancel`` and ``resume``: one's runs by their folders or jobs, with their state in Slurm. Never torch."""
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.core import errors, files
+from recipes.core.errors import InputError, MachineError, Next, next_of, shown
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, in_use, judge, queue, table
+from recipes.core.run.queue import Line
+
+WATCH_S = 5.0  # between two tables of `runs watch`
+LAST = "last"  # in place of a run: the newest
+COMMANDS = ("runs", "logs", "cancel", "resume")
+UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
+SHOWN = 28  # characters of a run's folder and of a note in a table of 80 columns
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. state: one of the words of `word`. steps: of the whole run, 0 if unknown. left_s: until the time limit; None if unknown."""
+
+    folder: str
+    recipe: str
+    job: str
+    state: str
+    step: int
+    steps: int
+    epoch: int | None
+    best: Mapping[str, float]
+    samples_per_second: float | None
+    updated: float | None
+    left_s: float | None
+    starts: int
+    nodes: str
+    note: str
+
+
+def word(
+    status: Mapping[str, Any], job: Line | None, refused: str, alive: bool | None, has_job: bool, asked: bool = True
+) -> tuple[str, str]:
+    """The state of a run, and a note.
+
+    job: its line in the queue; None if it is not there. refused: why its newest launch did not begin. alive: whether its process on this
+    machine runs, None if that cannot be seen. has_job: whether it was submitted to Slurm. asked: whether Slurm has answered.
+    """
+    state, reason = status.get("state"), str(status.get("reason") or "")
+    if job and job.state in queue.WAITING:
+        start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
+        name = "held" if job.held else "requeued" if state else "pending"
+        return name, "; ".join(filter(None, (job.reason, start)))
+    if job and job.state not in queue.ENDED:
+        return ("running" if state == "running" else "starting"), job.nodes
+    if state == "done":
+        return "done", ""
+    if refused:
+        return "refused", refused
+    if state in ("failed", "incomplete"):
+        return "failed", reason
+    if state == "preempted":
+        following = next_of(status)
+        return ("cancelled" if following is Next.cancelled else "stopped"), f"saved at step {status.get('step')}"
+    if alive:
+        return ("running" if state == "running" else "starting"), ""
+    if has_job and not asked:
+        return "unknown", "Slurm does not answer"
+    if state == "running":
+        return "lost", "it ended without a final status" if alive is False or has_job else "see its heartbeat: explain"
+    if job and job.state == "CANCELLED":
+        return "cancelled", "before it began"
+    return ("cancelled" if has_job else "lost"), "it never began"
+
+
+def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
+    """Reads one run directory. jobs: the lines of the queue; None without Slurm."""
+    status, described = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
+    done = status.get("state") == "done"
+    facts = {} if done and described else attempts.facts(folder)
+    summary = (files.read_json(folder / "summary.json") or {}) if done else {}
+    row = {} if summary.get("steps") else table.last_row(folder / "metrics.jsonl")
+    ids = [str(one) for one in (described.get("job_id"), facts.get("job")) if one]
+    job = next((jobs[one] for one in ids if jobs and one in jobs), None)
+    refused = "" if done else judge.why_not_begun(folder)
+    name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
+    best = summary.get("best") or {k: v for k, v in table.results(row | summary).items() if k not in table.OF_TRAINING}
+    return Run(
+        folder=str(folder),
+        recipe=str(described.get("recipe") or facts.get("recipe") or ""),
+        job=(ids or [""])[-1],
+        state=name,
+        step=row.get("step") or status.get("step") or 0,
+        steps=summary.get("steps") or row.get("total_steps") or 0,
+        epoch=row.get("epoch"),
+        best={key: value for key, value in best.items() if key != "step"},
+        samples_per_second=(row | summary).get("samples_per_second"),
+        updated=status.get("updated"),
+        left_s=job.left_s if job and name == "running" else None,
+        starts=len(attempts.numbers(folder)),
+        nodes=job.nodes if job else "",
+        note=errors.shown(note, 300),
+    )
+
+
+def find(words: Sequence[str], root: Path) -> list[Path]:
+    """The run directories that ``words`` name: folders, job IDs, array elements or ``last``; all of ``runs/`` without words.
+
+    Raises InputError for one that is not there.
+    """
+    every = root / "runs"
+    found: list[Path] = []
+    for one in words or [str(every)]:
+        folder = Path(one)
+        if one == LAST:
+            there = (
+                sorted(table.run_directories(every), key=lambda path: path.stat().st_mtime) if every.exists() else []
+            )
+            found += there[-1:]
+        elif folder.is_dir():
+            found += table.run_directories(folder)
+        elif one.replace("_", "").isdecimal():
+            found += sorted(path for name in (one, f"{one}_*") for path in every.glob(f"*/{name}") if path.is_dir())
+            found += [path for path in (_of_job(one, every) if not found else []) if path not in found]
+        if not found:
+            job = None
+            if one.replace("_", "").isdecimal():
+                with contextlib.suppress(MachineError):  # without Slurm
+                    job = queue.find(one, timeout_s=1.0)
+            where = f"has no run directory yet: {queue.describe(job)}" if job else "no run is there"
+            raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {LAST}")
+    return found
+
+
+def _of_job(job: str, every: Path) -> list[Path]:
+    """Runs of a job whose folder has another name, since run_dir= was given."""
+    folders = table.run_directories(every) if every.exists() else ()
+    return [
+        path
+        for path in folders
+        if job in (str((files.read_json(path / "job.yaml") or {}).get("job_id")).partition("_")[0],)
+    ]
+
+
+def command(argv: Sequence[str], root: Path) -> int:
+    """Runs ``launch.py runs|logs|cancel|resume …``. Returns the exit status. Raises InputError and MachineError."""
+    name, *words = argv
+    if name == "runs":
+        return show(words, root)
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    folders = find([word for word in words if "=" not in word and word != "follow"] or [LAST], root)
+    if name == "logs":
+        return logs(folders[0], options.get("rank", ""), "follow" in words)
+    jobs = queue.mine()
+    for folder in folders:
+        run = read(folder, jobs)
+        if name == "cancel":
+            print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
+        elif run.state in UNFINISHED or len(folders) == 1:
+            print(f"{_short(run.folder)}: {resume(run, [f'{k}={v}' for k, v in options.items()])}", flush=True)
+    return errors.EXIT_DONE
+
+
+def show(words: Sequence[str], root: Path) -> int:
+    """Prints the table of runs. words: folders and job IDs, and ``watch``, ``--json``, ``--failed``, ``--sort=KEY``."""
+    sort = next((word.partition("=")[2] for word in words if word.startswith("--sort=")), "")
+    if sort and sort not in Run.__dataclass_fields__ and sort != "best":
+        raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(Run.__dataclass_fields__)}")
+    chosen = [word for word in words if word != "watch" and not word.startswith("--")]
+    while True:
+        jobs = queue.mine()
+        found = [read(folder, jobs) for folder in find(chosen, root)]
+        found = [run for run in found if "--failed" not in words or run.state in UNFINISHED]
+        if sort:
+            found.sort(key=lambda run: _sortable(getattr(run, sort)))
+        lines = [json.dumps(asdict(run)) for run in found] if "--json" in words else lines_of(found, time.time())
+        if "watch" not in words:
+            print("\n".join(lines))
+            return errors.EXIT_DONE
+        print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
+        time.sleep(WATCH_S)
+
+
+def _sortable(value: Any) -> tuple[bool, Any]:
+    if isinstance(value, Mapping):
+        value = next(iter(value.values()), None)
+    return (value is None, value if value is not None else 0)
+
+
+def lines_of(runs: Sequence[Run], now: float) -> list[str]:
+    """A table of at most 80 columns where the terminal is no wider. now: time.time()."""
+    head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts", "note"]
+    rows = [
+        [
+            shown(_short(run.folder), SHOWN), run.state, f"{run.step}/{run.steps}" if run.steps else str(run.step),
+            next((f"{value:.4f}" for value in run.best.values()), ""),
+            f"{run.samples_per_second:,.0f}" if run.samples_per_second else "", _age(now - run.updated) if run.updated else "",
+            _age(run.left_s) if run.left_s is not None else "", str(run.starts), run.note,
+        ]
+        for run in runs
+    ]  # fmt: skip
+    used = [i for i, name in enumerate(head) if name in ("run", "state", "step") or any(row[i] for row in rows)]
+    widths = {i: max(len(row[i]) for row in (head, *rows)) for i in used}
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    lines = ("  ".join(f"{row[i]:<{widths[i]}}" for i in used).rstrip() for row in (head, *rows))
+    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+
+
+def _age(seconds: float) -> str:
+    """A duration in its largest unit, such as 5m or 3d."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
+
+
+def _short(folder: str) -> str:
+    return min(folder, os.path.relpath(folder), key=len)
+
+
+def logs(folder: Path, rank: str, follow: bool) -> int:
+    """Shows the end of a log: of the batch script, or of one rank. Replaces this process by tail. Raises InputError."""
+    described = files.read_json(folder / "job.yaml") or {}
+    of_rank = folder / "logs" / f"rank{rank or 0}.log"
+    batch = Path(str(described.get("log") or ""))
+    chosen = batch if not rank and batch.is_file() else of_rank
+    if not chosen.is_file():
+        there = sorted(path.stem.removeprefix("rank") for path in (folder / "logs").glob("rank*.log"))
+        have = f"its ranks are {', '.join(there)}" if there else "it has no logs yet"
+        raise InputError(f"{shown(folder)}: has no {shown(chosen.name)}: {have}")
+    print(f"==> {chosen} <==", flush=True)
+    os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(chosen)])
+
+
+def cancel(run: Run) -> str:
+    """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises MachineError."""
+    if run.state not in ("pending", "requeued", "held", "running", "starting"):
+        return f"is not running: {run.state}"
+    facts = attempts.facts(Path(run.folder))
+    if in_use.is_running(facts) and not facts.get("job"):
+        os.kill(int(facts["process"]["pid"]), signal.SIGTERM)
+        return f"process {facts['process']['pid']} was asked to save and end"
+    try:
+        subprocess.run(["scancel", run.job], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = _said(error)
+        raise MachineError(f"scancel {run.job} failed: {why}") from None
+    return f"job {run.job} was cancelled"
+
+
+def resume(run: Run, words: Sequence[str]) -> str:
+    """Submits a run again with the script and the keys that it has, and ``words``. Returns a phrase. Raises InputError, MachineError."""
+    folder = Path(run.folder)
+    described = files.read_json(folder / "job.yaml") or {}
+    if run.state not in UNFINISHED and run.state != "done":
+        raise InputError(f"{_short(run.folder)}: is {run.state}: cancel it first")
+    if not described or not (folder / "job.sh").is_file():
+        line = f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
+        raise InputError(f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}")
+    root, arguments = str(described.get("root")), [str(word) for word in described.get("arguments") or ()]
+    given = [*(word for word in arguments if not word.startswith("run_dir=")), f"run_dir={run.folder}", *words]
+    element = run.job.partition("_")[2]
+    options = [*described.get("options", ()), *([f"--array={element}"] if element else [])]
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options, str(folder / "job.sh"), *given],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = _said(error)
+        raise MachineError(f"sbatch refuses {_short(run.folder)}: {why}") from None
+    return f"submitted as job {done.stdout.strip().partition(';')[0]}"
+
+
+def _said(error: OSError | subprocess.CalledProcessError) -> str:
+    """What a command of Slurm has said, in one line."""
+    text = str(error) if isinstance(error, OSError) else str(error.stderr or error)
+    return shown(" ".join(text.split()), 300)

@@ -1,0 +1,189 @@
+"""launch.py runs, logs, cancel and resume: the state of a run from its files and its line in the queue."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import files
+from recipes.core.errors import InputError
+from recipes.core.launch import jobs, runs
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, queue
+from recipes.core.run.queue import Line
+from tests import helpers
+
+PENDING = Line("PENDING", "2026-11-26T12:00:00", "", None, False, "Resources")
+RUNNING = Line("RUNNING", "", "node[1-2]", 3600.0, False, "")
+
+
+def status(state: str, **more: Any) -> dict[str, Any]:
+    return {"state": state, "step": 7, **more}
+
+
+@pytest.mark.parametrize(
+    ("of_run", "job", "refused", "alive", "has_job", "expected"),
+    [
+        ({}, PENDING, "", None, True, ("pending", "Resources; expected to start at 2026-11-26T12:00:00")),
+        (status("preempted"), PENDING, "", None, True, ("requeued", "Resources; expected to start at 2026-11-26T12:00:00")),
+        (status("preempted"), Line("REQUEUE_HOLD", "", "", None, True, "JobHeldUser"), "", None, True, ("held", "JobHeldUser")),
+        ({}, RUNNING, "", None, True, ("starting", "node[1-2]")),
+        (status("running"), RUNNING, "", None, True, ("running", "node[1-2]")),
+        (status("done"), None, "the newest was refused", None, True, ("done", "")),
+        (status("failed", reason="rank 1 failed first"), None, "", None, True, ("failed", "rank 1 failed first")),
+        (status("incomplete", reason="early"), None, "", None, True, ("failed", "early")),
+        (status("preempted"), None, "", None, True, ("stopped", "saved at step 7")),
+        (status("preempted", next="cancelled"), None, "", None, True, ("cancelled", "saved at step 7")),
+        (status("running"), None, "", True, False, ("running", "")),
+        (status("running"), None, "", None, True, ("lost", "it ended without a final status")),
+        (status("running"), Line("NODE_FAIL", "", "", None, False, ""), "", None, True, ("lost", "it ended without a final status")),
+        ({}, None, "data_dir= is missing", None, True, ("refused", "data_dir= is missing")),
+        ({}, Line("CANCELLED", "", "", None, False, ""), "", None, True, ("cancelled", "before it began")),
+        ({}, None, "", None, True, ("cancelled", "it never began")),
+        ({}, None, "", False, False, ("lost", "it never began")),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_run(
+    of_run: dict[str, Any], job: Line | None, refused: str, alive: bool | None, has_job: bool, expected: tuple[str, str]
+) -> None:
+    assert runs.word(of_run, job, refused, alive, has_job) == expected
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A finished run with results, a pending job, and an element of an array that failed."""
+    done, pending, element = (tmp_path / "runs/mnist" / name for name in ("11", "12", "13_1"))
+    for folder, job in ((done, "11"), (pending, "12"), (element, "13_1")):
+        folder.mkdir(parents=True)
+        about = {
+            "job_id": job,
+            "recipe": "mnist",
+            "arguments": ["lr=0.1"],
+            "root": str(tmp_path),
+            "log": str(folder / "out"),
+        }
+        files.write_json(folder / "job.yaml", about)
+    attempts.begin(attempts.open_next(done, "mnist", {}), 0, own=False)
+    directory.write_status(done, "done", attempt=0, step=20)
+    best = {"best": {"val_f1": 0.75, "step": 10}, "steps": 20, "val_f1": 0.5, "samples_per_second": 9.5}
+    files.write_json(done / "summary.json", best)
+    (element / "metrics.jsonl").write_text(
+        '{"step": 3, "total_steps": 20, "epoch": 1, "loss": 1.5, "val_top1": 0.25}\n'
+    )
+    attempts.open_next(element, "mnist", {})
+    directory.write_status(element, "failed", attempt=0, step=3, reason="rank 0 on node1 failed first: no")
+    for age, folder in enumerate((element, pending, done)):
+        os.utime(folder, (time.time() - age, time.time() - age))
+    return tmp_path
+
+
+def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
+    folders = runs.find([], root)
+    assert [path.name for path in folders] == ["11", "12", "13_1"]
+    done, pending, failed = (runs.read(folder, {"12": PENDING}) for folder in folders)
+    assert (done.state, done.step, done.steps, done.starts) == ("done", 20, 20, 1)
+    assert (done.best, done.samples_per_second) == ({"val_f1": 0.75}, 9.5)
+    assert (pending.state, pending.job, pending.step, pending.recipe) == ("pending", "12", 0, "mnist")
+    assert (failed.step, failed.steps, failed.epoch, failed.best) == (3, 20, 1, {"val_top1": 0.25})
+    assert (failed.state, failed.note) == ("failed", "rank 0 on node1 failed first: no")
+    head, *lines = runs.lines_of([done, pending, failed], time.time())
+    assert head.split() == ["run", "state", "step", "best", "samples/s", "age", "starts", "note"]
+    assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("last", ["13_1"]), ("13", ["13_1"]), ("13_1", ["13_1"]), ("11", ["11"]), ("runs", ["11", "12", "13_1"])],
+)
+def test_a_run_is_found_by_its_folder_job_or_as_the_last(
+    root: Path, monkeypatch: pytest.MonkeyPatch, word: str, expected: list[str]
+) -> None:
+    monkeypatch.chdir(root)
+    assert [path.name for path in runs.find([word], root)] == expected
+
+
+def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
+    (root / "runs/mnist/12").rename(root / "runs/mnist/mine")
+    assert [path.name for path in runs.find(["12"], root)] == ["mine"]
+    with pytest.raises(InputError, match="99: no run is there: give a run directory, a job ID, or last"):
+        runs.find(["99"], root)
+
+
+def test_the_table_is_json_sorted_or_only_of_what_has_failed(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
+    assert runs.show(["--json", "--failed"], root) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert (json.loads(line)["state"], json.loads(line)["job"]) == ("failed", "13_1")
+    runs.show(["--sort=step"], root)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:3] for line in lines[1:]] == [["unknown", "0"], ["failed", "3/20"], ["done", "20/20"]]
+    with pytest.raises(InputError, match="--sort=colour: must be one of folder, recipe, job"):
+        runs.show(["--sort=colour"], root)
+
+
+def test_logs_of_a_rank_or_of_the_job_are_shown(root: Path) -> None:
+    folder = root / "runs/mnist/11"
+    (folder / "logs").mkdir()
+    (folder / "logs/rank1.log").write_text("of rank 1\n")
+    (folder / "out").write_text("of the job\n")
+    for rank, expected in (("", "of the job"), ("1", "of rank 1")):
+        code = f"from recipes.core.launch import runs; from pathlib import Path; runs.logs(Path({str(folder)!r}), {rank!r}, False)"
+        assert helpers.run([sys.executable, "-c", code]).lines[-1] == expected
+    with pytest.raises(InputError, match=r"has no rank7\.log: its ranks are 1"):
+        runs.logs(folder, "7", False)
+
+
+def test_a_local_run_is_asked_to_save(root: Path) -> None:
+    folder = root / "runs/mnist/here"
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        attempt = attempts.open_next(folder, "mnist", {})
+        facts = files.read_json(attempt.folder / "opened.json") or {}
+        process = {**facts["process"], "pid": sleeper.pid, "started": attempts.start_time(sleeper.pid)}
+        files.write_json(attempt.folder / "opened.json", {**facts, "process": process})
+        assert "was asked to save and end" in runs.cancel(runs.read(folder, None))
+        assert sleeper.wait(10) == -signal.SIGTERM
+        assert runs.cancel(runs.read(folder, None)) == "is not running: lost"
+    finally:
+        sleeper.kill()
+
+
+def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
+    pending, local = runs.read(root / "runs/mnist/12", {"12": PENDING}), root / "runs/mnist/here"
+    with pytest.raises(InputError, match="is pending: cancel it first"):
+        runs.resume(pending, [])
+    attempts.open_next(local, "mnist", {})
+    with pytest.raises(InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"):
+        runs.resume(runs.read(local, {}), [])
+
+
+def test_a_ready_script_is_submitted_again_with_its_size() -> None:
+    text = """JobId=7 JobName=mnist
+   Partition=gpu AllocNode:Sid=login:1 Account=(null) QOS=(null) TimeLimit=00:30:00
+   NumNodes=2 NumCPUs=16 NumTasks=4 CPUs/Task=4 ReqB:S:C:T=0:0:*:*
+   Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
+   Command=/r/sbatch/mnist_2x8.sh lr=1
+   TresPerNode=gres:gpu:2"""
+    (job,) = queue.parse(text)
+    of_size = [
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "--cpus-per-task=4",
+        "--time=00:30:00",
+        "--partition=gpu",
+    ]
+    assert jobs.options_of(job.fields) == of_size
+    assert jobs.options_of({**job.fields, "NtasksPerN:B:S:C": "0:0:*:*", "TresPerNode": "(null)"})[1:3] == [
+        "--ntasks=4",
+        "--gpus-per-node=0",
+    ]
+    assert jobs.options_of({**job.fields, "Command": "/r/runs/submitit/7_submission.sh"}) == []
