@@ -15,7 +15,7 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
-from recipes.core.train import gradients
+from recipes.core.train import gradients, lines
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Meter
@@ -166,6 +166,7 @@ class _StepEnds:
         self.total = run.step if run.has_stalled(self.per_epoch) else total_steps(cfg, batches)
         self.sums: Agreement | None = None  # until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
+        self.shown: float | None = None  # the loss of the last row
         self.agreed_at, self.agreed_s, self.every = run.step, run.world.clock.now(), 1
 
     def begin(self, pretrained: bool) -> bool:
@@ -182,7 +183,7 @@ class _StepEnds:
             run.say(f"warning: {given}, which wait for the host more than they compute: a larger one, or fewer GPUs")
         if self.cfg.evaluate:
             if self._evaluate():
-                run.say(_shown(run.results))
+                run.say(lines.of_results(run.results))
             return False
         late = bool(state.meta.get("unevaluated")) and not run.was_done
         if late:
@@ -217,13 +218,18 @@ class _StepEnds:
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
-            epochs = f"epoch {step.shard.epoch + 1}/{self.cfg.epochs}"
-            run.progress(f"{epochs}  step {state.step}/{self.total}  lr {step.lr:.2g}")
+            self._show(step)
         if stop or last:
             # After the last step the run is complete: only an evaluation that was cut short still counts as stopped.
             run.stopping = run.stopping if last else stop
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
+
+    def _show(self, step: Step[Any]) -> None:
+        """Draws the progress bar of a terminal."""
+        run, epoch, size = self.run, step.shard.epoch, step.shard.global_size
+        text = lines.of_progress(epoch, self.cfg.epochs, run.step, self.total, self.shown, self.meter.speed(), size)
+        run.progress(lambda columns: lines.bar(run.step, self.total, text, columns))
 
     def _agree(self, must: bool) -> None:
         """Starts a sum over the ranks: if ``must``, or `every` steps after the last one. All ranks do so at the same steps."""
@@ -247,7 +253,8 @@ class _StepEnds:
         run, shard = self.run, step.shard
         speed, waited = self.meter.lap()
         row = {"epoch": shard.epoch, "loss": loss / shard.global_size, "lr": step.lr, "speed": speed, "waited": waited}
-        row["total"] = self.total
+        row |= {"total": self.total, "left_s": (self.total - run.step) * shard.global_size / speed if speed else 0.0}
+        self.shown = row["loss"]
         run.results = {}
         if ends_epoch and not stop:
             self._evaluate()
@@ -289,10 +296,13 @@ class _StepEnds:
                 run.save(best=True, wait=True)
 
 
-def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float, waited: float = 0.0, total: int = 0) -> None:
-    """Writes a row of ``metrics.jsonl`` and a log line, on rank 0. Called by all ranks.
+def _log_row(
+    run: Run, epoch: int, loss: float, lr: float, speed: float, waited: float = 0.0, total: int = 0, left_s: float = 0.0
+) -> None:
+    """Writes a row of ``metrics.jsonl``, a log line, and one for an evaluation, on rank 0. Called by all ranks.
 
     total: steps of the whole run. loss, speed (samples/s): over all ranks. waited: the share of the time in which rank 0 waited for data.
+    left_s: seconds until the end of the training; 0 if unknown.
     """
     run.world.pulse.beat(watchdog.SAVING, run.step)
     if not run.rows:
@@ -302,9 +312,6 @@ def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float, waited:
     row |= {"samples_per_second": round(speed, 1), "data_wait": round(waited, 3)}
     results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})
-    shown = f"epoch {epoch + 1}  step {run.step}  loss {loss:.4f}  lr {lr:.2g}  {speed:,.0f} samples/s"
-    run.say(f"{shown}  {_shown(results)}".rstrip())
-
-
-def _shown(results: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float))
+    run.say(lines.of_row(row, run.settings.config.epochs, left_s))
+    if shown := lines.of_results(results):
+        run.say(f"evaluation at step {run.step}:  {shown}")

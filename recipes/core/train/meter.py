@@ -36,6 +36,11 @@ class Meter:
         self.lap_samples, self._waited_s, self._lap_start = 0, 0.0, self._now()
         return speed, waited
 
+    def speed(self) -> float:
+        """Samples per second of the interval so far; 0 at its start."""
+        seconds = self._now() - self._lap_start
+        return self.lap_samples / seconds if seconds > 0 else 0.0
+
     def progress_due(self) -> bool:
         due = self._now() - self._progress_at >= PROGRESS_EVERY_S
         self._progress_at = self._now() if due else self._progress_at

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -108,11 +109,13 @@ class Run:
         """Prints a warning from any rank, with its host name."""
         print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
 
-    def progress(self, text: str) -> None:
-        """Rewrites rank 0's progress line in place, on a terminal only."""
+    def progress(self, text: str | Callable[[int], str]) -> None:
+        """Rewrites rank 0's progress line in place, on a terminal only. text: may be a function of the terminal's columns."""
         if self.terminal and self.world.rank == 0:
             try:
-                self.terminal.write(f"\r\033[K{text}")
+                columns = os.get_terminal_size(self.terminal.fileno()).columns or 80
+                line = text(columns) if callable(text) else text[: columns - 1]
+                self.terminal.write(f"\r\033[K{line}")
                 self.terminal.flush()
             except OSError:  # the terminal is closed; the run continues
                 self.terminal = None

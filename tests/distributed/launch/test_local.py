@@ -46,8 +46,10 @@ def run_dir(elsewhere: Path, first: Ended) -> Path:
 def test_a_run_prints_its_size_and_run_directory(first: Ended, run_dir: Path) -> None:
     assert "mnist: 2 ranks on 1 node, cpu, gloo" in first.lines
     assert f"run directory: {run_dir}" in first.lines
-    steps = [line for line in first.lines if line.startswith("epoch 1  step ")]
-    assert [line.split()[3] for line in steps] == ["1", "3", "4", "6", "8", "9", "10"]  # only rank 0 prints
+    steps = [line for line in first.lines if "  epoch 1/4  step " in line]
+    assert [line.split()[4] for line in steps] == [
+        f"{step}/10" for step in (1, 3, 4, 6, 8, 9, 10)
+    ]  # only rank 0 prints
     assert "Traceback" not in first.out
 
 
@@ -60,7 +62,7 @@ def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     ]  # fmt: skip
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000010.pt"
     assert sorted(p.name for p in (run_dir / "logs").iterdir()) == ["rank0.log", "rank1.log"]
-    assert "epoch 1  step 10 " in (run_dir / "logs" / "rank0.log").read_text()
+    assert "epoch 1/4  step 10/10 " in (run_dir / "logs" / "rank0.log").read_text()
     assert not [p.name for p in run_dir.rglob(".*")], "temporary files are left"
     content = torch.load(run_dir / "checkpoints" / "step-00000010.pt", weights_only=True)
     assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}

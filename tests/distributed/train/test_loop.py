@@ -407,7 +407,7 @@ def test_an_evaluation_that_only_another_rank_has_cut_short_does_not_count(
     assert not ends._evaluate()
     assert (run.results, run.stopping) == ({}, "SIGUSR2")
     run.results, run.rows = {"loss": 9.0, "val_loss": 0.5}, metrics.Rows(tmp_path / "metrics.jsonl")
-    run.terminal = cast(Any, SimpleNamespace(write=lambda text: os.close(-1)))  # it has been closed
+    run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))  # it has been closed
     loop._log_row(run, 0, 1.0, 0.1, 2.0)
     assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (1.0, 0.5)
 
