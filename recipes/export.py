@@ -4,11 +4,12 @@
     python -m recipes.export runs/finetune/1234 safetensors    # the weights
 
 First a run directory or a checkpoint, then the format, then perhaps out=FILE. Default of out=: model.onnx or model.safetensors in the run directory. The names of the classes
-are in the file's metadata. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
+and the preprocessing are in the file's metadata. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
 """
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from recipes.core import errors, files
-from recipes.core.errors import ConfigError, InputError
+from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.train import trained
 from recipes.core.train.trained import Trained
 
@@ -33,9 +34,10 @@ def main(argv: list[str]) -> int:
         raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
     if more and not (len(more) == 1 and more[0].startswith("out=")):
         raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow")
+    os.umask(0o077)
     model = trained.load(run)
     place = model.path.parents[1] if Path(run).is_dir() else Path(".")
-    out = Path(more[0].removeprefix("out=")) if more else place / f"model.{kind}"
+    out = Path(more[0].removeprefix("out=") or "out=") if more else place / f"model.{kind}"
     difference = to_onnx(model, out) if kind == "onnx" else to_safetensors(model, out)
     print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
     return errors.EXIT_DONE
@@ -55,11 +57,11 @@ def to_onnx(model: Trained, out: Path) -> str:
         dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
     )  # fmt: skip
     proto = program.model_proto  # type: ignore[union-attr]
-    onnx.helper.set_model_props(proto, {"classes": json.dumps(list(model.classes))})
+    onnx.helper.set_model_props(proto, _about(model))
     content: bytes = proto.SerializeToString()
     found = runtime.InferenceSession(content).run(None, {"images": x.numpy()})[0]
     apart = float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max())
-    if apart > TOLERANCE:
+    if not apart <= TOLERANCE:  # also NaN
         raise InputError(
             f"onnx: the outputs are {apart:.1e} from the model's, more than {TOLERANCE:g}: nothing was written"
         )
@@ -69,9 +71,14 @@ def to_onnx(model: Trained, out: Path) -> str:
 
 def to_safetensors(model: Trained, out: Path) -> str:
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items()}
-    content: bytes = _require("safetensors.torch").save(weights, {"classes": json.dumps(list(model.classes))})
+    content: bytes = _require("safetensors.torch").save(weights, _about(model))
     files.write_bytes(out, content)
     return ""
+
+
+def _about(model: Trained) -> dict[str, str]:
+    """What another program needs: the names of the classes, and how an image becomes an input."""
+    return {"classes": json.dumps(list(model.classes)), "transform": str(model.transform)}
 
 
 def _require(name: str) -> Any:
@@ -85,6 +92,6 @@ def _require(name: str) -> Any:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except (ConfigError, InputError) as error:
+    except (ConfigError, InputError, MachineError, OSError) as error:
         print(f"export: {error}", file=sys.stderr)
-        sys.exit(errors.EXIT_CONFIG)
+        sys.exit(errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from recipes.conf.finetune import Augment, Config, Trained
+from recipes.core import errors
 from recipes.core.data import labelled, sampling
 from recipes.core.train import loop, models, optimisation, scores, session
 from recipes.core.data.labelled import Pictures
@@ -91,11 +92,15 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     )
     classes = train_set.source.classes
     run.say(f"{len(train_set):,} images in {len(classes)} classes, {len(val_set):,} to evaluate")
+    if not cfg.multi_label and (empty := (val_set.counts() == 0).nonzero().flatten().tolist()):
+        run.say(f"warning: no image to evaluate of {len(empty)} classes, such as {errors.shown(classes[empty[0]])}")
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     batches.require_full(run.ranks, cfg.accumulate)
     loader = TorchLoader(train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn)
 
-    net = make_net(cfg, classes).to(world.device)
+    net = make_net(cfg, classes)
+    models.require_size(net, cfg.arch, cfg.px)
+    net.to(world.device)
     run.say(f"{cfg.arch}: {models.trained(net)}")
     model = world.parallel(net, compile=cfg.compile)
     optimizer = torch.optim.AdamW(optimisation.layer_groups(net, cfg.lr, cfg.layer_decay, cfg.weight_decay))

@@ -75,8 +75,10 @@ class WeightsKeys:
 
 
 @dataclass(frozen=True)
-class FinetuneKeys(WeightsKeys):
+class FinetuneKeys:
     data_dir: str = key("", "folder of the images, as for recipes.finetune; default: $RECIPES_DATA, otherwise data/")
+    arch: str = key("resnet50", "torchvision classifier, or timm/NAME")
+    pretrained: str = key("true", "the weights to fetch, as for recipes.finetune; false: none")
     labels: str = key("", "a CSV of files and labels, in place of class folders")
     multi_label: bool = key(False, "an image may have several labels")
 
@@ -225,7 +227,7 @@ def prepare_weights(keys: WeightsKeys) -> None:
 
     if keys.arch.startswith(models.TIMM):
         name = keys.arch.removeprefix(models.TIMM)
-        _fetch_from_hub(keys.arch, name, models.require_timm(name))
+        _fetch_from_hub(keys.arch, name, models.require_timm(name, offline=False))
         return
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
@@ -260,10 +262,9 @@ def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
 
 
 def prepare_finetune(keys: FinetuneKeys) -> None:
-    """Fetches the weights, and decodes every image of data_dir once. Raises InputError, which names images that cannot be read."""
+    """Decodes every image of data_dir once, and fetches the weights. Raises InputError, which names images that cannot be read."""
     from recipes.core.data import labelled
 
-    prepare_weights(keys)
     parts = labelled.open_parts("images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0)
     faults, count = [], 0
     for source, positions in parts:
@@ -279,6 +280,10 @@ def prepare_finetune(keys: FinetuneKeys) -> None:
     if faults:
         raise InputError(f"{len(faults)} of {count} images cannot be read: remove or replace them")
     _say(f"{count} images in {len(parts[0][0].classes)} classes can be read")
+    if keys.pretrained == "false":
+        _say(f"next: python -m recipes.finetune arch={keys.arch} pretrained=false")
+    else:
+        prepare_weights(WeightsKeys(keys.arch, keys.pretrained))
 
 
 def _say(text: str) -> None:

@@ -76,6 +76,7 @@ def run(
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*signals.SIGNALS, signal.SIGCHLD})
+        os.setpgid(0, 0)  # what the program starts is signalled, and ends, with it
         die()
 
     def note(found: signal.struct_siginfo) -> None:
@@ -93,7 +94,8 @@ def run(
             if found and found.si_signo in stops:
                 note(found)
                 if not _reaches_all(canary.pid, found.si_signo):
-                    child.send_signal(found.si_signo)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child.pid, found.si_signo)
             beat(stop.reason)
         # A signal to all processes may have ended the program before it arrives here.
         if child.returncode and (found := signal.sigtimedwait(stops, signals.TOGETHER_S)):
@@ -101,7 +103,8 @@ def run(
             beat(stop.reason)
     finally:
         canary.kill()
-        child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
     return child.returncode, stop.reason
 
 

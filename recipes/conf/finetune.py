@@ -88,6 +88,8 @@ class Config(TrainKeys):
             raise ConfigError(f"val_resize={self.val_resize}: must be at least px, {self.px}")
         if self.multi_label and not (self.labels and self.dataset == "images"):
             raise ConfigError("multi_label=true: requires labels=FILE.csv")
+        if self.multi_label and not self.best_metric:
+            object.__setattr__(self, "best_metric", "val_map")
         if self.mixup and self.cutmix:
             raise ConfigError(f"cutmix={self.cutmix}: beside mixup={self.mixup}: give one of the two")
         for name in ("mixup", "cutmix", "class_weights"):

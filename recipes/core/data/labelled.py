@@ -122,7 +122,7 @@ def read_table(path: Path, folder: Path, several: bool) -> Table:
     """The rows of a CSV. Its files must exist, in ``folder``. Raises InputError with the line and the fix."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(file, skipinitialspace=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"labels={str(path)!r}: cannot be read ({error}): give a CSV in UTF-8") from None
     if not rows or not {"file", "label"} <= rows[0].keys():
@@ -132,7 +132,7 @@ def read_table(path: Path, folder: Path, several: bool) -> Table:
         name, label, split = (str(row.get(key) or "").strip() for key in ("file", "label", "split"))
         line = f"labels={str(path)!r}: line {number}"
         labels = sorted({one.strip() for one in label.split(SEPARATOR)} - {""}) if several else [label]
-        if not (folder / name).is_file():
+        if not _is_file(folder / name):
             raise InputError(f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir=")
         if not several and (not label or SEPARATOR in label):
             raise InputError(f"{line}: label {label!r} must be one class: give one, or multi_label=true")
@@ -149,10 +149,20 @@ def read_table(path: Path, folder: Path, several: bool) -> Table:
     return table
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long a name
+        return False
+
+
 def _of_table(table: Table, fraction: float, seed: int, several: bool) -> tuple[Part, Part]:
     if not any(table.splits):
         return _divided(table, fraction, seed, several)
     train, val = ([i for i, split in enumerate(table.splits) if (split == "val") == is_val] for is_val in (False, True))
+    for name, part in (("train", train), ("val", val)):
+        if not part:
+            raise InputError(f"labels={table.place!r}: no row has split {name}: give some, or leave the column out")
     known = {label for i in train for label in table.labels[i]}
     for i in val:
         if strange := set(table.labels[i]) - known:
@@ -170,7 +180,7 @@ def _divided(source: Listing | Table | Fake, fraction: float, seed: int, several
         of_class[0 if several else source.label(i)].append(i)
     random, val = sampling.generator(seed, 0, SPLIT), set[int]()
     for _, positions in sorted(of_class.items()):
-        count = max(1, round(fraction * len(positions))) if len(positions) > 1 else 0
+        count = min(len(positions) - 1, max(1, round(fraction * len(positions))))
         chosen = torch.randperm(len(positions), generator=random)[:count]
         val |= {positions[i] for i in chosen.tolist()}
     if not val:

@@ -5,7 +5,9 @@ are the same on any number of ranks and workers, and after a resume in the middl
 """
 
 import contextlib
+import dataclasses
 import random
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from recipes.core.data.sampling import GlobalBatches, Shard, share
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, RunError
 
 Collate = Callable[[list[Any]], Any]
 Index = tuple[int, int]  # epoch and sample
@@ -35,6 +37,14 @@ class LoadedBatch(Shard):
     """A shard with its samples. data: what ``collate`` has made of them, on the rank's device, with one row for each sample."""
 
     data: Any
+
+    def pieces(self, count: int) -> list["LoadedBatch"]:
+        """As `Shard.pieces`. Raises InputError if ``data`` has anything but tensors and would be cut."""
+        others = {type(leaf).__name__ for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)}
+        if count > 1 and others:
+            named = ", ".join(sorted(others))
+            raise InputError(f"accumulate={count}: a batch has {named}, which cannot be cut: make tensors in collate=")
+        return super().pieces(count)
 
 
 class _Batched:
@@ -84,7 +94,7 @@ class TorchLoader(_Batched):
                 f"the data set has {count} samples: give GlobalBatches() this number, not {batches.num_samples}"
             )
         seeded = _Seeded(dataset, batches.seed)
-        if batches.rank == 0 and not seeded.repeats():
+        if batches.rank == 0 and not _repeats(seeded, num_workers, collate):
             warn(
                 "dataset[0] differs between two reads with the same random numbers: a resumed run will see other samples. Draw them from "
                 "the global generators of torch, random or numpy"
@@ -138,7 +148,13 @@ class StreamLoader(_Batched):
         loader: DataLoader[Any] = DataLoader(
             part, batch_size=None, num_workers=self._workers, pin_memory=pin, generator=torch.Generator()
         )
-        yield from self._loaded(self._batches.epoch(epoch, first_batch), loader)
+        yield from self._loaded(map(self._in_order, self._batches.epoch(epoch, first_batch)), loader)
+
+    def _in_order(self, shard: Shard) -> Shard:
+        """The shard with the positions of its samples in the stream."""
+        begin = sum(self._batches.size(batch) for batch in range(shard.batch))
+        part = share(shard.global_size, self._batches.rank, self._batches.world_size)
+        return dataclasses.replace(shard, indices=torch.arange(begin + part.start, begin + part.stop))
 
 
 @dataclass
@@ -153,6 +169,16 @@ class _Part(IterableDataset[Any]):
     first_batch: int
 
     def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._own_batches()
+        except InputError as error:
+            yield error
+        except Exception as error:
+            if not get_worker_info():
+                raise
+            yield _in_one_line(error)
+
+    def _own_batches(self) -> Iterator[Any]:
         worker, batches = get_worker_info(), self.batches
         own, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         stream, begin = iter(self.samples(self.epoch)), 0
@@ -161,10 +187,9 @@ class _Part(IterableDataset[Any]):
             found = list(islice(stream, size))
             if len(found) < size:
                 number = begin + len(found)
-                yield InputError(
+                raise InputError(
                     f"the stream ends after {number} samples: give GlobalBatches() this number, not {batches.num_samples}"
                 )
-                return
             if batch >= self.first_batch and (batch - self.first_batch) % workers == own:
                 mine = range(size)[share(size, batches.rank, batches.world_size)] or range(1)
                 yield self.collate([self._made(begin + i, found[i]) for i in mine])
@@ -197,8 +222,8 @@ class _Reader:
 class _OrError:
     collate: Collate
 
-    def __call__(self, samples: list[Any] | InputError) -> Any:
-        return samples if isinstance(samples, InputError) else self.collate(samples)
+    def __call__(self, samples: list[Any] | Exception) -> Any:
+        return samples if isinstance(samples, Exception) else self.collate(samples)
 
 
 @dataclass(frozen=True)
@@ -208,21 +233,36 @@ class _Seeded(Dataset[Any]):
     dataset: Dataset[Any]
     seed: int
 
-    def __getitems__(self, samples: list[Index]) -> list[Any] | InputError:
+    def __getitems__(self, samples: list[Index]) -> list[Any] | Exception:
         try:
             return [self._one(*index) for index in samples]
         except InputError as error:
             return error
+        except Exception as error:
+            if not get_worker_info():
+                raise
+            return _in_one_line(error)
 
     def _one(self, epoch: int, i: int) -> Any:
         with seeded(self.seed, epoch, i):
             return self.dataset[i]
 
-    def repeats(self) -> bool:
-        """Whether two reads of the first sample are equal."""
-        found = [self.__getitems__([(0, 0)]) for _ in range(2)]
-        first, second = map(tree_leaves, found)
-        return all(_equal(one, other) for one, other in zip(first, second, strict=False))
+
+def _in_one_line(error: Exception) -> RunError:
+    """An error of a worker with its place, since `DataLoader` would make many lines of it. The worker prints its traceback."""
+    traceback.print_exception(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return RunError(f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
+
+
+def _repeats(dataset: _Seeded, workers: int, collate: Collate) -> bool:
+    """Whether two reads of the first sample are equal. In a worker, if there are any: they must not share a file that the main process opens."""
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=[[(0, 0)], [(0, 0)]], num_workers=min(1, workers), collate_fn=_OrError(collate),
+        generator=torch.Generator(),
+    )  # fmt: skip
+    first, second = map(tree_leaves, loader)
+    return all(_equal(one, other) for one, other in zip(first, second, strict=False))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -248,7 +288,7 @@ def seeded(seed: int, epoch: int, number: int) -> Iterator[None]:
 
 
 def _on(device: torch.device, data: Any) -> Any:
-    """The batch on the device. Raises it if it is an InputError."""
-    if isinstance(data, InputError):
+    """The batch on the device. Raises it if it is an error of a sample."""
+    if isinstance(data, Exception):
         raise data
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)

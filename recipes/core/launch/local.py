@@ -196,6 +196,8 @@ def _report_end(attempt: Attempt, end: End) -> int:
     outcome = judge.close(newest, end)
     if outcome.state == judge.NOT_BEGUN and not outcome.is_of_all:
         say(outcome.reason)
+    elif outcome.is_of_all and newest.has_begun:  # the other ranks have printed that they lost it
+        say(f"failed: {outcome.line}")
     elif not outcome.is_of_all and outcome.state not in ("done", "preempted"):
         logs = attempt.run_dir / "logs"
         say(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import keyword
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ def new(words: Sequence[str], root: Path) -> int:
         or (len(words) == 2 and "from=" not in words[1])
     ):
         raise ConfigError("new: give the new recipe's name (small letters, digits and _), and perhaps from=RECIPE")
+    if keyword.iskeyword(name) or (root / "recipes" / name).is_dir():
+        raise ConfigError(f"new {name}: is a word of Python, or a folder in recipes/: give another name")
     recipe_conf.require(source, f"from={errors.shown(source)}")
     cls, _ = recipe_conf.load(source)
     if not getattr(cls, "epochs", 0):
@@ -64,7 +67,8 @@ def _renamed(text: str, old: str, new: str) -> str:
     before = (
         r'(?:entry\.begin\("|recipes\.conf\.|-m recipes\.|recipe=|sbatch/|Recipe |recipe |job-name=|begin |finish |^)'
     )
-    return re.sub(rf"({before}){old}(?=\b|_\dx\d)", rf"\g<1>{new}", text, flags=re.MULTILINE)
+    text = re.sub(rf"({before}){old}(?=\b|_\dx\d)", rf"\g<1>{new}", text, flags=re.MULTILINE)
+    return re.sub(rf"\b{old}(?=_\dx\d\.sh)", new, text)
 
 
 def _marked(text: str, source: str, name: str) -> str:
@@ -74,6 +78,8 @@ def _marked(text: str, source: str, name: str) -> str:
     for node in reversed([node for node in places if node.name != "main"]):
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         lines.insert(first - 1, f"# EDIT: {node.name}\n")
+    # In main, what a recipe decides itself: its nested functions, and its evaluation.
+    lines = [re.sub(r"^(    )(def (\w+)|(evaluate) =)", r"\1# EDIT: \3\4\n\1\2", line) for line in lines]
     lines[0] = f'"""{name}: EDIT: what it trains, on what, and what you measured. A copy of {source}.\n'
     return "".join(lines)
 

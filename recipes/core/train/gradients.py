@@ -15,8 +15,20 @@ FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 # GradScaler itself is not used: it has to call optimizer.step(), which a recipe does.
 
 
-def require_all(run: Run, model: nn.Module) -> None:
-    """Looks for trained parameters without a gradient after a step. Raises RunError if DDP, which requires all of them, runs on several ranks."""
+def check_first_step(run: Run, model: nn.Module) -> None:
+    """Before the first ``optimizer.step()``, looks for trained parameters without a gradient, as `_require_all`. Call it before `Gradients`."""
+
+    first = run.step
+
+    def check(*call: Any) -> None:
+        if run.step == first:
+            _require_all(run, model)
+
+    run.state.optimizer.register_step_pre_hook(check)
+
+
+def _require_all(run: Run, model: nn.Module) -> None:
+    """Raises RunError for a parameter without a gradient if DDP, which requires all of them, runs on several ranks. On one rank, warns."""
     unused = [
         name.removeprefix("module.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None
     ]

@@ -15,11 +15,11 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
-from recipes.core.train import gradients, lines
+from recipes.core.train import gradients, lines, metrics
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Meter
-from recipes.core.train.run import Run, require_results
+from recipes.core.train.run import Run
 
 SMALL_PART = 32  # samples of a GPU's forward pass: with fewer, starting its kernels takes longer than computing
 # Between two sums over the ranks, whichever is shorter; at least one step. A sum costs up to a millisecond.
@@ -124,6 +124,7 @@ def steps(
         raise RunError("loop.steps(): call run.resume() before it")
     state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, batches, evaluate)
     if ends.begin(pretrained):
+        gradients.check_first_step(run, model)
         calls, scaled = _counted(model, state.optimizer), Gradients(state, cfg)
         while state.step < ends.total and not run.stopping:
             epoch, first_batch = divmod(state.step, batches.per_epoch)
@@ -136,8 +137,6 @@ def steps(
                 step = Step(run, model, shard, cfg.accumulate, calls, ends_epoch, scaled.scale)
                 yield step
                 step.check()
-                if state.step + 1 == ends.first_step:
-                    gradients.require_all(run, model)
                 if ends.end(step):
                     break
                 pulse.beat(watchdog.DATA)
@@ -188,11 +187,14 @@ class _StepEnds:
         late = bool(state.meta.get("unevaluated")) and not run.was_done
         if late:
             self.evaluate_late()
+            if run.has_stalled(self.per_epoch):
+                self.total = state.step
             if state.step < self.total:
                 run.stopping = ""  # do one step first: a job too short for an evaluation makes progress
         if state.step < self.total:
             return True
-        run.say(f"already finished: step {state.step} of {self.total}; raise epochs= to continue")
+        fix = "patience=0 continues it" if run.has_stalled(self.per_epoch) else "raise epochs= to continue"
+        run.say(f"already finished: step {state.step} of {self.total}; {fix}")
         if not late and not run.was_done:
             self._evaluate()
         return False
@@ -259,7 +261,11 @@ class _StepEnds:
         if ends_epoch and not stop:
             self._evaluate()
             stop = run.stopping
-        best = run.is_best(run.results) and run.keys.keep_best
+        try:
+            best = run.is_best(run.results) and run.keys.keep_best
+        except InputError:  # on all ranks: the epoch is not lost
+            run.save(wait=True)
+            raise
         if run.saver:
             run.saver.check()
         _log_row(run, **row)
@@ -281,7 +287,13 @@ class _StepEnds:
         run = self.run
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
         run.cut_short = False
-        results = require_results("evaluate()", self.evaluate())
+        try:
+            results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
+        except Exception:
+            # A metric that cannot be computed from the part that was evaluated before a stop: it is ignored, as a part is.
+            if not run.stop_is_near(at_once=True):
+                raise
+            results = {}
         (cut_short,), reason, _, _ = Agreement(run.world, run.stop, [torch.tensor(float(run.cut_short))]).read()
         run.results, run.stopping = ({}, reason) if cut_short else (results, "")
         return not cut_short

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,13 @@ import torch
 from torch import Tensor
 
 from recipes.core import files
+from recipes.core.errors import RunError
+
+
+# Names of a row of metrics.jsonl that are not results of an evaluation.
+RESERVED = frozenset(
+    ["attempt", "step", "total_steps", "epoch", "loss", "lr", "samples_per_second", "data_wait", "best", "steps"]
+)
 
 
 class Rows:
@@ -36,6 +43,29 @@ class Rows:
         with contextlib.suppress(OSError), self._file:  # `add` has already raised the error that ends the run
             self._file.flush()
             os.fsync(self._file.fileno())
+
+
+def require_results(call: str, results: object, reserved: Collection[str] = ()) -> Mapping[str, Any]:
+    """``results``, if they can be written as JSON. Raises RunError, which names ``call``, the function that returned them.
+
+    reserved: names that they must not have.
+    """
+    if not isinstance(results, Mapping):
+        raise RunError(
+            f"{call} returned {type(results).__name__}: return a dict of results, such as run.results or {{}}"
+        )
+    for name, value in results.items():
+        try:
+            json.dumps({name: value})
+        except TypeError:
+            raise RunError(
+                f"{call} returned {name}={type(value).__name__}: give numbers (float(x) of a tensor), texts or lists of them"
+            ) from None
+        if name in reserved:
+            raise RunError(
+                f"{call} returned {name}=: metrics.jsonl has another {name}: give it another name, such as val_{name}"
+            )
+    return results
 
 
 def right(logits: Tensor, labels: Tensor) -> Tensor:

@@ -36,7 +36,10 @@ def classifier(
     _check_arch(arch)
     if not weights:
         has_heads = arch in ("googlenet", "inception_v3")
-        options: dict[str, Any] = {"aux_logits": False, "init_weights": True} if has_heads else {}
+        # transform_input: as their weights require it, so that a checkpoint of them fits.
+        options: dict[str, Any] = (
+            {"aux_logits": False, "init_weights": True, "transform_input": True} if has_heads else {}
+        )
         if zero_init_residual and arch.startswith(("resnet", "resnext", "wide_resnet")):
             options["zero_init_residual"] = True
         return torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
@@ -57,15 +60,22 @@ def classifier(
     if arch == "inception_v3":  # torchvision keeps the auxiliary head if the weights have one
         net.aux_logits, net.AuxLogits = False, None
     if there != classes:
-        name, last = head(net)
+        ((name, last),) = heads(net).items()
         parent = net.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], _like(last, classes))
     return net
 
 
-def head(net: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
-    """The name and the layer of a classifier that makes the logits: its last linear layer, or convolution."""
-    return [(name, m) for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
+def heads(net: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    """The layers that make the logits, by their names. torchvision: the last linear layer, or convolution. Some models of timm have several."""
+    layers = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    classifier: Any = getattr(net, "get_classifier", None)
+    if not classifier:
+        return dict([list(layers.items())[-1]])
+    found = classifier()
+    parts = [*(found if isinstance(found, tuple | list) else [found]), getattr(net, "aux_head", None)]
+    inside = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
+    return {name: m for name, m in layers.items() if m in inside}
 
 
 def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:
@@ -77,7 +87,6 @@ def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:
 
 def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
     """A model of timm; its weights must be in the cache of the Hugging Face hub ($HF_HOME). Raises InputError, MachineError."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a job downloads nothing
     timm = require_timm(name)
     if weights not in ("", "true"):
         raise InputError(
@@ -90,17 +99,23 @@ def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
             f"on a machine with internet, python -m recipes.prepare weights arch={TIMM}{name} (it writes into $HF_HOME)"
         )
         raise MachineError(f"pretrained=true: {errors.one_line(error, 120)}: {fix}") from None
+    if not heads(net):
+        raise InputError(f"arch={TIMM}{name}: has no classifier: give another model")
     return net
 
 
-def require_timm(name: str) -> Any:
-    """The module timm. Raises InputError if it is not installed, or has no such model."""
+def require_timm(name: str, offline: bool = True) -> Any:
+    """The module timm. Raises InputError if it is not installed, or has no such model. offline: download nothing, as in a job."""
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
     try:
         timm = importlib.import_module("timm")
     except ImportError as error:
         raise InputError(f"arch={TIMM}{name}: {errors.one_line(error, 80)}: pip install '.[timm]'") from None
     if not timm.is_model(name):
-        raise InputError(f"arch={TIMM}{name}: timm has no such model{declare.nearest(name, timm.list_models())}")
+        raise InputError(
+            f"arch={TIMM}{name}: timm has no such model{declare.nearest(TIMM + name, [TIMM + one for one in timm.list_models()])}"
+        )
     return timm
 
 
@@ -110,13 +125,26 @@ def mean_and_std(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         name = arch.removeprefix(TIMM)
         found = require_timm(name).get_pretrained_cfg(name)
         return tuple(found.mean), tuple(found.std)
-    return (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    _check_arch(arch)
+    presets = torchvision.models.get_model_weights(arch).DEFAULT.transforms()
+    return tuple(presets.mean), tuple(presets.std)
+
+
+def require_size(net: nn.Module, arch: str, px: int) -> None:
+    """Raises InputError if the network, on the CPU, cannot take images of this size."""
+    try:
+        with torch.inference_mode():
+            net.eval()(torch.zeros(1, 3, px, px))
+    except Exception as error:
+        raise InputError(f"px={px}: arch={arch} cannot take such images ({errors.one_line(error, 120)})") from None
+    net.train()
 
 
 def train_only_head(net: nn.Module) -> None:
     """Freezes all weights but the head's, and the averages of batch normalisation."""
     net.requires_grad_(False)
-    head(net)[1].requires_grad_(True)
+    for layer in heads(net).values():
+        layer.requires_grad_(True)
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -138,10 +166,10 @@ def add_lora(net: nn.Module, rank: int) -> None:
 
     ``parametrize.remove_parametrizations`` would make it one matrix again. A filter of a convolution is a row of its matrix.
     """
-    name_of_head, _ = head(net)
+    of_heads = heads(net)
     train_only_head(net)
     for name, module in list(net.named_modules()):
-        if isinstance(module, nn.Linear | nn.Conv2d) and name != name_of_head:
+        if isinstance(module, nn.Linear | nn.Conv2d) and name not in of_heads:
             parametrize.register_parametrization(module, "weight", _LowRank(module.weight, rank))
 
 

@@ -9,6 +9,7 @@ from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.data.sampling import GlobalBatches
+from recipes.core.train import models
 from recipes.core.train.run import Run
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -72,12 +73,13 @@ def layer_groups(net: nn.Module, lr: float, layer_decay: float, weight_decay: fl
     the next block for each block before it (Howard and Ruder, 2018). A block is a member of the outermost ``nn.Sequential``. ``depth`` in a group: 0 for the head, 1 for the block before it.
     """
     decay = {p: group["weight_decay"] for group in decay_groups(net, weight_decay) for p in group["params"]}
-    blocks: dict[str, list[nn.Parameter]] = {}
+    of_heads, blocks = models.heads(net), dict[str, list[nn.Parameter]]()
     for name, parameter in net.named_parameters():
-        if parameter in decay:
+        if parameter in decay and name.rpartition(".")[0] not in of_heads:
             blocks.setdefault(_block(net, name), []).append(parameter)
     groups = []
-    for depth, parameters in enumerate(reversed(blocks.values())):
+    first = [p for layer in of_heads.values() for p in layer.parameters() if p in decay]
+    for depth, parameters in enumerate([first, *reversed(blocks.values())]):
         for value in sorted({decay[p] for p in parameters}):
             chosen = [p for p in parameters if decay[p] == value]
             groups.append({"params": chosen, "lr": lr * layer_decay**depth, "weight_decay": value, "depth": depth})

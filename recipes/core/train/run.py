@@ -1,7 +1,6 @@
 """What a recipe's ``main`` gets: this rank's part of one attempt of a run."""
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -194,15 +193,15 @@ class Run:
             attempts.write_status(self.attempt, "running", self.step)
         self.begun = True
 
-    def stop_is_near(self) -> bool:
+    def stop_is_near(self, at_once: bool = False) -> bool:
         """Whether this rank or another rank was notified to stop. For a long loop between two steps, which can then end early.
 
         It may be called at any time, on any rank: it contains no collective. The answer can differ between ranks for about a second,
-        since it reads the store at most once per `STORE_EVERY_S`.
+        since it reads the store at most once per `STORE_EVERY_S`, unless ``at_once``.
         """
         if self.stop:
             agreement.publish(self.world, self.stop.reason)
-        elif time.monotonic() - self._store_asked_at < STORE_EVERY_S:
+        elif not at_once and time.monotonic() - self._store_asked_at < STORE_EVERY_S:
             return False
         self._store_asked_at = time.monotonic()
         self.cut_short = bool(self.stop) or agreement.published(self.world)
@@ -256,7 +255,7 @@ class Run:
         cfg, best = self.settings.config, self.state.meta.get("best") or {}
         name = cfg.best_metric or "val_top1"
         found, before = results.get(name), best.get(name)
-        if results and cfg.best_metric and not isinstance(found, float | int):
+        if results and (cfg.best_metric or cfg.patience) and not isinstance(found, float | int):
             numbers = [key for key, value in results.items() if isinstance(value, float)]
             raise InputError(
                 f"best_metric={name}: the evaluation returns {', '.join(numbers) or 'no number'}: give one of these"
@@ -272,8 +271,10 @@ class Run:
 
     def has_stalled(self, per_epoch: int) -> bool:
         """Whether ``patience`` epochs, of ``per_epoch`` steps, have passed since the best evaluation."""
-        patience, best = self.settings.config.patience, self.state.meta.get("best")
-        return bool(patience and best and self.step - best["step"] >= patience * per_epoch)
+        cfg, best, late = self.settings.config, self.state.meta.get("best") or {}, self.state.meta.get("unevaluated")
+        if not cfg.patience or late or (cfg.best_metric or "val_top1") not in best:
+            return False
+        return bool(self.step - best["step"] >= cfg.patience * per_epoch)
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end.
@@ -284,7 +285,7 @@ class Run:
             raise RunError(
                 "main() has not reached the end of the loop over loop.steps(): leave out its break or return; max_steps= ends it"
             )
-        results = require_results("main()", results)
+        results = metrics.require_results("main()", results)
         self.world.pulse.beat(watchdog.OUTSIDE)
         if self.world.rank != 0:
             return
@@ -316,23 +317,12 @@ class Run:
             }
             best = {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
             files.write_json(self.dir / "summary.json", {**summary, **best, **results})
+        metric = self.settings.config.best_metric if self.state else ""
+        if metric and not self.settings.config.evaluate and not self.state.meta["best"]:
+            self.say(f"warning: {metric} was never a finite number: there is no best checkpoint")
         attempts.write_status(self.attempt, "done", step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.results(self.dir)}")
-
-
-def require_results(call: str, results: object) -> Mapping[str, Any]:
-    """``results``, if they can be written as JSON. Raises RunError, which names ``call``, the function that returned them."""
-    if not isinstance(results, Mapping):
-        raise RunError(
-            f"{call} returned {type(results).__name__}: return a dict of results, such as run.results or {{}}"
-        )
-    for name, value in results.items():
-        try:
-            json.dumps({name: value})
-        except TypeError:
-            raise RunError(f"{call} returned {name}={type(value).__name__}: give numbers, texts or booleans") from None
-    return results
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

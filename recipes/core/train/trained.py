@@ -1,5 +1,6 @@
 """A trained classifier, from a checkpoint alone: for predictions and exports."""
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,12 @@ class Trained:
 
     def input(self, image: Image.Image | str | Path) -> Tensor:
         """The model's input (3, px, px) for an image, or for a file, turned as its EXIF data say. Raises InputError."""
-        if isinstance(image, Image.Image):
-            return self.transform(pillow.to_rgb(image))
         try:
+            if isinstance(image, Image.Image):
+                return self.transform(pillow.to_rgb(pillow.upright(image)))
             return self.transform(pillow.decode(pillow.read_file(Path(image)))[0])
         except Unreadable as error:
-            raise InputError(f"{str(image)!r} {error}: give another image") from None
+            raise InputError(f"{shown(image, 4096)} {error}: give another image") from None
 
     @torch.inference_mode()
     def probabilities(self, inputs: Tensor) -> Tensor:
@@ -59,9 +60,9 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     Its recipe must have the functions ``make_net(cfg, classes, pretrained)`` and ``transforms(cfg)``, as finetune has. The averaged
     weights are used if there are any. Raises InputError.
     """
-    path = _checkpoint_of(Path(run))
-    content = checkpoint.read(path)
-    recipe, classes = str(content["meta"].get("recipe")), content["meta"].get("about", {}).get("classes")
+    path, content = _checkpoint_of(Path(run))
+    about = content["meta"].get("about")
+    recipe, classes = str(content["meta"].get("recipe")), about.get("classes") if isinstance(about, dict) else None
     recipe_conf.require(recipe, f"{path}: recipe={shown(recipe)}")
     module = importlib.import_module(f"recipes.{recipe}")
     if not (classes and hasattr(module, "make_net") and hasattr(module, "transforms")):
@@ -71,7 +72,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     cfg = _keys(recipe, content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
     weights = content["model"]
-    if content["ema"]:
+    if content.get("ema"):
         weights = {
             name.removeprefix("module."): value for name, value in content["ema"].items() if name != "n_averaged"
         }
@@ -89,14 +90,19 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     return Trained(net.eval().to(device), transform, list(classes), several, path, torch.device(device))
 
 
-def _checkpoint_of(path: Path) -> Path:
-    if path.is_file():
-        return path
-    folder = path / "checkpoints"
-    name = checkpoint.named(folder, "best") or next((one.name for one in checkpoint.candidates(folder)), "")
-    if not name:
+def _checkpoint_of(path: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint and its content: the best one of a run, else the newest that can be read. Raises InputError."""
+    if path.is_file() and path.name not in ("best", "latest"):
+        return path, checkpoint.read(path)
+    folder = path.parent if path.is_file() else path / "checkpoints"
+    best = checkpoint.named(folder, path.name if path.is_file() else "best")
+    there = [folder / best] if best else checkpoint.candidates(folder)
+    for one in there[:-1]:
+        with contextlib.suppress(InputError):
+            return one, checkpoint.read(one)
+    if not there:
         raise InputError(f"{str(path)!r}: has no checkpoint: give a run directory, or a file checkpoints/step-….pt")
-    return folder / name
+    return there[-1], checkpoint.read(there[-1])
 
 
 def _keys(recipe: str, saved: Mapping[str, Any]) -> Any:

@@ -38,6 +38,7 @@ def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
     assert not model.model.training
     assert model.probabilities(inputs).allclose(logits.softmax(1), atol=1e-5)
     assert sum("parametrizations" in name for name, _ in model.model.named_parameters()) == 0
+    assert recipes.load(run_dir / "checkpoints/latest").path.name == "step-00000003.pt"
     assert recipes.load(run_dir / "checkpoints/step-00000003.pt").classes == ["class 0", "class 1", "class 2"]
     found = model(Image.new("RGB", (50, 40), "red"))
     assert sum(found.values()) == pytest.approx(1)
@@ -51,6 +52,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:
     for change, error, expected in (
         ({"recipe": "mnist"}, InputError, "recipe mnist does not keep what a prediction needs"),
         ({"recipe": "gone"}, ConfigError, "recipe=gone: must be one of"),
+        ({"about": None}, InputError, "recipe finetune does not keep what a prediction needs"),
         ({"about": {"classes": ["one"]}}, InputError, r"finetune\.make_net\(\) makes another network now"),
     ):
         torch.save({**content, "meta": {**content["meta"], **change}}, tmp_path / "changed.pt")
@@ -83,8 +85,18 @@ def test_predictions_name_each_image_of_a_folder_in_order(
     assert float(row[3]) == pytest.approx(rows[1]["probabilities"]["class 1"], abs=1e-6)
     assert predict.main([str(run_dir), str(tmp_path / "b.png")]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'b.png'}  {rows[1]['class']} 0.")
-    with pytest.raises(InputError, match=r"none\.png' cannot be read"):
-        predict.main([str(run_dir), str(tmp_path / "none.png")])
+    (tmp_path / "._b.png").write_bytes(b"hidden")
+    (tmp_path / "d.png").write_bytes(b"damaged")
+    assert predict.main([str(run_dir), str(tmp_path), "--json"]) == 2
+    said = capsys.readouterr()
+    assert [Path(json.loads(line)["file"]).name for line in said.out.splitlines()] == ["a.png", "b.png", "c.png"]
+    assert "d.png is not an image: give another image" in said.err
+    for words, expected in (
+        ([str(run_dir), "--json"], "give a run, and then the images"),
+        (["--csv"], "--csv: give the file"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            predict.main(words)
 
 
 def test_an_export_has_the_models_outputs_and_classes(
@@ -94,6 +106,7 @@ def test_an_export_has_the_models_outputs_and_classes(
     assert export.main([str(run_dir), "safetensors"]) == 0
     with safe_open(run_dir / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["classes"]) == list(model.classes)
+        assert "Normalize" in file.metadata()["transform"]
         assert all(file.get_tensor(name).equal(value) for name, value in model.model.state_dict().items())
     onnxruntime = pytest.importorskip("onnxruntime")
     assert export.main([str(run_dir), "onnx", f"out={tmp_path / 'm.onnx'}"]) == 0

@@ -50,7 +50,7 @@ from recipes.core.train import world as worlds
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
 from recipes.core.train.opening import check_shared
-from recipes.core.train.run import Run, require_results
+from recipes.core.train.run import Run
 from tests import helpers
 
 
@@ -162,6 +162,61 @@ def test_the_run_ends_after_patience_epochs_without_a_better_result(
     assert trained.run(resumes=True, epochs=9, patience=5)[1].state.step == 18
 
 
+def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values, trained.stop_at = [0.5, 0.9, 0.95, 0.99, 0.9], 4
+    _, run = trained.run(resumes=True, epochs=4, patience=1)
+    assert (run.step, bool(run.stopping)) == (4, True)
+    trained.stop_at = 0
+    results, run = trained.run(resumes=True, epochs=4, patience=1)
+    assert (run.step, results) == (8, {"val_top1": 0.99})
+
+
+def test_patience_and_a_best_metric_need_a_result_and_the_epoch_is_saved(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.metric = "val_loss"
+    with pytest.raises(InputError, match="best_metric=val_top1: the evaluation returns val_loss: give one of these"):
+        trained.run(resumes=True, patience=1)
+    assert checkpoint.named(tmp_path / "checkpoints", "latest") == "step-00000002.pt"
+
+
+def test_another_best_metric_on_a_resume_begins_anew(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.5, 0.4, 0.3]
+    trained.run(resumes=True, epochs=9, patience=1)
+    trained.metric = "val_f1"
+    _, run = trained.run(resumes=True, epochs=3, patience=1, best_metric="val_f1")
+    assert (run.step, run.state.meta["best"]) == (6, {"val_f1": 0.3, "step": 6})
+
+
+def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+
+    class Failing(list[float]):
+        stops = True
+
+        def __getitem__(self, i: Any) -> Any:
+            if self.stops:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            raise TypeError("the minimum of None")
+
+    trained.values = Failing([1.0])
+    _, run = trained.run(epochs=2)
+    assert (run.stopping, run.step, run.results) == ("SIGUSR2", 2, {})
+    trained.values.stops = False
+    with pytest.raises(TypeError, match="the minimum of None"):
+        trained.run(epochs=2)
+
+
+def test_a_result_must_not_have_the_name_of_another_value_of_its_row(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.metric = "loss"
+    with pytest.raises(
+        RunError, match=r"evaluate\(\) returned loss=: metrics.jsonl has another loss: give it another name"
+    ):
+        trained.run(epochs=1)
+
+
 def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: Path) -> None:
     weights = []
     for number, keys in enumerate(({"clip_grad_norm": 0.01}, {"clip_grad_norm": 0.01, "dtype": Dtype.float16}, {})):
@@ -210,8 +265,8 @@ def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
         r"State\(\): give it the network itself": lambda: Run.resume(
             new, cast(Any, SimpleNamespace(model=wrapped)), cast(Any, None)
         ),
-        r"main\(\) returned NoneType: return a dict": lambda: require_results("main()", None),
-        r"evaluate\(\) returned net=Linear: give numbers": lambda: require_results(
+        r"main\(\) returned NoneType: return a dict": lambda: metrics.require_results("main()", None),
+        r"evaluate\(\) returned net=Linear: give numbers": lambda: metrics.require_results(
             "evaluate()", {"net": nn.Linear(1, 1)}
         ),
     }

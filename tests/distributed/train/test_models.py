@@ -14,7 +14,7 @@ from torchvision.models import get_model_builder, list_models
 
 from recipes import prepare
 from recipes.core.errors import InputError, MachineError
-from recipes.core.train import models
+from recipes.core.train import models, optimisation
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_the_head_of_every_classifier_is_its_last_layer() -> None:
     for name in names:
         with torch.device("meta"):
             net = models.classifier(name, "", 7)
-        layer = models.head(net)[1]
+        (layer,) = models.heads(net).values()
         assert len(layer.weight) == 7, name
 
 
@@ -149,7 +149,7 @@ def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
 ) -> None:
     state = given_weights(monkeypatch, hub, arch)
     net = models.classifier(arch, "true", 3, new_head=True).eval()
-    name = models.head(net)[0]
+    (name,) = models.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(name))
     with pytest.raises(InputError, match="are for 1000 classes, the data has 3"):
@@ -192,14 +192,32 @@ def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(tmp_path: Path, m
     (folder / "snapshots" / ("1" * 40)).mkdir(parents=True)
     safetensors.save_file(state, folder / "snapshots" / ("1" * 40) / "model.safetensors")
     net = models.classifier(f"timm/{name}", "true", 3).eval()
-    last = models.head(net)[0]
+    (last,) = models.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(last))
     assert models.mean_and_std(f"timm/{name}") == (
         timm.get_pretrained_cfg(name).mean,
         timm.get_pretrained_cfg(name).std,
     )
-    with pytest.raises(InputError, match=r"arch=timm/resnet19: timm has no such model; did you mean 'resnet1"):
+    with pytest.raises(InputError, match=r"arch=timm/resnet19: timm has no such model; did you mean 'timm/resnet1"):
         models.classifier("timm/resnet19", "", 3)
     with pytest.raises(InputError, match="the name of a model names its weights too"):
         models.classifier(f"timm/{name}", "IMAGENET1K_V1", 3)
+
+
+def test_all_heads_of_a_model_of_timm_are_trained() -> None:
+    pytest.importorskip("timm")
+    net = models.classifier("timm/deit_tiny_distilled_patch16_224", "", 3)
+    assert list(models.heads(net)) == ["head", "head_dist"]
+    models.train_only_head(net)
+    assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 2 * 3 * 193
+    groups = optimisation.layer_groups(net.requires_grad_(True), 1.0, 0.5, 0.1)
+    assert sum(len(group["params"]) for group in groups if group["depth"] == 0) == 4
+    with pytest.raises(InputError, match=r"px=64: arch=timm/deit_tiny_distilled_patch16_224 cannot take such images"):
+        models.require_size(net, "timm/deit_tiny_distilled_patch16_224", 64)
+
+
+def test_pixels_are_normalised_as_the_weights_require() -> None:
+    assert models.mean_and_std("resnet50") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert models.mean_and_std("efficientnet_v2_l") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert models.classifier("inception_v3", "", 3).transform_input is True  # as with weights

@@ -35,6 +35,8 @@ def test_a_share_of_each_class_is_for_validation(folder: Path) -> None:
     assert sorted([*train, *val]) == list(range(16))
     assert [source.label(i) for i in val] == [0, 0, 1]  # the only image of c is for training
     assert opened(folder)[1][1] == val != opened(folder, seed=1)[1][1]
+    (_, train), (_, val) = opened(folder, fraction=0.9)
+    assert [len(train), len(val)] == [3, 13]  # one of each class is for training
 
 
 def test_train_and_val_folders_are_taken_as_they_are(folder: Path) -> None:
@@ -79,6 +81,8 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
         (("file,label", "a/0.png,dog;cat"), False, "line 2: label 'dog;cat' must be one class: give one, or multi_label=true"),
         (("file,label", "a/0.png,"), False, "line 2: label '' must be one class"),
         (("file,label,split", "a/0.png,dog,test"), True, "line 2: split 'test' must be train or val"),
+        (("file, label, split", "a/0.png, dog, train"), False, "no row has split val: give some, or leave the column out"),
+        (("file,label", f"{'x' * 300}.png,dog"), False, "line 2: .* does not exist"),
         (("image,class", "a/0.png,dog"), False, "must have a first line with the columns file,label"),
         (("file,label,split", "a/0.png,dog,train", "a/1.png,cat,val"), False, "the class 'cat' of 'a/1.png' has split val only"),
     ],
@@ -86,7 +90,7 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
 def test_a_faulty_table_is_refused_with_its_line(
     folder: Path, lines: tuple[str, ...], several: bool, expected: str
 ) -> None:
-    with pytest.raises(InputError, match=rf"^labels='.*labels.csv': (line|must|{expected}).*") as caught:
+    with pytest.raises(InputError, match=rf"^labels='.*labels.csv': (line|must|no row|{expected}).*") as caught:
         opened(folder, write(folder, *lines), several)
     assert caught.match(expected)
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from recipes.core.data import sampling
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.torch_loader import LoadedBatch, StreamLoader, TorchLoader
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, RunError
 
 CPU = torch.device("cpu")
 COUNT, BATCH = 22, 6  # batches of 6, 6, 5 and 5
@@ -147,6 +147,40 @@ def test_a_set_that_does_not_repeat_is_reported_once() -> None:
     assert lines == []
     make(Unsteady(), batches())
     assert [line[:45] for line in lines] == ["dataset[0] differs between two reads with the"]
+
+
+def test_an_ordinary_error_in_a_worker_names_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    loader = of_set(batches(), 1)
+    with pytest.raises(RunError, match=r"^ZeroDivisionError: .*zero \(.*test_torch_loader\.py, line \d+\)$"):
+        list(loader.in_order(_Broken(), slice(2), 2))
+    assert "Traceback" in capfd.readouterr().err
+
+
+class _Broken(Numbers):
+    def __getitem__(self, i: int) -> Any:
+        return 1 // 0
+
+
+def test_with_workers_the_main_process_reads_nothing() -> None:
+    numbers = Unsteady()
+    TorchLoader(numbers, batches(), num_workers=1, device=CPU, warn=lambda line: None)
+    assert numbers.reads == 0  # a file that it opened would be shared with the workers
+
+
+def test_texts_cannot_be_cut_into_pieces() -> None:
+    loader = TorchLoader(
+        Numbers(), batches(), num_workers=0, device=CPU, collate=lambda samples: ["text"] * len(samples)
+    )
+    (shard, *_) = loader.epoch(0)
+    assert shard.pieces(1) == [shard]
+    with pytest.raises(InputError, match="accumulate=2: a batch has str, which cannot be cut"):
+        shard.pieces(2)
+
+
+def test_the_indices_of_a_stream_are_positions_in_it() -> None:
+    for rank in range(2):
+        for shard in of_stream(batches(rank, 2), 0).epoch(1, 1):
+            assert shard.indices.tolist() == shard.data["i"].tolist()
 
 
 def test_workers_that_are_spawned_can_unpickle_what_they_need() -> None:

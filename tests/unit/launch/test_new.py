@@ -27,8 +27,10 @@ def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> N
     assert made.lines[:4] == ["recipes/birds.py", "recipes/conf/birds.py", "tests/test_birds.py", "sbatch/birds_1x4.sh"]
     text = (repository / "recipes/birds.py").read_text()
     assert text.startswith('"""birds: EDIT: what it trains')
-    assert {"# EDIT: make_net", "# EDIT: transforms"} <= set(text.splitlines())
-    assert "begin birds" in (repository / "sbatch/birds_1x4.sh").read_text()
+    assert {"# EDIT: make_net", "# EDIT: transforms", "    # EDIT: losses", "    # EDIT: evaluate"} <= set(
+        text.splitlines()
+    )
+    assert "finetune" not in (repository / "sbatch/birds_1x4.sh").read_text()
     ran = helpers.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_birds.py"], cwd=repository)
     assert ran.status == 0, ran.out
 
@@ -52,6 +54,8 @@ def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None
     [
         ([], "give the new recipe's name"),
         (["Birds"], "give the new recipe's name"),
+        (["class"], "new class: is a word of Python"),
+        (["core"], "new core: is a word of Python, or a folder in recipes/"),
         (["toy"], r"new toy: .*/recipes/toy\.py exists: give another name"),
         (["birds", "from=none"], "from=none: must be one of"),
         (["birds", "from=collectives"], "from=collectives: does not train"),
