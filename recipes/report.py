@@ -3,6 +3,7 @@
     python -m recipes.report                       # every run under runs/
     python -m recipes.report runs/cifar/1234_*     # the elements of a job array
     python -m recipes.report --json runs/cifar
+    python -m recipes.report runs/cifar html=runs.html     # figures and failures, in one HTML file
 
 The table shows the keys in which the runs differ. For a run whose status is running, it shows how long ago that status was updated.
 `python -m recipes.doctor explain` also shows the state of its job in Slurm.
@@ -15,9 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.core import errors
-from recipes.core.errors import InputError
+from recipes.core import errors, files
+from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
+from recipes.core.report import page as html
 from recipes.core.run import source, table
 
 
@@ -25,16 +27,15 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print((__doc__ or "").strip())
         return errors.EXIT_DONE
-    folders = [Path(word) for word in argv if word != "--json"] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
-    try:
-        found = [table.read_run(path, time.time()) for folder in folders for path in table.run_directories(folder)]
-    except OSError as error:
-        raise InputError(
-            f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"
-        ) from None
-    if not found:
-        raise InputError(f"{', '.join(map(str, folders))}: no run is there: name a run directory, or a folder of them")
-    if "--json" in argv:
+    page = next((word.removeprefix("html=") for word in argv if word.startswith("html=")), "")
+    words = [word for word in argv if word != "--json" and not word.startswith("html=")]
+    folders = [Path(word) for word in words] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
+    found = [table.read_run(path, time.time()) for path in table.find(folders)]
+    if page:
+        with files.writing_to(Path(page), "html"):
+            files.write_bytes(Path(page), html.page(found, time.time()).encode())
+        lines = [f"{page}: {len(found)} run{'s' if len(found) > 1 else ''}"]
+    elif "--json" in argv:
         lines = [json.dumps({**vars(run), "folder": str(run.folder)}, default=str) for run in found]
     else:
         lines = table.table(found)
@@ -46,6 +47,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: report | head
     try:
         sys.exit(main(sys.argv[1:]))
-    except InputError as error:
+    except (InputError, MachineError) as error:
         print(f"report: {error}", file=sys.stderr)
         sys.exit(errors.EXIT_CONFIG)

@@ -25,6 +25,7 @@ ROOMS = {
     "recipes.core.place": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),
     "recipes.core.run": Room(f"{BASE} config", "omegaconf"),
+    "recipes.core.report": Room(f"{BASE} run"),
     "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),
     "recipes.core.data.datasets": Room(BASE),  # the login node looks for data
     "recipes.core.data": Room(f"{BASE} config run data.datasets", "*"),
@@ -32,10 +33,10 @@ ROOMS = {
     "recipes.core.bandwidth": Room(f"{BASE} train", "*"),
     "recipes.core.doctor": Room(f"{BASE} config run", "torch"),
     "recipes.conf": Room("errors config"),
-    "recipes.report": Room(f"{BASE} config run"),
+    "recipes.report": Room(f"{BASE} config run report"),
     "recipes.doctor": Room(f"{BASE} config run doctor conf"),
     "launch": Room(f"{BASE} config run launch"),
-    "recipes": Room(f"{BASE} config run data data.datasets train bandwidth conf", "*"),
+    "recipes": Room(f"{BASE} config run data data.datasets train bandwidth report conf", "*"),
 }
 
 

@@ -1,7 +1,6 @@
 """A table of runs from their run directories. Does not import torch."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipes.core import errors, files
-from recipes.core.run import directory, judge, resumed
+from recipes.core.errors import InputError
+from recipes.core.run import directory, judge, resumed, rows
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
@@ -53,6 +53,19 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
                 yield from run_directories(Path(entry.path), depth - 1)
             except OSError as error:
                 print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
+
+
+def find(folders: Sequence[Path]) -> list[Path]:
+    """The run directories in ``folders``. Raises InputError if there is none, or if a folder cannot be read."""
+    try:
+        found = [path for folder in folders for path in run_directories(folder)]
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"
+        ) from None
+    if not found:
+        raise InputError(f"{', '.join(map(str, folders))}: no run is there: name a run directory, or a folder of them")
+    return found
 
 
 def read_run(folder: Path, now: float) -> Run:
@@ -99,14 +112,7 @@ def last_row(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError), open(path, "rb", opener=files.without_waiting) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
         lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:  # the line is being written, or a kill has cut it
-            continue
-        if isinstance(row, dict):
-            return row
-    return {}
+    return next(filter(None, map(rows.parse, reversed(lines))), {})
 
 
 def ago(seconds: float) -> str:
@@ -116,28 +122,31 @@ def ago(seconds: float) -> str:
 
 def table(runs: Sequence[Run]) -> list[str]:
     """The lines of a table with one row per run: the keys in which runs of a recipe differ, and the results."""
+    lines = cells(runs)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def cells(runs: Sequence[Run]) -> list[list[str]]:
+    """The cells of the table. The first line is its head."""
     seen: dict[tuple[str, str], set[str]] = {}  # by recipe and key
     for run in runs:
         for name, value in run.values.items():
             seen.setdefault((run.recipe, name), set()).add(str(value))
     keys = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
     every = dict.fromkeys(name for run in runs for name in run.results)
-    shown = [*(name for name in RESULTS if name in every), *(name for name in every if name not in RESULTS)]
-    head = ["run", "state", "step", *keys, *shown, "note"]
-    rows = [
+    chosen = [*(name for name in RESULTS if name in every), *(name for name in every if name not in RESULTS)]
+    head = [errors.shown(name) for name in ("run", "state", "step", *keys, *chosen, "note")]
+    return [head, *(
         [
-            errors.shown(run.folder, LONGEST_PATH), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
-            *(_text(run.results.get(name)) for name in shown), errors.shown(run.note, LONGEST_NOTE),
+            errors.shown(run.folder, LONGEST_PATH), errors.shown(run.state), str(run.step), *(text(run.values.get(name)) for name in keys),
+            *(text(run.results.get(name)) for name in chosen), errors.shown(run.note, LONGEST_NOTE),
         ]
         for run in runs
-    ]  # fmt: skip
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
+    )]  # fmt: skip
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.5g}" if isinstance(value, float) else errors.shown(value, WIDEST)

@@ -1,0 +1,1 @@
+"""What is shown of runs outside the terminal: an HTML page. Never imports torch."""

@@ -1,0 +1,206 @@
+"""One HTML file about runs, without scripts and requests to a network. Each text from a file is escaped."""
+
+import contextlib
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from recipes.core import errors, files
+from recipes.core.report import figure
+from recipes.core.report.figure import Series
+from recipes.core.report.style import SHEET
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, rows, table
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.rows import number
+from recipes.core.run.table import Run
+
+LONGEST = 500  # characters of a text from a file
+MOST_RUNS, MOST_RECORDS = 24, 16  # runs in a figure; failed ranks of an attempt
+# Title and label of the y axis, and whether it includes 0. Other metrics of an evaluation have their name.
+COLUMNS = {
+    "loss": ("Loss", "mean loss per sample", False), "val_loss": ("val_loss", "mean loss per sample", False),
+    "val_top1": ("val_top1", "fraction of samples", False), "val_top5": ("val_top5", "fraction of samples", False),
+    "lr": ("Learning rate", "learning rate", False), "samples_per_second": ("Throughput", "samples/s, all ranks", True),
+    "data_wait": ("Waiting for data", "share of the time, rank 0", True),
+}  # fmt: skip
+HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<style>{sheet}</style></head><body><main><h1>{title}</h1>
+"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run and what its files say. history: facts and judgement of each attempt, oldest first. hosts: of each rank; [] if unknown."""
+
+    run: Run
+    rows: list[dict[str, Any]]
+    status: dict[str, Any]
+    summary: dict[str, Any]
+    history: list[tuple[Attempt, dict[str, Any], dict[str, Any]]]
+    hosts: list[str]
+    ranks: int
+    nodes: int
+    style: str  # of its line: classes of the style sheet
+
+
+def read(run: Run, index: int) -> Shown:
+    """Reads what a page shows of a run beside its row in the table."""
+    folder, status, history = run.folder, directory.read_status(run.folder) or {}, []
+    for attempt in (Attempt(folder, count) for count in reversed(attempts.numbers(folder))):
+        own = status if status.get("attempt") == attempt.number else {}
+        history.append((attempt, attempt.facts(), files.read_json(attempt.folder / "ended.json") or own))
+    summary = (files.read_json(folder / "summary.json") or {}) if run.state == "done" else {}
+    found = attempts.facts(folder).get("hosts")
+    hosts = [str(host) for host in found] if isinstance(found, list) else []
+    ranks, nodes = (number(summary.get(name)) for name in ("world_size", "num_nodes"))
+    size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
+    return Shown(run, rows.rows(folder), status, summary, history, hosts, *size, f"c{index % 8} d{index // 8 % 3}")
+
+
+def page(runs: Sequence[Run], now: float) -> str:
+    """The page. now: time.time()."""
+    shown = [read(run, index) for index, run in enumerate(runs)]
+    title = f"{len(runs)} runs" if len(runs) > 1 else f"{runs[0].recipe} {runs[0].folder.name}"
+    body = [HEAD.format(title=_text(title), sheet=SHEET)]
+    if len(runs) > 1:
+        head, *lines = table.cells(runs)
+        body += [_table(head, lines), *_training(shown[:MOST_RUNS]), *_scaling(shown)]
+    for one in shown:
+        body += [f"<h2>{_text(one.run.folder)}</h2>", _table((), [*_facts(one, now).items()])]
+        body += [*(_training(shown) if len(runs) == 1 else ()), *_details(one)]
+    return "\n".join([*body, f'<p class="note">Written {_moment(now)}.</p></main></body></html>\n'])
+
+
+def _training(shown: Sequence[Shown]) -> list[str]:
+    """Figures over the steps. Of one run, with its attempts as vertical lines; of several runs, with a legend."""
+    floats = (name for one in shown for row in one.rows for name, value in row.items() if type(value) is float)
+    own = {name: (name, name, False) for name in floats if name not in (*COLUMNS, *table.NO_RESULTS)}
+    marks, found, steps = list[figure.Point](), "", [row["step"] for one in shown for row in one.rows]
+    if len(shown) == 1:
+        begun = [(number(facts.get("step")), one.number) for one, facts, _ in shown[0].history if one.has_begun]
+        marks = [mark for mark in begun[1:] if math.isfinite(mark[0])]
+        above = f'<p class="note">{"Dashed lines: a later attempt began, with its number." if marks else ""}</p>'
+    else:
+        line = '<li><svg viewBox="0 0 28 8" aria-hidden="true"><path class="line {0}" d="M2 4H26"/></svg>{1}</li>'
+        names = "".join(line.format(one.style, _text(one.run.folder)) for one in shown)
+        above = f'<ul class="legend">{names}</ul><p class="note">The figures show at most {MOST_RUNS} runs.</p>'
+    for name, (title, unit, zero) in {**COLUMNS, **own}.items():
+        series = list[Series]()
+        for one in shown:
+            points = [(float(row["step"]), number(row[name])) for row in one.rows if name in row]
+            series.append((errors.shown(one.run.folder), points, one.style))
+        labels = ("optimiser step", errors.shown(unit))
+        found += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
+    return ["<h2>Training</h2>", above, f'<div class="figures">{found or "There are no metrics."}</div>']
+
+
+def _scaling(shown: Sequence[Shown]) -> list[str]:
+    """For each recipe with runs of several sizes: throughput by ranks, the ideal line, the efficiency."""
+    found = []
+    for recipe in dict.fromkeys(one.run.recipe for one in shown):
+        those = [one for one in shown if one.run.recipe == recipe and one.ranks]
+        speeds = [(one.ranks, one.nodes, number(one.run.results.get("samples_per_second"))) for one in those]
+        sizes = sorted(size for size in speeds if size[2] > 0)
+        if len({size[:2] for size in sizes}) < 2:
+            continue
+        base = sizes[0][2] / sizes[0][0]
+        measured = ("measured", [(ranks, speed) for ranks, _, speed in sizes], "c0 d0")
+        ideal = ("ideal", [(ranks, base * ranks) for ranks, _, _ in sizes], "c7 d1")
+        title = f"Scaling of {errors.shown(recipe)}"
+        lines = [[r, n, f"{s:,.1f}", f"{base * r:,.1f}", f"{s / (base * r):.0%}"] for r, n, s in sizes]
+        drawn = figure.figure(title, ("ranks", "samples/s, all ranks"), [ideal, measured], zero=True)
+        found.append(f'<h2>Scaling</h2><div class="figures">{drawn}</div>')
+        found.append('<p class="note">Dashed: ideal, in proportion to the run with the fewest ranks.</p>')
+        found.append(_table(["ranks", "nodes", "samples/s", "ideal", "efficiency"], lines))
+    return found
+
+
+def _facts(one: Shown, now: float) -> dict[str, object]:
+    """What the head of a run shows, without what is unknown."""
+    run, facts = one.run, attempts.facts(one.run.folder)
+    times = [moment for _, facts, _ in one.history if math.isfinite(moment := number(facts.get("time")))]
+    passed = (now if run.state == "running" else number(one.status.get("updated"))) - min(times[:1], default=math.nan)
+    took = table.ago(passed) if passed >= 0 else "unknown: the clock went back" if passed < 0 else ""
+    versions, begun = one.summary.get("versions"), sum(attempt.has_begun for attempt, _, _ in one.history)
+    job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
+    found: dict[str, object] = {
+        "recipe": run.recipe, "state": run.state, "reason": run.note, "step": run.step, "best": _best(one), "job": job,
+        "hosts": ", ".join(dict.fromkeys(one.hosts)), "ranks": one.ranks or "", "nodes": one.nodes or "",
+        "start": _moment(times[0]) if times else "", "duration, with waiting": took, "restarts": max(0, begun - 1),
+        **{name: table.text(value) for name, value in run.results.items()},
+        **{name: one.summary.get(name) for name in ("device", "backend", "git_commit")},
+        **(versions if isinstance(versions, dict) else {}),
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _best(one: Shown) -> str:
+    """The best evaluation of best_metric=, and its step; "" if there is none."""
+    name = str(one.run.values.get("best_metric") or "val_top1")
+    sign = -1 if one.run.values.get("best_mode") == "min" else 1
+    found = [(sign * value, -row["step"]) for row in one.rows if math.isfinite(value := number(row.get(name)))]
+    return f"{name} {sign * max(found)[0]:.5g} at step {-max(found)[1]}" if found else ""
+
+
+def _details(one: Shown) -> list[str]:
+    """Attempts with the failures of their ranks, the doctor's findings, checkpoints, keys."""
+    ends, failed = [], list[list[object]]()
+    for attempt, facts, end in one.history:
+        began = facts.get("step") if attempt.has_begun else "not begun"
+        how = [end.get("state", "not recorded"), end.get("kind"), end.get("line") or end.get("reason")]
+        ends.append([attempt.number, facts.get("job"), _moment(facts.get("time")), began, *how])
+        for record in attempts.records(attempt)[:MOST_RECORDS]:
+            failed.append([attempt.number, *(record.get(name) for name in ("rank", "host", "kind", "error"))])
+    verdict = files.read_json(one.run.folder / directory.DOCTOR / "doctor.json") or {}
+    names = dict(enumerate(verdict.get("hosts") or ()))
+    entries = verdict.get("entries") or ()
+    found = [(", ".join(str(names.get(n, n)) for n in e["nodes"]), e["what"], e["fix"]) for e in entries]
+    keys = [(name, value) for name, value in one.run.values.items() if value != ""]
+    first = f"Failed ranks (the first {MOST_RECORDS} of an attempt)"
+    return [
+        _table(["attempt", "job", "start", "began at step", "state", "kind", "reason"], ends, "Attempts"),
+        _table(["attempt", "rank", "host", "kind", "error"], failed, first),
+        _table(["nodes", "finding", "fix"], found, "Findings of the doctor"),
+        _table(["step", "size", ""], _checkpoints(one.run.folder / "checkpoints"), "Checkpoints"),
+        _table(["key", "value"], keys, "Keys"),
+    ]
+
+
+def _checkpoints(folder: Path) -> list[list[object]]:
+    """Step, size and marks (latest, best) of each checkpoint."""
+    marks, found = dict[str, str](), list[list[object]]()
+    for mark in ("latest", "best"):
+        with contextlib.suppress(OSError, ValueError):
+            name = files.read_bounded(folder / mark, LONGEST).decode().strip()
+            marks[name] = f"{marks.get(name, '')} {mark}"
+    for path in sorted(folder.glob("step-*.pt")):
+        with contextlib.suppress(OSError):  # a run that is running removes old checkpoints
+            step = path.stem.removeprefix("step-").lstrip("0")
+            found.append([step, files.size_text(path.stat().st_size), marks.get(path.name)])
+    return found
+
+
+def _moment(time_s: object) -> str:
+    with contextlib.suppress(OverflowError, ValueError, OSError):
+        return datetime.fromtimestamp(number(time_s), timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return ""
+
+
+def _text(value: object) -> str:
+    return html.escape(errors.shown("" if value is None else value, LONGEST))
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[object]], title: str = "") -> str:
+    """A table with a title above it; "" without lines."""
+    top = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    name = f"<h3>{title}</h3>" if title else ""
+    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title or "table"}">'
+    return f"{name}{scroll}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>" if lines else ""

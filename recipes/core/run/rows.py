@@ -1,0 +1,45 @@
+"""The rows of ``metrics.jsonl``, as one continuous series. Standard library only."""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from recipes.core import files
+
+HIGHEST_STEP = 1 << 53  # that a float represents exactly
+HIGHEST = 1e100  # a larger number is a damaged or diverged value; sums and products of values stay finite
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run, with rising steps; [] if there are none.
+
+    A row replaces all rows before it whose step is the same or higher: the run was resumed from an earlier step. Damaged and
+    incomplete lines are skipped.
+    """
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", "rb", opener=files.without_waiting) as file:
+        for line in file:
+            row = parse(line)
+            step = row.get("step")
+            if type(step) is int and 0 <= step < HIGHEST_STEP:
+                while found and found[-1]["step"] >= step:
+                    found.pop()
+                found.append(row)
+    return found
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The row in a line; {} if the line is damaged: it is being written, or a kill has cut it."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def number(value: object) -> float:
+    """A value from a file as a number; NaN if it is not one, or not finite."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= HIGHEST
+    return float(value) if is_number else math.nan  # type: ignore[arg-type]

@@ -1,0 +1,329 @@
+"""The HTML page of runs: what it says, that it is well-formed, and that nothing in a run directory breaks it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import report
+from recipes.core import files
+from recipes.core.errors import Kind
+from recipes.core.report import figure
+from recipes.core.report.style import SHEET
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
+from tests import helpers
+
+HOSTILE = "</title><script>alert(1)</script>\"'&<svg onload=alert(1)>\x1b[2J\ud800"
+VOID = {"meta", "link"}
+
+
+class Page(HTMLParser):
+    """A page, taken apart. It must be well-formed, and request nothing. texts: all texts outside the style sheet."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open, self.texts, self.tags = list[str](), list[str](), list[tuple[str, dict[str, str | None]]]()
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        assert self.open == []
+        self.figures = [
+            ET.fromstring(one) for one in re.findall(r'<svg viewBox="0 0 420.*?</svg>', self.source, re.DOTALL)
+        ]
+        assert not {tag for tag, _ in self.tags} & {"script", "img", "iframe", "object", "image", "use", "a"}
+        linked = [attrs for _, attrs in self.tags if {"src", "href", "xlink:href", "style", "srcset"} & attrs.keys()]
+        assert linked == [{"rel": "icon", "href": "data:,"}]
+        assert not [name for _, attrs in self.tags for name in attrs if name.startswith("on")]
+        assert not re.search(r"url\(|@import|https?:", self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"] and data.strip():
+            self.texts.append(data)
+
+    def labels(self) -> list[str]:
+        """The descriptions of the figures."""
+        return [one.attrib["aria-label"] for one in self.figures]
+
+    def after(self, name: str) -> str:
+        """The text in the cell after the one with this name."""
+        return self.texts[self.texts.index(name) + 1]
+
+
+def row(attempt: int, step: int, loss: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {
+        "attempt": attempt,
+        "step": step,
+        "loss": loss,
+        "lr": 0.1,
+        "samples_per_second": 100.0,
+        "data_wait": 0.25,
+        **more,
+    }
+
+
+def make(
+    folder: Path, rows: list[dict[str, Any]], state: str = "done", summary: dict[str, Any] | None = None, **keys: Any
+) -> Path:
+    """A run with one attempt, on two hosts."""
+    helpers.attempt(folder, job="12", hosts=("node1", "node2"))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (folder / "config.yaml").write_text("".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in keys.items()))
+    directory.write_status(folder, state, attempt=0, step=rows[-1]["step"] if rows else 0)
+    if state == "done":
+        files.write_json(folder / "summary.json", summary or {"recipe": "mnist", "val_top1": 0.5})
+    return folder
+
+
+def page(folder: Path, *runs: Path) -> Page:
+    out = folder / "out.html"
+    assert report.main([*(str(run) for run in runs or (folder,)), f"html={out}"]) == 0
+    return Page(out)
+
+
+def test_one_run(tmp_path: Path) -> None:
+    rows = [
+        row(0, step, 2.0 - step / 10, **({"val_top1": step / 20} if step % 5 == 0 else {})) for step in range(1, 11)
+    ]
+    folder = make(
+        tmp_path / "run",
+        rows,
+        summary={"val_top1": 0.5, "versions": {"torch": "2.99"}, "world_size": 4, "git_commit": "abc"},
+        lr=0.1,
+        name="",
+    )
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    for step in (5, 10):
+        (folder / f"checkpoints/step-{step:08d}.pt").write_bytes(bytes(123_000 * step))
+    (folder / "checkpoints/latest").write_text("step-00000010.pt\n")
+    verdict = {
+        "hosts": ["node1", "node2"],
+        "entries": [{"nodes": [1], "what": "GPU 3 is slow", "fix": "leave it out", "bad": True}],
+    }
+    (folder / "doctor").mkdir()
+    files.write_json(folder / "doctor/doctor.json", verdict)
+    found = page(tmp_path, folder)
+    assert [label.partition(".")[0] for label in found.labels()] == [
+        "Loss: mean loss per sample against optimiser step",
+        "val_top1: fraction of samples against optimiser step",
+        "Learning rate: learning rate against optimiser step",
+        "Throughput: samples/s, all ranks against optimiser step",
+        "Waiting for data: share of the time, rank 0 against optimiser step",
+    ]
+    assert all(one.find("title") is not None for one in found.figures)
+    assert found.labels()[0].endswith(f"Last values: {folder}: 1 at 10")
+    cells = {
+        name: found.after(name)
+        for name in ("state", "best", "job", "hosts", "ranks", "nodes", "restarts", "torch", "git_commit", "lr")
+    }
+    assert cells == {
+        "state": "done", "best": "val_top1 0.5 at step 10", "job": "12", "hosts": "node1, node2", "ranks": "2", "nodes": "2",
+        "restarts": "0", "torch": "2.99", "git_commit": "abc", "lr": "0.1",
+    }  # fmt: skip
+    assert (found.after("GPU 3 is slow"), found.after("1.2 MB")) == ("leave it out", " latest")
+    assert len(found.source) < 50_000
+
+
+def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
+    rows = [row(0, step) for step in range(1, 40)] + [row(1, step, 7.0) for step in range(31, 60)]
+    folder = make(tmp_path / "run", [*rows, *(row(3, step, 7.5) for step in range(51, 81))], state="failed")
+    for step in (30, None, 50):  # attempt 2 was refused
+        one = helpers.attempt(folder, hosts=("node1", "node2"), step=step)
+    first = attempts.Attempt(folder, 0)
+    for rank in range(20):
+        attempts.record(
+            first,
+            rank=rank,
+            host="node2",
+            kind=Kind.out_of_memory,
+            error=f"CUDA out of memory on {rank}",
+            moment=1e9 + rank,
+        )
+    files.write_json(
+        first.folder / "ended.json",
+        {"state": "failed", "kind": "out-of-memory", "line": "rank 0 failed first", "time": 1e9},
+    )
+    attempts.record(one, rank=1, host="node2", kind=Kind.hang, error="no progress", moment=1e9)
+    directory.write_status(folder, "failed", attempt=3, step=80, kind=Kind.hang, reason="rank 1 hung")
+    found = page(tmp_path, folder)
+    marks = [element.attrib["d"] for element in found.figures[0].iter("path") if element.attrib["class"] == "mark"]
+    assert len(marks) == 2
+    assert [element.text for element in found.figures[0].iter("text")].count("3") == 1
+    assert found.labels()[0].endswith(": 7.5 at 80")
+    assert "rank 0 failed first" in found.texts
+    assert "rank 1 hung" in found.texts
+    assert ("CUDA out of memory on 15" in found.texts, "CUDA out of memory on 16" in found.texts) == (True, False)
+    assert "no progress" in found.texts
+    assert found.after("restarts") == "2"
+
+
+@pytest.mark.parametrize("state", ["failed", "pending", "refused", "empty"])
+def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    files.write_json(folder / "job.yaml", {"job_id": "7_1", "recipe": "mnist", "arguments": ["lr=0.5"]})
+    if state == "refused":
+        new = helpers.attempt(folder, step=None)
+        attempts.refuse({attempts.VARIABLE: str(new.folder)}, 2, "lr=0.5 is too large")
+    if state == "failed":
+        make(folder, [], state="failed")
+    if state == "empty":
+        (folder / "attempts").mkdir()
+    other = make(tmp_path / "other", [row(0, 1)])
+    for found in (page(tmp_path, folder), page(tmp_path, folder, other)):
+        assert ("There are no metrics." in found.texts) == (len(found.figures) == 0)
+        assert found.after("lr") in ("0.5", "lr", "loss")
+    assert state != "refused" or "the newest launch did not begin: lr=0.5 is too large" in found.texts
+
+
+def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
+    losses = [1.0, math.nan, 3.0, 4.0, math.inf, 1e300, math.nan, 5.0]
+    folder = make(tmp_path / "run", [row(0, step, loss, val_f1=math.nan) for step, loss in enumerate(losses, 1)])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "loss": null, "lr": "x"}\n{"step": 10, "lo')
+    found = page(tmp_path, folder)
+    line = next(one.attrib["d"] for one in found.figures[0].iter("path") if one.attrib["class"].startswith("line"))
+    assert (line.count("M"), line.count("L")) == (3, 1)
+    assert "Values that are not finite: 5" in found.texts
+    assert not re.search("nan|inf", " ".join(one.attrib.get("d", "") for svg in found.figures for one in svg.iter()))
+    assert not any("val_f1" in label for label in found.labels())
+
+
+def test_a_clock_that_went_back(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", [row(0, 1)])
+    opened = folder / "attempts/0000/opened.json"
+    for time_s, took in ((4e9, "unknown: the clock went back"), (1e300, ""), (math.nan, ""), ("x", "")):
+        files.write_json(opened, {**helpers.read(opened.parent, "opened"), "time": time_s})
+        found = page(tmp_path, folder)
+        assert (found.after("duration, with waiting") if "duration, with waiting" in found.texts else "") == took
+
+
+def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
+    name = HOSTILE.replace("/", "∕").replace("\ud800", "").replace("\x1b", "")
+    summary = {"recipe": HOSTILE, "versions": {HOSTILE: HOSTILE}, "git_commit": HOSTILE, HOSTILE: 0.5}
+    keys = {HOSTILE.replace("\ud800", ""): HOSTILE.replace("\ud800", "")}
+    one = make(tmp_path / f"1{name}", [row(0, step, **{HOSTILE: 0.5}) for step in range(1, 4)], summary=summary, **keys)
+    two = make(tmp_path / f"2{name}", [row(0, 1, **{HOSTILE: 0.25})], state="failed", **{**keys, "lr": 1})
+    for folder in (one, two):
+        opened = helpers.read(folder / "attempts/0000", "opened")
+        files.write_json(
+            folder / "attempts/0000/opened.json", {**opened, "job": HOSTILE, "hosts": [HOSTILE], "recipe": HOSTILE}
+        )
+        attempts.record(attempts.Attempt(folder, 0), rank=0, host=HOSTILE, kind=Kind.error, error=HOSTILE)
+        (folder / "doctor").mkdir()
+        entry = {"nodes": [0, 7], "what": HOSTILE, "fix": HOSTILE}
+        files.write_json(folder / "doctor/doctor.json", {"hosts": [HOSTILE], "entries": [entry]})
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        (folder / f"checkpoints/step-{name}.pt").touch()
+        (folder / "checkpoints/latest").write_text(HOSTILE.replace("\ud800", ""))
+    for runs in ((one,), (two,), (one, two)):
+        found = page(tmp_path, *runs)
+        assert "\x1b" not in found.source
+        assert sum("<script>alert(1)</script>" in text for text in found.texts) > 8
+
+
+def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
+    sizes = ((1, 1, 100.0), (4, 1, 360.0), (8, 2, 640.0))
+    runs = [
+        make(tmp_path / f"run{ranks}", [row(0, 1), row(0, 2, ranks)], lr=ranks / 10, seed=1,
+             summary={"recipe": "mnist", "world_size": ranks, "num_nodes": nodes, "samples_per_second": speed})
+        for ranks, nodes, speed in sizes
+    ]  # fmt: skip
+    found = page(tmp_path, *runs)
+    head = found.texts[found.texts.index("run") :]
+    assert head[:6] == ["run", "state", "step", "lr", "samples_per_second", "note"]
+    assert (
+        found.labels()[-1]
+        == "Scaling of mnist: samples/s, all ranks against ranks. Last values: ideal: 800 at 8; measured: 640 at 8"
+    )
+    table = found.texts[found.texts.index("efficiency") + 1 :]
+    assert table[:15] == [
+        "1",
+        "1",
+        "100.0",
+        "100.0",
+        "100%",
+        "4",
+        "1",
+        "360.0",
+        "400.0",
+        "90%",
+        "8",
+        "2",
+        "640.0",
+        "800.0",
+        "80%",
+    ]
+    lines = [one.attrib["class"] for one in found.figures[0].iter("path") if one.attrib["class"].startswith("line")]
+    assert lines == ["line c0 d0", "line c1 d0", "line c2 d0"]
+    assert not any("Scaling" in label for label in page(tmp_path, *runs[:1]).labels())
+
+
+def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
+    rows = [row(0, step, math.sin(step)) for step in range(1, 3001)]
+    rows[1234]["loss"] = 50.0
+    first = make(tmp_path / "run0", rows)
+    runs = [first, *(make(tmp_path / f"run{number}", rows[:5]) for number in range(1, 30))]
+    found = page(tmp_path, *runs)
+    assert sum(one.attrib["class"].startswith("line") for one in found.figures[0].iter("path")) == 24
+    assert "50" in [one.text for one in found.figures[0].iter("text")] or "40" in [
+        one.text for one in found.figures[0].iter("text")
+    ]
+    assert os.path.getsize(tmp_path / "out.html") < 400_000
+    points = [(float(x), 50.0 if x == 777 else 0.0) for x in range(10_000)]
+    kept = figure._thinned(points, 100)
+    assert (len(kept) <= 200, (777.0, 50.0) in kept, kept == sorted(kept)) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "ends", [(0, 1), (1, 90), (0.9, 0.977), (-3, 4e9), (1e-9, 2e-9), (1e15, 2e15), (0, 1e100), (-1e-300, 1e-300)]
+)
+def test_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
+    low, high = figure._range(ends)
+    ticks = figure._ticks(low, high)
+    assert 2 <= len(ticks) <= 7
+    assert all(low - 1e-6 * (high - low) <= tick <= high + 1e-6 * (high - low) for tick in ticks)
+    assert all(tick == int(tick) for tick in figure._ticks(*figure._range([3.0]), 1.0))
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours, as WCAG 2 defines it."""
+    bright = []
+    for colour in (one, other):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        bright.append(0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
+    return max(bright) / min(bright)
+
+
+def test_texts_and_lines_have_contrast_in_light_and_dark() -> None:
+    schemes = [
+        dict(re.findall(r"--(\w+):(#\w{6})", block)) for block in re.findall(r":root\{(.*?)\}", SHEET, re.DOTALL)
+    ]
+    assert [len(colours) for colours in schemes] == [12, 12]
+    for colours in schemes:
+        for name in colours.keys() - {"bg", "grid"}:
+            assert contrast(colours[name], colours["bg"]) >= 4.5, name
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    make(tmp_path / "run", [row(0, 1)])
+    ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path), f"html={tmp_path}/none/out.html"])
+    assert (ended.status, len(ended.lines)) == (2, 1)
+    assert f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)" in ended.lines[0]

@@ -1,0 +1,62 @@
+"""The rows of a run: one for each step, with rising steps, whatever the file has gone through."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from recipes.core.run import rows
+
+
+def write(run_dir: Path, *lines: object) -> Path:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    (run_dir / "metrics.jsonl").write_bytes(b"\n".join(texts) + b"\n")
+    return run_dir
+
+
+def test_a_row_replaces_those_that_a_resume_has_made_void(tmp_path: Path) -> None:
+    steps = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5), (2, 5)]
+    write(tmp_path, *({"attempt": attempt, "step": step} for attempt, step in steps))
+    assert [(row["attempt"], row["step"]) for row in rows.rows(tmp_path)] == [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)]
+    # Attempt 0 went to step 4. Attempt 1 began after step 2, and has done one step so far.
+    write(tmp_path, *({"attempt": attempt, "step": step} for attempt, step in steps[:5]))
+    assert [row["step"] for row in rows.rows(tmp_path)] == [1, 2, 3]
+
+
+def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
+    damaged = (
+        b'{"step": 2, "lo',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[3]",
+        b"",
+        b'{"step": true}',
+        b'{"step": "2"}',
+        b'{"step": -1}',
+    )
+    write(
+        tmp_path,
+        {"step": 1},
+        *damaged,
+        b'{"step": 1e3}',
+        b'{"step": 1%s}' % (b"0" * 400),
+        {"step": 3, "loss": math.nan},
+        damaged[0],
+    )
+    first, last = rows.rows(tmp_path)
+    assert (first, last["step"]) == ({"step": 1}, 3)
+    assert math.isnan(last["loss"])
+
+
+def test_a_run_without_a_readable_file_has_no_rows(tmp_path: Path) -> None:
+    assert rows.rows(tmp_path) == []
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert rows.rows(tmp_path) == []
+
+
+def test_numbers() -> None:
+    assert [rows.number(value) for value in (0, 1.5, -2)] == [0.0, 1.5, -2.0]
+    for value in (math.nan, math.inf, 10**400, True, None, "1", [1]):
+        assert math.isnan(rows.number(value)), value
