@@ -1,25 +1,27 @@
-"""Writes a trained model for other programs.
+"""Writes a trained model for other programs, or the metrics of runs for experiment trackers.
 
     python -m recipes.export runs/finetune/1234 onnx           # torch's exporter; the outputs are compared with the model's
     python -m recipes.export runs/finetune/1234 safetensors    # the weights
+    python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio; then perhaps project=NAME
 
-First a run directory or a checkpoint, then the format, then perhaps out=FILE. Default of out=: model.onnx or model.safetensors in the run directory. The names of the classes
-and the preprocessing are in the file's metadata. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
+A model: first a run directory or a checkpoint, then the format, then perhaps out=FILE. Default of out=: model.onnx or model.safetensors in the
+run directory. The names of the classes and the preprocessing are in the file's metadata. Metrics: run directories or folders of them; a later
+call adds only the new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
 """
 
-import importlib
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from recipes.core import errors, files
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.train import trained
-from recipes.core.train.trained import Trained
+from recipes.core.report import trackers
+from recipes.core.run import table
+
+if TYPE_CHECKING:
+    from recipes.core.train.trained import Trained
 
 FORMATS = ("onnx", "safetensors")
 TOLERANCE = 1e-5  # of the outputs, relative to the largest
@@ -30,10 +32,14 @@ def main(argv: list[str]) -> int:
         print((__doc__ or "").strip())
         return errors.EXIT_DONE if {"-h", "--help"} & set(argv) else errors.EXIT_CONFIG
     run, kind, *more = argv
+    if kind not in FORMATS and any(word.startswith("to=") for word in argv):
+        return to_tracker(argv)
     if kind not in FORMATS:
         raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
     if more and not (len(more) == 1 and more[0].startswith("out=")):
         raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow")
+    from recipes.core.train import trained  # it imports torch
+
     os.umask(0o077)
     model = trained.load(run)
     place = model.path.parents[1] if Path(run).is_dir() else Path(".")
@@ -43,10 +49,23 @@ def main(argv: list[str]) -> int:
     return errors.EXIT_DONE
 
 
-def to_onnx(model: Trained, out: Path) -> str:
+def to_tracker(argv: list[str]) -> int:
+    """Adds the new rows of runs to the tracker of to=."""
+    given = dict(word.split("=", 1) for word in argv if word.startswith(("to=", "project=")))
+    if given["to"] not in trackers.TRACKERS:
+        raise InputError(f"to={errors.shown(given['to'])}: must be one of {', '.join(trackers.TRACKERS)}")
+    folders = [Path(word) for word in argv if not word.startswith(("to=", "project="))]
+    for path in table.find(folders):
+        with files.writing_to(path, "run_dir"), files.locked(path / trackers.LOCK):
+            print(trackers.export(path, given["to"], given.get("project", "")), flush=True)
+    return errors.EXIT_DONE
+
+
+def to_onnx(model: "Trained", out: Path) -> str:
     """Writes an ONNX file with an input (batch, 3, px, px) and logits as output. Returns a phrase on how far the outputs are apart."""
-    onnx, runtime = (_require(name) for name in ("onnx", "onnxruntime"))
-    _require("onnxscript")
+    onnx, runtime = (trackers.require(name, "export") for name in ("onnx", "onnxruntime"))
+    trackers.require("onnxscript", "export")
+    import torch
     from PIL import Image
 
     x = torch.rand(2, *model.input(Image.new("RGB", (64, 64))).shape, generator=torch.Generator().manual_seed(0))
@@ -69,24 +88,16 @@ def to_onnx(model: Trained, out: Path) -> str:
     return f"; its outputs are within {apart:.1e} of the model's"
 
 
-def to_safetensors(model: Trained, out: Path) -> str:
+def to_safetensors(model: "Trained", out: Path) -> str:
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items()}
-    content: bytes = _require("safetensors.torch").save(weights, _about(model))
+    content: bytes = trackers.require("safetensors.torch", "export").save(weights, _about(model))
     files.write_bytes(out, content)
     return ""
 
 
-def _about(model: Trained) -> dict[str, str]:
+def _about(model: "Trained") -> dict[str, str]:
     """What another program needs: the names of the classes, and how an image becomes an input."""
     return {"classes": json.dumps(list(model.classes)), "transform": str(model.transform)}
-
-
-def _require(name: str) -> Any:
-    """The module ``name``. Raises InputError if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError(f"export: {errors.one_line(error, 80)}: pip install '.[export]'") from None
 
 
 if __name__ == "__main__":

@@ -293,6 +293,8 @@ TABLE: dict[str, How] = {
     "python -m recipes.report": tool(says="^runs/cifar/1234_0 +done "),
     "python -m recipes.report runs/cifar/1234_*": tool(says="^runs/cifar/1234_1 +done "),
     "python -m recipes.report runs/cifar html=runs.html": tool(says="^runs.html: 2 runs$"),
+    # The library of a tracker may not be installed.
+    "python -m recipes.export runs/cifar to=tensorboard": tool("|| test $? = 2", says=r" to runs/cifar/|pip install '.\[trackers\]'$"),
     "python -m recipes.report --json runs/cifar": tool(says='"state": "done"'),
     "python -m recipes.toy": here(says="^toy: 1 rank "),
     "torchrun --nproc-per-node=2 -m recipes.toy device=cpu run_dir=runs/toy/1": here("max_steps=20", says="^toy: 2 ranks on 1 node"),

@@ -116,6 +116,7 @@ from recipes import report
 assert report.main(["--help"]) == 0; check("report")
 import recipes.doctor; check("doctor explain")
 import recipes.prepare; check("prepare")
+import recipes.export; check("export to=")
 """
 
 

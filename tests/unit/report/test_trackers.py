@@ -1,0 +1,228 @@
+"""Series in experiment trackers: the same steps and values as in metrics.jsonl, whatever the run has gone through."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import export
+from recipes.core import files
+from recipes.core.errors import InputError
+from recipes.core.run import directory, rows
+from tests import helpers
+
+Found = dict[str, list[tuple[int, float]]]  # by metric: step and value, in the order in which they were written
+
+
+def of_rows(run_dir: Path) -> Found:
+    found: Found = {}
+    for row in rows.rows(run_dir):
+        for name, value in row.items():
+            if name != "step":
+                found.setdefault(name, []).append((row["step"], float(value)))
+    return found
+
+
+def in_tensorboard(run_dir: Path, place: Path) -> Found:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    read = {
+        tag: events.Tensors(tag) for tag in events.Tags()["tensors"] if not tag.startswith(("_hparams_", "summary"))
+    }
+    return {tag: [(one.step, tensor_util.make_ndarray(one.tensor_proto).item()) for one in read[tag]] for tag in read}
+
+
+def wandb_records(file: Path) -> list[bytes]:
+    """The records of a .wandb file: LevelDB's log format, with blocks of 32 KiB, after a header of 7 bytes."""
+    data, at, found, part = file.read_bytes(), 7, list[bytes](), b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + size]
+        if kind in (1, 4):  # whole, or the last part
+            found, part = [*found, part], b""
+        at += 7 + size
+    return found
+
+
+def in_wandb(run_dir: Path, place: Path) -> Found:
+    from wandb.proto import wandb_internal_pb2
+
+    found: Found = {}
+    for file in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
+        for data in wandb_records(file):
+            record = wandb_internal_pb2.Record.FromString(data)
+            items = {one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.history.item}
+            for name, value in items.items():
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append((items["_step"], float(value)))
+    return found
+
+
+def in_mlflow(run_dir: Path, place: Path) -> Found:
+    import mlflow
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = mlflow.MlflowClient(tracking_uri=str(place / "mlruns"))
+    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    names = run.data.metrics
+    return {name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)] for name in names}
+
+
+def in_trackio(run_dir: Path, place: Path) -> Found:
+    found: Found = {}
+    database = next((place / "trackio").glob("*.db"))
+    for step, text in sqlite3.connect(database).execute("SELECT step, metrics FROM metrics ORDER BY id"):
+        for name, value in json.loads(text).items():
+            found.setdefault(name, []).append((step, float(value)))
+    return found
+
+
+READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow, "trackio": in_trackio}
+
+
+def close(one: Found, other: Found) -> None:
+    """The same steps; the same values, as far as 32 bits can tell. NaN is NaN."""
+    assert one.keys() == other.keys()
+    for name in one:
+        assert [step for step, _ in one[name]] == [step for step, _ in other[name]], name
+        for (_, first), (_, second) in zip(one[name], other[name], strict=True):
+            assert first == pytest.approx(second, rel=1e-6, nan_ok=True), name
+
+
+def train(folder: Path, attempt: int, begin: int, end: int, state: str = "preempted", saved: int | None = None) -> None:
+    """Adds the rows of an attempt that begins after step ``begin``; its loss is its own, other than that of a repeated step."""
+    helpers.attempt(folder, step=begin)
+    with open(folder / "metrics.jsonl", "a") as file:
+        for step in range(begin + 1, end + 1):
+            loss = math.nan if step == 3 else 1 / (step + attempt)
+            row = {"attempt": attempt, "step": step, "loss": loss, "lr": 0.1}
+            file.write(json.dumps(row | ({"val_top1": step / 64} if step % 4 == 0 else {})) + "\n")
+        file.write('{"step": 9')
+        file.write("\n")
+    (folder / "config.yaml").write_text("lr: 0.1\nname: x\n")
+    directory.write_status(folder, state, attempt=attempt, step=end if saved is None else saved)
+    if state == "done":
+        files.write_json(folder / "summary.json", {"recipe": "mnist", "steps": end, "val_top1": 0.5})
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to start the command in, away from the trackers of whoever runs the tests."""
+    for name in (
+        "WANDB_MODE",
+        "WANDB_DIR",
+        "MLFLOW_TRACKING_URI",
+        "MLFLOW_ALLOW_FILE_STORE",
+        "MLFLOW_DISABLE_TELEMETRY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(folder: Path, to: str) -> str:
+    """The command's own line; in a process of its own, as trackers keep state in theirs."""
+    ended = helpers.run(
+        [sys.executable, "-m", "recipes.export", str(folder), f"to={to}"],
+        cwd=folder.parent, environ={**helpers.clean_environment(), "PYTHONPATH": ":".join(filter(None, [str(helpers.ROOT), *sys.path]))},
+    )  # fmt: skip
+    assert ended.status == 0, ended.out
+    return next(line for line in reversed(ended.lines) if line.startswith(str(folder)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to", READERS)
+def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None:
+    pytest.importorskip(to, reason=f"{to} is optional: pip install '.[trackers]'")
+    folder, where = place / "run", to if to == "tensorboard" else f"{to} mnist"
+    train(folder, 0, 0, 9, "running", saved=6)
+    assert f"{folder}: 5 rows to " in call(folder, to)
+    assert call(folder, to) == f"{folder}: nothing new for {where}; rows that a resume would replace: 4"
+    close(
+        READERS[to](folder, place),
+        {name: [one for one in of_rows(folder)[name] if one[0] < 6] for name in of_rows(folder)},
+    )
+    train(folder, 1, 6, 14)  # from the checkpoint of step 6
+    assert f"{folder}: 8 rows to " in call(folder, to)
+    train(folder, 2, 14, 20, "done")
+    line = call(folder, to)
+    assert (f"{folder}: 7 rows to " in line, "replace" in line) == (True, False)
+    assert call(folder, to) == f"{folder}: nothing new for {where}"
+    found = READERS[to](folder, place)
+    close(found, of_rows(folder))
+    assert [step for step, _ in found["loss"]] == list(range(1, 21))
+    assert found["loss"][6][1] == pytest.approx(1 / 8)  # of attempt 1
+    # The run is made longer: the tracker has all of it so far.
+    train(folder, 3, 20, 22, "running", saved=20)
+    assert "nothing new" in call(folder, to)
+    train(folder, 4, 20, 24, "done")
+    assert f"{folder}: 4 rows to " in call(folder, to)
+    close(READERS[to](folder, place), of_rows(folder))
+
+
+def test_keys_come_first_and_the_summary_last(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    place, known = tmp_path / "run/tensorboard", []
+    train(tmp_path / "run", 0, 0, 4)
+    files.write_json(tmp_path / "run/summary.json", {"val_top1": 0.1})  # of an earlier end
+    for attempt, begin, state in ((1, 4, "preempted"), (2, 5, "done"), (3, 5, "done")):
+        train(tmp_path / "run", attempt, begin, 5, state)
+        assert export.main([str(tmp_path), "to=tensorboard"]) == 0
+        events = EventAccumulator(str(place)).Reload()
+        keys = events.Tensors("_hparams_/session_start_info")
+        summaries = events.Tensors("summary") if "summary" in events.Tags()["tensors"] else []
+        known.append((len(keys), len(summaries), len(list(place.iterdir()))))
+    assert known == [(1, 0, 1), (1, 1, 2), (1, 1, 2)]
+    assert b"lr" in events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert json.loads(summaries[0].tensor_proto.string_val[0])["val_top1"] == 0.5
+    assert export.main([str(tmp_path), "to=tensorboard", "project=other"]) == 0
+    assert list(helpers.read(tmp_path / "run", "exported")) == [
+        "tensorboard"
+    ]  # in the run directory, whatever project=
+
+
+def test_rows_that_were_replaced_are_refused(tmp_path: Path) -> None:
+    """The newest checkpoint was damaged, or resume= names an earlier one."""
+    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
+    train(tmp_path / "run", 0, 0, 8)
+    export.main([str(tmp_path), "to=tensorboard"])
+    train(tmp_path / "run", 1, 4, 12)
+    with pytest.raises(InputError, match=r"tensorboard has rows that a resume replaced: remove exported\.json to"):
+        export.main([str(tmp_path), "to=tensorboard"])
+
+
+def test_the_error_of_a_library_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
+    train(tmp_path / "run", 0, 0, 4)
+    (tmp_path / "run/tensorboard").touch()
+    with pytest.raises(InputError, match=r"/run: tensorboard: \w+Error: "):
+        export.main([str(tmp_path), "to=tensorboard"])
+    assert not (tmp_path / "run/exported.json").exists()
+
+
+def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "run", 0, 0, 4)
+    with pytest.raises(InputError, match="to=tensorbord: must be one of tensorboard, wandb, mlflow, trackio"):
+        export.main([str(tmp_path), "to=tensorbord"])
+    with pytest.raises(InputError, match="/none: cannot be read"):
+        export.main([f"{tmp_path}/none", "to=wandb"])
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(InputError, match=r"trackio.*: pip install '\.\[trackers\]'$"):
+        export.main([str(tmp_path), "to=trackio"])
+    assert not (tmp_path / "run/exported.json").exists()
+    ended = helpers.run([sys.executable, "-m", "recipes.export", str(tmp_path / "run"), "to=x"])
+    assert (ended.status, ended.lines) == (2, ["export: to=x: must be one of tensorboard, wandb, mlflow, trackio"])
