@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic
@@ -320,7 +321,7 @@ def _log_row(
     if not run.rows:
         return
     row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "total_steps": total, "epoch": epoch}
-    row |= {"loss": loss, "lr": lr}
+    row |= {"time": round(time.time(), 3), "loss": loss, "lr": lr}
     row |= {"samples_per_second": round(speed, 1), "data_wait": round(waited, 3)}
     results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})

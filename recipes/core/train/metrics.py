@@ -18,7 +18,19 @@ from recipes.core.errors import RunError
 
 # Names of a row of metrics.jsonl that are not results of an evaluation.
 RESERVED = frozenset(
-    ["attempt", "step", "total_steps", "epoch", "loss", "lr", "samples_per_second", "data_wait", "best", "steps"]
+    [
+        "attempt",
+        "step",
+        "total_steps",
+        "epoch",
+        "time",
+        "loss",
+        "lr",
+        "samples_per_second",
+        "data_wait",
+        "best",
+        "steps",
+    ]
 )
 
 

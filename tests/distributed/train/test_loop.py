@@ -419,7 +419,7 @@ def test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming(
     assert (run.state.step, run.stopping, results["val_top1"]) == (6, "", values[-1])
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, late = [row for row in written if row["step"] == step]
-    assert late == before | {"val_top1": 0.9, "attempt": 1}
+    assert late == before | {"val_top1": 0.9, "attempt": 1, "time": late["time"]}
     assert [row["step"] for row in written] == sorted(row["step"] for row in written)
     found = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
     assert found == dict(zip((2, 4, 6), (value for value in values if value), strict=True))
