@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-WORKERS ?= 2
+WORKERS ?= 3
 VERSIONS ?= tested-versions.txt
 
 .PHONY: help install demo test mutants alltests faults check docs bench gpu gpus portability clean
@@ -23,7 +23,7 @@ demo: install ## train MNIST's recipe on two ranks here, on digits that need no 
 	@$(BIN)/python -c "import json; s = json.load(open('runs/demo/summary.json')); \
 	print(f\"test accuracy {s['val_top1']:.2%} on {s['val_samples']} digits; run directory runs/demo\")"
 
-test: install ## all tests except the long ones, WORKERS=2 files at a time; Slurm tests without Slurm are skipped with a message
+test: install ## all tests except the long ones, WORKERS=3 files at a time; Slurm tests without Slurm are skipped with a message
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
 
 mutants: install ## put bugs into copies of the product, one at a time, and report which ones `make test` notices; ONLY=word

@@ -139,13 +139,13 @@ TABLE: dict[str, How] = {
     # CONTRIBUTING.md
     "make install": tool(),
     "make check": tool(swap=SHOWN, says="python -m tests.tables check", only="it takes a minute, and continuous integration runs it"),
-    "make test": tool(swap=SHOWN, says="pytest -n 2 .*-m .not long", only="it runs all tests, for minutes"),
-    "make alltests": tool(swap=SHOWN, says="pytest -n 2 --dist loadfile", only="it runs all tests, for an hour"),
-    "make faults": tool(swap=SHOWN, says="pytest tests/faults -n 2", only="it runs other tests, for minutes"),
-    "make mutants ONLY=config": tool(swap=SHOWN, says="tests.mutations workers=2 only=config", only="it runs other tests, for minutes"),
+    "make test": tool(swap=SHOWN, says="pytest -n 3 .*-m .not long", only="it runs all tests, for minutes"),
+    "make alltests": tool(swap=SHOWN, says="pytest -n 3 --dist loadfile", only="it runs all tests, for an hour"),
+    "make faults": tool(swap=SHOWN, says="pytest tests/faults -n 3", only="it runs other tests, for minutes"),
+    "make mutants ONLY=config": tool(swap=SHOWN, says="tests.mutations workers=3 only=config", only="it runs other tests, for minutes"),
     "make bench ONLY=checkpoint": tool(swap=SHOWN, says="tests.benchmarks +only=checkpoint", only="a target can be missed on a busy machine"),
     "make gpu OUT=gpu.json": tool(swap=SHOWN, says="-m tests.gpu gpu.json", only="it needs a GPU"),
-    "make portability": tool(swap=SHOWN, says="tests/portability.py --workers 2", only="it installs three systems"),
+    "make portability": tool(swap=SHOWN, says="tests/portability.py --workers 3", only="it installs three systems"),
     "make docs": tool(),
     # README.md
     "make demo": here(says=r"^test accuracy 9\d\.\d\d% on 359 digits; run directory runs/demo$"),

@@ -54,6 +54,7 @@ def submit(slurm: Cluster, repo: Path, *words: str) -> str:
     return launch(slurm, repo, *KEYS, "cpus_per_rank=1", *words).split()[1].rstrip(":")
 
 
+@pytest.mark.long
 def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo: Path) -> None:
     held = submit(slurm, repo, "extra=--hold")
     assert wait_for(slurm, repo, held, "held")["note"] == "JobHeldUser"

@@ -52,6 +52,7 @@ def submit(slurm: Cluster, repo: Path, run_dir: Path) -> tuple[str, Path]:
     return job, log
 
 
+@pytest.mark.long
 def test_a_program_is_stopped_requeued_and_continues(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job, log = submit(slurm, repo, run_dir)

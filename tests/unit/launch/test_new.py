@@ -31,7 +31,8 @@ def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> N
         text.splitlines()
     )
     assert "finetune" not in (repository / "sbatch/birds_1x4.sh").read_text()
-    ran = helpers.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_birds.py"], cwd=repository)
+    helpers.run([sys.executable, "launch.py", "new", "mine", "from=toy"], cwd=repository)
+    ran = helpers.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_mine.py"], cwd=repository)
     assert ran.status == 0, ran.out
 
 
