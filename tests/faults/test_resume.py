@@ -30,7 +30,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.fault(17)
-@pytest.mark.parametrize("recipe", STEPS)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=pytest.mark.long if name == "imagenet" else ()) for name in STEPS]
+)
 def test_a_stopped_and_resumed_run_ends_with_the_state_of_an_unbroken_run(
     start: Start, images: Path, tmp_path: Path, recipe: str
 ) -> None:

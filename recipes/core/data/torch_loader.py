@@ -200,21 +200,29 @@ class _Part(IterableDataset[Any]):
             return self.transform(sample)
 
 
+@dataclass
+class _Lists:
+    """A batch sampler: the lists of samples of the next epoch."""
+
+    lists: Iterable[list[Index]] = ()
+
+    def __iter__(self) -> Iterator[list[Index]]:
+        return iter(self.lists)
+
+
 class _Reader:
     """Batches of ``dataset``, by the lists of samples given to `read`. The workers stay from one call to the next."""
 
     def __init__(self, dataset: "_Seeded", workers: int, device: torch.device, collate: Collate) -> None:
-        self._lists: Iterable[list[Index]] = ()
+        # Not this object itself: in a circle of references, the queues would end before the workers, whose end then takes 5 s each.
+        self._lists = _Lists()
         self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self, num_workers=workers, collate_fn=_OrError(collate),
+            dataset, batch_sampler=self._lists, num_workers=workers, collate_fn=_OrError(collate),
             pin_memory=device.type == "cuda", persistent_workers=workers > 0, generator=torch.Generator(),
         )  # fmt: skip
 
-    def __iter__(self) -> Iterator[list[Index]]:
-        return iter(self._lists)
-
     def read(self, lists: Iterable[list[Index]]) -> Iterator[Any]:
-        self._lists = lists
+        self._lists.lists = lists
         return iter(self._loader)
 
 

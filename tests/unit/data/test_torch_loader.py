@@ -1,7 +1,9 @@
 """Data sets of torch, and streams, as sources of the step loop."""
 
+import gc
 import pickle
 import random
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -165,6 +167,15 @@ def test_with_workers_the_main_process_reads_nothing() -> None:
     numbers = Unsteady()
     TorchLoader(numbers, batches(), num_workers=1, device=CPU, warn=lambda line: None)
     assert numbers.reads == 0  # a file that it opened would be shared with the workers
+
+
+def test_the_workers_end_with_their_loader() -> None:
+    loader = of_set(batches(), 2)
+    rows(loader, 0)
+    begin = time.monotonic()
+    del loader
+    gc.collect()
+    assert time.monotonic() - begin < 4  # DataLoader waits 5 s for a worker that it cannot tell to end
 
 
 def test_texts_cannot_be_cut_into_pieces() -> None:
