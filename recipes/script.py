@@ -76,7 +76,6 @@ def run(
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*signals.SIGNALS, signal.SIGCHLD})
-        os.setpgid(0, 0)  # what the program starts is signalled, and ends, with it
         die()
 
     def note(found: signal.struct_siginfo) -> None:
@@ -94,8 +93,7 @@ def run(
             if found and found.si_signo in stops:
                 note(found)
                 if not _reaches_all(canary.pid, found.si_signo):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(child.pid, found.si_signo)
+                    child.send_signal(found.si_signo)
             beat(stop.reason)
         # A signal to all processes may have ended the program before it arrives here.
         if child.returncode and (found := signal.sigtimedwait(stops, signals.TOGETHER_S)):
@@ -103,8 +101,7 @@ def run(
             beat(stop.reason)
     finally:
         canary.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
     return child.returncode, stop.reason
 
 

@@ -43,7 +43,7 @@ def bandwidth(place: Place) -> Figures:
 
 
 def overlap(place: Place) -> Figures:
-    """one GPU processes nearly as many images per second in a job on all GPUs as in a job of its own"""
+    """one GPU processes nearly as many images per second in a job on all GPUs as in a job on that GPU alone"""
     ranks = 2 if place.dry else torch.cuda.device_count()
     keys = (f"max_steps={place.size(120, 4)}", f"log_every_steps={place.size(20, 1)}", *place.small_images)
     rates = {}

@@ -149,14 +149,13 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
 
 
 def has_ended(rank: Rank) -> bool:
-    """Whether a rank has ended. Kills the remaining processes of a rank that failed, for example a loader process."""
+    """Whether a rank has ended. Kills its remaining processes, for example of a loader, or of what a user's program has started."""
     if rank.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if not found:  # do not poll here: poll would reap a rank that has just ended, before its session is killed
                 return False
-            if found.si_status != 0:
-                os.killpg(rank.pid, signal.SIGKILL)  # not reaped yet, so the ID is still that of its session
+            os.killpg(rank.pid, signal.SIGKILL)  # not reaped yet, so the ID is still that of its session
     return rank.poll() is not None
 
 

@@ -32,7 +32,7 @@ def new(words: Sequence[str], root: Path) -> int:
     if (
         not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name)
         or len(words) > 2
-        or (len(words) == 2 and "from=" not in words[1])
+        or (len(words) == 2 and not words[1].startswith("from="))
     ):
         raise ConfigError("new: give the new recipe's name (small letters, digits and _), and perhaps from=RECIPE")
     if keyword.iskeyword(name) or (root / "recipes" / name).is_dir():

@@ -23,6 +23,7 @@ from recipes.core.run.queue import Line
 WATCH_S = 5.0  # between two tables of `runs watch`
 LAST = "last"  # in place of a run: the newest
 COMMANDS = ("runs", "logs", "cancel", "resume")
+OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
 UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
 SHOWN = 28  # characters of a run's folder and of a note in a table of 80 columns
 
@@ -118,37 +119,31 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
     Raises InputError for one that is not there.
     """
     every = root / "runs"
-    found: list[Path] = []
-    for one in words or [str(every)]:
-        folder = Path(one)
-        if one == LAST:
-            there = (
-                sorted(table.run_directories(every), key=lambda path: path.stat().st_mtime) if every.exists() else []
-            )
-            found += there[-1:]
-        elif folder.is_dir():
-            found += table.run_directories(folder)
-        elif one.replace("_", "").isdecimal():
-            found += sorted(path for name in (one, f"{one}_*") for path in every.glob(f"*/{name}") if path.is_dir())
-            found += [path for path in (_of_job(one, every) if not found else []) if path not in found]
-        if not found:
-            job = None
-            if one.replace("_", "").isdecimal():
-                with contextlib.suppress(MachineError):  # without Slurm
-                    job = queue.find(one, timeout_s=1.0)
-            where = f"has no run directory yet: {queue.describe(job)}" if job else "no run is there"
-            raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {LAST}")
+    return list(dict.fromkeys(folder for one in words or [str(every)] for folder in _named(one, every)))
+
+
+def _named(one: str, every: Path) -> list[Path]:
+    """The run directories that one word names. Raises InputError if there is none."""
+    folder, is_job, job = Path(one), one.replace("_", "").isdecimal(), None
+    there = list(table.run_directories(every)) if every.exists() and (is_job or one == LAST) else []
+    if one == LAST:
+        found = sorted(there, key=lambda path: path.stat().st_mtime)[-1:]
+    elif folder.is_dir():
+        found = list(table.run_directories(folder))
+    else:  # the folder of a run with run_dir= has another name than its job
+        by_name = [path for path in there if path.name == one or path.name.partition("_")[0] == one]
+        found = by_name or [path for path in there if _job_of(path) == one]
+    if not found:
+        if is_job:
+            with contextlib.suppress(MachineError):  # without Slurm
+                job = queue.find(one, timeout_s=1.0)
+        where = f"has no run directory yet: {queue.describe(job)}" if job else "no run is there"
+        raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {LAST}")
     return found
 
 
-def _of_job(job: str, every: Path) -> list[Path]:
-    """Runs of a job whose folder has another name, since run_dir= was given."""
-    folders = table.run_directories(every) if every.exists() else ()
-    return [
-        path
-        for path in folders
-        if job in (str((files.read_json(path / "job.yaml") or {}).get("job_id")).partition("_")[0],)
-    ]
+def _job_of(folder: Path) -> str:
+    return str((files.read_json(folder / "job.yaml") or {}).get("job_id"))
 
 
 def command(argv: Sequence[str], root: Path) -> int:
@@ -175,6 +170,8 @@ def show(words: Sequence[str], root: Path) -> int:
     sort = next((word.partition("=")[2] for word in words if word.startswith("--sort=")), "")
     if sort and sort not in Run.__dataclass_fields__ and sort != "best":
         raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(Run.__dataclass_fields__)}")
+    if unknown := [word for word in words if word.startswith("--") and word.partition("=")[0] not in OPTIONS]:
+        raise InputError(f"{shown(unknown[0])}: must be one of {', '.join(OPTIONS)}")
     chosen = [word for word in words if word != "watch" and not word.startswith("--")]
     while True:
         jobs = queue.mine()

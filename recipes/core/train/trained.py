@@ -23,7 +23,7 @@ from recipes.core.train import checkpoint
 class Trained:
     """model: in eval mode. transform: from an RGB image to its input, float (3, px, px). path: of the checkpoint.
 
-    several: whether each class has a probability of its own, since an image may have several labels.
+    several: whether an image may have several labels: the probabilities of the classes are then independent.
     """
 
     model: nn.Module

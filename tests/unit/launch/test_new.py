@@ -58,6 +58,7 @@ def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None
         (["class"], "new class: is a word of Python"),
         (["core"], "new core: is a word of Python, or a folder in recipes/"),
         (["toy"], r"new toy: .*/recipes/toy\.py exists: give another name"),
+        (["birds", "notfrom=toy"], "give the new recipe's name"),
         (["birds", "from=none"], "from=none: must be one of"),
         (["birds", "from=collectives"], "from=collectives: does not train"),
     ],

@@ -111,6 +111,11 @@ def test_a_run_is_found_by_its_folder_job_or_as_the_last(
 def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
     (root / "runs/mnist/12").rename(root / "runs/mnist/mine")
     assert [path.name for path in runs.find(["12"], root)] == ["mine"]
+    assert [path.name for path in runs.find(["12", "11"], root)] == ["mine", "11"]
+    with pytest.raises(InputError, match="98: no run is there"):
+        runs.find(["11", "98"], root)
+    with pytest.raises(InputError, match="--faild: must be one of --json, --failed, --sort"):
+        runs.show(["--faild"], root)
     with pytest.raises(InputError, match="99: no run is there: give a run directory, a job ID, or last"):
         runs.find(["99"], root)
 

@@ -133,7 +133,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(folder: Path, to: str) -> str:
-    """The command's own line; in a process of its own, as trackers keep state in theirs."""
+    """The line that the command prints. It runs in a separate process, since trackers keep state in their process."""
     ended = helpers.run(
         [sys.executable, "-m", "recipes.export", str(folder), f"to={to}"],
         cwd=folder.parent, environ={**helpers.clean_environment(), "PYTHONPATH": ":".join(filter(None, [str(helpers.ROOT), *sys.path]))},
