@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from recipes.core.data.crops import Crop
 from recipes.core.data.decode import Decoder
 from recipes.core.data.image_sets import Images
 from recipes.core.data.pillow import Unreadable
-from recipes.core.data.sampling import GlobalBatches, Shard, generator, share
+from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard, generator, share
 from recipes.core.errors import InputError, MachineError
 from recipes.core.run import watchdog
 
@@ -48,7 +47,7 @@ class LoadedShard(Shard):
     flip: Tensor
 
 
-class Loader:
+class Loader(OfBatches):
     """`GlobalBatches` with their images, randomly cropped: a `Source` for the step loop.
 
     size: pixels of a side, by epoch. min_crop: smallest fraction of an image's area in a crop. workers: number of threads,
@@ -74,14 +73,6 @@ class Loader:
         self._to = _Mover(device)
         # Of each sample that this rank could not read: whether it is for training, and its name.
         self.skipped: set[tuple[bool, str]] = set()
-
-    @property
-    def per_epoch(self) -> int:
-        return self._batches.per_epoch
-
-    @property
-    def order(self) -> dict[str, Any]:
-        return self._batches.order
 
     def skipped_on_all(self, gather: Callable[[bytes], list[bytes]]) -> int:
         """Number of samples that some rank could not read, each counted once. gather: `World.gather`. Collective."""

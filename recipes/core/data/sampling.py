@@ -120,6 +120,20 @@ class GlobalBatches:
             begin += size
 
 
+class OfBatches:
+    """What a `Source` has from the `GlobalBatches` that it loads."""
+
+    _batches: GlobalBatches
+
+    @property
+    def per_epoch(self) -> int:
+        return self._batches.per_epoch
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return self._batches.order
+
+
 def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
     """A generator for each (seed, epoch, stream, batch), the same on every rank. stream: 0 order, 1 augmentation, 2 recipes, 3 flips."""
     mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from recipes.core.data.sampling import GlobalBatches, Shard, share
+from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard, share
 from recipes.core.errors import InputError, RunError
 
 Collate = Callable[[list[Any]], Any]
@@ -47,19 +47,11 @@ class LoadedBatch(Shard):
         return super().pieces(count)
 
 
-class _Batched:
-    """A `Source` whose batches are those of ``batches``."""
+class _Loaded(OfBatches):
+    """A `Source` that puts its batches on a device."""
 
     def __init__(self, batches: GlobalBatches, device: torch.device) -> None:
         self._batches, self._device = batches, device
-
-    @property
-    def per_epoch(self) -> int:
-        return self._batches.per_epoch
-
-    @property
-    def order(self) -> dict[str, Any]:
-        return self._batches.order
 
     def _loaded(self, shards: Iterable[Shard], found: Iterable[Any]) -> Iterator[LoadedBatch]:
         for shard, data in zip(shards, found, strict=True):
@@ -69,7 +61,7 @@ class _Batched:
             yield LoadedBatch(shard.epoch, shard.batch, shard.indices, shard.global_size, here)
 
 
-class TorchLoader(_Batched):
+class TorchLoader(_Loaded):
     """The samples of a map-style ``dataset`` that ``batches`` selects, in worker processes that last as long as the loader.
 
     Within ``dataset[i]``, the global generators of torch, Python and NumPy are seeded for the sample: random transforms repeat exactly.
@@ -120,7 +112,7 @@ class TorchLoader(_Batched):
             yield _on(self._device, data)
 
 
-class StreamLoader(_Batched):
+class StreamLoader(_Loaded):
     """The samples of a stream, such as a file that is read from its beginning: each worker passes over all, and keeps its own.
 
     samples: called with the epoch; returns the stream, the same on all ranks and at each call. ``batches.num_samples`` is its length.
