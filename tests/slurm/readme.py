@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 
 from tests.helpers import ROOT
 
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "env/README.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "env/README.md",
+)
 SHOWN_ONLY = ("text", "yaml", "python", "diff")
 PROGRAMS = ("python", "python3", "torchrun", "srun", "sbatch", "salloc", "accelerate", "mpirun", "make", "sudo")
 
@@ -227,7 +233,19 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare cifar10 data_dir=/data": tool("source=$DATA", NEW, says=NEXT),
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256": tool(swap=PACK, says=NEXT),
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
+    # AGENTS.md
+    "python launch.py check recipe=mnist nodes=2 device=cpu": slurm("dataset=fake", runs=0, says="^nothing was submitted$"),
     # docs/run-directory.md
+    "python launch.py logs 1234": tool(swap={"1234": "runs/cifar/1234_0"}, says="^cifar: 1 rank on 1 node"),
+    # docs/watching.md
+    "python launch.py compare 1234 1235":
+        tool(swap={"1234 1235": "runs/cifar/1234_0 runs/cifar/1234_1"}, says="^curves: python -m recipes.report runs/cifar/1234_0 "),
+    "python -m recipes.mnist dataset=digits profile=10 device=cpu": here("max_steps=16", {"profile=10": "profile=1"}),
+    "python launch.py scale recipe=cifar nodes=1,2,4 max_steps=200":
+        slurm(f"{CIFAR} dataset=fake", {"nodes=1,2,4 max_steps=200": "nodes=1,2"}, runs=2, says="^when they are done: python launch.py scale "),
+    "python launch.py scale runs/scale/20260101-120000": tool(swap={"scale/20260101-120000": "cifar/1234_1"}, says="^ +ranks +nodes "),
+    "python launch.py scale 1234 link=runs/collectives/1235 ranks=8,64,512,4096":
+        tool(swap={"1234 link=runs/collectives/1235": "runs/cifar/1234_1 link=runs/cifar/1234_0"}, status=2, says="has no bandwidth of all_reduce"),
     "python launch.py runs": tool(says="^runs/cifar/1234_1 +done +1/1 "),
     "python launch.py runs --failed --sort=updated": tool(says="^runs/imagenet/1234 +failed "),
     "python launch.py logs 1234 rank=3 follow": tool(swap={"1234 rank=3 follow": "runs/cifar/1234_0 rank=0"}, says="^cifar: 1 rank on 1 node"),

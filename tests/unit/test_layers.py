@@ -29,7 +29,7 @@ ROOMS = {
     "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),
     "recipes.core.data.datasets": Room(BASE),  # the login node looks for data
     "recipes.core.data": Room(f"{BASE} config run data.datasets", "*"),
-    "recipes.core.train": Room(f"{BASE} config run data data.datasets", "*"),
+    "recipes.core.train": Room(f"{BASE} config run report data data.datasets", "*"),
     "recipes.core.bandwidth": Room(f"{BASE} train", "*"),
     "recipes.core.doctor": Room(f"{BASE} config run", "torch"),
     "recipes.conf": Room("errors config"),

@@ -171,6 +171,15 @@ class TrainKeys:
         False, "evaluate the newest checkpoint (or resume=PATH) without training", may_change=True,
         not_inherited=True,
     )  # fmt: skip
+    profile: int = declare.key(
+        0, "record this number of steps of rank 0 with torch's profiler, into profile/ of the run directory; 0: off",
+        low=0, high=1000, may_change=True, not_inherited=True,
+    )  # fmt: skip
+    tensorboard: bool = declare.key(
+        False,
+        "write TensorBoard's events, into tensorboard/ of the run directory, with each checkpoint",
+        may_change=True,
+    )
     log_every_steps: int = declare.key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scripts, snapshot, submit, waiting
+from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, scripts, snapshot, submit, waiting
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
@@ -38,6 +38,8 @@ def main(argv: list[str], python: str) -> int:
             return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         if argv[0] == "new":
             return new.new(argv[1:], ROOT)
+        if argv[0] == "scale":
+            return scale.scale(argv[1:], source.home(ROOT), lambda words: main(words, python))
         if argv[0] in runs.COMMANDS:
             return runs.command(argv, source.home(ROOT))
         settings = command_line.parse(argv[1:] if checked else argv)

@@ -1,4 +1,4 @@
-"""``launch.py runs``, ``logs``, ``cancel`` and ``resume``: one's runs by their folders or jobs, with their state in Slurm. Never torch."""
+"""``launch.py runs``, ``logs``, ``cancel``, ``resume`` and ``compare``: one's runs by their folders or jobs, with their state in Slurm. Never torch."""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ from typing import Any
 from recipes.core import errors, files
 from recipes.core.errors import InputError, MachineError, Next, next_of, shown
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use, judge, queue, table
+from recipes.core.run import directory, efficiency, in_use, judge, queue, table
 from recipes.core.run.queue import Line
 
 WATCH_S = 5.0  # between two tables of `runs watch`
 LAST = "last"  # in place of a run: the newest
-COMMANDS = ("runs", "logs", "cancel", "resume")
+COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
 UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
 SHOWN = 28  # characters of a run's folder and of a note in a table of 80 columns
@@ -94,6 +94,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     job = next((jobs[one] for one in ids if jobs and one in jobs), None)
     refused = "" if done else judge.why_not_begun(folder)
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
+    hint = efficiency.of_run(folder, table.keys(folder)) if name == "running" else str(summary.get("efficiency") or "")
     best = summary.get("best") or {k: v for k, v in table.results(row | summary).items() if k not in table.OF_TRAINING}
     return Run(
         folder=str(folder),
@@ -109,7 +110,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
         left_s=job.left_s if job and name == "running" else None,
         starts=len(attempts.numbers(folder)),
         nodes=job.nodes if job else "",
-        note=errors.shown(note, 300),
+        note=errors.shown("; ".join(filter(None, (note, hint))), 300),
     )
 
 
@@ -147,12 +148,14 @@ def _job_of(folder: Path) -> str:
 
 
 def command(argv: Sequence[str], root: Path) -> int:
-    """Runs ``launch.py runs|logs|cancel|resume …``. Returns the exit status. Raises InputError and MachineError."""
+    """Runs ``launch.py runs|logs|cancel|resume|compare …``. Returns the exit status. Raises InputError and MachineError."""
     name, *words = argv
     if name == "runs":
         return show(words, root)
     options = dict(word.split("=", 1) for word in words if "=" in word)
     folders = find([word for word in words if "=" not in word and word != "follow"] or [LAST], root)
+    if name == "compare":
+        return compare(folders)
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     jobs = queue.mine()
@@ -222,6 +225,18 @@ def _age(seconds: float) -> str:
 
 def _short(folder: str) -> str:
     return min(folder, os.path.relpath(folder), key=len)
+
+
+def compare(folders: Sequence[Path]) -> int:
+    """Prints the keys in which runs differ and their results, one column per run. Raises InputError for a single run."""
+    if len(folders) < 2:
+        raise InputError("compare: give at least two runs: directories, job IDs, or a folder of runs")
+    lines = list(zip(*table.cells([table.read_run(folder, time.time()) for folder in folders]), strict=True))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    print(f"curves: python -m recipes.report {shlex.join(_short(str(folder)) for folder in folders)} html=compare.html")
+    return errors.EXIT_DONE
 
 
 def logs(folder: Path, rank: str, follow: bool) -> int:

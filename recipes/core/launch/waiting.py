@@ -37,7 +37,7 @@ def wait(submitted: Submitted, show: bool = True) -> int:
 
 def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
     """Waits until the job has ended or can never start. Returns it; None if Slurm does not know it any more. log: printed meanwhile."""
-    interval_s, silent, printed = 0.5, False, 0
+    interval_s, silent, printed, said = 0.5, False, 0, ""
     while True:
         job, is_over = None, False
         try:
@@ -47,6 +47,9 @@ def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
             if not silent:
                 print(f"{error}; the job continues, and Slurm is asked again", file=sys.stderr)
             silent = True
+        if log and job and job.waiting and (line := queue.describe(job)) != said:
+            said = line
+            print(line, flush=True)
         if log and log.exists():
             with open(log, "rb") as file:
                 file.seek(printed)

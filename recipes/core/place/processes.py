@@ -1,9 +1,13 @@
-"""Child processes that end with their parent. Standard library only."""
+"""Child processes: their end with their parent, and what they use. Standard library only."""
 
+import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from recipes.core import errors
 
@@ -23,3 +27,29 @@ def die_with(parent: int) -> Callable[[], None]:
             os._exit(errors.EXIT_CRASH)
 
     return prepare
+
+
+class Usage(NamedTuple):
+    """Of a process and its descendants. memory: resident bytes. cpu_s: CPU seconds so far. time_s: of a monotonic clock."""
+
+    memory: int
+    cpu_s: float
+    time_s: float
+
+
+def usage() -> Usage:
+    """What this process and its descendants use now."""
+    memory, ticks, page = 0, 0, os.sysconf("SC_PAGE_SIZE")
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            memory, ticks = memory + int(fields[21]) * page, ticks + int(fields[11]) + int(fields[12])
+    return Usage(memory, ticks / os.sysconf("SC_CLK_TCK"), time.monotonic())
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    yield pid
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                yield from _descendants(int(child))

@@ -14,19 +14,24 @@ from recipes.core.report import figure
 from recipes.core.report.figure import Series
 from recipes.core.report.style import SHEET
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, rows, table
+from recipes.core.run import directory, efficiency, rows, table
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.rows import number
 from recipes.core.run.table import Run
 
 LONGEST = 500  # characters of a text from a file
-MOST_RUNS, MOST_RECORDS = 24, 16  # runs in a figure; failed ranks of an attempt
+MOST_RUNS, MOST_RECORDS, MOST_RANKS = 24, 16, 64  # runs in a figure; failed ranks of an attempt; ranks in a table
 # Title and label of the y axis, and whether it includes 0. Other metrics of an evaluation have their name.
 COLUMNS = {
     "loss": ("Loss", "mean loss per sample", False), "val_loss": ("val_loss", "mean loss per sample", False),
     "val_top1": ("val_top1", "fraction of samples", False), "val_top5": ("val_top5", "fraction of samples", False),
     "lr": ("Learning rate", "learning rate", False), "samples_per_second": ("Throughput", "samples/s, all ranks", True),
-    "data_wait": ("Waiting for data", "share of the time, rank 0", True),
+    "data_wait": ("Waiting for data", "share of a step, rank 0", True),
+    "forward_backward": ("Forward and backward pass", "share of a step, rank 0", True),
+    "communication": ("Waiting for gradients of other ranks", "share of a step, rank 0", True),
+    "optimizer": ("Optimiser", "share of a step, rank 0", True), "tflops": ("Arithmetic", "TFLOP/s per rank", True),
+    "mfu": ("Model FLOP/s utilisation", "share of the GPU's peak", True), "memory_gb": ("Memory", "GB per node", True),
+    "gpu_memory_gb": ("GPU memory", "GB, highest so far", True), "cpus_used": ("CPUs", "busy CPUs per node", True),
 }  # fmt: skip
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">
@@ -74,7 +79,7 @@ def page(runs: Sequence[Run], now: float) -> str:
         body += [_table(head, lines), *_training(shown[:MOST_RUNS]), *_scaling(shown)]
     for one in shown:
         body += [f"<h2>{_text(one.run.folder)}</h2>", _table((), [*_facts(one, now).items()])]
-        body += [*(_training(shown) if len(runs) == 1 else ()), *_details(one)]
+        body += [*(_training(shown) if len(runs) == 1 else ()), *_details(one, now)]
     return "\n".join([*body, f'<p class="note">Written {_moment(now)}.</p></main></body></html>\n'])
 
 
@@ -126,19 +131,24 @@ def _facts(one: Shown, now: float) -> dict[str, object]:
     """What the head of a run shows, without what is unknown."""
     run, facts = one.run, attempts.facts(one.run.folder)
     times = [moment for _, facts, _ in one.history if math.isfinite(moment := number(facts.get("time")))]
-    passed = (now if run.state == "running" else number(one.status.get("updated"))) - min(times[:1], default=math.nan)
+    passed = _end(one, now) - min(times[:1], default=math.nan)
     took = table.ago(passed) if passed >= 0 else "unknown: the clock went back" if passed < 0 else ""
     versions, begun = one.summary.get("versions"), sum(attempt.has_begun for attempt, _, _ in one.history)
     job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
     found: dict[str, object] = {
         "recipe": run.recipe, "state": run.state, "reason": run.note, "step": run.step, "best": _best(one), "job": job,
-        "hosts": ", ".join(dict.fromkeys(one.hosts)), "ranks": one.ranks or "", "nodes": one.nodes or "",
+        "efficiency": efficiency.of_run(run.folder, run.values), "hosts": ", ".join(dict.fromkeys(one.hosts)), "ranks": one.ranks or "", "nodes": one.nodes or "",
         "start": _moment(times[0]) if times else "", "duration, with waiting": took, "restarts": max(0, begun - 1),
         **{name: table.text(value) for name, value in run.results.items()},
         **{name: one.summary.get(name) for name in ("device", "backend", "git_commit")},
         **(versions if isinstance(versions, dict) else {}),
     }  # fmt: skip
     return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _end(one: Shown, now: float) -> float:
+    """When the run ended, or now if it runs."""
+    return now if one.run.state == "running" else number(one.status.get("updated"))
 
 
 def _best(one: Shown) -> str:
@@ -149,8 +159,8 @@ def _best(one: Shown) -> str:
     return f"{name} {sign * max(found)[0]:.5g} at step {-max(found)[1]}" if found else ""
 
 
-def _details(one: Shown) -> list[str]:
-    """Attempts with the failures of their ranks, the doctor's findings, checkpoints, keys."""
+def _details(one: Shown, now: float) -> list[str]:
+    """Where the time went, attempts with the failures of their ranks, the doctor's findings, checkpoints, keys."""
     ends, failed = [], list[list[object]]()
     for attempt, facts, end in one.history:
         began = facts.get("step") if attempt.has_begun else "not begun"
@@ -162,9 +172,18 @@ def _details(one: Shown) -> list[str]:
     names = dict(enumerate(verdict.get("hosts") or ()))
     entries = verdict.get("entries") or ()
     found = [(", ".join(str(names.get(n, n)) for n in e["nodes"]), e["what"], e["fix"]) for e in entries]
+    parts = [[name.replace("_", " "), f"{share:.1%}"] for name, share in efficiency.shares(one.rows).items()]
+    seconds = next((each for row in reversed(one.rows) if (each := rows.numbers(row.get("rank_step_s")))), [])
+    of_ranks = [[r, one.hosts[r] if r < len(one.hosts) else "", f"{s:.4g}"] for r, s in enumerate(seconds)]
+    spent = [[name, table.ago(s)] for name, s in efficiency.time_spent(one.run.folder, _end(one, now)).items()]
     keys = [(name, value) for name, value in one.run.values.items() if value != ""]
     first = f"Failed ranks (the first {MOST_RECORDS} of an attempt)"
     return [
+        _table(
+            ["part of a step", "share"], parts, "Time of a step, rank 0 (communication is a part of forward backward)"
+        ),
+        _table(["rank", "host", "seconds per step"], of_ranks[:MOST_RANKS], "Ranks, without waiting for each other"),
+        _table(["time of the run", "duration"], spent, "Time of all attempts"),
         _table(["attempt", "job", "start", "began at step", "state", "kind", "reason"], ends, "Attempts"),
         _table(["attempt", "rank", "host", "kind", "error"], failed, first),
         _table(["nodes", "finding", "fix"], found, "Findings of the doctor"),

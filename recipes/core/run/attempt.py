@@ -78,7 +78,9 @@ def facts(run_dir: Path) -> dict[str, Any]:
 def describe_process(environ: Mapping[str, str]) -> dict[str, Any]:
     """The facts about this process and its job that `open_next` records. ``cluster`` is None outside Slurm."""
     job, pid = directory.job_id(environ), os.getpid()
+    asked = {"cpus": environ.get("SLURM_CPUS_ON_NODE"), "memory_mb": environ.get("SLURM_MEM_PER_NODE")}
     return {
+        **{name: int(value) for name, value in asked.items() if value and value.isdecimal() and job},
         "launch": directory.launch_id(environ),
         "job": job,
         "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,
@@ -134,7 +136,8 @@ def _number(run_dir: Path) -> Attempt:
 
 def describe(attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: Sequence[str]) -> None:
     """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are known. Raises OSError."""
-    about = {"recipe": recipe, **describe_process(environ), "hosts": list(hosts), "time": round(time.time(), 3)}
+    opened = (files.read_json(attempt.folder / "opened.json") or {}).get("time", round(time.time(), 3))
+    about = {"recipe": recipe, **describe_process(environ), "hosts": list(hosts), "time": opened}
     files.write_json(attempt.folder / "opened.json", about)
 
 

@@ -43,3 +43,8 @@ def number(value: object) -> float:
     """A value from a file as a number; NaN if it is not one, or not finite."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= HIGHEST
     return float(value) if is_number else math.nan  # type: ignore[arg-type]
+
+
+def numbers(value: object) -> list[float]:
+    """A list of numbers from a file, each as by `number`; [] if it is not a list."""
+    return list(map(number, value)) if isinstance(value, list) else []

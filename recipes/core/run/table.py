@@ -13,13 +13,24 @@ from omegaconf import OmegaConf
 
 from recipes.core import errors, files
 from recipes.core.errors import InputError
-from recipes.core.run import directory, judge, resumed, rows
+from recipes.core.run import directory, efficiency, judge, resumed, rows
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
 RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
 OF_TRAINING = ("loss", "samples_per_second")  # results that are not of an evaluation
-NO_RESULTS = {"epoch", "lr", "data_wait", "wall_seconds", "time"}  # other numbers in summary.json and metrics.jsonl
+NO_RESULTS = {
+    "epoch",
+    "lr",
+    "wall_seconds",
+    "time",
+    "tflops",
+    "mfu",
+    "memory_gb",
+    "cpus_used",
+    "gpu_memory_gb",
+    *efficiency.SHARES,
+}  # other numbers in summary.json and metrics.jsonl
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 LONGEST_PATH = 4096
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
@@ -87,7 +98,7 @@ def read_run(folder: Path, now: float) -> Run:
         state=str(status.get("state", "not begun")),
         step=row.get("step") or status.get("step") or 0,
         note="; ".join(notes),
-        values={**{name: value for name, _, value in typed if name != "run_dir"}, **_keys(folder / "config.yaml")},
+        values={**{name: value for name, _, value in typed if name != "run_dir"}, **keys(folder)},
         results=results({**row, **summary}),
     )
 
@@ -98,9 +109,11 @@ def results(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in (*RESULTS, *own) if found.get(name) is not None}
 
 
-def _keys(path: Path) -> dict[str, Any]:
+def keys(run_dir: Path) -> dict[str, Any]:
+    """The keys in a run's config.yaml; {} if they cannot be read."""
     try:
-        found = OmegaConf.to_container(OmegaConf.create(files.read_bounded(path, MAX_YAML).decode()), resolve=False)
+        text = files.read_bounded(run_dir / "config.yaml", MAX_YAML).decode()
+        found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception:  # a refused run has no config.yaml; a damaged file only makes its keys unknown
         return {}
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
@@ -133,13 +146,13 @@ def cells(runs: Sequence[Run]) -> list[list[str]]:
     for run in runs:
         for name, value in run.values.items():
             seen.setdefault((run.recipe, name), set()).add(str(value))
-    keys = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
+    differing = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
     every = dict.fromkeys(name for run in runs for name in run.results)
     chosen = [*(name for name in RESULTS if name in every), *(name for name in every if name not in RESULTS)]
-    head = [errors.shown(name) for name in ("run", "state", "step", *keys, *chosen, "note")]
+    head = [errors.shown(name) for name in ("run", "state", "step", *differing, *chosen, "note")]
     return [head, *(
         [
-            errors.shown(run.folder, LONGEST_PATH), errors.shown(run.state), str(run.step), *(text(run.values.get(name)) for name in keys),
+            errors.shown(run.folder, LONGEST_PATH), errors.shown(run.state), str(run.step), *(text(run.values.get(name)) for name in differing),
             *(text(run.results.get(name)) for name in chosen), errors.shown(run.note, LONGEST_NOTE),
         ]
         for run in runs

@@ -15,16 +15,20 @@ from torch.optim import swa_utils
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
+from recipes.core.report import trackers
 from recipes.core.run import watchdog
 from recipes.core.train import gradients, lines, metrics
 from recipes.core.train.agreement import Agreement
+from recipes.core.train.flops import Flops, achieved
 from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Meter
+from recipes.core.train.profiling import profiling
 from recipes.core.train.run import Run
 
 SMALL_PART = 32  # samples of a GPU's forward pass: with fewer, starting its kernels takes longer than computing
 # Between two sums over the ranks, whichever is shorter; at least one step. A sum costs up to a millisecond.
 AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
+EARLIER_ROW = {"total_steps": 0, "samples_per_second": 0.0}  # of a checkpoint of an earlier version
 Evaluate = Callable[[], Mapping[str, Any]]
 
 
@@ -42,9 +46,10 @@ class Step(Generic[S]):
     """
 
     def __init__(
-        self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str], ends_epoch: bool, scale: float
-    ) -> None:
-        self.ends_epoch, self.save, self._scale = ends_epoch, False, scale
+        self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str], ends_epoch: bool, scale: float,
+        meter: Meter,
+    ) -> None:  # fmt: skip
+        self.ends_epoch, self.save, self._scale, self._meter = ends_epoch, False, scale, meter
         self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
         self._run, self._model, self._calls, self._pieces = run, model, calls, shard.pieces(accumulate)
         self._begun, self._losses = 0, list[Tensor]()
@@ -89,6 +94,7 @@ class Step(Generic[S]):
         loss = losses.sum()
         (loss * (self._scale * world.size / self.shard.global_size)).backward()
         self._losses.append(loss.detach())
+        self._meter.mark("forward_backward")
 
     def check(self) -> None:
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
@@ -123,28 +129,39 @@ def steps(
     """
     if not run.begun:
         raise RunError("loop.steps(): call run.resume() before it")
-    state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, batches, evaluate)
-    if ends.begin(pretrained):
-        gradients.check_first_step(run, model)
-        calls, scaled = _counted(model, state.optimizer), Gradients(state, cfg)
+    state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, model, batches, evaluate)
+    if not ends.begin(pretrained):
+        run.complete = True
+        return
+    gradients.check_first_step(run, model)
+    calls, scaled, meter = _counted(model, state.optimizer), Gradients(state, cfg), ends.meter
+    flops: Flops | None = None if cfg.compile else Flops(model)
+    with profiling(run, cfg.profile) as profile_step:
         while state.step < ends.total and not run.stopping:
             epoch, first_batch = divmod(state.step, batches.per_epoch)
             pulse.beat(watchdog.DATA, state.step)
-            ends.meter.wait_begins()
+            meter.mark("loop")
             for shard in batches.epoch(epoch, first_batch):
-                ends.meter.wait_ends()
-                state.optimizer.zero_grad(set_to_none=True)
                 ends_epoch = shard.batch == batches.per_epoch - 1
-                step = Step(run, model, shard, cfg.accumulate, calls, ends_epoch, scaled.scale)
+                if ends.is_row(state.step + 1, ends_epoch):
+                    meter.sample()
+                meter.mark("data_wait")
+                state.optimizer.zero_grad(set_to_none=True)
+                step = Step(run, model, shard, cfg.accumulate, calls, ends_epoch, scaled.scale, meter)
                 yield step
                 step.check()
+                meter.mark("optimizer")
+                if flops:
+                    ends.flops = flops.stop() / max(1, len(shard.indices))
+                    flops = None
                 if ends.end(step):
                     break
+                profile_step()
                 pulse.beat(watchdog.DATA)
-                ends.meter.wait_begins()
-        run.samples, run.train_s = ends.meter.samples, ends.meter.train_s
-        if state.meta.get("unevaluated") and not run.stopping:
-            ends.evaluate_late()
+                meter.mark("loop")
+    run.samples, run.train_s = meter.samples, meter.train_s
+    if state.meta.get("unevaluated") and not run.stopping:
+        ends.evaluate_late()
     run.complete = True
 
 
@@ -160,13 +177,15 @@ def _counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counter[str]
 class _StepEnds:
     """What happens before, between and after the steps of a run. All ranks call every method."""
 
-    def __init__(self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Evaluate) -> None:
-        self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, Meter(run.world.clock)
+    def __init__(self, run: Run, cfg: TrainKeys, model: nn.Module, batches: Source[Shard], evaluate: Evaluate) -> None:
+        self.run, self.cfg, self.model, self.evaluate = run, cfg, model, evaluate
+        self.meter = Meter(run.world.clock, run.world.device)
         self.per_epoch, self.first_step = batches.per_epoch, run.step + 1
         self.total = run.step if run.has_stalled(self.per_epoch) else total_steps(cfg, batches)
         self.sums: Agreement | None = None  # until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
         self.shown: float | None = None  # the loss of the last row
+        self.flops = 0.0  # of a sample; 0 if unknown
         self.agreed_at, self.agreed_s, self.every = run.step, run.world.clock.now(), 1
 
     def begin(self, pretrained: bool) -> bool:
@@ -176,6 +195,8 @@ class _StepEnds:
             raise InputError(
                 f"evaluate=true: {run.checkpoints.parent} has no checkpoint: give the run_dir= of a run, or resume=PATH of a checkpoint"
             )
+        if self.cfg.tensorboard:
+            trackers.require("tensorboard.compat.proto.event_pb2")
         run.end_dry_run()
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and part < SMALL_PART:
@@ -206,7 +227,7 @@ class _StepEnds:
         if isinstance(state.ema, swa_utils.AveragedModel):
             state.ema.update_parameters(state.model)
         state.step += 1
-        self.meter.lap_samples += step.shard.global_size
+        self.meter.step_ends(step.shard.global_size)
         run.world.pulse.beat(watchdog.WAITING, state.step)
         self.losses.append(step.loss)
         # The ranks decide by the sums of a step before, so that no step waits for them. A row of metrics does wait.
@@ -214,7 +235,7 @@ class _StepEnds:
         last = state.step == self.total
         ends_epoch = last or step.ends_epoch
         save = save or step.save or run.interval_ends()
-        is_row = ends_epoch or state.step == self.first_step or state.step % self.cfg.log_every_steps == 0
+        is_row = self.is_row(state.step, ends_epoch)
         self._agree(must=is_row or save or bool(stop))
         if is_row or save or stop:
             loss, stop_now, _ = self._read()
@@ -227,6 +248,10 @@ class _StepEnds:
             run.stopping = run.stopping if last else stop
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
+
+    def is_row(self, step: int, ends_epoch: bool) -> bool:
+        """Whether metrics.jsonl has a row for the step with this number."""
+        return ends_epoch or step in (self.first_step, self.total) or step % self.cfg.log_every_steps == 0
 
     def _show(self, step: Step[Any]) -> None:
         """Draws the progress bar of a terminal."""
@@ -254,12 +279,20 @@ class _StepEnds:
     def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:
         """Evaluates, writes a row and saves, as this step requires. Returns why the run stops, "" if it does not."""
         run, shard = self.run, step.shard
-        speed, waited = self.meter.lap()
-        row = {"epoch": shard.epoch, "loss": loss / shard.global_size, "lr": step.lr, "speed": speed, "waited": waited}
-        row |= {"total": self.total, "left_s": (self.total - run.step) * shard.global_size / speed if speed else 0.0}
+        measured = self.meter.lap(_unhidden_s(self.model))
+        row = {
+            "total_steps": self.total,
+            "epoch": shard.epoch,
+            "loss": loss / shard.global_size,
+            "lr": step.lr,
+            **measured,
+        }
+        if self.flops and measured["samples_per_second"]:
+            row |= achieved(self.flops * measured["samples_per_second"] / run.world.size, run.world.device)
         self.shown = row["loss"]
         run.results = {}
         if ends_epoch and not stop:
+            row |= self.meter.of_ranks(run.world)
             self._evaluate()
             stop = run.stopping
         try:
@@ -269,7 +302,7 @@ class _StepEnds:
             raise
         if run.saver:
             run.saver.check()
-        _log_row(run, **row)
+        _log_row(run, row, shard.global_size)
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
         if ends_epoch and run.step < self.total and run.has_stalled(self.per_epoch):
             run.say(f"no better result for patience={self.cfg.patience} epochs: the run ends")
@@ -303,28 +336,36 @@ class _StepEnds:
         """Runs an evaluation that a stop has postponed: writes the row of its step again; saves if it is the best."""
         run = self.run
         if self._evaluate():
-            _log_row(run, **run.state.meta["unevaluated"])
+            _log_row(run, {**EARLIER_ROW, **run.state.meta["unevaluated"]})
             run.state.meta["unevaluated"] = None
             if run.is_best(run.results) and run.keys.keep_best:
                 run.save(best=True, wait=True)
 
 
-def _log_row(
-    run: Run, epoch: int, loss: float, lr: float, speed: float, waited: float = 0.0, total: int = 0, left_s: float = 0.0
-) -> None:
+def _unhidden_s(model: nn.Module) -> float:
+    """Seconds of a step in which the backward pass was over and gradients were still averaged, from DDP's own timers; 0 without DDP.
+
+    DDP measures each of its first ten steps, and then one of a hundred. The value is that of the last measured one.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return 0.0
+    told = model._get_ddp_logging_data()
+    return max(0.0, told.get("backward_comm_time", 0) - told.get("backward_compute_comm_overlap_time", 0)) / 1e9
+
+
+def _log_row(run: Run, of_step: Mapping[str, Any], per_step: int = 0) -> None:
     """Writes a row of ``metrics.jsonl``, a log line, and one for an evaluation, on rank 0. Called by all ranks.
 
-    total: steps of the whole run. loss, speed (samples/s): over all ranks. waited: the share of the time in which rank 0 waited for data.
-    left_s: seconds until the end of the training; 0 if unknown.
+    of_step: the row without its place, time and results. per_step: samples of a step; with it, the log line has the time left.
     """
     run.world.pulse.beat(watchdog.SAVING, run.step)
     if not run.rows:
         return
-    row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "total_steps": total, "epoch": epoch}
-    row |= {"time": round(time.time(), 3), "loss": loss, "lr": lr}
-    row |= {"samples_per_second": round(speed, 1), "data_wait": round(waited, 3)}
+    row = {"attempt": run.attempt.number, "step": run.step, "time": round(time.time(), 3), **of_step}
     results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})
+    speed = row["samples_per_second"]
+    left_s = (row["total_steps"] - run.step) * per_step / speed if speed else 0.0
     run.say(lines.of_row(row, run.settings.config.epochs, left_s))
     if shown := lines.of_results(results):
         run.say(f"evaluation at step {run.step}:  {shown}")

@@ -1,40 +1,86 @@
-"""Samples and seconds of training: the speed of a run, and its progress line."""
+"""Where the time of a training goes: the speed of a run, the parts of its steps, and the pace of the progress line."""
 
+import struct
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+
+from recipes.core.place import processes
+from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
+from recipes.core.train.world import World
+import itertools
 
 PROGRESS_EVERY_S = 0.5
+PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is the loop's own work
+ON_GPU = ("forward_backward", "optimizer")
+OF_RANK = struct.Struct("ddQQ")  # seconds per step, CPUs, bytes of memory, bytes of the GPU
 
 
 class Meter:
     """Counts samples and seconds of training, without evaluation, saving and suspension. Also paces the progress line.
 
-    wait_begins, wait_ends: called around the wait for a batch.
+    On a GPU, which works while the host continues, CUDA events measure the parts of one step in each interval: see `sample`.
     """
 
-    def __init__(self, running: RunningClock) -> None:
-        self._now = running.now
+    def __init__(self, running: RunningClock, device: torch.device) -> None:
+        self._now, self._device = running.now, device
         self.samples, self.train_s = 0, 0.0
-        self.lap_samples, self._lap_start = 0, self._now()
-        self._progress_at = self._lap_start
-        self._waited_s, self._wait_start = 0.0, self._lap_start
+        self.lap_samples, self._lap_steps = 0, 0
+        self._lap_start = self._at = self._progress_at = self._now()
+        self._parts = defaultdict[str, float](float)  # seconds in this interval
+        self._events: list[tuple[str, torch.cuda.Event]] | None = None  # of the step that is measured
+        self._busy_s, self._busy_steps = 0.0, 0  # since the last `of_ranks`
+        self._usage = processes.usage()
 
-    def wait_begins(self) -> None:
-        self._wait_start = self._now()
+    def sample(self) -> None:
+        """Measures the next step, which ends an interval, on the GPU. No effect on a CPU, where each step is measured."""
+        self._events = [] if self._device.type == "cuda" else None
 
-    def wait_ends(self) -> None:
-        self._waited_s += self._now() - self._wait_start
+    def mark(self, part: str) -> None:
+        """Counts the time since the last mark as time of ``part``."""
+        now = self._now()
+        if self._device.type != "cuda" or part not in ON_GPU:
+            self._parts[part] += now - self._at
+        self._at = now
+        if self._events is not None and part in PARTS:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((part, event))
 
-    def lap(self) -> tuple[float, float]:
-        """Ends an interval of training. Returns its samples per second, and the share of it in which a step waited for its batch.
+    def step_ends(self, samples: int) -> None:
+        self.lap_samples, self._lap_steps = self.lap_samples + samples, self._lap_steps + 1
 
-        Called before and after work that is not training.
+    def lap(self, unhidden_s: float = 0.0) -> dict[str, float]:
+        """Ends an interval of training. Returns its ``samples_per_second`` and the share of each of PARTS.
+
+        Called before and after work that is not training. unhidden_s: seconds of each step in which this rank has only waited for the
+        gradients of others; their share is ``communication``, a part of ``forward_backward``.
         """
-        seconds = self._now() - self._lap_start
-        speed, waited = (self.lap_samples / seconds, self._waited_s / seconds) if self.lap_samples else (0.0, 0.0)
-        if self.lap_samples:
+        now = self._now()
+        seconds, steps = now - self._lap_start, self._lap_steps
+        found = {"samples_per_second": 0.0}
+        if steps and seconds > 0:
+            parts = {**self._parts, **self._on_gpu(steps)} if self._device.type == "cuda" else self._parts
             self.samples, self.train_s = self.samples + self.lap_samples, self.train_s + seconds
-        self.lap_samples, self._waited_s, self._lap_start = 0, 0.0, self._now()
-        return speed, waited
+            found = {name: round(min(1.0, parts[name] / seconds), 3) for name in PARTS if name in parts}
+            if "forward_backward" in found:
+                self._busy_s += sum(parts[name] for name in PARTS) - unhidden_s * steps
+                self._busy_steps += steps
+                found["communication"] = round(min(found["forward_backward"], unhidden_s * steps / seconds), 3)
+            found["samples_per_second"] = round(self.lap_samples / seconds, 1)
+        self.lap_samples, self._lap_steps, self._lap_start, self._at, self._events = 0, 0, now, now, None
+        self._parts.clear()
+        return found
+
+    def _on_gpu(self, steps: int) -> dict[str, float]:
+        """Seconds of the GPU's parts in ``steps`` steps, from the one that was measured; {} if none was."""
+        events, found = self._events or [], defaultdict[str, float](float)
+        for (_, before), (part, event) in itertools.pairwise(events):
+            if event.query():  # the host has waited for the step's loss
+                found[part] += steps * before.elapsed_time(event) / 1e3
+        return found
 
     def speed(self) -> float:
         """Samples per second of the interval so far; 0 at its start."""
@@ -45,3 +91,24 @@ class Meter:
         due = self._now() - self._progress_at >= PROGRESS_EVERY_S
         self._progress_at = self._now() if due else self._progress_at
         return due
+
+    def of_ranks(self, world: World) -> dict[str, Any]:
+        """What the ranks have used since the last call: for a row of metrics. A collective.
+
+        rank_step_s: seconds of each rank per step, without the wait for other ranks. memory_gb: of the node that uses most, with loader
+        processes. cpus_used: CPUs kept busy per node. gpu_memory_gb: highest so far of any GPU.
+        """
+        usage, gpu = processes.usage(), self._device.type == "cuda"
+        used_s = max(0.0, usage.cpu_s - self._usage.cpu_s) / max(1e-9, usage.time_s - self._usage.time_s)
+        peak = torch.cuda.max_memory_allocated(self._device) if gpu else 0
+        own = OF_RANK.pack(self._busy_s / max(1, self._busy_steps), used_s, usage.memory, peak)
+        self._busy_s, self._busy_steps, self._usage = 0.0, 0, usage
+        world.pulse.beat(watchdog.WAITING)
+        found = [OF_RANK.unpack(one) for one in world.gather(own)]
+        memory = Counter[str]()
+        for host, one in zip(world.hosts, found, strict=True):
+            memory[host] += one[2]
+        told: dict[str, Any] = {"rank_step_s": [float(f"{one[0]:.4g}") for one in found]}
+        told["memory_gb"] = round(max(memory.values()) / 1e9, 3)
+        told["cpus_used"] = round(sum(one[1] for one in found) / len(memory), 2)
+        return told | ({"gpu_memory_gb": round(max(one[3] for one in found) / 1e9, 3)} if gpu else {})

@@ -19,17 +19,9 @@ from recipes.core.errors import RunError
 # Names of a row of metrics.jsonl that are not results of an evaluation.
 RESERVED = frozenset(
     [
-        "attempt",
-        "step",
-        "total_steps",
-        "epoch",
-        "time",
-        "loss",
-        "lr",
-        "samples_per_second",
-        "data_wait",
-        "best",
-        "steps",
+        *("attempt", "step", "total_steps", "epoch", "time", "loss", "lr", "samples_per_second", "best", "steps"),
+        *("data_wait", "forward_backward", "communication", "optimizer", "tflops", "mfu"),
+        *("rank_step_s", "memory_gb", "cpus_used", "gpu_memory_gb", "efficiency"),
     ]
 )
 

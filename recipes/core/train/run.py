@@ -20,12 +20,13 @@ from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Mode, RunKeys
 from recipes.core.data.sampling import Shard, Source
-from recipes.core.errors import InputError, Kind, RunError
+from recipes.core.errors import InputError, Kind, MachineError, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, signals, source, watchdog
+from recipes.core.run import directory, efficiency, signals, source, watchdog
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
+from recipes.core.report import trackers
 from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
@@ -244,8 +245,18 @@ class Run:
 
     def _saved(self, path: Path, step: int) -> None:
         attempts.write_status(self.attempt, "running", step)
+        self._export()
         self.progress("")
         print(f"checkpoint {path}", flush=True)
+
+    def _export(self) -> None:
+        """tensorboard=true: adds the rows up to the newest checkpoint to TensorBoard's events. A failure is a warning."""
+        if getattr(self.settings.config, "tensorboard", False):
+            try:
+                with files.locked(self.dir / trackers.LOCK):
+                    trackers.export(self.dir, "tensorboard", "")
+            except (InputError, MachineError, OSError) as error:
+                self.warn(f"tensorboard=true: {error}")
 
     def is_best(self, results: Mapping[str, Any]) -> bool:
         """Whether these results are the best so far. If they are, ``state.meta`` records them. The same on all ranks.
@@ -315,12 +326,19 @@ class Run:
                 "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
-            best = {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
-            files.write_json(self.dir / "summary.json", {**summary, **best, **results})
+            if self.state:
+                trained = sum(p.numel() for p in self.state.model.parameters() if p.requires_grad)
+                summary |= {"parameters": trained, "global_batch_size": self.settings.config.global_batch_size}
+            summary |= {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
+            if line := efficiency.of_run(self.dir, self.settings.saved):
+                summary["efficiency"] = line
+                self.say(f"efficiency: {line}")
+            files.write_json(self.dir / "summary.json", {**summary, **results})
         metric = self.settings.config.best_metric if self.state else ""
         if metric and not self.settings.config.evaluate and not self.state.meta["best"]:
             self.say(f"warning: {metric} was never a finite number: there is no best checkpoint")
         attempts.write_status(self.attempt, "done", step)
+        self._export()
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.results(self.dir)}")
 

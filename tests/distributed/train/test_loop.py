@@ -456,14 +456,16 @@ def test_an_evaluation_that_only_another_rank_has_cut_short_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
-    ends = loop._StepEnds(run, run.settings.config, GlobalBatches(10, 5, 0, 0, 1), lambda: {"val_top1": 0.9})
+    ends = loop._StepEnds(
+        run, run.settings.config, nn.Linear(1, 1), GlobalBatches(10, 5, 0, 0, 1), lambda: {"val_top1": 0.9}
+    )
     theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
     monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
     assert not ends._evaluate()
     assert (run.results, run.stopping) == ({}, "SIGUSR2")
     run.results, run.rows = {"loss": 9.0, "val_loss": 0.5}, metrics.Rows(tmp_path / "metrics.jsonl")
     run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))  # it has been closed
-    loop._log_row(run, 0, 1.0, 0.1, 2.0)
+    loop._log_row(run, {**loop.EARLIER_ROW, "epoch": 0, "loss": 1.0, "lr": 0.1})
     assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (1.0, 0.5)
 
 

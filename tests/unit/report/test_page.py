@@ -124,7 +124,7 @@ def test_one_run(tmp_path: Path) -> None:
         "val_top1: fraction of samples against optimiser step",
         "Learning rate: learning rate against optimiser step",
         "Throughput: samples/s, all ranks against optimiser step",
-        "Waiting for data: share of the time, rank 0 against optimiser step",
+        "Waiting for data: share of a step, rank 0 against optimiser step",
     ]
     assert all(one.find("title") is not None for one in found.figures)
     assert found.labels()[0].endswith(f"Last values: {folder}: 1 at 10")

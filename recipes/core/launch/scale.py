@@ -1,0 +1,59 @@
+"""``launch.py scale``: the same training on several numbers of nodes, the table of its runs, and a prediction for other sizes.
+
+python launch.py scale recipe=cifar nodes=1,2,4 max_steps=200            # submits a job for each; weak=true: larger batches too
+python launch.py scale runs/scale/20260101-120000                        # the table of these runs
+python launch.py scale RUN link=COLLECTIVES_RUN ranks=8,64,512,4096      # a prediction, without further jobs
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from recipes.core import errors
+from recipes.core.errors import ConfigError, shown
+from recipes.core.run import command_line, scaling, table
+
+
+def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) -> int:
+    """Runs the command. submit: submits a job by the words of launch.py. Returns the exit status. Raises ConfigError, InputError, MachineError."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    folders = [Path(word) for word in words if "=" not in word]
+    if not words or bool(folders) == ("recipe" in given):
+        raise ConfigError("scale: give recipe=NAME nodes=1,2,4, or the directory of a run or of several runs")
+    weak = _flag(given.pop("weak", "false"))
+    if not folders:
+        return _submit_all(given, weak, root, submit)
+    if "link" in given:
+        link, base = scaling.read_link(Path(given["link"])), scaling.read(table.find(folders[:1])[0])
+        print("\n".join(scaling.lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak)))
+        return errors.EXIT_DONE
+    print("\n".join(scaling.lines_of_runs([scaling.read(folder) for folder in table.find(folders)])))
+    return errors.EXIT_DONE
+
+
+def _submit_all(given: dict[str, str], weak: bool, root: Path, submit: Callable[[list[str]], int]) -> int:
+    counts = _counts("nodes", given.pop("nodes", ""))
+    if "run_dir" in given:
+        raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
+    place = root / "runs" / "scale" / time.strftime("%Y%m%d-%H%M%S")
+    batch = command_line.parse([f"{name}={value}" for name, value in given.items()]).config.global_batch_size
+    for count in counts:
+        size = {"global_batch_size": str(batch * count // counts[0])} if weak else {}
+        chosen = {**given, **size, "nodes": str(count), "run_dir": str(place / f"nodes-{count}")}
+        if status := submit([f"{name}={value}" for name, value in chosen.items()]):
+            return status
+    print(f"when they are done: python launch.py scale {place}")
+    return errors.EXIT_DONE
+
+
+def _counts(name: str, text: str) -> list[int]:
+    found = text.split(",")
+    if not all(one.isdecimal() and int(one) > 0 for one in found):
+        raise ConfigError(f"{name}={shown(text)}: must be numbers separated by commas, such as 1,2,4")
+    return sorted({int(one) for one in found})
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ConfigError(f"weak={shown(text)}: must be true or false")
+    return text == "true"

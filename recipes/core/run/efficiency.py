@@ -1,0 +1,125 @@
+"""What a run does with its time and its resources, from its own files, and the first thing to change. Standard library only."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from recipes.core.run import attempt as attempts
+from recipes.core.run import rows as all_rows
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.rows import number
+
+SHARES = ("data_wait", "forward_backward", "communication", "optimizer")  # communication is a part of forward_backward
+RECENT = 50  # rows that are judged
+# From these on, a cause is named.
+WAITS, COMMUNICATES, IDLE_GPU = 0.15, 0.25, 0.3  # shares of a step
+SLOW_RANK = 1.3  # seconds of a step of a rank, relative to the median rank
+MEMORY_GB, MEMORY_USED, CPUS, CPUS_USED = 8.0, 0.33, 4, 0.25  # asked for at least, and used less than this share of it
+
+
+def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The median share of each part of a step in the last rows; {} if they have none. The first row of an attempt does not count."""
+    first = {
+        id(row) for row, before in zip(rows, [{}, *rows], strict=False) if row.get("attempt") != before.get("attempt")
+    }
+    usual = [row for row in rows if id(row) not in first][-RECENT:]
+    found = {name: [value for row in usual if math.isfinite(value := number(row.get(name)))] for name in SHARES}
+    return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def verdict(
+    rows: Sequence[Mapping[str, Any]], asked: Mapping[str, Any], keys: Mapping[str, Any], hosts: Sequence[str]
+) -> str:
+    """The first thing to change in one line; "" if nothing stands out.
+
+    asked: ``cpus`` and ``memory_mb`` per node that the job has asked for. keys: of the run. hosts: of each rank.
+    """
+    part = shares(rows)
+    last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
+    used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
+    if part.get("data_wait", 0.0) >= WAITS:
+        return f"{part['data_wait']:.0%} of each step waits for data: {_faster_data(asked, keys, hosts)}"
+    if line := _of_ranks(all_rows.numbers(last.get("rank_step_s")), number(keys.get("global_batch_size")), hosts):
+        return line
+    busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
+    if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
+        return f"the GPUs are idle for {1 - busy:.0%} of each step: a larger global_batch_size=, or compile=true"
+    if part.get("communication", 0.0) >= COMMUNICATES:
+        fix = "a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
+        return f"{part['communication']:.0%} of each step waits for the gradients of other ranks: {fix}"
+    memory, cpus = number(asked.get("memory_mb")) / 1e3, number(asked.get("cpus"))
+    if memory >= MEMORY_GB and used["memory_gb"] < MEMORY_USED * memory:
+        enough = math.ceil(1.5 * used["memory_gb"])
+        return f"{used['memory_gb']:.1f} of {memory:.0f} GB of memory per node are used: --mem={enough}G is enough"
+    if cpus >= CPUS and used["cpus_used"] < CPUS_USED * cpus:
+        return f"{used['cpus_used']:.1f} of {cpus:.0f} CPUs per node are busy: fewer are enough (cpus_per_rank=)"
+    return ""
+
+
+def _faster_data(asked: Mapping[str, Any], keys: Mapping[str, Any], hosts: Sequence[str]) -> str:
+    """What makes the data arrive sooner."""
+    cpus, ranks = number(asked.get("cpus")), max(1, max(map(hosts.count, hosts), default=1))
+    workers, most = number(keys.get("num_workers")), cpus // ranks if cpus > 0 else math.inf
+    if math.isfinite(workers) and workers >= 0 and 2 * max(1.0, workers) <= most:
+        return f"num_workers={min(most, 2 * max(1.0, workers)):.0f}, or a packed copy of the data"
+    return "more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
+
+
+def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str]) -> str:
+    """Why some ranks wait for others: an uneven ``batch``, or a rank whose steps take much longer than those of the median rank; "" if none do."""
+    ranks = len(seconds)
+    if ranks < 2 or not (min(seconds) >= 0 and max(seconds) > 0):
+        return ""
+    most, least = math.ceil(batch / ranks) if batch > 0 else 1, batch // ranks if batch > 0 else 1
+    if most >= SLOW_RANK * least:
+        return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: a multiple of {ranks} as global_batch_size="
+    longest, rank = max((value, rank) for rank, value in enumerate(seconds))
+    usual = statistics.median_low(seconds)
+    if longest < SLOW_RANK * usual:
+        return ""
+    name = f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}"
+    fix = "the others wait for it: python -m recipes.doctor examines its node"
+    return f"{name} needs {longest / usual:.1f} times as long per step as the median rank; {fix}"
+
+
+def of_run(folder: Path, keys: Mapping[str, Any]) -> str:
+    """The verdict on a run directory. keys: of its config.yaml."""
+    facts = attempts.facts(folder)
+    hosts = facts.get("hosts")
+    return verdict(all_rows.rows(folder), facts, keys, hosts if isinstance(hosts, list) else [])
+
+
+def time_spent(folder: Path, now: float) -> dict[str, float]:
+    """Seconds of all attempts of a run: ``start``, ``training``, ``lost`` (trained again after a resume), ``waiting`` (after each attempt).
+
+    now: the time of the run's end, or time.time() while it runs. {} if the times are unknown, or if a clock was set back.
+    """
+    every = [row for line in _lines(folder) if math.isfinite(number((row := all_rows.parse(line)).get("time")))]
+    begun = [(one, one.facts()) for n in reversed(attempts.numbers(folder)) if (one := Attempt(folder, n)).has_begun]
+    if not begun or not every:
+        return {}
+    begins = [number(facts.get("time")) for _, facts in begun]
+    resumed = [*(number(facts.get("step")) for _, facts in begun[1:]), math.inf]
+    found = dict.fromkeys(("start", "training", "lost", "waiting"), 0.0)
+    for (attempt, _), begin, end, again in zip(begun, begins, [*begins[1:], now], resumed, strict=True):
+        own = [row for row in every if row.get("attempt") == attempt.number]
+        times = [number(row["time"]) for row in own] or [end]
+        kept = max(
+            [time for time, row in zip(times, own, strict=False) if number(row.get("step")) <= again], default=times[0]
+        )
+        moments = (begin, times[0], kept, times[-1], end)
+        if not all(one <= other for one, other in pairwise(moments)):
+            return {}
+        for name, (before, after) in zip(found, pairwise(moments), strict=True):
+            found[name] += after - before
+    return found
+
+
+def _lines(folder: Path) -> list[bytes]:
+    try:
+        return (folder / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,123 @@
+"""Throughput by the number of ranks: measured by runs, and predicted from one run and a measured all_reduce. Standard library only.
+
+The model of a step is that of a ring: t = 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth for n ranks.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core import files
+from recipes.core.errors import InputError
+from recipes.core.run import efficiency, rows
+from recipes.core.run.rows import number
+
+BACKWARD = 2 / 3  # share of the backward pass in forward and backward, which hides the ring on a GPU
+ASSUMED = (
+    "assumed: a rank's work is in proportion to its samples, each rank has the CPUs and the GPU of the measured run, and the ring's latency"
+    " and bandwidth stay as measured; on GPUs the backward pass hides the ring, on CPUs nothing does"
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What `recipes.collectives` has measured for all_reduce. latency_s: of one of the ring's steps. bandwidth: bytes/s (busbw)."""
+
+    latency_s: float
+    bandwidth: float
+
+    def all_reduce_s(self, size: float, ranks: int) -> float:
+        """Seconds of an all_reduce of ``size`` bytes."""
+        return 2 * (ranks - 1) * self.latency_s + 2 * (ranks - 1) / ranks * size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run. samples: per optimiser step. speed: samples/s over all ranks. work_s: seconds of a rank per step, without waiting for others."""
+
+    folder: Path
+    recipe: str
+    ranks: int
+    nodes: int
+    samples: float
+    speed: float
+    work_s: float
+    backward_s: float  # of it, in which a GPU communicates as well; 0 on a CPU
+    gradient_bytes: float
+
+
+def read(folder: Path) -> Measured:
+    """Reads a run that is done. Raises InputError."""
+    summary, every = files.read_json(folder / "summary.json") or {}, rows.rows(folder)
+    sizes = [number(summary.get(name)) for name in ("world_size", "num_nodes", "samples_per_second", "parameters")]
+    work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
+    if not all(value > 0 for value in sizes) or not work:
+        raise InputError(
+            f"{folder}: is not a finished training with throughput per rank: give the directory of a run that is done"
+        )
+    ranks, nodes, speed, parameters = sizes
+    usual = [number(row.get("samples_per_second")) for row in every]
+    speed = statistics.median([value for value in usual[1:] if value > 0] or [speed])
+    samples = number(summary.get("global_batch_size"))
+    hidden = efficiency.shares(every).get("forward_backward", 0.0) * BACKWARD * samples / speed
+    on_gpu = summary.get("device") == "cuda"
+    return Measured(
+        folder,
+        str(summary.get("recipe")),
+        int(ranks),
+        int(nodes),
+        samples,
+        speed,
+        statistics.median(work),
+        hidden * on_gpu,
+        4 * parameters,
+    )
+
+
+def read_link(folder: Path) -> Link:
+    """The all_reduce of a run of recipes.collectives with mode=bench. Raises InputError."""
+    summary = files.read_json(folder / "summary.json") or {}
+    ranks, found = (
+        number(summary.get("world_size")),
+        [(summary.get(name) or {}).get("all_reduce") for name in ("busbw", "latency_us")],
+    )
+    busbw, latency = map(number, found)
+    if not (busbw > 0 and latency > 0 and ranks > 1):
+        fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4,64M on two nodes or more"
+        raise InputError(f"{folder}: has no bandwidth of all_reduce: {fix}")
+    return Link(latency / 1e6 / (2 * (ranks - 1)), busbw * 1e9)
+
+
+def predicted(base: Measured, link: Link, ranks: int, weak: bool) -> tuple[float, float]:
+    """Seconds of a step on ``ranks`` ranks, and of it those of communication that nothing hides. weak: samples per rank stay the same."""
+    share = 1.0 if weak else base.ranks / ranks
+    exposed = max(0.0, link.all_reduce_s(base.gradient_bytes, ranks) - base.backward_s * share) if ranks > 1 else 0.0
+    return base.work_s * share + exposed, exposed
+
+
+def lines_of_prediction(base: Measured, link: Link, ranks: Sequence[int], weak: bool) -> list[str]:
+    """A table of the predicted steps."""
+    kind = "weak: samples per rank stay the same" if weak else "strong: samples per step stay the same"
+    head = f"{base.recipe} from {base.folder} ({base.ranks} ranks, {1e3 * base.samples / base.speed:.4g} ms per step); scaling is {kind}"
+    lines = [head, f"{'ranks':>8}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}{'communication':>15}"]
+    one, _ = predicted(base, link, 1, weak)
+    alone = base.samples / base.ranks / one if weak else base.samples / one
+    for count in ranks:
+        step_s, exposed_s = predicted(base, link, count, weak)
+        speed = base.samples * (count / base.ranks if weak else 1.0) / step_s
+        columns = f"{count:>8}{1e3 * step_s:>14.4g}{speed:>14,.1f}{speed / (alone * count):>12.0%}"
+        lines.append(f"{columns}{exposed_s / step_s:>15.0%}")
+    return [*lines, ASSUMED]
+
+
+def lines_of_runs(runs: Sequence[Measured]) -> list[str]:
+    """A table of measured runs of one recipe, by ranks. Efficiency is relative to the run with the fewest ranks."""
+    runs = sorted(runs, key=lambda run: (run.ranks, run.nodes))
+    head = f"{'ranks':>8}{'nodes':>7}{'samples/step':>14}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}"
+    base = runs[0].speed / runs[0].ranks
+    return [head, *(
+        f"{run.ranks:>8}{run.nodes:>7}{run.samples:>14,.0f}{1e3 * run.samples / run.speed:>14.4g}{run.speed:>14,.1f}"
+        f"{run.speed / (base * run.ranks):>12.0%}"
+        for run in runs
+    )]  # fmt: skip

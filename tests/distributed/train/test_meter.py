@@ -1,0 +1,93 @@
+"""Where the time of a step goes, what ranks use, the arithmetic of a model, and a profile."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+
+from recipes.core.train import flops, meter
+from tests import helpers
+
+
+def test_parts_of_a_step_are_shares_of_its_time() -> None:
+    clock: Any = SimpleNamespace(now=lambda: clock.time, time=0.0)
+    measured = meter.Meter(clock, torch.device("cpu"))
+    for _ in range(2):
+        for part, seconds in (("data_wait", 1.0), ("forward_backward", 6.0), ("optimizer", 2.0), ("loop", 1.0)):
+            clock.time += seconds
+            measured.mark(part)
+        measured.step_ends(30)
+    found = measured.lap(unhidden_s=1.5)
+    parts = {"data_wait": 0.1, "forward_backward": 0.6, "communication": 0.15, "optimizer": 0.2}
+    assert found == {**parts, "samples_per_second": 3.0}
+    clock.time += 100.0  # an evaluation
+    assert measured.lap() == {"samples_per_second": 0.0}
+    assert (measured.samples, measured.train_s) == (60, 20.0)
+    world: Any = SimpleNamespace(
+        gather=lambda own: [own, own], hosts=("a", "a"), pulse=SimpleNamespace(beat=lambda stage: None)
+    )
+    told = measured.of_ranks(world)
+    assert told["rank_step_s"] == [7.5, 7.5]  # without the 1.5 s in which it has waited
+    assert 0.1 < told["memory_gb"] < 20
+    assert told["cpus_used"] >= 0
+
+
+def test_arithmetic_of_a_known_network() -> None:
+    net = torchvision.models.resnet50().eval()
+    count = flops.Flops(net)
+    with torch.no_grad():
+        net(torch.zeros(2, 3, 224, 224))
+    assert count.stop() / 2 == pytest.approx(
+        3 * 2 * 4.089e9, rel=0.001
+    )  # torchvision's documentation: 4.09 GFLOPS, in products
+    net(torch.zeros(1, 3, 32, 32))
+    assert count.stop() / 2 == pytest.approx(3 * 2 * 4.089e9, rel=0.001)  # stopped
+
+
+TOY = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=12", "log_every_steps=4"]
+
+
+def test_rows_have_the_parts_of_a_step_and_a_profile_is_written(tmp_path: Path) -> None:
+    ended = helpers.run_fork([*TOY, "profile=3", f"run_dir={tmp_path}"])
+    assert ended.status == 0, ended.out
+    last, summary = helpers.rows(tmp_path)[-1], helpers.read(tmp_path, "summary")
+    assert last["forward_backward"] > 0
+    assert last["communication"] == 0
+    assert last["tflops"] > 0
+    assert sum(last[name] for name in meter.PARTS) <= 1.01
+    assert len(last["rank_step_s"]) == 1
+    assert summary["parameters"] > 0
+    assert summary["global_batch_size"] > 0
+    trace = json.loads(gzip.decompress((tmp_path / "profile/trace.json.gz").read_bytes()))
+    assert any(event.get("name") == "aten::addmm" for event in trace["traceEvents"])
+    assert "aten::addmm" in (tmp_path / "profile/summary.txt").read_text()
+
+
+def test_a_rank_that_is_slow_is_named(tmp_path: Path) -> None:
+    code = """
+import sys, time, recipes.toy as toy
+from recipes.core.train import loop
+backward = loop.Step.backward
+def late(step, losses):
+    time.sleep(0.02 * (step._run.world.rank))
+    backward(step, losses)
+loop.Step.backward = late
+start = toy.entry.begin("toy")
+toy.session.run(toy.main, start)
+"""
+    words = [*TOY[3:], f"run_dir={tmp_path}"]
+    ended = helpers.run_ranks(code, words, 2)
+    assert ended.status == 0, ended.out
+    last, summary = helpers.rows(tmp_path)[-1], helpers.read(tmp_path, "summary")
+    assert last["rank_step_s"][1] > 0.02 > last["rank_step_s"][0]
+    assert summary["efficiency"].startswith(f"rank 1 on {socket.gethostname()} needs ")
+    assert f"efficiency: {summary['efficiency']}\n" in ended.out

@@ -1,0 +1,92 @@
+"""The first thing to change in a run, and where the time of its attempts went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core.run import efficiency
+from tests import helpers
+
+HEALTHY = {"data_wait": 0.02, "forward_backward": 0.8, "communication": 0.05, "optimizer": 0.1}
+USED = {"rank_step_s": [0.10, 0.11], "memory_gb": 20.0, "cpus_used": 7.0}
+ASKED = {"cpus": 16, "memory_mb": 32000}
+
+
+def rows(**changed: Any) -> list[dict[str, Any]]:
+    """Rows of a healthy run with changes. The first one has the start of the run in it, and does not count."""
+    odd = dict.fromkeys(HEALTHY, 1.0)
+    return [
+        {"attempt": 0, "step": 1, **odd},
+        *({"attempt": 0, "step": n, **HEALTHY, **USED, **changed} for n in (2, 3, 4)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "keys", "line"),
+    [
+        ({}, ASKED, {}, ""),
+        ({}, {}, {}, ""),
+        ({"data_wait": 0.14}, ASKED, {}, ""),
+        ({"data_wait": 0.61}, ASKED, {"num_workers": 3}, "61% of each step waits for data: num_workers=6, or a packed copy of the data"),
+        ({"data_wait": 0.61}, {"cpus": 5}, {"num_workers": 3}, "61% of each step waits for data: more CPUs per rank, or a packed copy"),
+        ({"data_wait": 0.61}, {}, {}, "61% of each step waits for data: more CPUs per rank, or a packed copy"),
+        ({"rank_step_s": [0.1, 0.14]}, ASKED, {}, "rank 1 on b needs 1.4 times as long per step as the median rank; the others wait for it"),
+        ({}, ASKED, {"global_batch_size": 1}, "each step has 1 samples for some ranks and 0 for others: a multiple of 2 as global_batch_size="),
+        ({}, ASKED, {"global_batch_size": 127}, ""),
+        ({"rank_step_s": [0.1, "x"]}, ASKED, {}, ""),
+        ({"communication": 0.4}, ASKED, {}, "40% of each step waits for the gradients of other ranks: a larger global_batch_size="),
+        ({"gpu_memory_gb": 9.0, "forward_backward": 0.3}, ASKED, {}, "the GPUs are idle for 60% of each step: a larger global_batch_size="),
+        ({"gpu_memory_gb": 9.0}, ASKED, {}, ""),
+        ({"memory_gb": 3.0}, ASKED, {}, "3.0 of 32 GB of memory per node are used: --mem=5G is enough"),
+        ({"cpus_used": 2.0}, ASKED, {}, "2.0 of 16 CPUs per node are busy: fewer are enough (cpus_per_rank=)"),
+    ],
+)  # fmt: skip
+def test_the_first_thing_to_change_is_named(
+    changed: dict[str, Any], asked: dict[str, int], keys: dict[str, Any], line: str
+) -> None:
+    found = efficiency.verdict(rows(**changed), asked, keys, ["a", "b"])
+    assert found.startswith(line)
+    assert bool(found) == bool(line)
+
+
+def attempt(run_dir: Path, number: int, at: float, step: int | None) -> None:
+    folder = run_dir / "attempts" / f"{number:04d}"
+    folder.mkdir(parents=True)
+    (folder / "opened.json").write_text(json.dumps({"time": at}))
+    if step is not None:
+        (folder / "begun.json").write_text(json.dumps({"step": step}))
+
+
+def write(run_dir: Path, *found: tuple[int, int, float]) -> None:
+    text = "".join(json.dumps({"attempt": a, "step": s, "time": t}) + "\n" for a, s, t in found)
+    (run_dir / "metrics.jsonl").write_text(text + '{"attempt": 1, "st')
+
+
+def test_time_of_all_attempts_by_what_it_was_spent_on(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 100.0, 0)
+    attempt(tmp_path, 1, 200.0, None)  # it did not begin
+    attempt(tmp_path, 2, 300.0, 20)
+    write(tmp_path, (0, 1, 110.0), (0, 20, 130.0), (0, 30, 150.0), (2, 21, 305.0), (2, 40, 325.0))
+    spent = {"start": 10.0 + 5.0, "training": 20.0 + 20.0, "lost": 20.0, "waiting": 150.0 + 2.0}
+    assert efficiency.time_spent(tmp_path, 327.0) == spent
+
+
+def test_no_times_if_a_clock_was_set_back_or_nothing_was_trained(tmp_path: Path) -> None:
+    assert efficiency.time_spent(tmp_path, 1.0) == {}
+    attempt(tmp_path, 0, 100.0, 0)
+    assert efficiency.time_spent(tmp_path, 200.0) == {}
+    write(tmp_path, (0, 1, 90.0))
+    assert efficiency.time_spent(tmp_path, 200.0) == {}
+
+
+def test_a_run_directory_is_judged_by_its_own_files(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 100.0, 0)
+    (tmp_path / "attempts/0000/opened.json").write_text(json.dumps({"time": 1.0, "hosts": ["a", "b"], **ASKED}))
+    text = "".join(json.dumps(row) + "\n" for row in rows(memory_gb=3.0))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert efficiency.of_run(tmp_path, {}).startswith("3.0 of 32 GB")
+    assert len(helpers.rows(tmp_path)) == 4
