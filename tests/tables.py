@@ -18,6 +18,7 @@ from recipes.core import errors
 from recipes.core.config import help
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RunKeys, TrainKeys
+from recipes.core.doctor import patterns
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- table ([a-z0-9-]+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
@@ -70,6 +71,8 @@ def tables() -> Iterator[tuple[str, str]]:
             if of := getattr(conf, name, {}):
                 yield f"{recipe}-{name.lower()}", differences(of, f"`{name.lower().removesuffix('s')}=`")
     yield "exit-statuses", table(["status", "meaning"], commented(inspect.getsource(errors), r"EXIT_(\w+) = (\d+)"))
+    texts = ([", ".join(f"`{one.strip()}`" for one in p.texts.split(" | ")), p.means, p.fix] for p in patterns.PATTERNS)
+    yield "faq", table(["message", "what it means", "what to do"], [*texts])
     for name, of in (("kinds", errors.Kind), ("nexts", errors.Next)):
         yield name, table([f"`{name[:-1]}`", "meaning"], commented(inspect.getsource(of), r'(\w+) = "([\w-]+)"'))
 

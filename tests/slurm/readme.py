@@ -157,6 +157,11 @@ TABLE: dict[str, How] = {
     "make demo": here(says=r"^test accuracy 9\d\.\d\d% on 359 digits; run directory runs/demo$"),
     "sbatch sbatch/mnist_2x8.sh data_dir=/data run_dir=runs/first": slurm(FEW, {**ONE_EACH, **DATA}),
     "python launch.py recipe=mnist epoch=3": tool(status=2),
+    "export SBATCH_PARTITION=gpu SBATCH_ACCOUNT=acct": tool(),
+    "python -m recipes.prepare mnist data_dir=$HOME/data": tool("source=$DATA", {"=$HOME/data": "=$NEW"}, says=NEXT),
+    "sbatch sbatch/mnist_1x1.sh data_dir=$HOME/data": slurm(FEW, {"=$HOME/data": "=$DATA"}),
+    # docs/administrators.md
+    "scontrol show config | grep -E 'JobRequeue|KillWait|SelectType|PreemptMode|SlurmdTimeout'": slurm(runs=0, says="^KillWait"),
     # docs/submitting.md
     "sbatch sbatch/mnist_2x8.sh data_dir=/data": slurm(FEW, {**ONE_EACH, **DATA}),
     "sbatch -p gpu -A acct sbatch/mnist_2x8.sh epochs=2":
@@ -235,7 +240,7 @@ TABLE: dict[str, How] = {
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
     # AGENTS.md
     "python launch.py check recipe=mnist nodes=2 device=cpu": slurm("dataset=fake", runs=0, says="^nothing was submitted$"),
-    # docs/run-directory.md
+    # docs/run-directory.md, docs/tutorial.md
     "python launch.py logs 1234": tool(swap={"1234": "runs/cifar/1234_0"}, says="^cifar: 1 rank on 1 node"),
     # docs/watching.md
     "python launch.py compare 1234 1235":

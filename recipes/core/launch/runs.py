@@ -17,7 +17,7 @@ from typing import Any
 from recipes.core import errors, files
 from recipes.core.errors import InputError, MachineError, Next, next_of, shown
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, in_use, judge, queue, table
+from recipes.core.run import directory, efficiency, in_use, judge, queue, rows, table
 from recipes.core.run.queue import Line
 
 WATCH_S = 5.0  # between two tables of `runs watch`
@@ -94,8 +94,16 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     job = next((jobs[one] for one in ids if jobs and one in jobs), None)
     refused = "" if done else judge.why_not_begun(folder)
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
-    hint = efficiency.of_run(folder, table.keys(folder)) if name == "running" else str(summary.get("efficiency") or "")
-    best = summary.get("best") or {k: v for k, v in table.results(row | summary).items() if k not in table.OF_TRAINING}
+    hint, so_far = str(summary.get("efficiency") or ""), None
+    if name in ("running", "requeued"):
+        keys = table.keys(folder)
+        so_far = rows.best(rows.rows(folder), keys)
+        hint = efficiency.of_run(folder, keys) if name == "running" else ""
+    best = (
+        summary.get("best")
+        or ({so_far[0]: so_far[1]} if so_far else None)
+        or {k: v for k, v in table.results(row | summary).items() if k not in table.OF_TRAINING}
+    )
     return Run(
         folder=str(folder),
         recipe=str(described.get("recipe") or facts.get("recipe") or ""),

@@ -131,12 +131,13 @@ def _facts(one: Shown, now: float) -> dict[str, object]:
     """What the head of a run shows, without what is unknown."""
     run, facts = one.run, attempts.facts(one.run.folder)
     times = [moment for _, facts, _ in one.history if math.isfinite(moment := number(facts.get("time")))]
+    best = rows.best(one.rows, one.run.values)
     passed = _end(one, now) - min(times[:1], default=math.nan)
     took = table.ago(passed) if passed >= 0 else "unknown: the clock went back" if passed < 0 else ""
     versions, begun = one.summary.get("versions"), sum(attempt.has_begun for attempt, _, _ in one.history)
     job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
     found: dict[str, object] = {
-        "recipe": run.recipe, "state": run.state, "reason": run.note, "step": run.step, "best": _best(one), "job": job,
+        "recipe": run.recipe, "state": run.state, "reason": run.note, "step": run.step, "best": f"{best[0]} {best[1]:.5g} at step {best[2]}" if best else "", "job": job,
         "efficiency": efficiency.of_run(run.folder, run.values), "hosts": ", ".join(dict.fromkeys(one.hosts)), "ranks": one.ranks or "", "nodes": one.nodes or "",
         "start": _moment(times[0]) if times else "", "duration, with waiting": took, "restarts": max(0, begun - 1),
         **{name: table.text(value) for name, value in run.results.items()},
@@ -149,14 +150,6 @@ def _facts(one: Shown, now: float) -> dict[str, object]:
 def _end(one: Shown, now: float) -> float:
     """When the run ended, or now if it runs."""
     return now if one.run.state == "running" else number(one.status.get("updated"))
-
-
-def _best(one: Shown) -> str:
-    """The best evaluation of best_metric=, and its step; "" if there is none."""
-    name = str(one.run.values.get("best_metric") or "val_top1")
-    sign = -1 if one.run.values.get("best_mode") == "min" else 1
-    found = [(sign * value, -row["step"]) for row in one.rows if math.isfinite(value := number(row.get(name)))]
-    return f"{name} {sign * max(found)[0]:.5g} at step {-max(found)[1]}" if found else ""
 
 
 def _details(one: Shown, now: float) -> list[str]:

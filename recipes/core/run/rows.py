@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
                     found.pop()
                 found.append(row)
     return found
+
+
+def best(found: Sequence[dict[str, Any]], keys: Mapping[str, Any]) -> tuple[str, float, int] | None:
+    """The name, value and step of the best evaluation in rows, by the keys best_metric and best_mode of a run; None if there is none."""
+    name, sign = str(keys.get("best_metric") or "val_top1"), -1 if keys.get("best_mode") == "min" else 1
+    values = [(sign * value, -row["step"]) for row in found if math.isfinite(value := number(row.get(name)))]
+    return (name, sign * max(values)[0], -max(values)[1]) if values else None
 
 
 def parse(line: bytes) -> dict[str, Any]:
