@@ -26,7 +26,7 @@ from recipes.core import errors
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
 from recipes.core.doctor import commands, examine, explain
-from recipes.core.doctor.node import Surroundings
+from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT

@@ -12,8 +12,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        "silent = [node for node in range(len(verdict.hosts)) if node not in reports",
-        "silent = [node for node in range(len(verdict.hosts) - 1) if node not in reports",
+        "silent = [node for node in range(count) if node not in reports",
+        "silent = [node for node in range(count - 1) if node not in reports",
         "the last node is not named if it gives no report",
         "tests/unit/doctor/test_verdict.py",
     ),
@@ -26,8 +26,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        '("gpus", "count", "the number of GPUs", True),',
-        '("gpus", "count", "the number of GPUs", False),',
+        '    ("gpus", "count", "the number of GPUs"),\n',
+        "",
         "a node with seven of eight GPUs does not change the doctor's status",
         "tests/unit/doctor/test_verdict.py",
     ),

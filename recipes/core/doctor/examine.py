@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.core import errors
 from recipes.core.doctor import commands, judge, probes, reach, verdict
-from recipes.core.doctor.node import Surroundings
+from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import POLL_S, Reports, Stage, stage_of
 from recipes.core.errors import Kind
 from recipes.core.files import write_json

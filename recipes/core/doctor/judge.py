@@ -8,27 +8,25 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from recipes.core.doctor.verdict import Verdict
+from recipes.core.doctor.verdict import Finding, Verdict
 from recipes.core.errors import shown
 
-SHORT, LONG = 40, 300  # characters of a value, and of a finding, in a line
-# Facts that all nodes must have alike: where a fact is in a report, its name, and whether a node that differs is bad.
+LONG = 300  # characters of a finding in a line
+# Facts that all nodes must have alike: where a fact is in a report, and its name.
 ALIKE = (
-    ("torch", "torch", "torch", True),
-    ("torch", "cuda", "CUDA", True),
-    ("torch", "nccl", "NCCL", True),
-    ("torch", "python", "Python", True),
-    ("gpus", "count", "the number of GPUs", True),
-    ("gpus", "name", "the kind of GPU", True),
-    ("interfaces", "mtu", "the MTU of the interface", False),
+    ("torch", "torch", "torch"),
+    ("torch", "cuda", "CUDA"),
+    ("torch", "nccl", "NCCL"),
+    ("torch", "python", "Python"),
+    ("gpus", "count", "the number of GPUs"),
+    ("gpus", "name", "the kind of GPU"),
 )
 SLOW = 0.6  # a value below this fraction of the median is slow
 # By the fault of a link (`reach.Link`): what a node sees of the other one, and the fix.
 FAULTS = {
     "connect": (
         "cannot connect to {peer}",
-        "check that its name resolves, that its interface is up, and that there is a route in both directions; a firewall must let the nodes"
-        " of a job through",
+        "check that its name resolves, its interface is up, routes exist in both directions, and no firewall is between the nodes",
     ),
     "small": (
         "connects to {peer}, but gets no answer",
@@ -47,15 +45,9 @@ def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -
     hosts: of each node that was started, by node_rank, "" where unknown.
     """
     verdict = Verdict(hosts=[host or reports.get(node, {}).get("host", "") for node, host in enumerate(hosts)])
-    _missing(reports, verdict)
-    _ended_early(reports, verdict)
-    _own_findings(reports, verdict)
-    _compare(reports, verdict)
-    _slow_gpus(reports, verdict)
-    _slow_copies(reports, verdict)
-    _links(reports, verdict)
-    _speeds(reports, verdict)
-    _collectives(reports, verdict)
+    rules = (_missing, _own_findings, _compare, _slow_gpus, _slow_copies, _links, _speeds, _collectives)
+    for rule in rules:  # `_links` uses what the rules before it have found
+        rule(reports, verdict)
     verdict.entries.sort(key=lambda entry: (not entry.bad, len(entry.nodes), entry.nodes[:1]))
     out = {node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes}
     verdict.exclude = [verdict.hosts[node] for node in sorted(out) if verdict.hosts[node]]
@@ -66,51 +58,48 @@ def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -
     return verdict
 
 
-def _missing(reports: Mapping[int, object], verdict: Verdict) -> None:
-    silent = [node for node in range(len(verdict.hosts)) if node not in reports]
+def _missing(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """Nodes without a report, and nodes that did not write their final report."""
+    count = len(verdict.hosts)
+    silent = [node for node in range(count) if node not in reports]
     # If only one of several nodes is seen, the others probably wrote to a folder of their own.
-    is_shared = not len(silent) == len(verdict.hosts) - 1 > 1
+    is_shared = not len(silent) == count - 1 > 1
     for node in silent:
-        fix = "log in there, or leave it out; give a run_dir= on a file system that all nodes share"
         what = "did not answer: it hangs, was never started, or does not see run_dir"
-        verdict.add([node], what, fix, True, leave_out=is_shared)
-
-
-def _ended_early(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """Nodes that did not write their final report."""
-    gone = [node for node, report in reports.items() if report.get("early")]
-    if gone:
+        fix = "log in there, or leave it out; give a run_dir= on a file system that all nodes share"
+        verdict.add([node], what, fix, leave_out=is_shared)
+    if gone := [node for node, report in reports.items() if report.get("early")]:
         what = "answered at first, but not after the bandwidth test: it hangs, or has died"
-        all_gone = len(gone) == len(verdict.hosts) > 1
-        verdict.add(gone, what, "log in there, or leave it out", True, leave_out=not all_gone)
+        verdict.add(gone, what, "log in there, or leave it out", leave_out=not len(gone) == count > 1)
 
 
 def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """What the nodes found themselves, the same finding of several nodes as one entry."""
-    found: dict[tuple[str, str, bool, bool], list[int]] = {}
+    found: dict[Finding, list[int]] = {}
     for node, report in reports.items():
         for one in report["findings"]:
-            found.setdefault((one["what"], one["fix"], one["bad"], one["leave_out"]), []).append(node)
-    for (what, fix, bad, leave_out), nodes in found.items():
+            found.setdefault(Finding(one["what"], one["fix"], one["bad"], one["leave_out"]), []).append(node)
+    for finding, nodes in found.items():
         # A fault that all nodes have is not fixed by leaving all of them out.
         is_shared = len(nodes) == len(reports) > 1
-        verdict.add(nodes, shown(what, LONG), shown(fix, LONG), bad, leave_out and not is_shared)
+        what, fix = shown(finding.what, LONG), shown(finding.fix, LONG)
+        verdict.add(nodes, what, fix, finding.bad, finding.leave_out and not is_shared)
 
 
 def _compare(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """Nodes that differ from most others; without a majority, all nodes."""
-    for part, name, title, bad in ALIKE:
+    for part, name, title in ALIKE:
         values = {node: report["facts"].get(part, {}).get(name) for node, report in reports.items()}
         counted = Counter(value for value in values.values() if value is not None).most_common()
         if len(counted) < 2:
             continue
         usual, often = counted[0]
         is_majority = often > counted[1][1]
-        others = f"{shown(usual, SHORT)} on {often} others" if is_majority else "and the nodes have no majority"
+        others = f"{shown(usual)} on {often} others" if is_majority else "and the nodes have no majority"
         fix = "use the same on all nodes: NCCL requires it, and nothing else is tested"
         for value, _ in counted[is_majority:]:
             nodes = [node for node, one in values.items() if one == value]
-            verdict.add(nodes, f"{title} is {shown(value, SHORT)}, {others}", fix, bad and is_majority)
+            verdict.add(nodes, f"{title} is {shown(value)}, {others}", fix, is_majority)
 
 
 def _gpus(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -125,7 +114,7 @@ def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> No
         if gpu["tflops"] < SLOW * middle:
             what = f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s, where the median is {middle:.0f}"
             fix = "nvidia-smi -q -d PERFORMANCE there: heat, a power cap, or another process"
-            verdict.add([node], what, fix, True)
+            verdict.add([node], what, fix)
 
 
 def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -140,7 +129,7 @@ def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
         slow = [node for node, speed in speeds.items() if len(speeds) > 2 and speed < SLOW * usual]
         for node in slow:
             what = f"copies from its GPU {index} to the next are slow: {speeds[node]:.0f} GB/s, where the median is {usual:.0f}"
-            verdict.add([node], what, "nvidia-smi nvlink -s, and nvidia-smi topo -m, there", True)
+            verdict.add([node], what, "nvidia-smi nvlink -s, and nvidia-smi topo -m, there")
 
 
 def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -167,7 +156,7 @@ def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         what, fix = FAULTS[link["fault"]]
         count = f"{failed[bad]} of {tried[bad]} links of {verdict.host(bad)} fail"
         what = f"{verdict.host(node)} {what.format(peer=verdict.host(peer))} ({link['why']}; {count})"
-        verdict.add([bad], what, fix, True)
+        verdict.add([bad], what, fix)
 
 
 def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -196,7 +185,7 @@ def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
             what = (
                 f"its network is slow{of_which}: {median(values):.3g} GB/s with others, where the median is {usual:.3g}"
             )
-            verdict.add([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable", True)
+            verdict.add([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable")
 
 
 def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -205,7 +194,7 @@ def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
     for node, found in measured.items():
         if found.get("correct") is False:
             fix = "memory or a link corrupts data: leave it out"
-            verdict.add([node], "an all_reduce has a wrong sum there", fix, True)
+            verdict.add([node], "an all_reduce has a wrong sum there", fix)
     cut = [node for node, found in measured.items() if not found.get("ended")]
     if not cut:
         return
@@ -214,7 +203,7 @@ def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
     found = measured[(behind or cut)[0]]
     what = f"the bandwidth test of all nodes stopped at {found['at']} ({found.get('error') or 'no error'})"
     fix = "NCCL_DEBUG=INFO python -m recipes.collectives over these nodes shows where; see the notes above"
-    verdict.add(behind, what, fix, True)
+    verdict.add(behind, what, fix)
 
 
 def _facts(report: Mapping[str, Any]) -> dict[str, str]:

@@ -9,15 +9,17 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.core import files
 from recipes.core.doctor import commands, variables
-from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
+from recipes.core.doctor.verdict import Finding
 from recipes.core.errors import one_line
 from recipes.core.place import network
 from recipes.core.place.gpus import granted_gpus, shortage
+from recipes.core.place.ranks import RankInfo
 
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 LOCKED_BYTES = 1 << 30  # of memory that RDMA may lock
@@ -32,7 +34,24 @@ HANGS = (
     ((2, 29, 2), (2, 29, 3), "aarch64", "on ARM"),
 )
 
-Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """This node, and what to examine on it."""
+
+    environ: Mapping[str, str]
+    info: RankInfo
+    run_dir: Path
+    data_dir: str = ""
+    on_cpu: bool = False
+    root: Path = Path("/")  # the folder that has ``proc`` and ``sys``
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other nodes. A node alone cannot be compared: what looks like its fault may be a mistyped key."""
+        return self.info.num_nodes > 1
 
 
 def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], list[Finding]]:
@@ -83,24 +102,22 @@ def known_hangs(nccl: str, machine: str) -> list[Finding]:
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """/dev/shm, the run directory, TMPDIR and the data folder, each in a separate process: a file system may not answer."""
     temporary = here.environ.get("TMPDIR") or "/tmp"
-    folders = {
-        "shm": ("/dev/shm", "/dev/shm", "check that file system"),
-        "run": (str(here.run_dir), f"run_dir={here.run_dir}", "check that file system, or give another run_dir="),
-        "tmp": (temporary, f"TMPDIR={temporary}", "set TMPDIR to a folder that is on every node"),
-    }
-    if here.data_dir:
-        name = f"data_dir={here.data_dir}"
-        folders["data"] = (here.data_dir, name, "check the name, and that it is mounted on that node")
+    folders = [
+        ("/dev/shm", "/dev/shm", "write", "check that file system"),
+        (f"run_dir={here.run_dir}", str(here.run_dir), "write", "check that file system, or give another run_dir="),
+        (f"TMPDIR={temporary}", temporary, "write", "set TMPDIR to a folder that is on every node"),
+        (f"data_dir={here.data_dir}", here.data_dir, "read", "check the name, and that it is mounted on that node"),
+    ]
     findings = []
-    for use, (folder, name, fix) in folders.items():
-        command = [sys.executable, "-S", "-c", DISK_PROBE, folder, "read" if use == "data" else "write"]
+    for name, folder, use, fix in folders if here.data_dir else folders[:-1]:
+        command = [sys.executable, "-S", "-c", DISK_PROBE, folder, use]
         out, why = commands.run(command, 15)
         if why:
-            leave_out = here.has_others or use == "shm"
+            leave_out = here.has_others or name == "/dev/shm"
             findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
             continue
         free = json.loads(out)
-        if use == "shm" and free is not None and free < SHM_BYTES:
+        if name == "/dev/shm" and free is not None and free < SHM_BYTES:
             fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
             findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20))
     return {}, findings
@@ -123,17 +140,16 @@ except OSError as error:
 
 def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """The interface on the route to the other nodes."""
-    findings: list[Finding] = []
     folders = here.root / "sys/class/net"
     try:
         chosen = network.choose(here.info)
     except network.NetworkError as error:
-        down = [folder.name for folder in sorted(folders.glob("*")) if small_text(folder / "operstate") == "down"]
+        down = [folder.name for folder in sorted(folders.glob("*")) if _text(folder / "operstate") == "down"]
         what = f"{error.what}; down there: {', '.join(down)}" if down else error.what
-        return {}, [*findings, Finding(what, error.fix)]
+        return {}, [Finding(what, error.fix)]
     if not chosen:
-        return {}, findings
-    facts: Facts = {"interface": chosen.interface, "mtu": small_text(folders / chosen.interface / "mtu") or None}
+        return {}, []
+    findings = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = here.environ.get(name, "")
         # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact names.
@@ -141,36 +157,25 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         if value and here.has_others and is_listed == value.startswith("^"):
             what = f"{name}={value}, and the route to {chosen.peer} goes by {chosen.interface}"
             findings.append(Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False))
-    own = _mbit_per_s(folders / chosen.interface)
-    cards = [one for one in folders.glob("*") if (one / "device").exists() and small_text(one / "operstate") == "up"]
-    fastest = max(cards, key=_mbit_per_s, default=None)
-    if fastest and here.has_others and _mbit_per_s(fastest) > own > 0 and not _ports(here):
-        name = fastest.name
-        what = f"the ranks use {chosen.interface} with {own} Mbit/s, and {name} has {_mbit_per_s(fastest)}"
-        fix = f"if {name} reaches the other nodes: NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
-        findings.append(Finding(what, fix, bad=False))
-    return facts, findings
+    return {"interface": chosen.interface}, findings
 
 
-def _mbit_per_s(interface: Path) -> int:
-    """Speed of a network interface; 0 if its driver does not say."""
-    text = small_text(interface / "speed")
-    return int(text) if text.isdecimal() else 0
-
-
-def _ports(here: Surroundings) -> list[Path]:
-    """The InfiniBand ports that NCCL may use."""
-    ignores = here.on_cpu or here.environ.get("NCCL_IB_DISABLE") == "1"
-    return [] if ignores else sorted((here.root / "sys/class/infiniband").glob("*/ports/*"))
+def _text(path: Path) -> str:
+    """The text of a small file without its line end; "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Ports that are not active, and whether a process may lock the memory that it sends."""
-    if not (ports := _ports(here)):
+    ports = sorted((here.root / "sys/class/infiniband").glob("*/ports/*"))
+    if not ports or here.on_cpu or here.environ.get("NCCL_IB_DISABLE") == "1":
         return {}, []
     findings = []
     for folder in ports:
-        port, state = f"{folder.parts[-3]}:{folder.name}", small_text(folder / "state").rpartition(": ")[2]
+        port, state = f"{folder.parts[-3]}:{folder.name}", _text(folder / "state").rpartition(": ")[2]
         if state not in ("ACTIVE", ""):
             fix = f"check its cable, switch and subnet manager; if NCCL should not use it: NCCL_IB_HCA=^{port}"
             findings.append(Finding(f"InfiniBand port {port} is {state}", fix, bad=False))
@@ -183,7 +188,7 @@ def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 
 def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Facts and findings on the GPUs that this process may use."""
+    """What `gpucheck.gpus` finds on the GPUs that this process may use."""
     if here.on_cpu:
         return {}, []
     granted = granted_gpus(here.environ)
@@ -192,24 +197,19 @@ def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
         fix = f"run there: {sys.executable} -m recipes.core.doctor.gpucheck gpus"
         return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
     seen = [] if why else json.loads(out.splitlines()[-1])
-    found = _missing_gpus(here, len(seen))
+    found = []
+    if few := shortage(here.environ, len(seen)):
+        found.append(Finding(few, "compare nvidia-smi -L there"))
+    elif here.info.in_slurm and not seen:
+        fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
+        found.append(Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False))
     smi, _ = commands.run(SMI, 20)  # many images do not have it
     errors = dict(line.strip().split(", ") for line in smi.splitlines() if line.count(", ") == 1)
     for gpu in seen:
         found += _of_gpu(gpu, errors.get(gpu.get("uuid", ""), ""))
-    # Nodes may have different numbers of granted GPUs, and `_missing_gpus` compares each with its own.
+    # Nodes may have different numbers of granted GPUs, and `shortage` compares each with its own.
     count = None if granted else len(seen)
     return {"count": count, "name": seen[0].get("name") if seen else None, "gpus": seen}, found
-
-
-def _missing_gpus(here: Surroundings, seen: int) -> list[Finding]:
-    """Whether torch sees fewer GPUs than it should."""
-    if few := shortage(here.environ, seen):
-        return [Finding(few, "compare nvidia-smi -L there")]
-    if here.info.in_slurm and seen == 0:
-        fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
-        return [Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False)]
-    return []
 
 
 def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
@@ -225,13 +225,12 @@ def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
         found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
-        found.append(
-            Finding(what, "another process uses it, possibly of an ended job: see nvidia-smi there", bad=False)
-        )
+        fix = "another process uses it, possibly of an ended job: see nvidia-smi there"
+        found.append(Finding(what, fix, bad=False))
     return found
 
 
-CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Callable[[Surroundings], tuple[Facts, list[Finding]]]] = {
     "torch": torch_import,
     "disks": disks,
     "interfaces": interfaces,

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from recipes.core.doctor.node import Finding
+from recipes.core.doctor.verdict import Finding
 from recipes.core.errors import shown
 
 CUTOFF = 0.9  # of difflib. With less, a valid name that is not in the list is taken for a misspelt one
@@ -38,9 +38,8 @@ _ELEMENTS = {
 
 
 def problems(environ: Mapping[str, str]) -> list[Finding]:
-    """The problems in a process's environment, bad ones first. Interfaces and devices are not looked up."""
-    found = [*_names(environ), *_nccl(environ), *_interfaces(environ)]
-    return sorted(found, key=lambda problem: (not problem.bad, problem.what))
+    """The problems in a process's environment. Interfaces and devices are not looked up: `probes.interfaces` does that."""
+    return [*_names(environ), *_values(environ)]
 
 
 def _problem(name: str, what: str, fix: str, bad: bool = False) -> Finding:
@@ -55,7 +54,7 @@ def _names(environ: Mapping[str, str]) -> Iterator[Finding]:
             yield _problem(name, "is not a known variable and has no effect", f"did you mean {nearest[0]}?")
 
 
-def _nccl(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _values(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name, elements in _ELEMENTS.items():
         # `Ring,Tree`, `^NVLS`, `allreduce:tree;broadcast:ring` (graph/tuning.cc)
         lists = [part.rpartition(":")[2].removeprefix("^") for part in environ.get(name, "").split(";")]
@@ -67,14 +66,7 @@ def _nccl(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _problem("NCCL_NET", "is empty, and NCCL searches for a network with an empty name", "unset it", bad=True)
     if environ.get("NCCL_NET", "").upper() == "IB" and environ.get("NCCL_IB_DISABLE") == "1":
         yield _problem("NCCL_NET", "is IB, which NCCL_IB_DISABLE=1 disables", "unset one of the two", bad=True)
-
-
-def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
-    fix = "unset it: the recipes find the interface of each node by its route to the others"
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = environ.get(name, "")
-        if re.fullmatch("=?(?:lo|docker[0-9]*|virbr[0-9]*)", value):
-            yield _problem(name, f"{shown(value)} does not reach other nodes", fix)
-        elif name.startswith("GLOO") and re.search("[=^]", value):
-            what = f"{shown(value)} is not an interface name: gloo accepts no =, ^ or prefix"
-            yield _problem(name, what, "write the exact name, as in eth0", bad=True)
+    value = environ.get("GLOO_SOCKET_IFNAME", "")
+    if re.search("[=^]", value):
+        what = f"{shown(value)} is not an interface name: gloo accepts no =, ^ or prefix"
+        yield _problem("GLOO_SOCKET_IFNAME", what, "write the exact name, as in eth0", bad=True)

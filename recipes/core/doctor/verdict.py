@@ -1,4 +1,4 @@
-"""The verdict on the nodes of an allocation, and how it is printed."""
+"""What is wrong with the nodes of an allocation, the verdict on them, and how it is printed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,22 +10,26 @@ MANY = 8  # hosts that are named in a line
 FIGURES = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per_s": "pairs of nodes, median"}
 
 
-@dataclass
-class Entry:
-    """A finding (`node.Finding`) on one node or several."""
+@dataclass(frozen=True)
+class Finding:
+    """A fault of one node or several. what: one line that can stand after a host name. fix: what to type or do.
 
-    nodes: list[int]
+    bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it; false where the job itself is at fault.
+    nodes: those that have it, by node_rank; none in the report of a node, and if no single node is to blame.
+    """
+
     what: str
     fix: str
-    bad: bool
+    bad: bool = True
     leave_out: bool = True
+    nodes: Sequence[int] = ()
 
 
 @dataclass
 class Verdict:
     """entries: the findings, bad ones first. exclude: hosts of the nodes to leave out. hosts: of all nodes. table: a row per node."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Finding] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     table: list[dict[str, str]] = field(default_factory=list)
@@ -39,8 +43,8 @@ class Verdict:
     def bad_nodes(self) -> set[int]:
         return {node for entry in self.entries if entry.bad for node in entry.nodes}
 
-    def add(self, nodes: list[int], what: str, fix: str, bad: bool, leave_out: bool = True) -> None:
-        self.entries.append(Entry(nodes, what, fix, bad, leave_out))
+    def add(self, nodes: list[int], what: str, fix: str, bad: bool = True, leave_out: bool = True) -> None:
+        self.entries.append(Finding(what, fix, bad, leave_out, nodes))
 
     def host(self, node: int) -> str:
         return self.hosts[node] or f"node {node}"
@@ -58,20 +62,19 @@ def lines(verdict: Verdict) -> list[str]:
 
 def _summary(verdict: Verdict) -> str:
     count, bad = len(verdict.hosts), len(verdict.bad_nodes)
-    options = f"sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else ""
     if verdict.healthy:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
     what = f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame"
-    return f"{what}: {options} leaves them out" if options else what
+    return f"{what}: sbatch --exclude={','.join(verdict.exclude)} leaves them out" if verdict.exclude else what
 
 
 def _table(verdict: Verdict) -> list[str]:
     """A row per node; of many nodes, only the bad ones."""
-    rows = verdict.table
-    shown = rows if len(rows) <= 2 * MANY else [rows[node] for node in sorted(verdict.bad_nodes)]
-    shown = [{name: name for name in rows[0]}, *shown]
-    widths = {name: max(len(row[name]) for row in shown) for name in rows[0]}
-    return ["  ".join(f"{row[name]:<{widths[name]}}" for name in widths).rstrip() for row in shown]
+    rows = [{name: name for name in verdict.table[0]}, *verdict.table]
+    if len(verdict.table) > 2 * MANY:
+        rows = [rows[0], *(verdict.table[node] for node in sorted(verdict.bad_nodes))]
+    widths = {name: max(len(row[name]) for row in rows) for name in rows[0]}
+    return ["  ".join(f"{row[name]:<{widths[name]}}" for name in widths).rstrip() for row in rows]
 
 
 def _names(nodes: Sequence[int], verdict: Verdict) -> str:

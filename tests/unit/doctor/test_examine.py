@@ -23,7 +23,7 @@ from recipes.core.doctor.examine import (
     give_verdict,
     run,
 )
-from recipes.core.doctor.node import Surroundings
+from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.place import ranks
 from recipes.core.run import attempt as attempts

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipes.core.doctor import commands, probes
-from recipes.core.doctor.node import Finding, Surroundings
+from recipes.core.doctor.probes import Surroundings
+from recipes.core.doctor.verdict import Finding
 from recipes.core.place import network, ranks
 
 ALONE = ranks.detect({})
@@ -30,7 +31,6 @@ def here(
 
 def only(found: tuple[dict[str, object], list[Finding]]) -> Finding:
     (finding,) = found[1]
-    assert finding.what
     assert finding.fix
     return finding
 
@@ -58,10 +58,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     def breaks(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
         raise RuntimeError("no such thing")
 
-    def gives_up(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
-        raise TimeoutError("the kernel does not answer")
-
-    checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "works": lambda _: ({"a": 1}, [])}
+    checks = {"hangs": hangs, "breaks": breaks, "works": lambda _: ({"a": 1}, [])}
     monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
     facts, findings = probes.run_all(here(tmp_path), 0.5)
@@ -69,7 +66,6 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     assert [(found.what, found.bad) for found in findings] == [
         ("the check of its hangs did not end in 0.5 s", True),
         ("the check of its breaks failed (RuntimeError: no such thing)", False),
-        ("the check of its gives_up failed (TimeoutError: the kernel does not answer)", False),
     ]
     assert facts == {"works": {"a": 1}}
 
@@ -83,33 +79,31 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert only(probes.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))).leave_out
     found = only(probes.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
-    assert not any(
-        "TMPDIR" in one.what for one in probes.disks(here(tmp_path, TMPDIR=""))[1]
-    )  # an empty value counts as unset
+    unset = probes.disks(here(tmp_path, TMPDIR=""))[1]
+    assert not any("TMPDIR" in one.what for one in unset)
 
 
 @pytest.mark.parametrize(
     ("free", "expected"),
     [
-        ({"/dev/shm": 1 << 30}, []),
-        ({"/dev/shm": 1000 << 20}, [("/dev/shm has 1048.6 MB free", False)]),
-        ({"/dev/shm": 40 << 20}, [("/dev/shm has 41.9 MB free", True)]),
-        ({"/dev/shm": 64 << 20}, [("/dev/shm has 67.1 MB free", False)]),
+        (1 << 30, []),
+        (1000 << 20, [("/dev/shm has 1048.6 MB free", False)]),
+        (64 << 20, [("/dev/shm has 67.1 MB free", False)]),
+        (40 << 20, [("/dev/shm has 41.9 MB free", True)]),
     ],
 )
-def test_a_disk_that_is_nearly_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, int | None], expected: list[tuple[str, bool]]
+def test_shared_memory_that_is_nearly_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, expected: list[tuple[str, bool]]
 ) -> None:
     asked = {}
 
     def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        folder, use = command[-2:]
-        asked[folder] = use
-        return json.dumps(free.get("run" if folder == str(tmp_path) else folder, 10 << 30)), ""
+        folder, asked[folder] = command[-2:]
+        return json.dumps(free if folder == "/dev/shm" else 0), ""
 
     monkeypatch.setattr(commands, "run", ask)
     found = probes.disks(here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
-    assert [(one.what, one.bad) for one in found] == [(what.format(tmp_path), bad) for what, bad in expected]
+    assert [(one.what, one.bad) for one in found] == expected
     assert asked == {"/dev/shm": "write", str(tmp_path): "write", "/scratch": "write", "/data": "read"}
 
 
@@ -161,38 +155,13 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
     chosen = network.Choice("eth1", "10.0.0.1", "two", "route to two")
     monkeypatch.setattr(network, "choose", lambda info: chosen)
     two = ranks.detect(TASK)
-    folder = tmp_path / "sys/class/net/eth1"
-    folder.mkdir(parents=True)
-    (folder / "mtu").write_text("9000\n")
-    facts, found = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
-    assert (facts, found) == ({"interface": "eth1", "mtu": "9000"}, [])
+    assert probes.interfaces(here(tmp_path, two)) == ({"interface": "eth1"}, [])
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "eth0,eth1"):
         assert probes.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
     for name, value in (("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "^eth"), ("GLOO_SOCKET_IFNAME", "eth9")):
         one = only(probes.interfaces(here(tmp_path, two, **{name: value})))
         assert one.what == f"{name}={value}, and the route to two goes by eth1"
     assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
-
-
-def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = network.Choice("eth1", "10.0.0.1", "two", "route to two")
-    monkeypatch.setattr(network, "choose", lambda info: chosen)
-    for name, speed, state, is_card in (
-        ("eth1", "1000", "up", True), ("eth2", "25000", "up", True), ("eth3", "100000", "down", True), ("docker0", "40000", "up", False),
-    ):  # fmt: skip
-        folder = tmp_path / "sys/class/net" / name
-        (folder / "device" if is_card else folder).mkdir(parents=True)
-        (folder / "speed").write_text(f"{speed}\n")
-        (folder / "operstate").write_text(f"{state}\n")
-    two = ranks.detect(TASK)
-    one = only(probes.interfaces(here(tmp_path, two, root=str(tmp_path))))
-    assert one.what == "the ranks use eth1 with 1000 Mbit/s, and eth2 has 25000"
-    assert (one.bad, "NCCL_SOCKET_IFNAME=eth2" in one.fix) == (False, True)
-    (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
-    assert probes.interfaces(here(tmp_path, two, root=str(tmp_path)))[1] == []
-    (tmp_path / "sys/class/net/eth1/speed").write_text("1000\n")
-    (tmp_path / "sys/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)  # which NCCL uses instead
-    assert probes.interfaces(replace(here(tmp_path, two, root=str(tmp_path)), on_cpu=False))[1] == []
 
 
 def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,6 @@ FI_CXI_RX_MATCHMODE=hybrid | FI_CXI_RX_MATCHMODE | did you mean FI_CXI_RX_MATCH_
 NCCL_ALGO=Rings | NCCL_ALGO! | refuses to start | NCCL_ALGO=^nvls;allreduce:^tree
 NCCL_PROTO=broadcast:LL,LL12 | NCCL_PROTO! | LL12 must be one of | NCCL_PROTO=^LL128
 NCCL_NET= | NCCL_NET! | unset it | NCCL_NET=AWS Libfabric
-NCCL_SOCKET_IFNAME=lo | NCCL_SOCKET_IFNAME | does not reach other nodes | NCCL_SOCKET_IFNAME=^lo,docker
-GLOO_SOCKET_IFNAME=docker0 | GLOO_SOCKET_IFNAME | does not reach other nodes | GLOO_SOCKET_IFNAME=bond0
 GLOO_SOCKET_IFNAME==eth0 | GLOO_SOCKET_IFNAME! | accepts no =, ^ or prefix | GLOO_SOCKET_IFNAME=eth0,eth1
 NCCL_IB_DISABLE=1;NCCL_NET=IB | NCCL_NET! | unset one | NCCL_IB_DISABLE=0;NCCL_NET=IB
 """
@@ -55,11 +53,3 @@ def test_names_that_resemble_a_known_one_are_no_problem() -> None:
         NCCL_GPUDIRECTTCPX_CTRL_DEV TESTS_DEVICE UCX_TLS
     """
     assert problems(dict.fromkeys(valid.split(), "1")) == []
-
-
-def test_a_name_or_a_value_with_control_characters_gives_printable_lines() -> None:
-    found = problems({"NCCL_\n": "1", "NCCL_ALGO": "\x1b[2J", "NCCL_SOCKET_IFNAME": "9" * 5000})
-    assert found
-    for problem in found:
-        texts = (problem.what, problem.fix)
-        assert all(text and text.isprintable() and len(text) < 600 for text in texts)
