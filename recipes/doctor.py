@@ -28,7 +28,6 @@ from recipes.core.config.run_keys import Device
 from recipes.core.doctor import commands, examine, explain
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports
-from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.place import hostlist, ranks
 from recipes.core.run import command_line, directory, source
@@ -37,21 +36,21 @@ OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even i
 
 
 def main(argv: list[str]) -> int:
-    command, words = argv[:1], argv[1:]
-    if command == ["explain"] and words:
+    command = argv[0] if argv and argv[0] in ("explain", "report", "judge") else ""
+    words = argv[1:] if command else argv
+    if command == "explain":
+        if not words:
+            raise errors.ConfigError("explain: a path is missing: python -m recipes.doctor explain FOLDER")
         print("\n".join(explain.explain([Path(word) for word in words])))
         return errors.EXIT_DONE
-    if command == ["explain"]:
-        raise ConfigError("explain: a path is missing: python -m recipes.doctor explain FOLDER")
-    if any(word in ("-h", "--help") for word in argv):
+    if any(word in ("-h", "--help") for word in words):
         print(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
     source.go_home(ROOT)
-    keys = words if command in (["report"], ["judge"]) else argv
-    settings = command_line.parse(keys, recipe="doctor")
+    settings = command_line.parse(words, recipe="doctor")
     # A batch shell is no rank.
-    info = ranks.detect({} if command == ["judge"] else os.environ)
+    info = ranks.detect({} if command == "judge" else os.environ)
     envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
     cfg: Config = settings.config
@@ -64,12 +63,12 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _end(128 + number))
     run_dir = directory.inside(directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT), directory.DOCTOR)
-    if command == ["judge"]:
+    if command == "judge":
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
-        return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0, in_step=False)
+        return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
     data_dir, on_cpu = cfg.data_dir or os.environ.get("RECIPES_DATA", ""), settings.run.device is Device.cpu
     here = Surroundings(os.environ, info, run_dir, data_dir, on_cpu)
-    return examine.run(here, cfg.seconds, judge_later=command == ["report"])
+    return examine.run(here, cfg.seconds, judge_later=command == "report")
 
 
 def _end(status: int, why: str = "") -> NoReturn:
@@ -84,7 +83,7 @@ if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except (ConfigError, errors.InputError) as error:
+    except (errors.ConfigError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = errors.EXIT_CONFIG
     except OSError as error:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from recipes.core.files import ROOT
 
-REAPED_S = 2.0  # to wait for the end of a command that was killed
 _running: set["subprocess.Popen[str]"] = set()
 _starting = threading.RLock()  # held from a command's start until it is in that set
 
@@ -35,7 +34,7 @@ def run(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         try:
-            out, _ = process.communicate(timeout=REAPED_S)
+            out, _ = process.communicate(timeout=2)
         except subprocess.TimeoutExpired:
             out = ""  # a process that waits for a dead file system or driver cannot be killed
         return out, f"{os.path.basename(command[0])} did not answer in {timeout_s:g} s"

@@ -21,7 +21,6 @@ from recipes.core import errors
 from recipes.core.doctor import commands, judge, probes, reach, verdict
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import POLL_S, Reports, Stage, stage_of
-from recipes.core.errors import Kind
 from recipes.core.files import write_json
 from recipes.core.place import network, slurm_step
 from recipes.core.place.ranks import RankInfo
@@ -49,7 +48,7 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
     folder = here.run_dir / "reports"
     if not judge_later:  # another step or start of this job must not read these reports
         folder = folder / f"{info.run_id or 'now'}-{info.restart_count}"
-    reports = Reports(folder, info.node_rank, seconds)
+    reports = Reports(folder, info.node_rank)
     mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname()}
     if not info.nodes and (choice := _interface(info)):
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
@@ -118,9 +117,8 @@ def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: flo
     if choice := _interface(info):
         environ.update(network.settings(choice, environ))
     environ.update(
-        RANK=str(nodes.index(info.node_rank)), WORLD_SIZE=str(len(nodes)), NODES=json.dumps(nodes),
-        GPUS=str(members["gpus"]),
-        MASTER_ADDR=info.master_addr or "127.0.0.1", MASTER_PORT=str(members["port"]),
+        RANK=str(nodes.index(info.node_rank)), WORLD_SIZE=str(len(nodes)), NODES=json.dumps(nodes), GPUS=str(members["gpus"]),
+        MASTER_ADDR=info.master_addr, MASTER_PORT=str(members["port"]),
     )  # fmt: skip
     left = end - time.monotonic()
     command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", members["backend"], str(listener), f"{left:.0f}"]
@@ -144,11 +142,8 @@ def _hosts(info: RankInfo) -> tuple[str, ...]:
     return info.nodes or ("",) * info.num_nodes
 
 
-def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: float, in_step: bool = True) -> int:
-    """Waits for all final reports until ``end``, writes and prints the verdict, and removes the reports. Returns the exit status.
-
-    in_step: whether this process is one of those that examine the nodes, and not the shell of a batch job.
-    """
+def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: float) -> int:
+    """Waits for all final reports until ``end``, writes and prints the verdict, and removes the reports. Returns the exit status."""
     collected = reports.collect(range(len(hosts)), Stage.final, end)
     seen = {
         node: {**report, "early": stage_of(report) < Stage.final}
@@ -162,19 +157,15 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
     write_json(run_dir / "doctor.json", {**asdict(found), "healthy": found.healthy})
     code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
     worst = next((entry.what for entry in found.entries if entry.bad), "")
-    if directory.job_id(os.environ) and in_step:
-        attempt = attempts.given(os.environ)
-        if not attempt or attempt.run_dir != run_dir:
-            attempt = attempts.open_next(run_dir, "doctor", os.environ, found.hosts)
-        first = {"host": found.exclude[0] if found.exclude else None, "exit_status": code} if code else None
-        state, kind = ("failed", Kind.machine) if code else ("done", None)
-        number = attempt.number
-        directory.write_status(run_dir, state, attempt=number, step=0, reason=worst, kind=kind, first=first)
+    attempt = attempts.given(os.environ)
+    if attempt and attempt.run_dir == run_dir:  # that of recipe=doctor, which its batch script judges
         if code:
-            attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, code, worst)
+            attempts.refuse(os.environ, code, worst)
+        else:
+            directory.write_status(run_dir, "done", attempt=attempt.number, step=0)
     print("\n".join(verdict.lines(found)), flush=True)
     reports.remove()
-    if code and len(hosts) > 1 and in_step:
+    if code and len(hosts) > 1 and slurm_step.in_step(os.environ):
         # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others and reports their status.
         time.sleep(LEAVE_S)
         if any(stage_of(collected.get(node)) < Stage.final for node in range(len(hosts))):
@@ -184,10 +175,9 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
 
 def _end_step() -> None:
     """Lets Slurm end this step one second later. Otherwise srun waits forever for a process that hangs."""
-    if slurm_step.in_step(os.environ):  # not the batch script or the shell of salloc, which also have a step id
-        with contextlib.suppress(OSError):
-            step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-            subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)
+    step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    with contextlib.suppress(OSError):
+        subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)
 
 
 def _stand_by(reports: Reports, info: RankInfo, run_dir: Path, deadline: float, end: float) -> int:

@@ -51,18 +51,16 @@ def _answer(connection: socket.socket) -> None:
 def probe(peer: int, host: str, port: int, timeout_s: float) -> Link:
     """Probes the server of node ``peer`` on ``host``. timeout_s: of each step."""
     for fault, size in (("small", 1), ("large", LARGE)):
+        step = "connect"
         try:
-            connection = socket.create_connection((host, port), timeout_s)
-        except OSError as error:
-            return Link(peer, "connect", words(error))
-        with connection:
-            try:
+            with socket.create_connection((host, port), timeout_s) as connection:
+                step = fault
                 connection.sendall(bytes(size))
                 connection.shutdown(socket.SHUT_WR)
                 if len(_receive(connection)) != size:
                     return Link(peer, fault, "the connection was closed")
-            except OSError as error:
-                return Link(peer, fault, words(error))
+        except OSError as error:
+            return Link(peer, step, error.strerror or "timed out")  # the error of a timeout has no number
     return Link(peer)
 
 
@@ -72,8 +70,3 @@ def _receive(connection: socket.socket) -> bytes:
     while len(data) <= LARGE and (part := connection.recv(1 << 16)):
         data += part
     return bytes(data)
-
-
-def words(error: OSError) -> str:
-    """The reason as text. The text of a timeout is empty in some Python versions."""
-    return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error) or type(error).__name__)

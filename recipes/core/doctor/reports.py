@@ -31,21 +31,15 @@ def stage_of(report: Mapping[str, Any] | None) -> int:
 
 
 class Reports:
-    """The folder of an examination's reports, for one node, or for a judge (node -1).
+    """The folder of an examination's reports, for one node, or for a judge (node -1)."""
 
-    oldest_s: age from which a file belongs to an earlier examination that was killed.
-    """
-
-    def __init__(self, folder: Path, node: int = -1, oldest_s: float = float("inf")) -> None:
+    def __init__(self, folder: Path, node: int = -1) -> None:
         self.folder, self._file = folder, f"{node}.json"
-        self._oldest_s, self._since = oldest_s, 0.0
 
     def write(self, report: Mapping[str, Any], stage: Stage) -> None:
         """Writes the report of this node. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / self._file, {**report, "stage": stage})
-        # By the file system's clock: this node's may be wrong.
-        self._since = self._since or (self.folder / self._file).stat().st_mtime - self._oldest_s
 
     def collect(self, nodes: Iterable[int], stage: Stage, end: float) -> dict[int, dict[str, Any]]:
         """The reports of ``nodes`` as soon as all have reached ``stage``; at ``end`` (time.monotonic), those that are there."""
@@ -57,7 +51,7 @@ class Reports:
                 for entry in os.scandir(self.folder):
                     if entry.name in wanted and entry.stat().st_mtime_ns != read_at.get(entry.name):
                         read_at[entry.name] = entry.stat().st_mtime_ns
-                        report = read_json(Path(entry.path)) if entry.stat().st_mtime >= self._since else None
+                        report = read_json(Path(entry.path))
                         found |= {wanted[entry.name]: report} if report else {}
             if all(stage_of(found.get(node)) >= stage for node in wanted.values()) or time.monotonic() > end:
                 return found

@@ -47,30 +47,6 @@ def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
     assert (ended.status, ended.lines) == (3, [f"doctor: no node has written a report into {tmp_path}/reports"])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_two_nodes_are_examined_after_a_killed_examination(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "recipes.doctor", "device=cpu", f"run_dir={tmp_path}"]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    place["MASTER_PORT"] = str(helpers.free_port())
-    environ = [helpers.clean_environment(**place, RANK=str(rank)) for rank in range(2)]
-
-    def start() -> list[subprocess.Popen[str]]:
-        return [
-            subprocess.Popen(command, cwd=helpers.ROOT, env=one, stdout=subprocess.PIPE, text=True) for one in environ
-        ]
-
-    ended = start()
-    helpers.wait_until(lambda: any('"measure"' in p.read_text() for p in tmp_path.glob("reports/*/0.json")), 60, "it")
-    for process in ended:
-        process.send_signal(number)
-    for process in ended:
-        process.communicate(timeout=10)
-    said = [process.communicate(timeout=100)[0] for process in start()]
-    assert "all_reduce busbw" in said[0]
-    assert said[0].splitlines()[-1] == "healthy: 2 nodes", said
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     environ = helpers.clean_environment()

@@ -14,19 +14,13 @@ from typing import Any
 import pytest
 
 from recipes.core.doctor import commands, probes, reach
-from recipes.core.doctor.examine import (
-    _end_step,
-    _measure,
-    _members,
-    _probe_peers,
-    _stand_by,
-    give_verdict,
-    run,
-)
+from recipes.core.doctor.examine import _measure, _members, _probe_peers, _stand_by, give_verdict, run
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports, Stage
+from recipes.core.errors import Kind
 from recipes.core.place import ranks
 from recipes.core.run import attempt as attempts
+from recipes.core.run import judge
 from tests import helpers
 
 BROKEN = {"what": "GPU 3 returns a wrong matrix product", "fix": "drain it", "bad": True, "leave_out": True}
@@ -68,29 +62,11 @@ def test_reports_are_read_again_after_each_stage(tmp_path: Path) -> None:
     assert second.are_judged()
 
 
-def test_an_invalid_or_old_report_counts_as_missing(tmp_path: Path) -> None:
-    reports = Reports(tmp_path, 0, oldest_s=100)
+def test_an_invalid_report_counts_as_missing(tmp_path: Path) -> None:
+    reports = Reports(tmp_path, 0)
     reports.write({}, Stage.listening)
-    written(tmp_path, Stage.final, report(2))
-    os.utime(tmp_path / "2.json", (0, time.time() - 200))  # of an examination that was killed
     (tmp_path / "1.json").write_text("{")
-    assert set(reports.collect(range(3), Stage.listening, 0)) == {0}
-
-
-@pytest.mark.parametrize(
-    ("step", "ended"),
-    [("3", ["7.3"]), ("-5", []), ("-6", []), ("4294967290", []), ("", [])],  # the doctor's own step; Slurm 26.05; 22.05
-)
-def test_only_a_step_of_srun_is_ended(monkeypatch: pytest.MonkeyPatch, step: str, ended: list[str]) -> None:
-    """Not the batch script, nor the shell that salloc has started."""
-    started: list[str] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: started.append(argv[-1]))
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    if step:
-        monkeypatch.setenv("SLURM_STEP_ID", step)
-    _end_step()
-    assert started == ended
+    assert set(reports.collect(range(2), Stage.listening, 0)) == {0}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +100,9 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: tuple[int, ...], status: int, exclude: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(
+        attempts.VARIABLE, str(helpers.attempt(tmp_path, hosts=(), step=None).folder)
+    )  # of recipe=doctor
     reports = [report(node, seen, findings=[BROKEN] * (seen < 8)) for node, seen in enumerate(gpus)]
     written(tmp_path / "reports", Stage.final, *reports)
     assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, tmp_path, 0) == status
@@ -134,16 +112,20 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     last = "healthy: 3 nodes" if not status else f"1 of 3 nodes bad: sbatch --exclude={exclude[0]} leaves them out"
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert not (tmp_path / "reports").exists()
-    of_run = [helpers.read(tmp_path, "status")[name] for name in ("state", "kind", "reason", "first_failing_host")]
-    assert of_run == (["failed", "machine", BROKEN["what"], *exclude] if status else ["done", None, "", None])
-    assert bool(attempts.records(attempts.Attempt(tmp_path, 0))) == bool(status)
+    judged = judge.judge(judge.gather(attempts.Attempt(tmp_path, 0)), judge.End(status))
+    assert (judged.state, judged.kind, judged.exit_status) == (
+        ("failed", Kind.machine, 3) if status else ("done", None, 0)
+    )
+    assert judged.line == (BROKEN["what"] if status else "")
 
 
 def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, ended = tmp_path / "reports", list[int]()
-    monkeypatch.setattr("recipes.core.doctor.examine._end_step", lambda: ended.append(1))
+    folder, ended = tmp_path / "reports", list[str]()
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: ended.append(argv[-1]))
     assert give_verdict(Reports(folder), [""] * 4, tmp_path, 0) == 3
     assert not (tmp_path / "doctor.json").exists()  # without any report there is no verdict
     written(folder, Stage.final, report(0), report(1))
@@ -155,7 +137,7 @@ def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent
         ([2], "answered at first, "), ([3], "did not answer: it "),
     ]  # fmt: skip
     assert found["exclude"] == ["node2"]  # the name of the other one is unknown
-    assert ended == [1]  # srun would wait for the other one
+    assert ended == ["7.7"]  # srun would wait for the other one
 
 
 def test_two_nodes_measure_and_are_judged(
@@ -249,11 +231,10 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
         command: Sequence[str], timeout_s: float, environ: Mapping[str, str], descriptors: Sequence[int]
     ) -> tuple[str, str]:
         names = ("RANK", "WORLD_SIZE", "NODES", "GPUS", "MASTER_ADDR", "MASTER_PORT")
-        asked.append((command[-3:-1], {name: environ[name] for name in names}, descriptors))
+        asked.append((command[-3:-1], tuple(environ[name] for name in names), descriptors))
         out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [3, 5, 0, 5.0]}]
-        out += [
-            {"at": "an all_reduce", "busbw": busbw, "correct": sound} for busbw, sound in ((30.0, False), (50.0, True))
-        ]
+        for busbw, correct in ((30.0, False), (50.0, True)):
+            out.append({"at": "an all_reduce", "busbw": busbw, "correct": correct})
         return "noise\n5\n" + "\n".join(map(json.dumps, out)), "killed"
 
     monkeypatch.setattr(commands, "run", ask)
@@ -262,13 +243,6 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
     assert found == {
         "at": "an all_reduce", "busbw": 30.0, "correct": False, "pairs": [[3, 5, 0, 5.0]], "error": "killed",
     }  # fmt: skip
-    environ = {
-        "RANK": "1",
-        "WORLD_SIZE": "3",
-        "NODES": "[0, 3, 5]",
-        "GPUS": "4",
-        "MASTER_ADDR": "n0",
-        "MASTER_PORT": "99",
-    }
-    assert asked == [(["nccl", "7"], environ, (7,))]
+    numbers = ("1", "3", "[0, 3, 5]", "4", "n0", "99")
+    assert asked == [(["nccl", "7"], numbers, (7,))]
     assert _measure(members, place(4, 6), -1, 0) == _measure({}, place(3, 6), -1, 0) == {}

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 
 from recipes.core.doctor import reach
-from recipes.core.place import network
 
 
 def closed_port() -> int:
@@ -36,15 +35,6 @@ def served(answer: Callable[[socket.socket], object], connections: int = 1) -> i
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])])
 def test_a_node_that_answers(host: str) -> None:
     assert reach.probe(3, host, reach.serve(), 5) == reach.Link(3)
-
-
-def test_an_error_of_accept_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    listening = network.listener()
-    listening.settimeout(0.05)
-    monkeypatch.setattr(network, "listener", lambda: listening)
-    port = reach.serve()
-    time.sleep(0.2)
-    assert reach.probe(3, "127.0.0.1", port, 5) == reach.Link(3)
 
 
 def test_a_port_that_is_closed() -> None:
