@@ -3,45 +3,22 @@
 import contextlib
 import os
 import re
+import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from recipes.core.doctor import logs
-from recipes.core.doctor.logs import LONGEST_LINE, Log
 from recipes.core.doctor.patterns import Pattern
 from recipes.core.errors import MachineError, shown
 from recipes.core.files import ROOT, read_json
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, source, table
 from recipes.core.run import queue as slurm_queue
-from recipes.core.run.queue import Outlook
 
 QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor its status for so long, where Slurm does not know
 MOST_EXPLAINED = 3  # patterns
-
-
-class Judgement(NamedTuple):
-    """Why a run ended."""
-
-    line: str = ""  # "" if it is unknown
-    rank: int | None = None  # the first to fail; None if it is unknown
-
-
-UNKNOWN = Judgement()
-
-
-def judgement(run_dir: Path) -> Judgement:
-    """What the records of a run that has ended say about its end."""
-    status = read_json(run_dir / "status.json") or {}
-    if status.get("state") in ("failed", "incomplete"):
-        return Judgement(str(status.get("reason") or ""), status.get("first_failing_rank"))
-    attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
-    if not attempt or not attempts.records(attempt):
-        return UNKNOWN
-    found = judge.judge(judge.gather(attempt))
-    return Judgement(found.reason, (found.first or {}).get("rank"))
 
 
 def explain(paths: Sequence[Path]) -> list[str]:
@@ -56,24 +33,23 @@ def explain(paths: Sequence[Path]) -> list[str]:
 
 
 def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
+    runs: list[Path] = []
     try:
-        exists = bool(path.stat())  # exists() is also False for a path that may not be read, from Python 3.14 on
-        folders = list(table.run_directories(path)) if path.is_dir() else []
+        if stat.S_ISDIR(path.stat().st_mode):
+            runs += table.run_directories(path)
     except (FileNotFoundError, NotADirectoryError):
-        exists, folders = False, []
+        if re.fullmatch(r"\d+(_\d+)?", path.name):  # a job ID, or a run directory that does not exist yet
+            if named := sorted((source.home(ROOT) / "runs").glob(f"*/{path.name}")):
+                return (yield from (section for folder in named for section in _sections(folder)))
+            with contextlib.suppress(MachineError):
+                if job := slurm_queue.find(path.name):
+                    return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])
     except OSError as error:
         raise logs.unreadable(path, error) from None
-    # A job ID, or a run directory that does not exist yet.
-    if not exists and re.fullmatch(r"\d+(_\d+)?", path.name):
-        if folders := sorted((source.home(ROOT) / "runs").glob(f"*/{path.name}")):
-            return (yield from (section for folder in folders for section in _sections(folder)))
-        with contextlib.suppress(MachineError):
-            if job := slurm_queue.find(path.name):
-                return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])
-    for folder in folders:
-        yield shown(_short(folder), LONGEST_LINE), of_run(folder)
-    if not folders:
-        yield shown(path, LONGEST_LINE), of_logs(path)
+    for run_dir in runs:
+        yield shown(_short(run_dir), logs.LONGEST_LINE), of_run(run_dir)
+    if not runs:
+        yield shown(path, logs.LONGEST_LINE), of_logs(path)
 
 
 def of_run(run_dir: Path) -> list[str]:
@@ -88,26 +64,36 @@ def of_run(run_dir: Path) -> list[str]:
         return ["status.json says done: nothing failed"]
     if state == "preempted":
         return _shown(slurm_queue.after_stop(run_dir, status))
-    slurm, found = slurm_queue.of_run(run_dir), judgement(run_dir)
+    slurm, (reason, rank) = slurm_queue.of_run(run_dir), _judgement(run_dir, status)
     quiet_s = max(0.0, time.time() - status.get("updated", 0.0))  # since the run last updated its status
     if state == "running":
         where = f"at step {table.read_run(run_dir, time.time()).step}, status written {table.ago(quiet_s)} ago"
-        if not found.line and _is_alive(run_dir, slurm, quiet_s):
+        if not reason and _is_alive(run_dir, slurm, quiet_s):
             return _shown(f"it is running, {where}{f'; {slurm.line}' if slurm.id else ''}", *notes)
         notes += [slurm.line] if slurm.id else []
-        if not found.line:
-            found = Judgement(f"it ended without a final status, {where}")
-    elif found.line:
+        reason = reason or f"it ended without a final status, {where}"
+    elif reason:
         notes += [slurm.line] if slurm.job and not slurm.job.ended else []
     elif (slurm.job and not slurm.job.ended) or _is_alive(run_dir, slurm, quiet_s):
         return _shown(f"it has not begun: {slurm.line}")
     else:
         begun = (run_dir / "logs").is_dir()
-        found = Judgement(f"it {'ended before its first status' if begun else 'never began'}; {slurm.line}")
-    return of_logs(run_dir, found, batch_logs(run_dir, slurm)) + _shown(*notes)
+        reason = f"it {'ended before its first status' if begun else 'never began'}; {slurm.line}"
+    return of_logs(run_dir, reason, rank, batch_logs(run_dir, slurm)) + _shown(*notes)
 
 
-def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
+def _judgement(run_dir: Path, status: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Why a run failed, "" if that is unknown, and the first rank to fail, according to the records of the run."""
+    if status.get("state") in ("failed", "incomplete"):
+        return str(status.get("reason") or ""), status.get("first_failing_rank")
+    attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
+    if not attempt or not attempts.records(attempt):
+        return "", None
+    found = judge.judge(judge.gather(attempt))
+    return found.reason, (found.first or {}).get("rank")
+
+
+def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool:
     """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its status.
 
     An interactive job (salloc) outlives its steps.
@@ -121,24 +107,24 @@ def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
     return min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
 
 
-def batch_logs(run_dir: Path, slurm: Outlook) -> list[Path]:
+def batch_logs(run_dir: Path, slurm: slurm_queue.Outlook) -> list[Path]:
     """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm, which no rank's log has.
 
-    Their paths come from job.yaml, and from Slurm while it knows the job.
+    With --error of sbatch there are two: job.yaml names one, and Slurm the other while it knows the job.
     """
     described = read_json(run_dir / "job.yaml") or {}
-    named = [described.get("log") if slurm.id and described.get("job_id") == slurm.id else None]
-    named += [slurm.job.fields.get(name) for name in ("StdOut", "StdErr")] if slurm.job else []
-    paths = [Path(name) for name in named if isinstance(name, str) and name.startswith("/")]
-    return [path for path in paths if path.is_file()]
+    named = [described.get("log")] if slurm.id and described.get("job_id") == slurm.id else []
+    named += [slurm.job.fields.get("StdErr")] if slurm.job else []
+    return [Path(name) for name in named if name and Path(name).is_file()]
 
 
-def of_logs(path: Path, found: Judgement = UNKNOWN, more: Sequence[Path] = ()) -> list[str]:
+def of_logs(path: Path, reason: str = "", rank: int | None = None, more: Sequence[Path] = ()) -> list[str]:
     """Lines on a failed run, by its logs in a run directory, any folder of logs, or one file.
 
-    more: further logs of the run's job. Raises InputError for a path that cannot be read or holds no log.
+    reason: why it failed, if that is known. rank: the first to fail. more: further logs of the run's job. Raises InputError for a path
+    that cannot be read or holds no log.
     """
-    is_folder, read = path.is_dir(), list[Log]()
+    is_folder, read = path.is_dir(), list[logs.Log]()
     why: object = f"holds no log (*{', *'.join(logs.SUFFIXES)})"
     for file in dict.fromkeys((*(logs.files_in(path) if is_folder else [path]), *more)):
         name = str(file.relative_to(path)) if file.is_relative_to(path) and is_folder else _short(file)
@@ -146,22 +132,22 @@ def of_logs(path: Path, found: Judgement = UNKNOWN, more: Sequence[Path] = ()) -
             read.append(logs.read(file, name))
         except (OSError, ValueError) as error:
             why = error
-    if not read and not found.line:
+    if not read and not reason:
         raise logs.unreadable(path, why)
-    return _shown(*_lines(found, read))
+    return _shown(*_lines(reason, rank, read))
 
 
-def _lines(found: Judgement, read: Sequence[Log]) -> list[str]:
-    """The judgement, the known lines with their fixes, and the end of the log of the first rank to fail."""
-    own = f"logs/rank{found.rank}.log"
+def _lines(reason: str, rank: int | None, read: Sequence[logs.Log]) -> list[str]:
+    """The reason, the known lines with their fixes, and the end of the log of the first rank to fail."""
+    own = f"logs/rank{rank}.log"
     read = sorted(read, key=lambda log: log.name != own)
-    by_pattern: dict[Pattern, list[Log]] = {}
+    by_pattern: dict[Pattern, list[logs.Log]] = {}
     for log in read:
         for pattern in log.known:
             by_pattern.setdefault(pattern, []).append(log)
     patterns = sorted(by_pattern, key=lambda pattern: pattern.level)  # of one level, the own ones of that rank first
     files = f"{len(read)} file{'s' * (len(read) != 1)}"
-    lines = [found.line or (f"closest to a cause: {patterns[0].name}" if patterns else f"no known cause in {files}")]
+    lines = [reason or (f"closest to a cause: {patterns[0].name}" if patterns else f"no known cause in {files}")]
     for pattern in patterns[:MOST_EXPLAINED]:
         log, count = by_pattern[pattern][0], len(by_pattern[pattern])
         lines.append(f"{pattern.level.name}: {pattern.name} ({count} file{'s' * (count != 1)}): {pattern.means}")
@@ -177,4 +163,4 @@ def _short(path: Path) -> str:
 
 
 def _shown(*lines: str) -> list[str]:
-    return [shown(line, LONGEST_LINE) for line in lines]
+    return [shown(line, logs.LONGEST_LINE) for line in lines]

@@ -3,7 +3,6 @@
 import os
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,8 @@ TAIL = 6  # last lines of a log that are shown
 SUFFIXES = (".log", ".out", ".err", ".txt")
 PRUNED = {"checkpoints", "node_modules", "__pycache__", directory.EVALUATION}
 ATTEMPT = "\f"  # the writer of a log begins each attempt with it
-_FRAME = re.compile(r'(.*)  File ".+", line \d+')  # of a traceback; srun -l and torchrun put the rank before it
+# The source code in a traceback, which may contain a text that nothing has printed. srun -l and torchrun put the rank before each line.
+_SOURCE = re.compile(r'^(.{0,100})(  File ".+", line \d+.*\n)(?:\1    .*\n)+', re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 
@@ -51,21 +51,10 @@ def read(path: Path, name: str) -> Log:
     lines = [line for line in text.split("\n") if line.strip()]
     texts = [(one, pattern) for pattern in PATTERNS for one in pattern.texts.split(" | ") if one in text]
     known: dict[Pattern, str] = {}
-    for line in _without_source(lines) if texts else []:
+    for line in _SOURCE.sub(r"\1\2", text).split("\n") if texts else []:
         if pattern := next((pattern for one, pattern in texts if one in line), None):
             known.setdefault(pattern, line[:LONGEST_LINE].strip())
     return Log(name, known, [line[:LONGEST_LINE].rstrip() for line in lines[-TAIL:]])
-
-
-def _without_source(lines: list[str]) -> Iterator[str]:
-    """The lines without the source code in tracebacks, which may contain a text that nothing has printed."""
-    source = None  # how a line of source code begins
-    for line in lines:
-        if frame := _FRAME.match(line[:LONGEST_LINE]):
-            source = f"{frame[1]}    "
-        elif source is None or not line.startswith(source):
-            source = None
-            yield line
 
 
 def unreadable(path: Path, error: object) -> InputError:
