@@ -19,33 +19,25 @@ COPIED = 256 << 20  # bytes
 def versions() -> dict[str, Any]:
     """Versions of Python, torch, CUDA and NCCL."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "nccl": nccl,
-    }
+    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
 
 
 def gpus() -> list[dict[str, Any]]:
-    """For each GPU that torch sees, its ``index`` and what `examine` finds; or ``error``. to_next: GB/s of copies to the next GPU."""
-    found: list[dict[str, Any]] = []
-    for index in range(torch.cuda.device_count()):
-        found.append({"index": index})
-        _add(found[-1], examine, torch.device("cuda", index))
-    sound = [one for one in found if "error" not in one]
-    for one, other in zip(sound, sound[1:] + sound[:1], strict=True):
-        if one is not other:
-            devices = (torch.device("cuda", gpu["index"]) for gpu in (one, other))
-            _add(one, lambda *pair: {"to_next": round(copy_speed(*pair), 1)}, *devices)
+    """For each GPU that torch sees, its ``index`` and what `examine` and `copies` find; or ``error``."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    found = [{"index": device.index, **_tried(examine, device)} for device in devices]
+    sound = [device for device in devices if "error" not in found[device.index]]
+    for device, other in zip(sound, sound[1:] + sound[:1], strict=True):
+        if device != other:
+            found[device.index] |= _tried(copies, device, other)
     return found
 
 
-def _add(found: dict[str, Any], test: Callable[..., dict[str, Any]], *devices: torch.device) -> None:
+def _tried(test: Callable[..., dict[str, Any]], *devices: torch.device) -> dict[str, Any]:
     try:
-        found |= test(*devices)
+        return test(*devices)
     except Exception as error:  # a broken GPU raises whatever its driver says
-        found["error"] = one_line(error, 200)
+        return {"error": one_line(error, 200)}
 
 
 def examine(device: torch.device) -> dict[str, Any]:
@@ -64,8 +56,8 @@ def examine(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def copy_speed(device: torch.device, other: torch.device) -> float:
-    """GB/s of copies from one GPU to another one."""
+def copies(device: torch.device, other: torch.device) -> dict[str, float]:
+    """to_next: GB/s of copies from one GPU to the next one."""
     data, there = (torch.empty(COPIED, dtype=torch.uint8, device=one) for one in (device, other))
     taken = []
     for _ in range(3):
@@ -74,7 +66,7 @@ def copy_speed(device: torch.device, other: torch.device) -> float:
         torch.cuda.synchronize(other)
         torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - begin)
-    return COPIED / min(taken) / 1e9
+    return {"to_next": round(COPIED / min(taken) / 1e9, 1)}
 
 
 def product_speed(device: torch.device) -> float:

@@ -12,7 +12,6 @@ this test sends as little as possible over a network that may be broken.
 import datetime
 import json
 import os
-import socket
 import sys
 import time
 from typing import Any
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from recipes.core.errors import one_line
 
 SIZE = 16 << 20  # bytes in each direction of a pair, and of the all_reduce
-PARTNERS = 4  # of each node at most, in a job of any size
 TRIES = 5
 
 
@@ -80,7 +78,7 @@ def all_reduce(device: torch.device, rank: int, size: int) -> tuple[float, bool]
 
 
 def masks(count: int) -> list[int]:
-    """The masks of the rounds: in each, i and i ^ mask are partners. At most `PARTNERS`, whatever ``count`` is.
+    """The masks of the rounds: in each, i and i ^ mask are partners. At most four, in a job of any size.
 
     The highest bit is always included, so that each node has a partner in some round.
     """
@@ -114,5 +112,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
     except Exception as error:
-        say(error=one_line(error), host=socket.gethostname())
+        say(error=one_line(error))
         os._exit(1)
