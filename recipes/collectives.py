@@ -12,9 +12,7 @@ START = entry.begin("collectives") if __name__ == "__main__" else None
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,201 +25,173 @@ from recipes.core import bandwidth
 from recipes.core.train import session
 from recipes.core.errors import RunError, Stopped
 from recipes.core.train.run import Run
+from recipes.core.train.world import World
 
 T = TypeVar("T")
 Answer = tuple[Tensor, Tensor]  # the result and the expected result
 
 
-@dataclass(frozen=True)
-class ThisRank:
-    """The arguments of a lesson: this rank among ``size`` ranks, its neighbours in the ring, and a store that all ranks can read."""
+def numbers(world: World, *ranks: int) -> Tensor:
+    """Two numbers for each of ``ranks`` that identify the rank: 10 and 11 for rank 0, 20 and 21 for rank 1."""
+    return torch.tensor([10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=world.device)
 
-    rank: int
-    size: int
-    device: torch.device
-    store: dist.Store
 
-    @property
-    def right(self) -> int:
-        return (self.rank + 1) % self.size
+def all_numbers(world: World) -> Tensor:
+    """The numbers of all ranks, (size, 2)."""
+    return numbers(world, *range(world.size)).view(world.size, 2)
 
-    @property
-    def left(self) -> int:
-        return (self.rank - 1) % self.size
 
-    def numbers_of(self, *ranks: int) -> Tensor:
-        """Two numbers for each of ``ranks`` that identify the rank: 10 and 11 for rank 0, 20 and 21 for rank 1."""
-        return torch.tensor([10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=self.device)
+def empty(world: World, ranks: int = 1) -> Tensor:
+    return torch.zeros(2 * ranks, device=world.device)
 
-    def empty(self, ranks: int = 1) -> Tensor:
-        return torch.zeros(2 * ranks, device=self.device)
 
-    @property
-    def all_numbers(self) -> Tensor:
-        """The numbers of all ranks, (size, 2)."""
-        return self.numbers_of(*range(self.size)).view(self.size, 2)
+def neighbours(world: World) -> tuple[int, int]:
+    """The previous and the next rank in the ring of all ranks."""
+    return (world.rank - 1) % world.size, (world.rank + 1) % world.size
+
+
+def in_turn(world: World, send: Callable[[], T], receive: Callable[[], T]) -> list[T]:
+    """Sends to the next rank of the ring and receives from the previous one: rank 0 sends first, the others receive first."""
+    calls = (send, receive) if world.rank == 0 else (receive, send)
+    return [call() for call in calls]
 
 
 # The lessons. Each performs one operation on every rank and returns the result and the expected result. `learn` prints the docstring.
 
 
-def in_turn(this: ThisRank, send: Callable[[], T], receive: Callable[[], T]) -> list[T]:
-    """Sends to the next rank of the ring and receives from the previous one: even ranks send first, odd ranks receive first."""
-    # In a ring of odd size, the last rank and rank 0, to which it sends, are both even.
-    first_alone = this.size % 2 == 1 and this.rank == this.size - 1
-    calls = (send, receive) if this.rank % 2 == 0 and not first_alone else (receive, send)
-    return [call() for call in calls]
+def send_and_recv(world: World) -> Answer:
+    """sends to the next rank, receives from the previous one; each call blocks, so only rank 0 sends first: no deadlock"""
+    received, (previous, following) = empty(world), neighbours(world)
+    in_turn(world, lambda: dist.send(numbers(world, world.rank), following), lambda: dist.recv(received, previous))
+    return received, numbers(world, previous)
 
 
-def send_and_recv(this: ThisRank) -> Answer:
-    """sends to the next rank, receives from the previous one; each call blocks, so odd ranks receive first: no deadlock"""
-    received = this.empty()
-    in_turn(this, lambda: dist.send(this.numbers_of(this.rank), this.right), lambda: dist.recv(received, this.left))
-    return received, this.numbers_of(this.left)
-
-
-def isend_and_irecv(this: ThisRank) -> Answer:
+def isend_and_irecv(world: World) -> Answer:
     """the same with calls that do not block: starts both, then waits for both; NCCL requires the same order"""
-    received = this.empty()
-    begun = in_turn(
-        this, lambda: dist.isend(this.numbers_of(this.rank), this.right), lambda: dist.irecv(received, this.left)
-    )
-    for work in begun:
+    received, (previous, following) = empty(world), neighbours(world)
+    mine = numbers(world, world.rank)
+    for work in in_turn(world, lambda: dist.isend(mine, following), lambda: dist.irecv(received, previous)):
         assert work is not None
         work.wait()
-    return received, this.numbers_of(this.left)
+    return received, numbers(world, previous)
 
 
-def batch_isend_irecv(this: ThisRank) -> Answer:
+def batch_isend_irecv(world: World) -> Answer:
     """exchanges with both neighbours in one batch; NCCL requires a batch here, since single calls can deadlock"""
-    from_left, from_right = this.empty(), this.empty()
-    mine = this.numbers_of(this.rank)
-    batch = [P2POp(dist.isend, mine, this.right), P2POp(dist.irecv, from_left, this.left)]
-    batch += [P2POp(dist.isend, mine, this.left), P2POp(dist.irecv, from_right, this.right)]
+    previous, following = neighbours(world)
+    from_previous, from_following, mine = empty(world), empty(world), numbers(world, world.rank)
+    batch = [P2POp(dist.isend, mine, following), P2POp(dist.irecv, from_previous, previous)]
+    batch += [P2POp(dist.isend, mine, previous), P2POp(dist.irecv, from_following, following)]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    return torch.cat([from_left, from_right]), this.numbers_of(this.left, this.right)
+    return torch.cat([from_previous, from_following]), numbers(world, previous, following)
 
 
-def broadcast(this: ThisRank) -> Answer:
+def broadcast(world: World) -> Answer:
     """copies rank 0's numbers to all ranks; gives all ranks the same initial weights"""
-    values = this.numbers_of(this.rank)
+    values = numbers(world, world.rank)
     dist.broadcast(values, src=0)
-    return values, this.numbers_of(0)
+    return values, numbers(world, 0)
 
 
-def reduce(this: ThisRank, op: ReduceOp.RedOpType, expected: Callable[[Tensor], Tensor]) -> Answer:
-    """combines the numbers of all ranks on rank 0; the tensors of the other ranks are undefined afterwards"""
-    values = this.numbers_of(this.rank)
-    dist.reduce(values, dst=0, op=op)
-    return (values, expected(this.all_numbers)) if this.rank == 0 else (this.empty(), this.empty())
+def reduce(world: World) -> Answer:
+    """adds the numbers of all ranks on rank 0; the tensors of the other ranks are undefined afterwards"""
+    values = numbers(world, world.rank)
+    dist.reduce(values, dst=0)
+    return (values, all_numbers(world).sum(0)) if world.rank == 0 else (empty(world), empty(world))
 
 
-def all_reduce(this: ThisRank, op: ReduceOp.RedOpType, expected: Callable[[Tensor], Tensor]) -> Answer:
-    """combines the numbers of all ranks on every rank; averages gradients"""
-    values = this.numbers_of(this.rank)
-    dist.all_reduce(values, op=op)
-    return values, expected(this.all_numbers)
+def all_reduce(world: World) -> Answer:
+    """combines the numbers of all ranks on every rank, by sum, product, max, min and avg; averages gradients"""
+    operations = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
+    results = [numbers(world, world.rank) for _ in operations]
+    for values, operation in zip(results, operations, strict=True):
+        dist.all_reduce(values, op=operation)
+    every = all_numbers(world)
+    return torch.stack(results), torch.stack([every.sum(0), every.prod(0), every.amax(0), every.amin(0), every.mean(0)])
 
 
-def gather(this: ThisRank) -> Answer:
+def gather(world: World) -> Answer:
     """collects the numbers of all ranks on rank 0"""
-    there = [this.empty() for _ in range(this.size)] if this.rank == 0 else None
-    dist.gather(this.numbers_of(this.rank), there, dst=0)
-    return (torch.stack(there), this.all_numbers) if there else (this.empty(), this.empty())
+    there = [empty(world) for _ in range(world.size)] if world.rank == 0 else None
+    dist.gather(numbers(world, world.rank), there, dst=0)
+    return (torch.stack(there), all_numbers(world)) if there else (empty(world), empty(world))
 
 
-def scatter(this: ThisRank) -> Answer:
+def scatter(world: World) -> Answer:
     """the reverse of gather: rank 0 sends a different part to each rank"""
-    received = this.empty()
-    dist.scatter(received, list(this.all_numbers) if this.rank == 0 else None, src=0)
-    return received, this.numbers_of(this.rank)
+    received = empty(world)
+    dist.scatter(received, list(all_numbers(world)) if world.rank == 0 else None, src=0)
+    return received, numbers(world, world.rank)
 
 
-def all_gather(this: ThisRank) -> Answer:
+def all_gather(world: World) -> Answer:
     """collects the numbers of all ranks on every rank"""
-    there = this.empty(this.size)
-    dist.all_gather_into_tensor(there, this.numbers_of(this.rank))
-    return there.view(this.size, 2), this.all_numbers
+    there = empty(world, world.size)
+    dist.all_gather_into_tensor(there, numbers(world, world.rank))
+    return there.view(world.size, 2), all_numbers(world)
 
 
-def reduce_scatter(this: ThisRank) -> Answer:
+def reduce_scatter(world: World) -> Answer:
     """each rank has a part for every rank; each rank receives the sum of its parts; the first half of an all_reduce"""
-    parts = torch.cat([this.numbers_of(this.rank) * (other + 1) for other in range(this.size)])
-    received = this.empty()
+    parts = torch.cat([numbers(world, world.rank) * (other + 1) for other in range(world.size)])
+    received = empty(world)
     dist.reduce_scatter_tensor(received, parts)
-    return received, this.all_numbers.sum(0) * (this.rank + 1)
+    return received, all_numbers(world).sum(0) * (world.rank + 1)
 
 
-def all_to_all(this: ThisRank) -> Answer:
+def all_to_all(world: World) -> Answer:
     """each rank sends a different part to every rank"""
-    parts = torch.cat([this.numbers_of(this.rank) * (other + 1) for other in range(this.size)])
-    received = this.empty(this.size)
+    parts = torch.cat([numbers(world, world.rank) * (other + 1) for other in range(world.size)])
+    received = empty(world, world.size)
     dist.all_to_all_single(received, parts)
-    return received.view(this.size, 2), this.all_numbers * (this.rank + 1)
+    return received.view(world.size, 2), all_numbers(world) * (world.rank + 1)
 
 
-def subgroups(this: ThisRank) -> Answer:
+def subgroups(world: World) -> Answer:
     """all_reduce among the even ranks and among the odd ranks; every rank must create every group"""
-    parities = range(min(2, this.size))
-    groups = [cast(dist.ProcessGroup, dist.new_group(list(range(parity, this.size, 2)))) for parity in parities]
-    values = this.numbers_of(this.rank)
-    dist.all_reduce(values, group=groups[this.rank % 2])
+    parities = range(min(2, world.size))
+    groups = [cast(dist.ProcessGroup, dist.new_group(list(range(parity, world.size, 2)))) for parity in parities]
+    values = numbers(world, world.rank)
+    dist.all_reduce(values, group=groups[world.rank % 2])
     for group in groups:
         dist.destroy_process_group(group)
-    return values, this.all_numbers[this.rank % 2 :: 2].sum(0)
+    return values, all_numbers(world)[world.rank % 2 :: 2].sum(0)
 
 
-def barrier(this: ThisRank) -> Answer:
+def barrier(world: World) -> Answer:
     """no rank continues before all have arrived; the last rank arrives 0.1 s late"""
-    if this.rank == this.size - 1:
+    if world.rank == world.size - 1:
         time.sleep(0.1)
-        this.store.add("the last rank has arrived", 1)  # returns only when the store has it
+        world.store.add("the last rank has arrived", 1)  # returns only when the store has it
     dist.barrier()
-    return torch.tensor(this.store.check(["the last rank has arrived"])), torch.tensor(True)
+    return torch.tensor(world.store.check(["the last rank has arrived"])), torch.tensor(True)
 
 
-Lesson = Callable[[ThisRank], Answer]
-
-
-def lessons() -> Iterator[tuple[str, str, Lesson]]:
-    """Name, explanation and function of each lesson, in the order in which to learn them."""
-    for lesson in (send_and_recv, isend_and_irecv, batch_isend_irecv, broadcast):
-        yield lesson.__name__, str(lesson.__doc__), lesson
-    kinds: tuple[tuple[str, ReduceOp.RedOpType, Callable[[Tensor], Tensor]], ...] = (
-        ("sum", ReduceOp.SUM, lambda numbers: numbers.sum(0)),
-        ("product", ReduceOp.PRODUCT, lambda numbers: numbers.prod(0)),
-        ("max", ReduceOp.MAX, lambda numbers: numbers.amax(0)),
-        ("min", ReduceOp.MIN, lambda numbers: numbers.amin(0)),
-        ("avg", ReduceOp.AVG, lambda numbers: numbers.mean(0)),
-    )
-    for reducing in (reduce, all_reduce):
-        for name, op, expected in kinds:
-            yield f"{reducing.__name__} {name}", str(reducing.__doc__), partial(reducing, op=op, expected=expected)
-    for lesson in (gather, scatter, all_gather, reduce_scatter, all_to_all, subgroups, barrier):
-        yield lesson.__name__, str(lesson.__doc__), lesson
+BETWEEN_TWO = (send_and_recv, isend_and_irecv, batch_isend_irecv)  # require at least 2 ranks
+LESSONS = (
+    *BETWEEN_TWO, broadcast, reduce, all_reduce, gather, scatter, all_gather, reduce_scatter, all_to_all, subgroups, barrier,
+)  # fmt: skip
 
 
 def learn(run: Run) -> None:
     """Runs each lesson on every rank. Raises RunError, on all ranks, if a result is wrong."""
     world = run.world
-    this = ThisRank(world.rank, world.size, world.device, world.store)
     run.say(f"{'operation':<20}{'result':<16}what it does")
-    previous_text = ""
-    for name, text, lesson in lessons():
-        if world.size == 1 and name in ("send_and_recv", "isend_and_irecv", "batch_isend_irecv"):
+    for lesson in LESSONS:
+        name = lesson.__name__
+        if world.size == 1 and lesson in BETWEEN_TWO:
             run.say(f"{name:<20}{'-':<16}requires at least 2 ranks")
             continue
         with world.meeting():
-            result, expected = lesson(this)
+            result, expected = lesson(world)
         is_wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
         is_wrong[world.rank] = not torch.allclose(result.double(), expected.double())
         dist.all_reduce(is_wrong)
         if wrong := is_wrong.nonzero().flatten().tolist():
             first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
             raise RunError(f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}")
-        run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{text if text != previous_text else 'as above'}")
-        previous_text = text
+        run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{lesson.__doc__}")
 
 
 def bench(run: Run, cfg: Config) -> dict[str, Any]:

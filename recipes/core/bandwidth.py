@@ -28,11 +28,10 @@ class Figure(NamedTuple):
 
 
 def measure(operation: str, size: int, world: World, budget_s: float) -> Figure:
-    """Measures an operation. Called by all ranks, which get the same result. budget_s: approximate time in seconds."""
-    used = used_bytes(operation, size, world.size)
-    seconds = statistics.median(seconds_of(call_of(operation, used, world), world, budget_s))
-    algbw = used / seconds / 1e9
-    return Figure(used, seconds, algbw, algbw * bus_factor(operation, world.size))
+    """Measures an operation on ``size`` bytes (`used_bytes`). Called by all ranks, which get the same result. budget_s: seconds, about."""
+    seconds = statistics.median(seconds_of(call_of(operation, size, world), world, budget_s))
+    algbw = size / seconds / 1e9
+    return Figure(size, seconds, algbw, algbw * bus_factor(operation, world.size))
 
 
 def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
