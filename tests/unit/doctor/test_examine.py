@@ -26,11 +26,6 @@ from tests import helpers
 BROKEN = {"what": "GPU 3 returns a wrong matrix product", "fix": "drain it", "bad": True, "leave_out": True}
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
-
-
 def place(rank: int, size: int = 2) -> ranks.RankInfo:
     environ = {
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,
@@ -100,9 +95,8 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: tuple[int, ...], status: int, exclude: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv(
-        attempts.VARIABLE, str(helpers.attempt(tmp_path, hosts=(), step=None).folder)
-    )  # of recipe=doctor
+    opened = helpers.attempt(tmp_path, hosts=(), step=None)  # by the batch script of recipe=doctor
+    monkeypatch.setenv(attempts.VARIABLE, str(opened.folder))
     reports = [report(node, seen, findings=[BROKEN] * (seen < 8)) for node, seen in enumerate(gpus)]
     written(tmp_path / "reports", Stage.final, *reports)
     assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, tmp_path, 0) == status
@@ -112,10 +106,9 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     last = "healthy: 3 nodes" if not status else f"1 of 3 nodes bad: sbatch --exclude={exclude[0]} leaves them out"
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert not (tmp_path / "reports").exists()
-    judged = judge.judge(judge.gather(attempts.Attempt(tmp_path, 0)), judge.End(status))
-    assert (judged.state, judged.kind, judged.exit_status) == (
-        ("failed", Kind.machine, 3) if status else ("done", None, 0)
-    )
+    judged = judge.judge(judge.gather(opened), judge.End(status))
+    expected = ("failed", Kind.machine, 3) if status else ("done", None, 0)
+    assert (judged.state, judged.kind, judged.exit_status) == expected
     assert judged.line == (BROKEN["what"] if status else "")
 
 
@@ -123,6 +116,7 @@ def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, ended = tmp_path / "reports", list[str]()
+    monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: ended.append(argv[-1]))
