@@ -157,7 +157,27 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         if value and here.has_others and is_listed == value.startswith("^"):
             what = f"{name}={value}, and the route to {chosen.peer} goes by {chosen.interface}"
             findings.append(Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False))
+    own = _mbit_per_s(folders / chosen.interface)
+    cards = [one for one in folders.glob("*") if (one / "device").exists() and _text(one / "operstate") == "up"]
+    fastest = max(cards, key=_mbit_per_s, default=None)
+    if fastest and here.has_others and _mbit_per_s(fastest) > own > 0 and not _ports(here):
+        name = fastest.name
+        what = f"the ranks use {chosen.interface} with {own} Mbit/s, and {name} has {_mbit_per_s(fastest)}"
+        fix = f"if {name} reaches the other nodes: NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
+        findings.append(Finding(what, fix, bad=False))
     return {"interface": chosen.interface}, findings
+
+
+def _mbit_per_s(interface: Path) -> int:
+    """Speed of a network interface; 0 if its driver does not say."""
+    text = _text(interface / "speed")
+    return int(text) if text.isdecimal() else 0
+
+
+def _ports(here: Surroundings) -> list[Path]:
+    """The InfiniBand ports that NCCL may use."""
+    ignores = here.on_cpu or here.environ.get("NCCL_IB_DISABLE") == "1"
+    return [] if ignores else sorted((here.root / "sys/class/infiniband").glob("*/ports/*"))
 
 
 def _text(path: Path) -> str:
@@ -170,8 +190,7 @@ def _text(path: Path) -> str:
 
 def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Ports that are not active, and whether a process may lock the memory that it sends."""
-    ports = sorted((here.root / "sys/class/infiniband").glob("*/ports/*"))
-    if not ports or here.on_cpu or here.environ.get("NCCL_IB_DISABLE") == "1":
+    if not (ports := _ports(here)):
         return {}, []
     findings = []
     for folder in ports:

@@ -164,6 +164,27 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
     assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
 
 
+def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = network.Choice("eth1", "10.0.0.1", "two", "route to two")
+    monkeypatch.setattr(network, "choose", lambda info: chosen)
+    for name, speed, state, is_card in (
+        ("eth1", "1000", "up", True), ("eth2", "25000", "up", True), ("eth3", "100000", "down", True), ("docker0", "40000", "up", False),
+    ):  # fmt: skip
+        folder = tmp_path / "sys/class/net" / name
+        (folder / "device" if is_card else folder).mkdir(parents=True)
+        (folder / "speed").write_text(f"{speed}\n")
+        (folder / "operstate").write_text(f"{state}\n")
+    two = ranks.detect(TASK)
+    one = only(probes.interfaces(here(tmp_path, two, root=str(tmp_path))))
+    assert one.what == "the ranks use eth1 with 1000 Mbit/s, and eth2 has 25000"
+    assert (one.bad, "NCCL_SOCKET_IFNAME=eth2" in one.fix) == (False, True)
+    (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
+    assert probes.interfaces(here(tmp_path, two, root=str(tmp_path)))[1] == []
+    (tmp_path / "sys/class/net/eth1/speed").write_text("1000\n")
+    (tmp_path / "sys/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)  # which NCCL uses instead
+    assert probes.interfaces(replace(here(tmp_path, two, root=str(tmp_path)), on_cpu=False))[1] == []
+
+
 def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [1000 << 20, resource.RLIM_INFINITY]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], resource.RLIM_INFINITY))
