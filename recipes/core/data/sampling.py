@@ -108,9 +108,11 @@ class GlobalBatches:
                 f"{ranks} ranks{pieces} without any; give at least {2 * least}, or fewer ranks"
             )
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
-        order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
+    def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Shard]:
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on. in_order: without the permutation."""
+        order = torch.arange(self.num_samples)
+        if not in_order:
+            order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
         begin = 0
         for batch in range(self.per_epoch):
             size = self.size(batch)

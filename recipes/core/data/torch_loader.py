@@ -5,11 +5,10 @@ are the same on any number of ranks and workers, and after a resume in the middl
 """
 
 import contextlib
-import dataclasses
 import random
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard, share
+from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard
 from recipes.core.errors import InputError, RunError
 
 Collate = Callable[[list[Any]], Any]
-Index = tuple[int, int]  # epoch and sample
+Index = tuple[int, Sequence[int]]  # the epoch and the samples of a batch
 EVALUATION = -1  # in place of an epoch
 
 
@@ -50,8 +49,8 @@ class LoadedBatch(Shard):
 class _Loaded(OfBatches):
     """A `Source` that puts its batches on a device."""
 
-    def __init__(self, batches: GlobalBatches, device: torch.device) -> None:
-        self._batches, self._device = batches, device
+    def __init__(self, batches: GlobalBatches, num_workers: int, device: torch.device, collate: Collate) -> None:
+        self._batches, self._workers, self._device, self._collate = batches, num_workers, device, collate
 
     def _loaded(self, shards: Iterable[Shard], found: Iterable[Any]) -> Iterator[LoadedBatch]:
         for shard, data in zip(shards, found, strict=True):
@@ -79,36 +78,36 @@ class TorchLoader(_Loaded):
         collate: Collate = default_collate,
         warn: Callable[[str], None] = print,
     ) -> None:
-        super().__init__(batches, device)
+        super().__init__(batches, num_workers, device, collate)
         count = len(dataset)  # type: ignore[arg-type]
         if count != batches.num_samples:
             raise InputError(
                 f"the data set has {count} samples: give GlobalBatches() this number, not {batches.num_samples}"
             )
-        seeded = _Seeded(dataset, batches.seed)
-        if batches.rank == 0 and not _repeats(seeded, num_workers, collate):
+        self._training = self._reader(dataset)
+        self._evaluation: _Reader | None = None
+        if batches.rank == 0 and not self._training.repeats():
             warn(
                 "dataset[0] differs between two reads with the same random numbers: a resumed run will see other samples. Draw them from "
                 "the global generators of torch, random or numpy"
             )
-        self._workers, self._collate = num_workers, collate
-        self._training = _Reader(seeded, num_workers, device, collate)
-        self._evaluated: tuple[Dataset[Any], _Reader] | None = None
+
+    def _reader(self, dataset: Dataset[Any]) -> "_Reader":
+        return _Reader(_Collated(dataset, self._batches.seed, self._collate), self._workers, self._device)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises the InputError of a sample."""
         shards = list(self._batches.epoch(epoch, first_batch))
-        lists = ([(epoch, i) for i in shard.indices.tolist()] or [(epoch, 0)] for shard in shards)
-        yield from self._loaded(shards, self._training.read(lists))
+        found = self._training.read([(epoch, shard.indices.tolist() or [0]) for shard in shards])
+        yield from self._loaded(shards, found)
 
     def in_order(self, dataset: Dataset[Any], part: slice, batch_size: int) -> Iterator[Any]:
         """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device. Raises the InputError of a sample."""
-        if not self._evaluated or self._evaluated[0] is not dataset:
-            reader = _Reader(_Seeded(dataset, self._batches.seed), self._workers, self._device, self._collate)
-            self._evaluated = dataset, reader
+        if not self._evaluation or self._evaluation.batches.dataset is not dataset:
+            self._evaluation = self._reader(dataset)
         samples = range(len(dataset))[part]  # type: ignore[arg-type]
         starts = range(0, len(samples), batch_size)
-        for data in self._evaluated[1].read([(EVALUATION, i) for i in samples[at : at + batch_size]] for at in starts):
+        for data in self._evaluation.read([(EVALUATION, samples[at : at + batch_size]) for at in starts]):
             yield _on(self._device, data)
 
 
@@ -129,140 +128,105 @@ class StreamLoader(_Loaded):
         transform: Callable[[Any], Any] = unchanged,
         collate: Collate = default_collate,
     ) -> None:
-        super().__init__(batches, device)
-        self._samples, self._workers, self._transform, self._collate = samples, num_workers, transform, collate
+        super().__init__(batches, num_workers, device, collate)
+        self._samples, self._transform = samples, transform
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError if the stream ends early."""
-        part = _Part(self._samples, self._transform, self._collate, self._batches, epoch, first_batch)
-        pin = self._device.type == "cuda"
-        # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.
-        loader: DataLoader[Any] = DataLoader(
-            part, batch_size=None, num_workers=self._workers, pin_memory=pin, generator=torch.Generator()
-        )
-        yield from self._loaded(map(self._in_order, self._batches.epoch(epoch, first_batch)), loader)
-
-    def _in_order(self, shard: Shard) -> Shard:
-        """The shard with the positions of its samples in the stream."""
-        begin = sum(self._batches.size(batch) for batch in range(shard.batch))
-        part = share(shard.global_size, self._batches.rank, self._batches.world_size)
-        return dataclasses.replace(shard, indices=torch.arange(begin + part.start, begin + part.stop))
+        shards = list(self._batches.epoch(epoch, first_batch, in_order=True))
+        part = _Part(self, epoch, [shard.indices.tolist() for shard in shards])
+        yield from self._loaded(shards, _whole_batches(part, self._workers, self._device))
 
 
 @dataclass
 class _Part(IterableDataset[Any]):
-    """This rank's batches of one epoch of a stream. Of several workers, each makes every n-th batch; `DataLoader` takes them in turn."""
+    """This rank's batches of one epoch of a stream. Of several workers, each makes every n-th batch; `DataLoader` takes them in turn.
 
-    samples: Callable[[int], Iterable[Any]]
-    transform: Callable[[Any], Any]
-    collate: Collate
-    batches: GlobalBatches
+    lists: the positions of the samples of each batch, in the order of the stream.
+    """
+
+    of: StreamLoader
     epoch: int
-    first_batch: int
+    lists: list[list[int]]
 
     def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from self._own_batches()
-        except InputError as error:
-            yield error
-        except Exception as error:
-            if not get_worker_info():
-                raise
-            yield _in_one_line(error)
+        batches = self._own_batches()
+        while (batch := _or_error(lambda: next(batches, None))) is not None:
+            yield batch
 
     def _own_batches(self) -> Iterator[Any]:
-        worker, batches = get_worker_info(), self.batches
-        own, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        stream, begin = iter(self.samples(self.epoch)), 0
-        for batch in range(batches.per_epoch):
-            size = batches.size(batch)
-            found = list(islice(stream, size))
-            if len(found) < size:
-                number = begin + len(found)
-                raise InputError(
-                    f"the stream ends after {number} samples: give GlobalBatches() this number, not {batches.num_samples}"
-                )
-            if batch >= self.first_batch and (batch - self.first_batch) % workers == own:
-                mine = range(size)[share(size, batches.rank, batches.world_size)] or range(1)
-                yield self.collate([self._made(begin + i, found[i]) for i in mine])
-            begin += size
+        worker, count = get_worker_info(), self.of._batches.num_samples
+        stream, passed = iter(self.of._samples(self.epoch)), 0
+        for part in self.lists[worker.id :: worker.num_workers] if worker else self.lists:
+            mine = part or [passed]  # a sample for its shape
+            found = list(islice(stream, mine[0] - passed, mine[-1] + 1 - passed))
+            if len(found) < len(mine):
+                raise InputError(f"the stream has fewer than {count} samples: give GlobalBatches() their number")
+            passed = mine[-1] + 1
+            yield self.of._collate([self._made(*pair) for pair in zip(mine, found, strict=True)])
 
     def _made(self, position: int, sample: Any) -> Any:
-        with seeded(self.batches.seed, self.epoch, position):
-            return self.transform(sample)
-
-
-@dataclass
-class _Lists:
-    """A batch sampler: the lists of samples of the next epoch."""
-
-    lists: Iterable[list[Index]] = ()
-
-    def __iter__(self) -> Iterator[list[Index]]:
-        return iter(self.lists)
-
-
-class _Reader:
-    """Batches of ``dataset``, by the lists of samples given to `read`. The workers stay from one call to the next."""
-
-    def __init__(self, dataset: "_Seeded", workers: int, device: torch.device, collate: Collate) -> None:
-        # Not this object itself: in a circle of references, the queues would end before the workers, whose end then takes 5 s each.
-        self._lists = _Lists()
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._lists, num_workers=workers, collate_fn=_OrError(collate),
-            pin_memory=device.type == "cuda", persistent_workers=workers > 0, generator=torch.Generator(),
-        )  # fmt: skip
-
-    def read(self, lists: Iterable[list[Index]]) -> Iterator[Any]:
-        self._lists.lists = lists
-        return iter(self._loader)
+        with seeded(self.of._batches.seed, self.epoch, position):
+            return self.of._transform(sample)
 
 
 @dataclass(frozen=True)
-class _OrError:
-    collate: Collate
-
-    def __call__(self, samples: list[Any] | Exception) -> Any:
-        return samples if isinstance(samples, Exception) else self.collate(samples)
-
-
-@dataclass(frozen=True)
-class _Seeded(Dataset[Any]):
-    """``dataset`` with random numbers of (seed, epoch, sample). An InputError is returned, since `DataLoader` would add a traceback to it."""
+class _Collated(Dataset[Any]):
+    """The batches of ``dataset``. The random numbers of a sample are those of (seed, epoch, sample)."""
 
     dataset: Dataset[Any]
     seed: int
+    collate: Collate
 
-    def __getitems__(self, samples: list[Index]) -> list[Any] | Exception:
-        try:
-            return [self._one(*index) for index in samples]
-        except InputError as error:
-            return error
-        except Exception as error:
-            if not get_worker_info():
-                raise
-            return _in_one_line(error)
+    def __getitem__(self, index: Index) -> Any:
+        epoch, samples = index
+        return _or_error(lambda: self.collate([self._one(epoch, i) for i in samples]))
 
     def _one(self, epoch: int, i: int) -> Any:
         with seeded(self.seed, epoch, i):
             return self.dataset[i]
 
 
-def _in_one_line(error: Exception) -> RunError:
-    """An error of a worker with its place, since `DataLoader` would make many lines of it. The worker prints its traceback."""
-    traceback.print_exception(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return RunError(f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
+class _Reader:
+    """``batches`` by what is given to `read`. The workers stay from one call to the next."""
+
+    def __init__(self, batches: _Collated, workers: int, device: torch.device) -> None:
+        self.batches, self._workers, self._wanted = batches, workers, list[Index]()
+        self._loader = _whole_batches(batches, workers, device, self._wanted)
+
+    def read(self, wanted: list[Index]) -> Iterator[Any]:
+        self._wanted[:] = wanted
+        return iter(self._loader)
+
+    def repeats(self) -> bool:
+        """Whether two reads of the first sample are equal. In a worker, if there are any: it must not share a file that this process opens."""
+        twice = _whole_batches(self.batches, min(1, self._workers), torch.device("cpu"), [(0, [0]), (0, [0])])
+        return all(map(_equal, *map(tree_leaves, twice)))
 
 
-def _repeats(dataset: _Seeded, workers: int, collate: Collate) -> bool:
-    """Whether two reads of the first sample are equal. In a worker, if there are any: they must not share a file that the main process opens."""
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=[[(0, 0)], [(0, 0)]], num_workers=min(1, workers), collate_fn=_OrError(collate),
-        generator=torch.Generator(),
+def _whole_batches(
+    dataset: Dataset[Any], workers: int, device: torch.device, wanted: list[Index] | None = None
+) -> DataLoader[Any]:
+    """A `DataLoader` of a data set whose items are batches. wanted: what it is asked for; None for a stream."""
+    # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.
+    return DataLoader(
+        dataset, batch_size=None, sampler=wanted, num_workers=workers, collate_fn=unchanged, pin_memory=device.type == "cuda",
+        persistent_workers=workers > 0 and wanted is not None, generator=torch.Generator(),
     )  # fmt: skip
-    first, second = map(tree_leaves, loader)
-    return all(_equal(one, other) for one, other in zip(first, second, strict=False))
+
+
+def _or_error(make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, or its error in one line: `DataLoader` would add a traceback to one that a worker raises."""
+    try:
+        return make()
+    except InputError as error:
+        return error
+    except Exception as error:
+        if not get_worker_info():
+            raise
+        traceback.print_exception(error)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return RunError(f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
 
 
 def _equal(one: Any, other: Any) -> bool:
