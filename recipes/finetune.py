@@ -85,11 +85,8 @@ def mixed(cfg: Config, x: Tensor, labels: Tensor, classes: int, epoch: int, batc
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    for_training, for_evaluation = transforms(cfg)
     parts = labelled.open_parts(cfg.dataset, cfg.data_dir, cfg.labels, cfg.multi_label, cfg.val_fraction, cfg.seed)
-    train_set, val_set = (
-        Pictures(*part, how, cfg.multi_label) for part, how in zip(parts, (for_training, for_evaluation), strict=True)
-    )
+    train_set, val_set = (Pictures(*part, how) for part, how in zip(parts, transforms(cfg), strict=True))
     classes = train_set.source.classes
     run.say(f"{len(train_set):,} images in {len(classes)} classes, {len(val_set):,} to evaluate")
     if not cfg.multi_label and (empty := (val_set.counts() == 0).nonzero().flatten().tolist()):

@@ -268,7 +268,7 @@ def prepare_finetune(keys: FinetuneKeys) -> None:
     parts = labelled.open_parts("images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0)
     faults, count = [], 0
     for source, positions in parts:
-        pictures = labelled.Pictures(source, positions, lambda image: None, keys.multi_label)
+        pictures = labelled.Pictures(source, positions, lambda image: None)
         count += len(pictures)
         for i in range(len(pictures)):
             try:

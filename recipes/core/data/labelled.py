@@ -2,9 +2,10 @@
 
 import csv
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,26 @@ FAKE = 60, 3  # samples and classes of dataset=fake
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a CSV with the columns ``file``, ``label`` and perhaps ``split`` (train or val). Files are relative to ``folder``."""
+    """The rows of a CSV with the columns ``file``, ``label`` and perhaps ``split`` (train or val). Files are relative to ``folder``.
+
+    several: whether an image may have several labels; its label is then a float tensor (classes,) of 0 and 1.
+    """
 
     folder: Path
     place: str  # of the CSV
+    several: bool
     classes: tuple[str, ...]
-    files: list[str] = field(default_factory=list)
-    labels: list[tuple[int, ...]] = field(default_factory=list)
-    splits: list[str] = field(default_factory=list)
+    files: list[str]
+    labels: list[tuple[int, ...]]
+    splits: list[str]
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def label(self, i: int) -> int:
-        return self.labels[i][0]
+    def label(self, i: int) -> Any:
+        if not self.several:
+            return self.labels[i][0]
+        return torch.zeros(len(self.classes)).index_fill_(0, torch.tensor(self.labels[i], dtype=torch.int64), 1)
 
     def name(self, i: int) -> str:
         return self.files[i]
@@ -55,15 +62,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Pictures(Dataset[Any]):
-    """The images ``positions`` of ``source``: ``transform`` of the upright RGB image, and its label.
-
-    several: whether an image may have several labels; its label is then a float tensor (classes,) of 0 and 1.
-    """
+    """The images ``positions`` of ``source``: ``transform`` of the upright RGB image, and its label."""
 
     source: Listing | Table | Fake
     positions: Sequence[int]
     transform: Callable[[Image.Image], Any]
-    several: bool = False
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -76,15 +79,10 @@ class Pictures(Dataset[Any]):
         except (OSError, Unreadable) as error:
             why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
             raise InputError(f"{self.source.place}: {self.source.name(at)!r} {why}: remove it, or replace it") from None
-        if not self.several:
-            return self.transform(image), self.source.label(at)
-        assert isinstance(self.source, Table)
-        labels = torch.zeros(len(self.source.classes))
-        labels[list(self.source.labels[at])] = 1
-        return self.transform(image), labels
+        return self.transform(image), self.source.label(at)
 
     def counts(self) -> torch.Tensor:
-        """The number of images of each class, int64 (classes,)."""
+        """The number of images of each class, int64 (classes,). Each image has one label."""
         labels = torch.tensor([self.source.label(i) for i in self.positions])
         return torch.bincount(labels, minlength=len(self.source.classes))
 
@@ -102,13 +100,12 @@ def open_parts(dataset: str, data_dir: str, table: str, several: bool, fraction:
     validation, drawn from ``seed``. Raises InputError (one line: file, fault, fix).
     """
     if dataset == "fake":
-        source: Listing | Table | Fake = Fake(*FAKE)
-        return _divided(source, fraction, seed)
+        return _divided(Fake(*FAKE), fraction, seed)
     folder = datasets.folder_of(data_dir)
     if not datasets.kind(folder):
         raise InputError(f"data_dir={str(folder)!r} does not exist: give the folder of your images")
     if table:
-        return _of_table(read_table(Path(table).expanduser(), folder, several), fraction, seed, several)
+        return _of_table(read_table(Path(table).expanduser(), folder, several), fraction, seed)
     if datasets.kind(folder / "train"):
         train = classfolder.scan(folder / "train")
         if not datasets.kind(folder / "val"):
@@ -127,38 +124,29 @@ def read_table(path: Path, folder: Path, several: bool) -> Table:
         raise InputError(f"labels={str(path)!r}: cannot be read ({error}): give a CSV in UTF-8") from None
     if not rows or not {"file", "label"} <= rows[0].keys():
         raise InputError(f"labels={str(path)!r}: must have a first line with the columns file,label and rows below it")
-    found = []
+    files, names, splits = list[str](), list[list[str]](), list[str]()
     for number, row in enumerate(rows, 2):
         name, label, split = (str(row.get(key) or "").strip() for key in ("file", "label", "split"))
         line = f"labels={str(path)!r}: line {number}"
         labels = sorted({one.strip() for one in label.split(SEPARATOR)} - {""}) if several else [label]
-        if not _is_file(folder / name):
+        if not os.path.isfile(folder / name):
             raise InputError(f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir=")
         if not several and (not label or SEPARATOR in label):
             raise InputError(f"{line}: label {label!r} must be one class: give one, or multi_label=true")
         if split not in ("", "train", "val"):
             raise InputError(f"{line}: split {split!r} must be train or val")
-        found.append((name, labels, split))
-    classes = sorted({name for _, labels, _ in found for name in labels})
+        files.append(name)
+        names.append(labels)
+        splits.append(split)
+    classes = sorted({one for of_image in names for one in of_image})
     position = {one: i for i, one in enumerate(classes)}
-    table = Table(folder, str(path), tuple(classes))
-    for name, labels, split in found:
-        table.files.append(name)
-        table.labels.append(tuple(position[one] for one in labels))
-        table.splits.append(split)
-    return table
+    labels_of = [tuple(position[one] for one in of_image) for of_image in names]
+    return Table(folder, str(path), several, tuple(classes), files, labels_of, splits)
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # too long a name
-        return False
-
-
-def _of_table(table: Table, fraction: float, seed: int, several: bool) -> tuple[Part, Part]:
+def _of_table(table: Table, fraction: float, seed: int) -> tuple[Part, Part]:
     if not any(table.splits):
-        return _divided(table, fraction, seed, several)
+        return _divided(table, fraction, seed)
     train, val = ([i for i, split in enumerate(table.splits) if (split == "val") == is_val] for is_val in (False, True))
     for name, part in (("train", train), ("val", val)):
         if not part:
@@ -173,9 +161,9 @@ def _of_table(table: Table, fraction: float, seed: int, several: bool) -> tuple[
     return (table, train), (table, val)
 
 
-def _divided(source: Listing | Table | Fake, fraction: float, seed: int, several: bool = False) -> tuple[Part, Part]:
+def _divided(source: Listing | Table | Fake, fraction: float, seed: int) -> tuple[Part, Part]:
     """The share ``fraction`` of each class (of all images, if they have several labels) for validation, at least one image; the rest for training."""
-    of_class = defaultdict(list)
+    of_class, several = defaultdict(list), isinstance(source, Table) and source.several
     for i in range(len(source)):
         of_class[0 if several else source.label(i)].append(i)
     random, val = sampling.generator(seed, 0, SPLIT), set[int]()

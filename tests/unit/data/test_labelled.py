@@ -70,7 +70,7 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
     table = write(folder, "file,label", "a/0.png,dog; cat", "a/1.png,", *(f"a/{i}.png,cow" for i in range(2, 10)))
     (source, train), (_, val) = opened(folder, table, several=True)
     assert (source.classes, len(train), len(val)) == (("cat", "cow", "dog"), 8, 2)
-    pictures = Pictures(source, [0, 1, 5], lambda image: image.size, several=True)
+    pictures = Pictures(source, [0, 1, 5], lambda image: image.size)
     assert [pictures[i][1].tolist() for i in range(3)] == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
 
 
