@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,11 +84,9 @@ def of_confusion(matrix: Tensor) -> dict[str, Any]:
     """
     matrix = matrix.double().cpu()
     hits, labels, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
-    known = labels + predicted > 0
-    f1 = (2 * hits / (labels + predicted))[known]
     samples = int(labels.sum())
     scores: dict[str, Any] = {"val_top1": float(hits.sum()) / max(1, samples), "val_samples": samples}
-    scores["val_f1"] = float(f1.mean()) if samples else 0.0
+    scores["val_f1"] = mean_f1(hits, labels + predicted)
     scores["val_recall"] = [float(h / n) if n else None for h, n in zip(hits, labels, strict=True)]
     if len(matrix) <= LARGEST_MATRIX:
         scores["val_confusion"] = matrix.long().tolist()
@@ -105,9 +103,10 @@ def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
     torch.save(torch.cat([torch.zeros(2, 0, classes), *pairs], 1), buffer)
     parts = [torch.load(io.BytesIO(part), weights_only=True) for part in run.world.gather(buffer.getvalue())]
     logits, labels = torch.cat(parts, 1).double()
+    predicted, precisions = (logits > 0).double(), average_precisions(logits, labels)
     return {
-        "val_map": mean(average_precisions(logits, labels)),
-        "val_f1": mean(_f1(logits, labels)),
+        "val_map": sum(precisions) / max(1, len(precisions)),
+        "val_f1": mean_f1((predicted * labels).sum(0), (predicted + labels).sum(0)),
         "val_samples": len(labels),
     }
 
@@ -130,11 +129,7 @@ def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
     return found
 
 
-def _f1(logits: Tensor, labels: Tensor) -> list[float]:
-    predicted = (logits > 0).double()
-    both, either = (predicted * labels).sum(0), (predicted + labels).sum(0)
-    return (2 * both / either)[either > 0].tolist()
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))
+def mean_f1(hits: Tensor, counts: Tensor) -> float:
+    """The mean F1 of the classes that occur or are predicted. hits, counts: of each class; counts: its labels and its predictions."""
+    found = (2 * hits / counts)[counts > 0]
+    return float(found.mean()) if len(found) else 0.0

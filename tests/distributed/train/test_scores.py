@@ -1,10 +1,12 @@
 """The scores of an evaluation, beside scikit-learn's."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from sklearn import metrics as sklearn
-from torch import Tensor
 
 from recipes.core.train import scores
 
@@ -30,17 +32,17 @@ def test_classes_that_do_not_occur_have_no_scores() -> None:
 
 
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
-def test_average_precision_is_that_of_scikit_learn(levels: int) -> None:
+def test_scores_of_several_labels_are_those_of_scikit_learn(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
-    logits = torch.from_numpy(random.integers(0, levels, (80, 4)) / levels)
+    logits = torch.from_numpy(random.integers(0, levels, (80, 4)) / levels - 0.5)
     labels = torch.from_numpy((random.random((80, 4)) < 0.3).astype(float))
     labels[:, 3] = 0
-    expected = [sklearn.average_precision_score(labels[:, i], logits[:, i]) for i in range(3)]
-    assert scores.average_precisions(logits, labels) == pytest.approx(expected)
-
-
-def test_f1_of_several_labels_is_at_probability_one_half() -> None:
-    logits = torch.tensor([[1.0, -1.0], [-2.0, 3.0], [4.0, 0.5]])
-    labels = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]])
-    expected: Tensor = sklearn.f1_score(labels, logits > 0, average=None)
-    assert scores._f1(logits, labels) == pytest.approx(list(expected))
+    pairs = [(logits[:50], labels[:50]), (logits[50:], labels[50:])]
+    monkeypatch.setattr(scores, "answered", lambda run, answers: pairs)
+    run: Any = SimpleNamespace(world=SimpleNamespace(gather=lambda part: [part]))
+    precisions = [sklearn.average_precision_score(labels[:, i], logits[:, i]) for i in range(3)]
+    assert scores.of_labels(run, lambda net: [], 4) == {
+        "val_map": pytest.approx(sum(precisions) / 3),
+        "val_f1": pytest.approx(sklearn.f1_score(labels, logits > 0, average="macro")),
+        "val_samples": 80,
+    }
