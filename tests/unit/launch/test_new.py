@@ -24,12 +24,12 @@ def repository(tmp_path: Path) -> Path:
 def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> None:
     made = helpers.run([sys.executable, "launch.py", "new", "birds"], cwd=repository)
     assert made.status == 0, made.out
-    assert made.lines[:4] == ["recipes/birds.py", "recipes/conf/birds.py", "tests/test_birds.py", "sbatch/birds_1x4.sh"]
+    assert made.lines[:4] == ["recipes/birds.py", "recipes/conf/birds.py", "sbatch/birds_1x4.sh", "tests/test_birds.py"]
     text = (repository / "recipes/birds.py").read_text()
-    assert text.startswith('"""birds: EDIT: what it trains')
-    assert {"# EDIT: make_net", "# EDIT: transforms", "    # EDIT: losses", "    # EDIT: evaluate"} <= set(
-        text.splitlines()
-    )
+    assert text.startswith("# EDIT: what birds trains")
+    for marked in ("def make_net(", "def transforms(", "    def losses(", "    evaluate = "):
+        assert re.search(rf"^ *# EDIT\n{re.escape(marked)}", text, re.MULTILINE)
+    assert "# EDIT\ndef main(" not in text
     assert "finetune" not in (repository / "sbatch/birds_1x4.sh").read_text()
     helpers.run([sys.executable, "launch.py", "new", "mine", "from=toy"], cwd=repository)
     ran = helpers.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_mine.py"], cwd=repository)
