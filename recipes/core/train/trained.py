@@ -1,18 +1,16 @@
 """A trained classifier, from a checkpoint alone: for predictions and exports."""
 
-import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from recipes.core.config import declare, help, parser, recipe_conf
+from recipes.core.config import convert, recipe_conf
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, shown
@@ -60,7 +58,8 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     Its recipe must have the functions ``make_net(cfg, classes, pretrained)`` and ``transforms(cfg)``, as finetune has. The averaged
     weights are used if there are any. Raises InputError.
     """
-    path, content = _checkpoint_of(Path(run))
+    path = _checkpoint_of(Path(run))
+    content = checkpoint.read(path)
     about = content["meta"].get("about")
     recipe, classes = str(content["meta"].get("recipe")), about.get("classes") if isinstance(about, dict) else None
     recipe_conf.require(recipe, f"{path}: recipe={shown(recipe)}")
@@ -69,13 +68,11 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
         raise InputError(
             f"{path}: recipe {recipe} does not keep what a prediction needs; finetune, and copies of it, do"
         )
-    cfg = _keys(recipe, content["meta"]["config"])
+    cfg = convert.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
     weights = content["model"]
     if content.get("ema"):
-        weights = {
-            name.removeprefix("module."): value for name, value in content["ema"].items() if name != "n_averaged"
-        }
+        weights = {k.removeprefix("module."): v for k, v in content["ema"].items() if k.startswith("module.")}
     try:
         net.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
@@ -90,23 +87,12 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     return Trained(net.eval().to(device), transform, list(classes), several, path, torch.device(device))
 
 
-def _checkpoint_of(path: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint and its content: the best one of a run, else the newest that can be read. Raises InputError."""
+def _checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path means: of a run directory, its best one, else its newest. Raises InputError."""
     if path.is_file() and path.name not in ("best", "latest"):
-        return path, checkpoint.read(path)
-    folder = path.parent if path.is_file() else path / "checkpoints"
-    best = checkpoint.named(folder, path.name if path.is_file() else "best")
-    there = [folder / best] if best else checkpoint.candidates(folder)
-    for one in there[:-1]:
-        with contextlib.suppress(InputError):
-            return one, checkpoint.read(one)
-    if not there:
-        raise InputError(f"{str(path)!r}: has no checkpoint: give a run directory, or a file checkpoints/step-….pt")
-    return there[-1], checkpoint.read(there[-1])
-
-
-def _keys(recipe: str, saved: Mapping[str, Any]) -> Any:
-    """The recipe's keys, as a checkpoint has them."""
-    cls, _ = recipe_conf.load(recipe)
-    known = declare.names_of(cls)
-    return parser.parse_keys(cls, [f"{name}={help.typed(value)}" for name, value in saved.items() if name in known])
+        return path
+    folder, pointer = (path.parent, path.name) if path.is_file() else (path / "checkpoints", "best")
+    named = checkpoint.named(folder, pointer)
+    if there := [folder / named] if named else checkpoint.candidates(folder):
+        return there[0]
+    raise InputError(f"{str(path)!r}: has no checkpoint: give a run directory, or a file checkpoints/step-….pt")
