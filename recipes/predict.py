@@ -7,7 +7,7 @@
 In Python: recipes.load("RUN")("photo.jpg"). Exit status: 0 done; 2 if a run or an image cannot be read.
 """
 
-import contextlib
+import argparse
 import csv
 import json
 import os
@@ -25,21 +25,13 @@ BATCH = 32
 SHOWN = 3  # classes in a line of text
 
 
-def images(words: Sequence[str]) -> Iterator[Path]:
-    """The images that are named, and those in the folders that are named, in the order of their names. Raises InputError."""
-    for word in words:
-        path, count = Path(word), 0
-        if not path.is_dir():
-            yield path
-            continue
-        for place, folders, files in os.walk(path):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(files):
-                if os.fsencode(name).lower().endswith(classfolder.ENDINGS) and not name.startswith("."):
-                    count += 1
-                    yield Path(place, name)
-        if not count:
-            raise InputError(f"{word!r}: has no images: give files, or a folder that has some")
+def images(word: str) -> list[Path]:
+    """The image that is named, or those in the folder that is named, in the order of their names. Raises InputError."""
+    if not Path(word).is_dir():
+        return [Path(word)]
+    if found := sorted(classfolder.images(os.fsencode(Path(word)))):
+        return [Path(word, os.fsdecode(name)) for name in found]
+    raise InputError(f"{word!r}: has no images: give files, or a folder that has some")
 
 
 def answers(model: Any, paths: Sequence[Path], faults: list[str]) -> Iterator[tuple[Path, list[float]]]:
@@ -58,40 +50,30 @@ def answers(model: Any, paths: Sequence[Path], faults: list[str]) -> Iterator[tu
 
 
 def main(argv: list[str]) -> int:
-    if not argv or {"-h", "--help"} & set(argv):
-        print((__doc__ or "").strip())
-        return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
-    words = [word for word in argv if word != "--json"]
-    table = ""
-    if "--csv" in words:
-        at = words.index("--csv")
-        table = next(iter(words[at + 1 :]), "")
-        del words[at : at + 2]
-        if not table:
-            raise InputError("--csv: give the file to write after it")
-    if len(words) < 2:
-        raise InputError("give a run, and then the images, or folders of them")
-    run, *words = words
+    parser = argparse.ArgumentParser("python -m recipes.predict", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", help="run directory or checkpoint")
+    parser.add_argument("images", nargs="+", help="images, or folders of them")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--csv", metavar="FILE", help="write a table")
+    args = parser.parse_intermixed_args(argv)
     import torch
 
     from recipes.core.train import trained
 
-    model = trained.load(run, "cuda" if torch.cuda.is_available() else "cpu")
+    model = trained.load(args.run, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"model: {model.path}", file=sys.stderr)
     faults: list[str] = []
-    with contextlib.ExitStack() as stack:
-        names = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
-        writer = csv.writer(stack.enter_context(open(table, "w", **names))) if table else None  # type: ignore[call-overload]
-        if writer:
-            writer.writerow(["file", "class", *model.classes])
-        for path, found in answers(model, [*images(words)], faults):
+    with open(args.csv or os.devnull, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        table = csv.writer(file)
+        table.writerow(["file", "class", *model.classes])
+        for path, found in answers(model, [path for word in args.images for path in images(word)], faults):
             ordered = sorted(zip(model.classes, found, strict=True), key=lambda one: -one[1])
-            if writer:
-                writer.writerow([path, ordered[0][0], *(f"{value:.6f}" for value in found)])
-            elif "--json" in argv:
+            table.writerow([path, ordered[0][0], *(f"{value:.6f}" for value in found)])
+            if args.json:
                 rounded = {name: round(value, 6) for name, value in ordered}
                 print(json.dumps({"file": str(path), "class": ordered[0][0], "probabilities": rounded}))
-            else:
+            elif not args.csv:
                 best = "  ".join(f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN])
                 print(f"{errors.shown(path, 4096)}  {best}")
     for fault in faults:

@@ -88,7 +88,7 @@ def scan(
     listing = Listing(folder, known)
     for done, name in enumerate(own):
         report(done)
-        files = sorted(_images(os.path.join(os.fsencode(folder), os.fsencode(name))))
+        files = sorted(images(os.path.join(os.fsencode(folder), os.fsencode(name))))
         if not files:
             raise InputError(f"{str(folder)!r} has no image in the class folder {name!r}: fill or remove it")
         for file in files:
@@ -96,7 +96,7 @@ def scan(
     return listing
 
 
-def _images(folder: bytes) -> Iterator[bytes]:
+def images(folder: bytes) -> Iterator[bytes]:
     """Paths, relative to ``folder``, of the images in it and below."""
     for place, _, files in _walk(folder):
         below = place[len(folder) + 1 :]
