@@ -13,15 +13,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from recipes.core import errors, files
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.report import trackers
 from recipes.core.run import table
-
-if TYPE_CHECKING:
-    from recipes.core.train.trained import Trained
 
 FORMATS = ("onnx", "safetensors")
 TOLERANCE = 1e-5  # of the outputs, relative to the largest
@@ -61,7 +58,7 @@ def to_tracker(argv: list[str]) -> int:
     return errors.EXIT_DONE
 
 
-def to_onnx(model: "Trained", out: Path) -> str:
+def to_onnx(model: Any, out: Path) -> str:
     """Writes an ONNX file with an input (batch, 3, px, px) and logits as output. Returns a phrase on how far the outputs are apart."""
     onnx, runtime = (trackers.require(name, "export") for name in ("onnx", "onnxruntime"))
     trackers.require("onnxscript", "export")
@@ -88,14 +85,14 @@ def to_onnx(model: "Trained", out: Path) -> str:
     return f"; its outputs are within {apart:.1e} of the model's"
 
 
-def to_safetensors(model: "Trained", out: Path) -> str:
+def to_safetensors(model: Any, out: Path) -> str:
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items()}
     content: bytes = trackers.require("safetensors.torch", "export").save(weights, _about(model))
     files.write_bytes(out, content)
     return ""
 
 
-def _about(model: "Trained") -> dict[str, str]:
+def _about(model: Any) -> dict[str, str]:
     """What another program needs: the names of the classes, and how an image becomes an input."""
     return {"classes": json.dumps(list(model.classes)), "transform": str(model.transform)}
 
