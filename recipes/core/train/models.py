@@ -1,9 +1,7 @@
 """Classifiers of torchvision and timm by name, with weights that are already on this machine, and what of them is trained."""
 
-import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -35,11 +33,9 @@ def classifier(
         return _of_timm(arch.removeprefix(TIMM), weights, classes)
     _check_arch(arch)
     if not weights:
-        has_heads = arch in ("googlenet", "inception_v3")
-        # transform_input: as their weights require it, so that a checkpoint of them fits.
-        options: dict[str, Any] = (
-            {"aux_logits": False, "init_weights": True, "transform_input": True} if has_heads else {}
-        )
+        options: dict[str, Any] = {}
+        if arch in ("googlenet", "inception_v3"):  # transform_input: as for their weights
+            options = {"aux_logits": False, "init_weights": True, "transform_input": True}
         if zero_init_residual and arch.startswith(("resnet", "resnext", "wide_resnet")):
             options["zero_init_residual"] = True
         return torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
@@ -55,14 +51,16 @@ def classifier(
             f"pretrained={weights}: {path} {fault}: on a machine with internet, python -m recipes.prepare weights arch={arch} "
             f"weights={chosen.name} (it writes into $TORCH_HOME)"
         )
-    with _in_place_of(chosen, torch.load(path, map_location="cpu", weights_only=True)):
-        net = torchvision.models.get_model(arch, weights=chosen)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    # In place of torchvision's own way, which would execute the code in the file, or unpack a zip archive.
+    vars(chosen)["get_state_dict"] = lambda *args, **kwargs: state
+    net = torchvision.models.get_model(arch, weights=chosen)
+    del vars(chosen)["get_state_dict"]
     if arch == "inception_v3":  # torchvision keeps the auxiliary head if the weights have one
         net.aux_logits, net.AuxLogits = False, None
     if there != classes:
         ((name, last),) = heads(net).items()
-        parent = net.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], _like(last, classes))
+        net.set_submodule(name, _like(last, classes))
     return net
 
 
@@ -89,16 +87,14 @@ def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
     """A model of timm; its weights must be in the cache of the Hugging Face hub ($HF_HOME). Raises InputError, MachineError."""
     timm = require_timm(name)
     if weights not in ("", "true"):
-        raise InputError(
-            f"pretrained={weights}: with timm, the name of a model names its weights too: give pretrained=true"
-        )
+        raise InputError(f"pretrained={weights}: the name of a timm model names its weights too: give pretrained=true")
     try:
         net: nn.Module = timm.create_model(name, pretrained=bool(weights), num_classes=classes)
     except Exception as error:  # of the hub, of safetensors, of the file system
-        fix = (
-            f"on a machine with internet, python -m recipes.prepare weights arch={TIMM}{name} (it writes into $HF_HOME)"
-        )
-        raise MachineError(f"pretrained=true: {errors.one_line(error, 120)}: {fix}") from None
+        raise MachineError(
+            f"pretrained=true: {errors.one_line(error, 120)}: on a machine with internet, python -m recipes.prepare weights "
+            f"arch={TIMM}{name} (it writes into $HF_HOME)"
+        ) from None
     if not heads(net):
         raise InputError(f"arch={TIMM}{name}: has no classifier: give another model")
     return net
@@ -113,9 +109,8 @@ def require_timm(name: str, offline: bool = True) -> Any:
     except ImportError as error:
         raise InputError(f"arch={TIMM}{name}: {errors.one_line(error, 80)}: pip install '.[timm]'") from None
     if not timm.is_model(name):
-        raise InputError(
-            f"arch={TIMM}{name}: timm has no such model{declare.nearest(TIMM + name, [TIMM + one for one in timm.list_models()])}"
-        )
+        nearest = declare.nearest(TIMM + name, [TIMM + one for one in timm.list_models()])
+        raise InputError(f"arch={TIMM}{name}: timm has no such model{nearest}")
     return timm
 
 
@@ -184,16 +179,6 @@ class _LowRank(nn.Module):
         return weight + (self.up @ self.down).view_as(weight)
 
 
-@contextlib.contextmanager
-def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[None]:
-    """Makes torchvision use ``state`` for ``weights``. Otherwise it would execute the code in the file, or unpack a zip archive."""
-    vars(weights)["get_state_dict"] = lambda *args, **kwargs: state
-    try:
-        yield
-    finally:
-        del vars(weights)["get_state_dict"]
-
-
 def find_weights(arch: str, name: str) -> WeightsEnum:
     """The weights ``name`` of a model. Raises InputError, which lists the available names."""
     _check_arch(arch)
@@ -201,9 +186,8 @@ def find_weights(arch: str, name: str) -> WeightsEnum:
     if name in ("true", "DEFAULT"):
         return there.DEFAULT
     if name not in there.__members__:
-        raise InputError(
-            f"weights={name}: must be one of {', '.join(found.name for found in there) or '(none exist)'}, or true"
-        )
+        known = ", ".join(one.name for one in there) or "(none exist)"
+        raise InputError(f"weights={name}: must be one of {known}, or true")
     return there[name]
 
 
