@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from recipes.conf.finetune import Augment, Config, Trained
+from recipes.conf.finetune import Config
 from recipes.core import errors
 from recipes.core.data import labelled, sampling
 from recipes.core.train import loop, models, optimisation, scores, session
@@ -35,23 +35,22 @@ from recipes.core.train.run import Run
 
 def transforms(cfg: Config) -> tuple[v2.Transform, v2.Transform]:
     """For training and for evaluation: from an RGB image to a float tensor (3, px, px)."""
-    mean, std = models.mean_and_std(cfg.arch)
-    to_tensor = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std))]
-    named = [] if cfg.augment is Augment.none else [getattr(v2, cfg.augment.name)()]
+    normalise = v2.Normalize(*models.mean_and_std(cfg.arch))
+    to_tensor = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), normalise]
+    named = [] if cfg.augment == "none" else [getattr(v2, cfg.augment)()]
     crop = v2.RandomResizedCrop(cfg.px, (cfg.min_crop, 1), antialias=True)
     training = [crop, v2.RandomHorizontalFlip(), *named, *to_tensor, v2.RandomErasing(cfg.erasing)]
-    return v2.Compose(training), v2.Compose(
-        [v2.Resize(cfg.val_resize, antialias=True), v2.CenterCrop(cfg.px), *to_tensor]
-    )
+    evaluation = [v2.Resize(cfg.val_resize, antialias=True), v2.CenterCrop(cfg.px), *to_tensor]
+    return v2.Compose(training), v2.Compose(evaluation)
 
 
 def make_net(cfg: Config, classes: Sequence[str], pretrained: bool = True) -> nn.Module:
     """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as `recipes.load` does."""
     weights = cfg.pretrained if pretrained and cfg.pretrained != "false" else ""
     net = models.classifier(cfg.arch, weights, len(classes), new_head=True)
-    if cfg.train is Trained.head:
+    if cfg.train == "head":
         models.train_only_head(net)
-    elif cfg.train is Trained.lora:
+    elif cfg.train == "lora":
         models.add_lora(net, cfg.lora_rank)
     return net
 

@@ -2,26 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from recipes.core.config.declare import NAME, default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import ConfigError
-
-
-class Trained(Enum):
-    all = "all"
-    head = "head"
-    lora = "lora"
-
-
-class Augment(Enum):
-    none = "none"
-    RandAugment = "RandAugment"
-    TrivialAugmentWide = "TrivialAugmentWide"
-    AutoAugment = "AutoAugment"
-    AugMix = "AugMix"
 
 
 @dataclass(frozen=True)
@@ -45,20 +30,17 @@ class Config(TrainKeys):
     pretrained: str = key(
         "true", "weights to start from: true, or their name, such as IMAGENET1K_V2; false: random", pattern=NAME
     )
-    train: Trained = key(
-        Trained.all,
-        "all: every weight; head: only the last layer; lora: the last layer, and a small product beside each other matrix",
-    )
+    train: str = key(
+        "all", "all: every weight; head: only the last layer; lora: the last layer, and a small product beside each other matrix",
+        values=("all", "head", "lora"),
+    )  # fmt: skip
     lora_rank: int = key(8, "columns of each matrix of train=lora", low=1, high=1024)
     head_epochs: float = key(0.0, "epochs at the start in which only the last layer is trained", low=0)
     epochs: int = default(TrainKeys, "epochs", 10)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 64)
     lr: float = default(TrainKeys, "lr", 3e-4)
     layer_decay: float = key(
-        0.75,
-        "factor of the learning rate from each block to the one before it; 1: the same rate for all",
-        low=0,
-        high=1,
+        0.75, "factor of the learning rate from each block to the one before it; 1: the same for all", low=0, high=1
     )
     warmup: float = key(
         0.1, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
@@ -71,9 +53,10 @@ class Config(TrainKeys):
         256, "shorter side in pixels of a validation image before the center crop of px", low=32, high=2048
     )
     min_crop: float = key(0.35, "minimum fraction of the image area in a random crop", low=0.01, high=1)
-    augment: Augment = key(
-        Augment.RandAugment, "a transform of torchvision.transforms.v2, with its default arguments; none"
-    )
+    augment: str = key(
+        "RandAugment", "a transform of torchvision.transforms.v2, with its default arguments; none",
+        values=("none", "RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix"),
+    )  # fmt: skip
     erasing: float = key(0.0, "probability that a random rectangle of a training image is erased", low=0, high=1)
     mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
     cutmix: float = key(0.0, "alpha of CutMix (pastes a rectangle of another image); 0: off", low=0)
@@ -100,11 +83,6 @@ class Config(TrainKeys):
 # Random images, to try the recipe: there is nothing to learn.
 DATASETS: Mapping[str, Mapping[str, Any]] = {
     "fake": {
-        "arch": "resnet18",
-        "pretrained": "false",
-        "px": 64,
-        "val_resize": 72,
-        "epochs": 2,
-        "global_batch_size": 16,
+        "arch": "resnet18", "pretrained": "false", "px": 64, "val_resize": 72, "epochs": 2, "global_batch_size": 16,
     },
-}
+}  # fmt: skip

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from recipes import finetune
 from recipes.conf.finetune import Config
-from recipes.core.errors import ConfigError, InputError
+from recipes.core.errors import ConfigError
 from recipes.core.train import checkpoint, models, optimisation
 from tests import helpers, states
 from tests.distributed import one_rank
@@ -72,21 +71,16 @@ def test_the_images_are_those_of_the_folder_normalised(train: Any, photographs: 
 
 def test_several_labels_are_scored_by_average_precision(train: Any, photographs: Path) -> None:
     trained = train("epochs=1", f"labels={photographs / 'labels.csv'}", "multi_label=true")
-    loss = nn.BCEWithLogitsLoss()(trained.training[0].outputs, torch.zeros(6, 4))  # of the shape of the labels
     assert trained.training[0].outputs.shape == (6, 4)
-    assert trained.rows[0]["loss"] != pytest.approx(loss.item())
     assert 0 < trained.results["val_map"] <= 1
     assert trained.results["val_samples"] == 9
 
 
-def test_rates_fall_from_block_to_block_and_the_head_begins_alone(train: Any) -> None:
+def test_rates_fall_from_block_to_block_and_the_head_begins_alone() -> None:
     with torch.device("meta"):
         net = models.classifier("resnet18", "", 3)
     rates = {group["depth"]: group["lr"] for group in optimisation.layer_groups(net, 0.01, 0.5, 0.1)}
     assert rates == {depth: 0.01 * 0.5**depth for depth in range(11)}  # fc, eight blocks, bn1, conv1
-    trained = train("epochs=2", "max_steps=5", "head_epochs=1", "warmup=0", "weight_decay=0")
-    first, fifth = (dict(trained.training[i].net.named_parameters()) for i in (0, -1))
-    assert first.keys() == fifth.keys()
     cfg = Config(head_epochs=1, warmup=0.25)
     of_head, of_others = finetune.lr_factors(cfg, 4, 12, [0, 3])
     assert [of_others(step) for step in range(4)] == [0.0] * 4
@@ -96,13 +90,9 @@ def test_rates_fall_from_block_to_block_and_the_head_begins_alone(train: Any) ->
 
 
 def test_class_weights_and_mixing_change_the_loss(train: Any) -> None:
-    plain, weighted, blended, cut = (
-        train("epochs=1", *words)
-        for words in ((), ("class_weights=true", "val_fraction=0.5"), ("mixup=0.4",), ("cutmix=1",))
-    )
-    losses = [trained.rows[0]["loss"] for trained in (plain, blended, cut)]
-    assert len(set(losses)) == 3
-    assert weighted.rows[0]["loss"] > 0
+    losses = {train("epochs=1", *words).rows[0]["loss"] for words in ((), ("mixup=0.4",), ("cutmix=1",))}
+    assert len(losses) == 3
+    assert train("epochs=1", "class_weights=true").rows[0]["loss"] in losses  # the classes are of the same size
     labels = torch.tensor([0, 1, 2, 0])
     x, soft = finetune.mixed(Config(mixup=0.4), torch.rand(4, 3, 8, 8), labels, 3, 0, 1)
     assert soft.sum(1).tolist() == pytest.approx([1.0] * 4)
@@ -110,15 +100,16 @@ def test_class_weights_and_mixing_change_the_loss(train: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("multi_label=true",), ("mixup=1", "cutmix=1"), ("multi_label=true", "labels=a.csv", "class_weights=true")],
+    "keys",
+    [
+        {"multi_label": True},
+        {"mixup": 1.0, "cutmix": 1.0},
+        {"multi_label": True, "labels": "a.csv", "class_weights": True},
+    ],
 )
-def test_keys_that_contradict_each_other_are_refused(words: tuple[str, ...]) -> None:
-    keys = dict(word.split("=") for word in words)
-    with pytest.raises(ConfigError, match=f"^{list(keys)[-1] if len(keys) > 1 else 'multi_label'}="):
-        Config(
-            **{name: value == "true" or (value if name == "labels" else float(value)) for name, value in keys.items()}
-        )
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{list(keys)[-1]}="):
+        Config(**keys)
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "vit_b_16", "convnext_tiny", "densenet121"])
@@ -151,7 +142,7 @@ def test_metrics_are_the_same_on_one_two_and_three_ranks(tmp_path: Path, photogr
 
 
 def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: Path, photographs: Path) -> None:
-    words = (
+    words = [
         "max_steps=6",
         "epochs=2",
         "checkpoint_every_steps=3",
@@ -159,7 +150,7 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
         "train=lora",
         "cutmix=1",
         "ema=0.9",
-    )
+    ]
     whole = launched(tmp_path / "whole", photographs, 1, *words)
     folder = tmp_path / "again/checkpoints"
     folder.mkdir(parents=True)
@@ -168,13 +159,3 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     assert helpers.rows(again)[0]["step"] == 4
     first, second = (checkpoint.read(run_dir / "checkpoints/step-00000006.pt") for run_dir in (whole, again))
     assert states.digest(first) == states.digest(second)
-
-
-def test_a_damaged_image_ends_the_run_with_its_name(train: Any, photographs: Path, tmp_path: Path) -> None:
-    (photographs / "red/9.jpg").rename(tmp_path / "9.jpg")
-    (photographs / "red/9.jpg").write_bytes(b"")
-    try:
-        with pytest.raises(InputError, match=r"'red/9\.jpg' is empty: remove it, or replace it"):
-            train("epochs=1")
-    finally:
-        (tmp_path / "9.jpg").rename(photographs / "red/9.jpg")
