@@ -70,16 +70,13 @@ def run(
 
     Returns its exit status, or minus the signal that ended it, and why it was to stop; "" if it was not. Raises InputError.
     """
-    stop, stops, null = signals.StopFlag(), set(signals.handled()), subprocess.DEVNULL
+    reason, stops, null = "", set(signals.handled()), subprocess.DEVNULL
     signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})  # sigtimedwait takes them
     die = processes.die_with(os.getpid())
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*signals.SIGNALS, signal.SIGCHLD})
         die()
-
-    def note(found: signal.struct_siginfo) -> None:
-        stop.note(signal.Signals(found.si_signo).name)
 
     # It has the signals blocked, so they stay pending in it.
     canary = subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=null, stderr=null, preexec_fn=die)
@@ -91,18 +88,18 @@ def run(
         while child.poll() is None:
             found = signal.sigtimedwait({*stops, signal.SIGCHLD}, in_use.HEARTBEAT_S)
             if found and found.si_signo in stops:
-                note(found)
+                reason = reason or signal.Signals(found.si_signo).name
                 if not _reaches_all(canary.pid, found.si_signo):
                     child.send_signal(found.si_signo)
-            beat(stop.reason)
+            beat(reason)
         # A signal to all processes may have ended the program before it arrives here.
         if child.returncode and (found := signal.sigtimedwait(stops, signals.TOGETHER_S)):
-            note(found)
-            beat(stop.reason)
+            reason = reason or signal.Signals(found.si_signo).name
+            beat(reason)
     finally:
         canary.kill()
         child.kill()
-    return child.returncode, stop.reason
+    return child.returncode, reason
 
 
 def _reaches_all(canary: int, number: int) -> bool:
@@ -115,7 +112,7 @@ def _reaches_all(canary: int, number: int) -> bool:
     return bool(pending and int(pending[1], 16) >> (number - 1) & 1)
 
 
-def begin(start: Start, attempt: Attempt) -> None:
+def begin(attempt: Attempt) -> None:
     """Rank 0 makes the attempt the owner of the run. Raises InputError if another job uses the run directory."""
     with files.writing_to(attempt.run_dir, "run_dir"):
         attempts.describe(attempt, "script", os.environ, ())
@@ -165,7 +162,7 @@ def main(start: Start) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())  # `run` passes on what comes from now on
     os.umask(int(start.settings.run.umask, 8))
     if rank == 0:
-        begin(start, attempt)
+        begin(attempt)
     log, cfg = attempt.run_dir / "logs" / f"rank{rank}.log", start.settings.config
     files.own_folder(log.parent)
     python = [sys.executable, "-u"] if cfg.program.endswith(".py") else []

@@ -146,16 +146,6 @@ def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
     helpers.wait_for_the_end_of([pid], 20)
 
 
-def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
-    """A shell script that does not exec, and is stopped: its child would write beside the requeued run."""
-    launcher = start(tmp_path, "#!/bin/sh\nsleep 100 & echo $! > $RECIPES_RUN_DIR/child; wait", name="b.sh")
-    child = tmp_path / "run/child"
-    helpers.wait_until(lambda: child.exists() and child.read_text().strip(), helpers.START_S, "the program's child")
-    launcher.terminate()
-    assert helpers.finish(launcher).status == 75
-    helpers.wait_for_the_end_of([int(child.read_text())], 20)
-
-
 def test_a_program_that_cannot_be_started_is_bad_input(tmp_path: Path) -> None:
     ended = helpers.finish(start(tmp_path, "#!/no/such/interpreter", name="b.sh"))
     assert ended.status == 2, ended.out
