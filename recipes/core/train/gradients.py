@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import RunError
@@ -16,28 +16,24 @@ FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 
 
 def check_first_step(run: Run, model: nn.Module) -> None:
-    """Before the first ``optimizer.step()``, looks for trained parameters without a gradient, as `_require_all`. Call it before `Gradients`."""
+    """Before the first ``optimizer.step()``, looks for trained parameters without a gradient. Call it before `Gradients`.
 
+    Raises RunError if there is one and DDP, which requires all gradients, runs on several ranks. On one rank, warns.
+    """
     first = run.step
 
     def check(*call: Any) -> None:
-        if run.step == first:
-            _require_all(run, model)
+        if run.step > first:
+            return
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if unused := [name.removeprefix("module.") for name, p in trained if p.grad is None]:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            line = f"{', '.join(unused[:3])}{more}: no gradient after step.backward(): use it in forward(), or call requires_grad_(False)"
+            if run.world.size > 1:
+                raise RunError(line)
+            run.warn(f"{line}; several ranks cannot train this model")
 
     run.state.optimizer.register_step_pre_hook(check)
-
-
-def _require_all(run: Run, model: nn.Module) -> None:
-    """Raises RunError for a parameter without a gradient if DDP, which requires all of them, runs on several ranks. On one rank, warns."""
-    unused = [
-        name.removeprefix("module.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None
-    ]
-    if unused:
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        line = f"{', '.join(unused[:3])}{more}: no gradient after step.backward(): use it in forward(), or call requires_grad_(False)"
-        if run.world.size > 1:
-            raise RunError(line)
-        run.warn(f"{line}; several ranks cannot train this model")
 
 
 class Gradients:
@@ -70,18 +66,15 @@ class Gradients:
         norm = torch.nn.utils.get_total_norm(gradients) / self.scale
         if "loss_scale" in self._meta:
             torch._foreach_mul_(gradients, 1 / self.scale)
-            if not self._is_finite(norm):
+            finite = bool(norm.isfinite())
+            if not finite:
                 optimizer.zero_grad(set_to_none=True)
+            self._adapt(finite)
         if self._most:
             torch.nn.utils.clip_grads_with_norm_(trained, self._most, norm)
 
-    def _is_finite(self, norm: Tensor) -> bool:
-        """Whether the gradients of a step are finite. Changes the scale for the next step."""
+    def _adapt(self, finite: bool) -> None:
+        """Changes the scale for the next step. finite: whether the gradients of this step are."""
         scale, steps = self._meta["loss_scale"]
-        if not (finite := bool(norm.isfinite())):
-            self._meta["loss_scale"] = [scale / 2, 0]
-        elif steps + 1 == GROWTH_STEPS:
-            self._meta["loss_scale"] = [scale * 2, 0]
-        else:
-            self._meta["loss_scale"] = [scale, steps + 1]
-        return finite
+        factor = 0.5 if not finite else 2.0 if steps + 1 == GROWTH_STEPS else 1.0
+        self._meta["loss_scale"] = [scale * factor, steps + 1 if factor == 1 else 0]
