@@ -130,10 +130,14 @@ def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_sample_is_raised_as_it_is(workers: int) -> None:
+def test_an_error_of_a_sample_is_one_line(workers: int, capfd: pytest.CaptureFixture[str]) -> None:
     loader = of_set(batches(), workers)
     with pytest.raises(InputError, match=r"^sample 1: is damaged: remove it$"):
         list(loader.in_order(Faulty(), slice(1, 2), 4))
+    if workers:
+        with pytest.raises(RunError, match=r"^ZeroDivisionError: .*zero \(.*test_torch_loader\.py, line \d+\)$"):
+            list(loader.in_order(Faulty(), slice(2), 2))
+        assert "Traceback" in capfd.readouterr().err
 
 
 def test_a_set_of_another_length_is_refused() -> None:
@@ -145,25 +149,13 @@ def test_a_set_of_another_length_is_refused() -> None:
 
 def test_a_set_that_does_not_repeat_is_reported_once() -> None:
     lines: list[str] = []
-    make = partial(TorchLoader, num_workers=0, device=CPU, warn=lines.append)
-    make(Numbers(), batches())
-    make(Unsteady(), batches(rank=1, ranks=2))
+    make = partial(TorchLoader, device=CPU, warn=lines.append)
+    make(Numbers(), batches(), num_workers=0)
+    make(Unsteady(), batches(rank=1, ranks=2), num_workers=0)
     assert lines == []
-    make(Unsteady(), batches())
+    make(numbers := Unsteady(), batches(), num_workers=1)
     assert [line[:45] for line in lines] == ["dataset[0] differs between two reads with the"]
-
-
-def test_an_ordinary_error_in_a_worker_names_its_line(capfd: pytest.CaptureFixture[str]) -> None:
-    loader = of_set(batches(), 1)
-    with pytest.raises(RunError, match=r"^ZeroDivisionError: .*zero \(.*test_torch_loader\.py, line \d+\)$"):
-        list(loader.in_order(Faulty(), slice(2), 2))
-    assert "Traceback" in capfd.readouterr().err
-
-
-def test_with_workers_the_main_process_reads_nothing() -> None:
-    numbers = Unsteady()
-    TorchLoader(numbers, batches(), num_workers=1, device=CPU, warn=lambda line: None)
-    assert numbers.reads == 0  # a file that it opened would be shared with the workers
+    assert numbers.reads == 0  # a file that this process opened would be shared with the workers
 
 
 def test_the_workers_end_with_their_loader() -> None:
@@ -176,10 +168,8 @@ def test_the_workers_end_with_their_loader() -> None:
 
 
 def test_texts_cannot_be_cut_into_pieces() -> None:
-    loader = TorchLoader(
-        Numbers(), batches(), num_workers=0, device=CPU, collate=lambda samples: ["text"] * len(samples)
-    )
-    (shard, *_) = loader.epoch(0)
+    make = partial(TorchLoader, num_workers=0, device=CPU, collate=lambda samples: ["text"] * len(samples))
+    (shard, *_) = make(Numbers(), batches()).epoch(0)
     assert shard.pieces(1) == [shard]
     with pytest.raises(InputError, match="accumulate=2: a batch has str, which cannot be cut"):
         shard.pieces(2)
