@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
     model = trained.load(run)
     place = model.path.parents[1] if Path(run).is_dir() else Path(".")
     out = Path(more[0].removeprefix("out=") or "out=") if more else place / f"model.{kind}"
-    difference = to_onnx(model, out) if kind == "onnx" else to_safetensors(model, out)
+    content, difference = to_onnx(model) if kind == "onnx" else (to_safetensors(model), "")
+    files.write_bytes(out, content)
     print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
     return errors.EXIT_DONE
 
@@ -58,8 +59,8 @@ def to_tracker(argv: list[str]) -> int:
     return errors.EXIT_DONE
 
 
-def to_onnx(model: Any, out: Path) -> str:
-    """Writes an ONNX file with an input (batch, 3, px, px) and logits as output. Returns a phrase on how far the outputs are apart."""
+def to_onnx(model: Any) -> tuple[bytes, str]:
+    """An ONNX file with an input (batch, 3, px, px) and logits as output, and a phrase on how far its outputs are from the model's."""
     onnx, runtime = (trackers.require(name, "export") for name in ("onnx", "onnxruntime"))
     trackers.require("onnxscript", "export")
     import torch
@@ -81,15 +82,12 @@ def to_onnx(model: Any, out: Path) -> str:
         raise InputError(
             f"onnx: the outputs are {apart:.1e} from the model's, more than {TOLERANCE:g}: nothing was written"
         )
-    files.write_bytes(out, content)
-    return f"; its outputs are within {apart:.1e} of the model's"
+    return content, f"; its outputs are within {apart:.1e} of the model's"
 
 
-def to_safetensors(model: Any, out: Path) -> str:
+def to_safetensors(model: Any) -> bytes:
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items()}
-    content: bytes = trackers.require("safetensors.torch", "export").save(weights, _about(model))
-    files.write_bytes(out, content)
-    return ""
+    return trackers.require("safetensors.torch", "export").save(weights, _about(model))
 
 
 def _about(model: Any) -> dict[str, str]:
