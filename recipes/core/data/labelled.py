@@ -55,9 +55,8 @@ class Table:
         return (self.folder / self.files[i]).read_bytes()
 
     def digest(self) -> str:
-        return hashlib.sha256(
-            repr((self.classes, self.files, self.labels, self.splits)).encode("utf-8", "surrogateescape")
-        ).hexdigest()
+        text = repr((self.classes, self.files, self.labels, self.splits))
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True)
