@@ -76,7 +76,7 @@ def train(
     with process_group(start, CPU) as world, monkeypatch.context() as patched:
         place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
         world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size, device=DEVICE)
-        patched.setattr(World, "broadcast_text", lambda self, name, text="": text)
+        patched.setattr(World, "from_rank_0", lambda self, name, work: work())
         patched.setattr(World, "gather", lambda self, content: [content] * size)
         patched.setattr(World, "together", lambda self, name, work: work(lambda progress: None))
         run = Run(settings, world, helpers.attempt(folder, step=None), signals.StopFlag(), None)

@@ -20,7 +20,7 @@ from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
-from recipes.core.train.world import TORCH_TIMEOUT, World, await_key
+from recipes.core.train.world import TORCH_TIMEOUT, World
 
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait so much less than rank 0, but at least this share
 TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
@@ -130,12 +130,13 @@ def _exchange_hosts(
     names = [f"host/{rank}" for rank in range(info.world_size)]
     if store.add("connected", 1) >= info.world_size:
         store.set("all connected", "")  # ranks wait for this one key: each question about all names would be long
-    try:
-        await_key(store, "all connected", clock, timeout_s)
-        return tuple(shown(text.decode(errors="replace")) for text in store.multi_get(names))
-    except torch.distributed.DistError:
-        missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
-        some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise MachineError(
-            f"{socket.gethostname()}: rank {some} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
-        ) from None
+    end, pause_s = clock.now() + timeout_s, 0.01
+    while not store.check(["all connected"]):  # not wait(), since torch logs a warning for each that times out
+        if clock.now() > end:
+            missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
+            some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            late = f"rank {some} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
+            raise MachineError(f"{socket.gethostname()}: {late}")
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)
+    return tuple(shown(text.decode(errors="replace")) for text in store.multi_get(names))

@@ -1,6 +1,5 @@
 """Which checkpoint a run resumes from, whether its keys allow that, and loading it."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ from recipes.core.run import directory, resumed
 from recipes.core.run.attempt import Attempt
 from recipes.core.train import checkpoint
 from recipes.core.train.checkpoint import State
-from recipes.core.train.world import World, parsed
+from recipes.core.train.world import World
 
 # Keys of a run that control when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
@@ -179,7 +178,7 @@ def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None
     compared too. Called by all ranks.
     """
     keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
-    first = parsed(world.broadcast_text("keys", json.dumps(keys, default=str)))
+    first = world.from_rank_0("keys", lambda: keys)
     paths = {f.name for f in fields(settings.config) if f.metadata.get("path")}
     compared = [name for name in keys if name not in paths]
     other = [f"{n}={keys[n]} here, {n}={shown(first.get(n))} there" for n in compared if keys[n] != first.get(n)]

@@ -35,7 +35,6 @@ TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has end
 LONGEST = 2000  # characters of a line that another rank has sent
 MOST_SHAPES = 64  # beyond torch's own limit, 8, the model would run uncompiled
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
-ERRORS_OF_ALL = (Stopped, InputError, MachineError)  # `World.together` raises them on all ranks
 
 
 @dataclass(frozen=True)
@@ -102,30 +101,33 @@ class World:
             torch.distributed.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
         return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(padded, sizes, strict=True)]
 
-    def broadcast_text(self, name: str, text: str) -> str:
-        """Rank 0's ``text``, on every rank; each must call it. ``name`` is unique in a run. Raises DistStoreError after ``timeout_s``."""
-        if self.rank == 0:
-            self.store.set(f"text/{name}", text)
-        await_key(self.store, f"text/{name}", self.clock, self.timeout_s)
-        return self.store.get(f"text/{name}").decode(errors="replace")
-
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every rank. Every rank must call it.
 
         Another user may write to the store. So the result must not name a file or code: each rank knows these by its own keys.
-        If ``work`` raises InputError or MachineError, every rank raises it. ``name`` must be unique in a run.
+        If ``work`` raises InputError or MachineError, every rank raises it. ``name`` must be unique in a run. Raises DistStoreError after
+        ``timeout_s``.
         """
-        message: dict[str, Any] = {"result": None}
         if self.rank == 0:
             try:
-                message = {"result": work()}
+                self.store.set(f"{name}/result", json.dumps(work()))
             except (InputError, MachineError) as error:
-                message = {"error": _encoded(error)}
-        message = parsed(self.broadcast_text(name, json.dumps(message)))
-        if "error" in message:
-            self._await_readers(name)
-            raise _decoded(message["error"])
-        return cast(T, message["result"])
+                raise self._error_of_all(name, error) from None
+        end, pause_s = self.clock.now() + self.timeout_s, 0.01
+        # Not wait(), since torch logs a warning for each that times out.
+        while not self.store.check([f"{name}/result"]):
+            if self.store.check([f"{name}/error"]):
+                raise self._error_of_all(name, MachineError())
+            if self.clock.now() > end:
+                raise torch.distributed.DistStoreError(f"timed out waiting for {name} for {self.timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(1.0, 2 * pause_s)
+        text = self.store.get(f"{name}/result").decode(errors="replace")
+        try:
+            return cast(T, json.loads(text))
+        except (ValueError, RecursionError):
+            fix = "another program uses its port: set another MASTER_PORT"
+            raise MachineError(f"rank 0 sent {shown(text)}: {fix}") from None
 
     def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
         """Waits until this node sees what rank 0 has written into ``folder``: a network file system can show it later on some nodes.
@@ -175,10 +177,14 @@ class World:
 
     def _error_of_all(self, name: str, error: Exception) -> Exception:
         """Makes all ranks raise ``error``, or the error that another rank has published before. Returns it."""
-        mine = _encoded(error)
-        first = self.store.compare_set(f"{name}/error", "", mine).decode()
+        kinds: dict[str, type[Exception]] = {one.__name__: one for one in (Stopped, InputError, MachineError)}
+        mine = next(f"{word} {error}" for word, kind in kinds.items() if isinstance(error, kind))
+        first = self.store.compare_set(f"{name}/error", "", mine).decode(errors="replace")
         self._await_readers(name)
-        return error if first == mine else _decoded(first)
+        if first == mine:
+            return error
+        word, _, text = first.partition(" ")
+        return kinds.get(word, MachineError)(shown(text, LONGEST))
 
     def _await_readers(self, name: str) -> None:
         """Each rank that has read an error calls it. Rank 0 waits for the others, since the store ends with rank 0."""
@@ -221,14 +227,12 @@ class World:
                 self.silent.wait(PULSE_S)
 
         teller = threading.Thread(target=tell, name="pulse", daemon=True)
-        if self.size > 1:
-            teller.start()
+        teller.start()
         try:
             yield
         finally:
             self.silent.set()
-            if teller.ident:
-                teller.join(TEARDOWN_S)
+            teller.join(TEARDOWN_S)
 
     def behind(self) -> dict[str, Any] | None:
         """Another rank that no longer reports, otherwise the rank that is furthest behind: its rank, host and place.
@@ -314,34 +318,3 @@ def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
         return cast(torch.distributed.ProcessGroup, torch.distributed.new_group(timeout=TORCH_TIMEOUT))
     finally:
         torch.distributed.set_debug_level(level)
-
-
-def _encoded(error: Exception) -> str:
-    """An error of `ERRORS_OF_ALL` as text for the store."""
-    kind = next(kind for kind in ERRORS_OF_ALL if isinstance(error, kind))
-    return json.dumps([kind.__name__, str(error)])
-
-
-def _decoded(text: str) -> Exception:
-    name, message = parsed(text)
-    return next((kind for kind in ERRORS_OF_ALL if kind.__name__ == name), MachineError)(shown(message, LONGEST))
-
-
-def parsed(text: str) -> Any:
-    """A value of JSON from the store. Raises MachineError if another program has written it."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise MachineError(
-            f"rank 0 sent {shown(text)}: another program uses its port: set another MASTER_PORT"
-        ) from None
-
-
-def await_key(store: torch.distributed.Store, name: str, clock: RunningClock, timeout_s: float) -> None:
-    """Waits until the store has this key. Raises DistStoreError after ``timeout_s``; time in suspension does not count."""
-    end, pause_s = clock.now() + timeout_s, 0.01
-    while not store.check([name]):  # torch logs a warning for each wait() that times out
-        if clock.now() > end:
-            raise torch.distributed.DistStoreError(f"timed out waiting for {name} for {timeout_s:g} s")
-        time.sleep(pause_s)
-        pause_s = min(1.0, 2 * pause_s)
