@@ -1,5 +1,6 @@
 """The start of an attempt: its run directory, whether all nodes see it, and the first lines of the log."""
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,27 +22,19 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     Returns it, and whether the run was already done. Raises InputError if another job uses the directory, MachineError if it cannot be
     written.
     """
-    own = _choose(start)
-    theirs, part, number, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world, own or Path()))
-    if not own and str(own := _choose(start, Path(theirs).name)) != theirs:
+    # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
+    run_id = directory.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+    choose = functools.partial(directory.choose, start.settings.run.run_dir, start.settings.recipe, base=ROOT)
+    theirs, part, number, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world, choose(run_id)))
+    own = choose(run_id or Path(theirs).name)  # without an ID, the name contains the time at which rank 0 began
+    if not (start.settings.run.run_dir or run_id) and str(own) != theirs:
         raise InputError(
             f"run_dir={own} here, run_dir={shown(theirs)} on rank 0: give the same run_dir= on all machines"
         )
-    assert own
     path = own / directory.EVALUATION if part else own
     if world.rank != 0:
         files.own_folder(path / "logs")
     return Attempt(path, int(number)), bool(was_done)
-
-
-def _choose(start: Start, name: str = "") -> Path | None:
-    """The run directory by this rank's keys and job. None if the name contains the time at which rank 0 began: give it as ``name``."""
-    # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
-    run_id = directory.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
-    keys, id_or_name = start.settings.run, run_id or name
-    if not keys.run_dir and not id_or_name and start.ranks.rank:
-        return None
-    return directory.choose(keys.run_dir, start.settings.recipe, id_or_name or None, ROOT)
 
 
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
