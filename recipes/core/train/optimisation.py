@@ -59,12 +59,15 @@ def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> li
     embeddings and scales of layers.
     """
     weights = {
-        p for module in net.modules() for name, p in module.named_parameters(recurse=False) if _decays(module, name, p)
+        p
+        for module in net.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if p.ndim > 1 and "weight" in name and not isinstance(module, NORMS)
     }
     trained = [p for p in net.parameters() if p.requires_grad]
-    kinds = [p for p in trained if p in weights], [p for p in trained if p not in weights]
     return [
-        {"params": params, "weight_decay": decay} for params, decay in zip(kinds, (weight_decay, others), strict=True)
+        {"params": [p for p in trained if p in weights], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p not in weights], "weight_decay": others},
     ]
 
 
@@ -94,10 +97,6 @@ def _block(net: nn.Module, name: str) -> str:
             return ".".join(parts[: i + 1])
         module = getattr(module, part)
     return parts[0]
-
-
-def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim > 1 and "weight" in name and not isinstance(module, NORMS)
 
 
 def averaged(
