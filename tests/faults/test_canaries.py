@@ -164,10 +164,10 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, 
     with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small:
         for name in archive.namelist():
             small.writestr(name, archive.read(name))
+        for part in small.infolist():
+            part.external_attr = 0  # as torch.save writes it
     assert path.stat().st_size < 1_000_000
-    with pytest.raises(
-        InputError, match=r"step-00000001\.pt: is not a checkpoint \(its content is larger than the file\)"
-    ):
+    with pytest.raises(InputError, match=r"step-00000001\.pt: is damaged or not a checkpoint \(BadZipFile\)"):
         checkpoint.read(path)
 
 

@@ -25,7 +25,6 @@ from recipes.core import files
 from recipes.core.errors import InputError
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass
@@ -242,25 +241,20 @@ def read(path: Path | str) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        # torch.save does not compress: it never writes an archive that unpacks to more than its own size.
         with zipfile.ZipFile(path) as archive:
-            if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
-                raise InputError(f"checkpoint {path}: is not a checkpoint (its content is larger than the file)")
-            for part in archive.infolist():
-                if part.external_attr:  # torch.load would take the part for a folder and leave its tensor uninitialised
-                    raise zipfile.BadZipFile
-                with archive.open(part) as opened:
-                    while opened.read(CHUNK_BYTES):
-                        pass
+            parts = archive.infolist()
+            # torch.save does not compress: it never writes an archive that unpacks to more than its own size.
+            unpacked = sum(part.file_size for part in parts)
+            # torch.load would take a part with attributes for a folder and leave its tensor uninitialised.
+            if unpacked > path.stat().st_size or any(part.external_attr for part in parts) or archive.testzip():
+                raise zipfile.BadZipFile
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except InputError:
-        raise
     except OSError as error:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged archive can make torch.load raise any exception
         raise InputError(f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})") from None
-    parts = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
-    meta = content["meta"] if isinstance(content, dict) and parts <= content.keys() else None
+    keys = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
+    meta = content["meta"] if isinstance(content, dict) and keys <= content.keys() else None
     if not (isinstance(meta, dict) and isinstance(meta.get("config"), dict) and isinstance(meta.get("step"), int)):
         raise InputError(f"checkpoint {path}: was not written by these recipes")
     return content
