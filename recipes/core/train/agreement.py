@@ -12,6 +12,7 @@ from torch import Tensor
 from recipes.core.errors import shown
 from recipes.core.run import watchdog
 from recipes.core.run.signals import StopFlag
+from recipes.core.train.checkpoint import HostCopy
 from recipes.core.train.world import World
 
 STOP = "stop"  # key in the store: why the first rank that was notified stops
@@ -44,22 +45,19 @@ class Agreement:
         scalars = [torch.stack(list(losses)).detach().double().to(world.device)] if losses else []
         self._sums = torch.cat([*scalars, flags.to(world.device, non_blocking=True)])
         self._work = None if world.size == 1 else torch.distributed.all_reduce(self._sums, async_op=True)
-        self._arrived: torch.cuda.Event | None = None
-        if self._sums.is_cuda:
+        self._copy = HostCopy() if self._sums.is_cuda else None
+        if self._copy:
             # The copy is queued after the sum, with an event to wait for. Reading the tensor would wait for all queued work, and the
             # GPU would be idle while the host prepares the next step.
             if self._work:
                 self._work.wait()
-            on_host = torch.empty_like(self._sums, device="cpu", pin_memory=True)
-            self._sums = on_host.copy_(self._sums, non_blocking=True)
-            self._arrived = torch.cuda.Event(blocking=True)
-            self._arrived.record()
+            self._sums = self._copy.take(self._sums)
 
     def read(self) -> tuple[list[float], str, bool, float]:
         """Waits for the sum. The same on all ranks: the losses, why all stop ("" if none must), whether to save, rank 0's ``every``."""
         self._world.pulse.beat(watchdog.WAITING)
-        if self._arrived:
-            self._arrived.synchronize()
+        if self._copy:
+            self._copy.wait()
         elif self._work:
             self._work.wait()
         *losses, stop, save, every = self._sums.tolist()
