@@ -26,9 +26,8 @@ def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Im
     """The training and the validation set. Called by all ranks: an InputError or MachineError of one is raised on all."""
     if dataset == "fake":
         return image_sets.Fake(1_281_167), image_sets.Fake(2000)
-    world = run.world
 
-    def staged(report: Callable[[object], None]) -> Path:
+    def opened(report: Callable[[object], None]) -> tuple[Path, Images, Images]:
         folder = datasets.find_imagenet(data_dir)
         place = os.path.expanduser(os.path.expandvars(stage_dir))
         if "$" in place:
@@ -40,14 +39,13 @@ def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Im
             report(done)
             run.progress(f"to {place}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
-        return stage.to_local_disk(folder, Path(place), copied) if place else folder
+        if place:
+            folder = stage.to_local_disk(folder, Path(place), copied)
+        train, val = (image_sets.open_images(folder, split, report) for split in ("train", "val"))
+        return folder, train, val
 
     if stage_dir:
         run.say(f"copying the packed copy to stage_dir={stage_dir}, unless it is there")
-    # Separate steps: each reports its own progress, and an error of any rank is raised on all after each step.
-    folder = world.together("staging", staged)
-    train, val = world.together(
-        "images", lambda report: tuple(image_sets.open_images(folder, split, report) for split in ("train", "val"))
-    )
+    folder, train, val = run.world.together("images", opened)
     run.say(f"{len(train):,} images in {len(train.classes)} classes, {len(val):,} to evaluate: {train.kind}, {folder}")
     return train, val
