@@ -18,16 +18,6 @@ from recipes.core.train.world import World
 STOP = "stop"  # key in the store: why the first rank that was notified stops
 
 
-def publish(world: World, reason: str) -> None:
-    """Makes this rank's reason to stop visible to all ranks. The first reason of any rank is kept. No collective."""
-    world.store.compare_set(STOP, "", reason)
-
-
-def published(world: World) -> bool:
-    """Whether a rank has published a reason to stop. No collective."""
-    return bool(world.store.check([STOP]))
-
-
 class Agreement:
     """A sum over all ranks of losses, of the ranks that were notified to stop, and of what rank 0 requests: a save, and the steps to the next sum.
 
@@ -40,7 +30,7 @@ class Agreement:
         self._world = world
         reason = stop.reason  # read once: a signal may arrive at any time
         if reason:
-            publish(world, reason)  # before the sum, so that every rank finds the reason after it
+            world.store.compare_set(STOP, "", reason)  # before the sum, so that every rank finds the reason after it
         flags = torch.tensor([float(bool(reason)), float(save), every * (world.rank == 0)], dtype=torch.float64)
         scalars = [torch.stack(list(losses)).detach().double().to(world.device)] if losses else []
         self._sums = torch.cat([*scalars, flags.to(world.device, non_blocking=True)])

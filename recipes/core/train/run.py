@@ -201,11 +201,11 @@ class Run:
         since it reads the store at most once per `STORE_EVERY_S`, unless ``at_once``.
         """
         if self.stop:
-            agreement.publish(self.world, self.stop.reason)
+            self.world.store.compare_set(agreement.STOP, "", self.stop.reason)
         elif not at_once and time.monotonic() - self._store_asked_at < STORE_EVERY_S:
             return False
         self._store_asked_at = time.monotonic()
-        self.cut_short = bool(self.stop) or agreement.published(self.world)
+        self.cut_short = self.world.store.check([agreement.STOP])
         return self.cut_short
 
     def agree_to_stop(self) -> str:
