@@ -72,29 +72,22 @@ def check_shared(run: Run) -> None:
 
 
 def introduce(run: Run, start: Start) -> None:
-    """Prints the first lines: number of ranks, device, run directory, network."""
-    world = run.world
-    number = run.attempt.number
-    again = f", attempt {number + 1}" if number else ""
+    """Prints the first lines: number of ranks, device, run directory, the interface that rank 0's node uses and why."""
+    world, backend = run.world, run.world.backend
+    again = f", attempt {run.attempt.number + 1}" if run.attempt.number else ""
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
-    run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
+    run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {backend}{again}")
     run.say(f"run directory: {run.dir}")
     if keys := run.settings.words_from_run():
         run.say(f"from the run: {keys}")
     if world.rank == 0 and (dropped := resumed.own_env_file(run.settings)):
         run.say(f"not from the run: network={shown(dropped, 4096)}: type it again if you trust the file")
-    _say_network(run, start)
-    if start.from_files:
-        run.say("from env files: " + " ".join(sorted(start.from_files)))
-
-
-def _say_network(run: Run, start: Start) -> None:
-    """Prints the interface that rank 0's node uses and why."""
-    backend = run.world.backend
     name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     if used := os.environ.get(name, "").removeprefix("="):
         proven = start.interface and start.interface.interface == used
         run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
-    elif run.world.size > 1:
+    elif world.size > 1:
         run.say(f"network: no route found; {backend} chooses the interface")
+    if start.from_files:
+        run.say("from env files: " + " ".join(sorted(start.from_files)))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None
     """
     keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
     first = world.from_rank_0("keys", lambda: keys)
-    paths = {f.name for f in fields(settings.config) if f.metadata.get("path")}
+    paths = declare.declared(type(settings.config), "path")
     compared = [name for name in keys if name not in paths]
     other = [f"{n}={keys[n]} here, {n}={shown(first.get(n))} there" for n in compared if keys[n] != first.get(n)]
     if other:

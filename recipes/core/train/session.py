@@ -43,7 +43,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         os.umask(int(start.settings.run.umask, 8))
         start.pulse.tell(recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname())
         start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
-        _set_torch(start)
+        _set_up(start)
         device = resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
         # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
         # after the wait for the other ranks.
@@ -95,7 +95,6 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         try:
             opening.introduce(current, start)
             opening.check_shared(current)
-            _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.OUTSIDE)
             results = main(start.settings.config, current)
             current.finish(results)
@@ -110,14 +109,12 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             return failure.fail(current, error)
 
 
-def _seed_others(seed: int, rank: int) -> None:
-    """Seeds the generators of Python and NumPy for this rank. The recipe itself seeds torch's generator."""
-    random.seed(seed * 1_000_003 + rank)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed((seed * 1_000_003 + rank) % 2**32)
-
-
-def _set_torch(start: Start) -> None:
+def _set_up(start: Start) -> None:
+    """Sets torch's algorithms and threads, and seeds the generators of Python and NumPy for this rank. The recipe seeds torch's."""
     torch.use_deterministic_algorithms(start.settings.config.deterministic)
     if threads := start.settings.run.cpu_threads or int(start.ranks.world_size > 1):
         torch.set_num_threads(threads)
+    seed = start.settings.config.seed * 1_000_003 + start.ranks.rank
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -38,14 +38,14 @@ def test_ranks_have_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for words, size in (([], 1), ([], 2), (["cpu_threads=5"], 2)):
         settings = command_line.parse(words, recipe="mnist", environ={})
-        session._set_torch(Start(settings, dataclasses.replace(rank(), world_size=size), {}, None))
+        session._set_up(Start(settings, dataclasses.replace(rank(), world_size=size), {}, None))
     assert threads == [1, 5]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_every_recipe_obeys_deterministic(wanted: bool) -> None:
     settings = command_line.parse([f"deterministic={wanted}"], recipe="toy", environ={})
-    session._set_torch(Start(settings, rank(), {}, None))
+    session._set_up(Start(settings, rank(), {}, None))
     assert torch.are_deterministic_algorithms_enabled() is wanted
 
 
