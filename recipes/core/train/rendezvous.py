@@ -20,10 +20,9 @@ from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
-from recipes.core.train.world import TORCH_TIMEOUT, World
+from recipes.core.train.world import TEARDOWN_S, TORCH_TIMEOUT, World
 
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait so much less than rank 0, but at least this share
-TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ PULSE_S = 1.0  # between two reports of a rank's progress
 # torch's timeouts also count the time in which a job is suspended. Therefore this one is too long to expire, and `RunningClock`
 # measures timeout_s. A longer one overflows: torch passes milliseconds to poll(2) as an int.
 TORCH_TIMEOUT = datetime.timedelta(days=7)
-TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has ended
+TEARDOWN_S = 10.0  # maximum wait for a thread that uses a store or a process group that has lost a rank
 LONGEST = 2000  # characters of a line that another rank has sent
 MOST_SHAPES = 64  # beyond torch's own limit, 8, the model would run uncompiled
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
