@@ -108,10 +108,8 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
         "behind": behind, "moment": moment,
     }  # fmt: skip
-    recorded = False
     with contextlib.suppress(OSError):
         attempts.record(run.attempt, **record)
-        recorded = True
     if cause.kind.is_consequence:
         with contextlib.suppress(Exception):  # it only helps to find a cause in NCCL
             _keep_flight_record(run)
@@ -124,15 +122,16 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
             run.saver.wait(LAST_SAVE_S)
     record["behind"] = behind
     with contextlib.suppress(OSError):
-        if behind or not recorded:  # a full disk may have space again
-            attempts.record(run.attempt, **record)
+        attempts.record(run.attempt, **record)  # a full disk may have space again
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
     if cause.kind.is_consequence:
         time.sleep(0.0 if behind else LINGER_S)
     elif cause.kind is not Kind.stopped:
+        why = {"reason": judge.describe(record), "kind": cause.kind, "first": record}
         with contextlib.suppress(OSError, MachineError):
-            _write_provisional_status(run, record)
+            if run.begun or not (run.dir / "status.json").exists():
+                attempts.write_status(run.attempt, "failed", run.step, **why)  # the judgement of the parent replaces it
     return cause.exit_status
 
 
@@ -183,10 +182,3 @@ def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, An
         attempts.print_refusal(f"{recipe}: {cause.line}", run.world.rank == 0)
     if crashed and not has_parent and (record["behind"] or not cause.kind.is_consequence):
         say(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
-
-
-def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:
-    """Sets ``status.json`` to failed, as far as this rank knows. The judgement of the parent replaces it."""
-    if run.begun or not (run.dir / "status.json").exists():
-        why = {"reason": judge.describe(record), "kind": errors.kind_of(record), "first": record}
-        attempts.write_status(run.attempt, "failed", run.step, **why)
