@@ -127,10 +127,9 @@ def _exchange_hosts(
     """The host name of each rank. Raises MachineError if a rank does not arrive within ``timeout_s``."""
     store.set(f"host/{info.rank}", socket.gethostname())
     names = [f"host/{rank}" for rank in range(info.world_size)]
-    if store.add("connected", 1) >= info.world_size:
-        store.set("all connected", "")  # ranks wait for this one key: each question about all names would be long
+    store.add("connected", 1)
     end, pause_s = clock.now() + timeout_s, 0.01
-    while not store.check(["all connected"]):  # not wait(), since torch logs a warning for each that times out
+    while store.add("connected", 0) < info.world_size:  # not wait(), since torch logs a warning for each that times out
         if clock.now() > end:
             missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
             some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
