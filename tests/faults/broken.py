@@ -107,11 +107,6 @@ def memory(run: Run) -> float:
     return float(torch.ones(8 << 30, dtype=torch.uint8)[0])
 
 
-def gpu_memory(run: Run) -> float:
-    free, _ = torch.cuda.mem_get_info()
-    return float(torch.ones(free + (1 << 30), dtype=torch.uint8, device="cuda")[0])
-
-
 def nan(run: Run) -> float:
     return float("nan")
 

@@ -6,7 +6,7 @@ ROWS = {
     3: "a rank's interpreter is stuck with its lock held",
     4: "one rank raises an exception",
     5: "a rank ends too early, with status 0",
-    6: "out of memory, of the machine or of a GPU",
+    6: "out of memory",
     7: "a segmentation fault",
     8: "what loads the data dies or hangs",
     9: "loader processes that would outlive the run",

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from recipes.core.launch import local
 from tests import helpers
@@ -154,16 +153,6 @@ def test_out_of_memory_is_reported_in_one_line_with_the_sizes(start: Start, tmp_
     assert re.search(r"\b(8(\.0*)? ?GiB|8589934592|8\.\d+ ?GB)", reason), reason
     assert "Traceback" not in ended.out
     assert conftest.newest(tmp_path)
-
-
-@pytest.mark.fault(6)
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_out_of_gpu_memory_is_reported_in_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
-    environ = {"FAULT": "gpu_memory", "FAULT_RANK": "0", "FAULT_AT": "8"}
-    ended = finish(start(tmp_path, *ENDLESS, "device=cuda", ranks=0, **environ))
-    reason = helpers.read(tmp_path, "status")["reason"]
-    assert re.search(r"out of memory.*\d GiB", reason), reason
-    assert "Traceback" not in ended.out
 
 
 @pytest.mark.fault(7)
