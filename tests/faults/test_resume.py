@@ -12,9 +12,8 @@ from tests import helpers, states
 from tests.faults import conftest
 from tests.faults.conftest import Start
 
-STEPS = {"broken": (100, 150), "cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
+STEPS = {"cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
 KEYS = {
-    "broken": ("samples=400", "global_batch_size=4", "pace_s=0.02"),  # with dropout
     "cifar": ("arch=airbench94", "ema=0.9", "cutout=4", "global_batch_size=8"),
     "imagenet": (
         "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "ema=0.9", "optimizer=lars", "mixup=0.2",
