@@ -33,20 +33,14 @@ def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False)
     )  # fmt: skip
 
 
-def test_ranks_have_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_obeys_deterministic_and_ranks_have_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    for words, size in (([], 1), ([], 2), (["cpu_threads=5"], 2)):
-        settings = command_line.parse(words, recipe="mnist", environ={})
+    for words, size, wanted in (([], 1, False), (["deterministic=true"], 2, True), (["cpu_threads=5"], 2, False)):
+        settings = command_line.parse(words, recipe="toy", environ={})
         session._set_up(Start(settings, dataclasses.replace(rank(), world_size=size), {}, None))
+        assert torch.are_deterministic_algorithms_enabled() is wanted
     assert threads == [1, 5]
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_every_recipe_obeys_deterministic(wanted: bool) -> None:
-    settings = command_line.parse([f"deterministic={wanted}"], recipe="toy", environ={})
-    session._set_up(Start(settings, rank(), {}, None))
-    assert torch.are_deterministic_algorithms_enabled() is wanted
 
 
 @pytest.mark.parametrize(
