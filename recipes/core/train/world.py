@@ -299,13 +299,9 @@ class World:
 
 
 def _needs_buffers(model: nn.Module) -> bool:
-    """Whether the ranks need equal buffers in each forward pass.
-
-    Those of batch normalisation matter to an evaluation only, which copies rank 0's: see `scores.evaluation`.
-    """
+    """Whether a forward pass needs rank 0's buffers. Those of batch normalisation matter to an evaluation only: see `scores.evaluation`."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
-    return any(id(buffer) not in of_norms for buffer in model.buffers())
+    return bool({*model.buffers()} - {buffer for norm in norms for buffer in norm.buffers()})
 
 
 def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
