@@ -1,0 +1,107 @@
+"""LARS and Muon: their updates on small tensors against the papers, and plain SGD for the other groups."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipes.core.train.optimizers import LARS, Muon
+
+
+def parameter(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+def step(optimizer: torch.optim.Optimizer, param: nn.Parameter, grad: Tensor) -> None:
+    param.grad = grad.clone()
+    optimizer.step()
+
+
+def test_two_steps_of_lars_match_the_paper() -> None:
+    param, grad = parameter(3.0, 4.0), torch.tensor([0.6, 0.8], dtype=torch.float64)
+    optimizer = LARS([param], lr=2.0, momentum=0.9, weight_decay=0.1, trust=0.01)
+    weights, momentum = param.detach().clone(), torch.zeros(2, dtype=torch.float64)
+    for _ in range(2):
+        rate = 0.01 * weights.norm() / (grad.norm() + 0.1 * weights.norm())
+        momentum = 0.9 * momentum + rate * (grad + 0.1 * weights)
+        weights = weights - 2.0 * momentum
+        step(optimizer, param, grad)
+    assert torch.allclose(param.detach(), weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("weights", "grad"), [((0.0, 0.0), (1.0, 1.0)), ((1.0, 1.0), (0.0, 0.0))])
+def test_all_zero_weights_or_gradients_give_no_nan(weights: tuple[float, float], grad: tuple[float, float]) -> None:
+    param = parameter(*weights)
+    step(LARS([param], lr=0.1), param, torch.tensor(grad, dtype=torch.float64))
+    expected = [w - 0.1 * g for w, g in zip(weights, grad, strict=True)]
+    assert param.tolist() == pytest.approx(expected)
+
+
+def test_a_parameter_without_a_gradient_is_unchanged() -> None:
+    param, frozen = parameter(1.0), parameter(1.0)
+    optimizer = LARS([param, frozen], lr=0.1)
+    step(optimizer, param, torch.tensor([1.0], dtype=torch.float64))
+    assert frozen.item() == 1.0 != param.item()
+
+
+def filters(*shape: int, seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def update(optimizer: Muon, param: nn.Parameter) -> Tensor:
+    """What one step has added to the weights of the norm that Muon sets."""
+    before = param.detach() * len(param) ** 0.5 / param.detach().norm()
+    optimizer.step()
+    return param.detach() - before
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (40, 4, 3, 3)])  # a wide matrix and a tall one
+def test_muons_update_of_filters_is_orthogonal_and_along_the_gradient(shape: tuple[int, ...]) -> None:
+    param = filters(*shape)
+    param.grad = filters(*shape, seed=1).detach()
+    change = update(Muon([param], lr=0.5), param).flatten(1) / -0.5
+    sizes = torch.linalg.svdvals(change)
+    assert 0.4 < sizes.min() < sizes.max() < 1.4  # of the gradient they are 4 to 8
+    left, _, right = torch.linalg.svd(param.grad.flatten(1), full_matrices=False)
+    assert (change - left @ right).norm() / (left @ right).norm() < 0.5
+    assert (left.T @ change @ right.T).diagonal().min() > 0.4
+
+
+def test_the_momentum_of_muon_is_nesterovs() -> None:
+    """After two steps with gradients a and b, the update is the one for (1 + m) b + m m a."""
+    a, b = filters(4, 4, 1, 1, seed=1).detach(), filters(4, 4, 1, 1, seed=2).detach()
+    one, other = filters(4, 4, 1, 1), filters(4, 4, 1, 1)
+    muon = Muon([one], lr=0.1, momentum=0.6)
+    one.grad = a
+    muon.step()
+    one.grad, other.grad = b, (1.6 * b + 0.36 * a) / 1.6
+    assert torch.allclose(update(muon, one), update(Muon([other], lr=0.1, momentum=0.6), other), atol=1e-5)
+
+
+def test_filters_of_one_shape_do_not_mix() -> None:
+    params = [filters(4, 2, 3, 3, seed=seed) for seed in range(3)] + [filters(6, 2, 3, 3)]
+    for seed, param in enumerate(params):
+        param.grad = filters(*param.shape, seed=seed + 5).detach()
+    alone = copy.deepcopy(params)
+    for one, param in zip(alone, params, strict=True):
+        one.grad = param.grad
+        Muon([one], lr=0.1).step()
+    Muon(params, lr=0.1).step()
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(alone, params, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "nesterov"), [(LARS, {"adapt": False}, False), (Muon, {"orthogonal": False}, True)]
+)
+def test_other_groups_are_trained_by_sgd(kind: Any, other: dict[str, bool], nesterov: bool) -> None:
+    ours, theirs = filters(5), filters(5)
+    optimizer = kind([{"params": [ours], **other}], lr=0.1, momentum=0.8, weight_decay=0.01)
+    sgd = torch.optim.SGD([theirs], 0.1, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
+    for seed in range(3):
+        ours.grad = theirs.grad = filters(5, seed=seed + 1).detach()
+        optimizer.step(), sgd.step()
+    assert torch.allclose(ours, theirs)
