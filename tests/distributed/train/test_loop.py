@@ -427,16 +427,22 @@ def test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming(
     assert (tmp_path / "checkpoints" / "best").read_text() == f"step-{step:08d}.pt\n"
 
 
-def test_a_rank_that_fails_together_with_its_checkpoint_reports_its_own_error(tmp_path: Path) -> None:
+def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_path: Path) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
     assert run.saver
-    run.begun = True
-    run.saver._writing = Future()
-    run.saver._writing.set_exception(MemoryError())  # want of memory may well end both
+    waited: list[int] = []
+
+    def save() -> None:
+        time.sleep(0.3)
+        waited.append(1)
+        raise MemoryError  # want of memory may well end both
+
+    run.saver._writing = run.saver._pool.submit(save)
     assert failure.fail(run, RuntimeError("this")) == 1
+    assert waited == [1]
+    assert attempts.records(run.attempt)[0]["error"] == "RuntimeError: this"
     status = helpers.read(tmp_path, "status")
-    assert status["state"] == "failed"
-    assert status["reason"].endswith("failed first: RuntimeError: this")
+    assert (status["state"], status["reason"].partition(" failed first: ")[2]) == ("failed", "RuntimeError: this")
 
 
 def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
@@ -524,16 +530,6 @@ def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
     time.sleep(0.01)
     run.world = dataclasses.replace(run.world, ranks=dataclasses.replace(run.world.ranks, rank=1))
     assert not run.save_is_due()
-
-
-def test_a_rank_0_that_fails_completes_its_last_save(tmp_path: Path) -> None:
-    _, run = Trained(tmp_path).run(epochs=1)
-    assert run.saver
-    written: list[int] = []
-    run.saver._writing = run.saver._pool.submit(lambda: (time.sleep(0.3), written.append(1)))
-    assert failure.fail(run, ValueError("this")) == 1
-    assert written == [1]
-    assert attempts.records(run.attempt)[0]["error"] == "ValueError: this"
 
 
 def test_an_error_names_the_line_of_the_recipe() -> None:
