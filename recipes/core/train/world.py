@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import tempfile
@@ -216,15 +217,12 @@ class World:
         """While entered, a thread reports this rank's progress to the store every `PULSE_S` seconds, for `behind`."""
 
         def tell() -> None:
-            words = 0
-            while not self.silent.is_set():
-                _, step, phase = self.pulse.read()
-                try:
+            with contextlib.suppress(torch.distributed.DistError):  # rank 0 has ended, and the store with it
+                for words in itertools.count():
+                    _, step, phase = self.pulse.read()
                     self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
-                except torch.distributed.DistError:
-                    return  # rank 0 has ended, and the store with it
-                words += 1
-                self.silent.wait(PULSE_S)
+                    if self.silent.wait(PULSE_S):
+                        return
 
         teller = threading.Thread(target=tell, name="pulse", daemon=True)
         teller.start()
@@ -258,9 +256,9 @@ class World:
         _, step, phase = self.pulse.read()
         silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0] and rank != self.rank]
         slow = [rank for rank in range(self.size) if tuple(now[rank][1:]) < (step, phase)]
-        if not silent and not slow:
+        if not (late := silent or slow):
             return None
-        rank = min(silent or slow, key=lambda rank: now[rank][1:])
+        rank = min(late, key=lambda rank: now[rank][1:])
         return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
 
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -306,11 +304,9 @@ def _needs_buffers(model: nn.Module) -> bool:
 
 def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
     """In debug mode (DETAIL), a group without checks: DDP crashes on a checked one (torch 2.15, gloo: SIGSEGV). Else None, the default."""
-    level = torch.distributed.get_debug_level()
-    if level != torch.distributed.DebugLevel.DETAIL:
+    if torch.distributed.get_debug_level() != torch.distributed.DebugLevel.DETAIL:
         return None
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
-    try:
-        return cast(torch.distributed.ProcessGroup, torch.distributed.new_group(timeout=TORCH_TIMEOUT))
-    finally:
-        torch.distributed.set_debug_level(level)
+    group = torch.distributed.new_group(timeout=TORCH_TIMEOUT)
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    return cast(torch.distributed.ProcessGroup, group)
