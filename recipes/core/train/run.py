@@ -334,9 +334,6 @@ class Run:
                 summary["efficiency"] = line
                 self.say(f"efficiency: {line}")
             files.write_json(self.dir / "summary.json", {**summary, **results})
-        metric = self.settings.config.best_metric if self.state else ""
-        if metric and not self.settings.config.evaluate and not self.state.meta["best"]:
-            self.say(f"warning: {metric} was never a finite number: there is no best checkpoint")
         attempts.write_status(self.attempt, "done", step)
         self._export()
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
