@@ -13,7 +13,6 @@ from recipes.core.errors import InputError
 
 BATCHES, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"  # torchvision's
 URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"
-SAMPLES = {"train": 50_000, "test": 10_000}
 Images = tuple[bytes, bytes]  # labels, and as many images of 3072 bytes: red, green and blue plane
 
 
@@ -45,10 +44,8 @@ def local_source(source: str) -> Path:
 def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
     """Writes the four IDX files and then index.json to ``folder``. scratch: an empty folder. name: of the source. Raises InputError."""
     classes: tuple[str, ...] = CIFAR10_CLASSES
-    if source.name == ARCHIVE:
-        found = _from_archive(source, scratch)
-    elif source.name == BATCHES:
-        found = _from_torchvision(source.parent)
+    if source.name in (ARCHIVE, BATCHES):
+        found = _from_torchvision(source, scratch)
     else:
         train = classfolder.scan(source / "train")
         if len(train.classes) > len(CIFAR10_CLASSES):
@@ -67,21 +64,18 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
     files.write_json(folder / "index.json", index)
 
 
-def _from_archive(path: Path, scratch: Path) -> dict[str, Images]:
+def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
+    """From torchvision's archive or folder. torchvision verifies the MD5 of every file before it unpickles one."""
     from torchvision.datasets import CIFAR10, utils
 
-    if not utils.check_integrity(str(path), CIFAR10.tgz_md5):
-        raise InputError(f"{path} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
-    utils.extract_archive(str(path), str(scratch))
-    return _from_torchvision(scratch)
-
-
-def _from_torchvision(root: Path) -> dict[str, Images]:
-    """From ``root/cifar-10-batches-py``. torchvision verifies the MD5 of every file before it unpickles one."""
-    from torchvision.datasets import CIFAR10
-
+    root = source.parent
+    if source.name == ARCHIVE:
+        if not utils.check_integrity(str(source), CIFAR10.tgz_md5):
+            raise InputError(f"{source} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
+        utils.extract_archive(str(source), str(scratch))
+        root = scratch
     try:
-        parts = {split: CIFAR10(str(root), train=split == "train") for split in SAMPLES}
+        parts = {split: CIFAR10(str(root), train=split == "train") for split in ("train", "test")}
     except RuntimeError:
         raise InputError(
             f"{root / BATCHES} is incomplete or damaged (by torchvision's MD5s): give another source="
@@ -95,10 +89,11 @@ def _from_listing(listing: Listing) -> Images:
 
     labels, pixels = bytearray(), bytearray()
     for i in range(len(listing)):
+        path = listing.folder / listing.name(i)
         try:
-            image = pillow.to_rgb(pillow.open_image(pillow.read_file(listing.path(i))))
+            image, _ = pillow.decode(pillow.read_file(path))
         except pillow.Unreadable as error:
-            raise InputError(f"source=: {str(listing.path(i))!r} {error}: repair or remove it") from None
+            raise InputError(f"source=: {str(path)!r} {error}: repair or remove it") from None
         for band in ImageOps.fit(image, (32, 32), Image.Resampling.LANCZOS).split():
             pixels += band.tobytes()
         labels.append(listing.label(i))

@@ -36,9 +36,6 @@ class Listing:
         file = self._names[self._ends[i] : self._ends[i + 1]]
         return f"{self.classes[self._labels[i]]}/{os.fsdecode(bytes(file))}"
 
-    def path(self, i: int) -> Path:
-        return self.folder / self.name(i)
-
     def read(self, i: int) -> bytes:
         """The sample's file. Raises OSError."""
         with open(f"{self.place}/{self.name(i)}", "rb", buffering=0) as file:

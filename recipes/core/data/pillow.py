@@ -41,18 +41,30 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
     if max(small.size) > LONGEST:
         raise Unreadable(f"is {image.width} x {image.height} pixels: too long for its width")
     if plain and small is image:
-        payload = data
-    else:
-        small.info = {}  # comments and profiles would be stored too
-        buffer = io.BytesIO()
-        small.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
-        payload = buffer.getvalue()
-    return payload, small.height, small.width
+        return data, image.height, image.width
+    small.info = {}  # comments and profiles would be stored too
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    return buffer.getvalue(), small.height, small.width
 
 
 def decode(data: bytes) -> tuple["Image.Image", bool]:
-    """The image upright in RGB, and whether it is a JPEG that needed no conversion. Raises Unreadable."""
-    original = open_image(data)
+    """The first image in a file's bytes, upright in RGB, and whether it is a JPEG that needed no conversion. Raises Unreadable."""
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise Unreadable("is empty")
+    try:
+        original: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+        original.load()
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise Unreadable("is not an image") from None
+    except Image.DecompressionBombError:
+        raise Unreadable("has more than 178 million pixels") from None
+    except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
+        raise Unreadable(f"is damaged ({errors.one_line(error)})") from None
     image = upright(original)
     plain = original.format == "JPEG" and original.mode == "RGB" and image is original
     return to_rgb(image), plain
@@ -66,26 +78,6 @@ def upright(image: "Image.Image") -> "Image.Image":
         return image if image.getexif().get(0x0112, 1) == 1 else ImageOps.exif_transpose(image)
     except Exception:  # damaged EXIF data; the pixels can still be valid
         return image
-
-
-def open_image(data: bytes) -> "Image.Image":
-    """The first image in a file's bytes, decoded, in its original mode. Raises Unreadable."""
-    from PIL import Image, UnidentifiedImageError
-
-    if not data:
-        raise Unreadable("is empty")
-    try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-        image.load()
-    except MemoryError:
-        raise
-    except UnidentifiedImageError:
-        raise Unreadable("is not an image") from None
-    except Image.DecompressionBombError:
-        raise Unreadable("has more than 178 million pixels") from None
-    except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
-        raise Unreadable(f"is damaged ({errors.one_line(error)})") from None
-    return image
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
