@@ -24,8 +24,8 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import crops, decode, image_sets
-from recipes.core.data.crops import Crop
+from recipes.core.data import decode, image_sets
+from recipes.core.data.decode import Crop
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
@@ -105,7 +105,7 @@ def cropped(content: bytes, decoder: str, crop: Crop) -> str:
     return "read"
 
 
-CROPS = (crops.centre_crop(40), crops.random_crop(torch.rand(1, 2 * crops.TRIES + 2), 0.08))
+CROPS = (decode.centre_crop(40), decode.random_crop(torch.rand(1, 2 * decode.TRIES + 2), 0.08))
 
 
 def test_a_damaged_photo_is_decoded_or_skipped(decoder: str) -> None:
@@ -142,7 +142,7 @@ def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: 
     """With a shorter side of 256 px it would take 11 GiB."""
     content = encoded(Image.new("RGB", (width, height)))
     with bounded():
-        assert "too long for its width" in cropped(content, decoder, crops.centre_crop(256))
+        assert "too long for its width" in cropped(content, decoder, decode.centre_crop(256))
         assert cropped(content, decoder, CROPS[1]) == "read"
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes import cifar
-from recipes.core.data import crops, decode, image_sets, in_memory
+from recipes.core.data import decode, image_sets, in_memory
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.loader import _Mover
 from recipes.core.train import checkpoint
@@ -379,7 +379,7 @@ def decoding(place: Place) -> Figures:
         decode.make_decoder("auto"),
         max(1, len(os.sched_getaffinity(0)) - 2),
     )
-    crop = crops.random_crop(torch.rand(1, 2 * crops.TRIES + 3, dtype=torch.float64), 0.08)
+    crop = decode.random_crop(torch.rand(1, 2 * decode.TRIES + 3, dtype=torch.float64), 0.08)
     over, decoded = threading.Event(), [0] * threads
 
     def work(number: int) -> None:

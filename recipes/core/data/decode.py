@@ -1,24 +1,25 @@
-"""Decoders: JPEG bytes to RGB pixels, by torchcodec, torchvision or OpenCV, and by Pillow for what these cannot read."""
+"""Decodes JPEGs by torchcodec, torchvision or OpenCV, and what these cannot read by Pillow; crops as torchvision's transforms draw them."""
 
-import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
+from torch import Tensor
 from torch.nn import functional
 
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line
 
-JPEG_START = b"\xff\xd8"
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
 ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # and those without a length
 MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
+RATIOS = (3 / 4, 4 / 3)  # width to height of a random crop; as TRIES, from torchvision's RandomResizedCrop
+TRIES = 10
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -32,6 +33,10 @@ class Decoder:
     name: str
     decode: Callable[[bytes], Pixels]
     resize: Callable[[Pixels, Pixels], None]
+
+
+# Writes a crop of the pixels of image i of a batch into the last argument.
+Crop = Callable[[Decoder, Pixels, int, Pixels], None]
 
 
 def make_decoder(name: str) -> Decoder:
@@ -55,12 +60,7 @@ def _torchcodec() -> Decoder:
         raise InputError(
             f"decoder=torchcodec: cannot be loaded ({one_line(error, 80)}): pip install 'torchcodec>=0.16', or leave decoder= out"
         ) from None
-
-    def decode(data: bytes) -> Pixels:  # RGB, with EXIF's orientation
-        tensor = cast(torch.Tensor, decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
-        return tensor.permute(1, 2, 0).numpy()
-
-    return Decoder("torchcodec", decode, _resize)
+    return _of_torch("torchcodec", decode_jpeg)  # RGB, with EXIF's orientation
 
 
 def _torchvision() -> Decoder:
@@ -74,12 +74,16 @@ def _torchvision() -> Decoder:
         raise InputError(
             "decoder=torchvision: this torchvision cannot decode JPEGs: pip install 'torchvision<0.30', or give decoder=opencv"
         ) from None
+    return _of_torch("torchvision", lambda content: decode_jpeg(content, 3, True))  # 3: RGB; True: EXIF's orientation
+
+
+def _of_torch(name: str, decode_jpeg: Callable[[Tensor], Any]) -> Decoder:
+    """decode_jpeg: from a file's bytes, a uint8 tensor, to one of pixels, (3, H, W)."""
 
     def decode(data: bytes) -> Pixels:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return decode_jpeg(tensor, 3, True).permute(1, 2, 0).numpy()  # 3: RGB; True: EXIF's orientation
+        return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0).numpy()
 
-    return Decoder("torchvision", decode, _resize)
+    return Decoder(name, decode, _resize)
 
 
 def _resize(pixels: Pixels, out: Pixels) -> None:
@@ -100,32 +104,22 @@ def _opencv() -> Decoder:
             "or make install"
         ) from None
     cv2.setNumThreads(1)  # the loader's threads already run in parallel
-    decode_jpeg, cv2_resize, linear = simplejpeg.decode_jpeg, cv2.resize, cv2.INTER_LINEAR
 
     def decode(data: bytes) -> Pixels:
-        pixels = decode_jpeg(data, fastdct=True, fastupsample=True)
-        return _upright(pixels, data) if b"Exif" in data[:4096] else pixels
+        if b"Exif" in data[:4096]:  # simplejpeg does not apply its orientation
+            return np.asarray(pillow.decode(data)[0])
+        return simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True)
 
     def resize(pixels: Pixels, out: Pixels) -> None:
-        cv2_resize(pixels, (out.shape[1], out.shape[0]), out, interpolation=linear)
+        cv2.resize(pixels, (out.shape[1], out.shape[0]), out, interpolation=cv2.INTER_LINEAR)
 
     return Decoder("opencv", decode, resize)
-
-
-def _upright(pixels: Pixels, data: bytes) -> Pixels:
-    """Applies EXIF's orientation, which simplejpeg does not."""
-    image = Image.fromarray(pixels)
-    try:
-        image.info["exif"] = Image.open(io.BytesIO(data)).info["exif"]
-    except Exception:  # damaged EXIF data; the pixels can still be valid
-        return pixels
-    return np.asarray(pillow.upright(image))
 
 
 def decode_any(decoder: Decoder, data: bytes) -> Pixels:
     """The pixels of an image, by Pillow where the decoder cannot read it. Raises Unreadable."""
     try:
-        if data[:2] != JPEG_START:
+        if data[:2] != b"\xff\xd8":
             raise ValueError("not a JPEG")
         if _announced(data) > MOST_PIXELS:
             raise Unreadable("has more than 178 million pixels")
@@ -143,3 +137,52 @@ def _announced(data: bytes) -> int:
         at += 1 if data[at + 1] in ALONE else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         at = data.find(b"\xff", at)
     return 0
+
+
+def random_box(uniform: Sequence[float], height: int, width: int, least: float) -> tuple[int, int, int, int]:
+    """The y, x, height and width of torchvision's RandomResizedCrop, from uniform numbers: two for each try, and two for the position.
+
+    least: smallest fraction of the area. Where no try fits: the largest centred box with a valid ratio.
+    """
+    area, low, span = height * width, math.log(RATIOS[0]), math.log(RATIOS[1] / RATIOS[0])
+    for i in range(0, 2 * TRIES, 2):
+        target = area * (least + (1 - least) * uniform[i])
+        ratio = math.exp(low + span * uniform[i + 1])
+        w, h = round(math.sqrt(target * ratio)), round(math.sqrt(target / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return int(uniform[2 * TRIES] * (height - h + 1)), int(uniform[2 * TRIES + 1] * (width - w + 1)), h, w
+    h, w = height, width
+    if width < RATIOS[0] * height:
+        h = min(height, round(width / RATIOS[0]))
+    elif width > RATIOS[1] * height:
+        w = min(width, round(height * RATIOS[1]))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def random_crop(uniform: Tensor, least: float) -> Crop:
+    """A random box of each image, resized. uniform: row i has the numbers for the `random_box` of image i of the batch."""
+    rows = uniform.tolist()
+
+    def crop(decoder: Decoder, pixels: Pixels, i: int, out: Pixels) -> None:
+        y, x, h, w = random_box(rows[i], pixels.shape[0], pixels.shape[1], least)
+        decoder.resize(pixels[y : y + h, x : x + w], out)
+
+    return crop
+
+
+def centre_crop(shorter: int) -> Crop:
+    """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
+
+    def crop(decoder: Decoder, pixels: Pixels, i: int, out: Pixels) -> None:
+        height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
+        if height * width > MOST_PIXELS:
+            raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
+        if (height, width) != pixels.shape[:2]:
+            whole = np.empty((height, width, 3), np.uint8)
+            decoder.resize(pixels, whole)
+            pixels = whole
+        # round() as in torchvision's center_crop, which prefers the even one of two centres
+        y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
+        out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
+
+    return crop

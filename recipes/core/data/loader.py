@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.core.data import crops, decode
-from recipes.core.data.crops import Crop
-from recipes.core.data.decode import Decoder
+from recipes.core.data import decode
+from recipes.core.data.decode import Crop, Decoder
 from recipes.core.data.image_sets import Images
 from recipes.core.data.pillow import Unreadable
 from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard, generator, share
@@ -90,9 +89,9 @@ class Loader(OfBatches):
         def jobs() -> Iterator[_Job]:
             for shard in self._batches.epoch(epoch, first_batch):
                 random = generator(self._batches.seed, epoch, AUGMENTATION, shard.batch)
-                uniform = torch.rand(shard.global_size, 2 * crops.TRIES + 3, dtype=torch.float64, generator=random)
+                uniform = torch.rand(shard.global_size, 2 * decode.TRIES + 3, dtype=torch.float64, generator=random)
                 mine = uniform[share(shard.global_size, self._batches.rank, self._batches.world_size)]
-                crop, flip = crops.random_crop(mine, self._min_crop), mine[:, -1] < 0.5
+                crop, flip = decode.random_crop(mine, self._min_crop), mine[:, -1] < 0.5
                 samples = shard.indices.tolist()
                 host = self._to.empty(len(samples), size)
                 yield _Job(self._images, self.decoder, crop, samples, host, shard, flip)
@@ -113,7 +112,7 @@ class Loader(OfBatches):
 
         Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
         """
-        crop, samples = crops.centre_crop(resize), range(len(images))[part]
+        crop, samples = decode.centre_crop(resize), range(len(images))[part]
 
         def jobs() -> Iterator[_Job]:
             for begin in range(0, len(samples), batch_size):

@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 from torchvision.transforms import functional as TF
 
-from recipes.core.data import crops, datasets, loader
+from recipes.core.data import datasets, decode, loader
 from recipes.core.data.decode import make_decoder
 from recipes.core.data.image_sets import Fake, Images, open_images
 from recipes.core.data.loader import IGNORE, LoadedShard, Loader
@@ -94,12 +94,12 @@ def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
 def test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_box, boxes = crops.random_box, []
-    monkeypatch.setattr(crops, "random_box", lambda *of: boxes.append((of[0], *random_box(*of))) or boxes[-1][1:])
+    random_box, boxes = decode.random_box, []
+    monkeypatch.setattr(decode, "random_box", lambda *of: boxes.append((of[0], *random_box(*of))) or boxes[-1][1:])
     source = open_images(folder, "train")
     (shard,) = make_loader(source, batch=100).epoch(2)
     for i, (index, (row, y, x, h, w)) in enumerate(zip(shard.indices.tolist(), boxes, strict=True)):
-        assert shard.flip[i] == (row[2 * crops.TRIES + 2] < 0.5)  # by a number that the crop does not use
+        assert shard.flip[i] == (row[2 * decode.TRIES + 2] < 0.5)  # by a number that the crop does not use
         whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
         wanted = TF.resized_crop(whole, y, x, h, w, [32, 32], transforms.InterpolationMode.BILINEAR, antialias=True)
         assert worst(shard.images[i], wanted) <= 1
@@ -149,8 +149,8 @@ def test_the_exif_orientation_is_applied_as_by_pillow(decoder: str, orientation:
 
 def test_random_boxes_have_the_distribution_of_torchvisions() -> None:
     """Inside the image, of the areas and ratios that are allowed, spread over both; where none fits, the same middle."""
-    uniform = torch.rand(3000, 2 * crops.TRIES + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    boxes = [crops.random_box(row, 300, 400, 0.08) for row in uniform.tolist()]
+    uniform = torch.rand(3000, 2 * decode.TRIES + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    boxes = [decode.random_box(row, 300, 400, 0.08) for row in uniform.tolist()]
     torch.manual_seed(0)
     theirs = [
         transforms.RandomResizedCrop.get_params(torch.empty(3, 300, 400), [0.08, 1], [3 / 4, 4 / 3])
@@ -163,8 +163,8 @@ def test_random_boxes_have_the_distribution_of_torchvisions() -> None:
     ratios = [np.mean([np.log(w / h) for _, _, h, w in some]) for some in (boxes, theirs)]
     assert abs(ratios[0] - ratios[1]) < 0.013  # as many high ones as wide ones
     for height, width in ((10, 1000), (1000, 10)):
-        none = [0.999] * (2 * crops.TRIES + 2)
-        assert crops.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
+        none = [0.999] * (2 * decode.TRIES + 2)
+        assert decode.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
             torch.empty(3, height, width), [1, 1], [3 / 4, 4 / 3]
         )
 
