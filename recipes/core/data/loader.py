@@ -7,10 +7,10 @@ and after a resume in the middle of an epoch.
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from recipes.core.errors import InputError, MachineError
 from recipes.core.run import watchdog
 
 IGNORE = -100  # the label of an image that cannot be read: cross_entropy's ignore_index
-AUGMENTATION = 1  # the stream of `generator`
 CHUNK = 16  # images that a thread decodes as one task
 AHEAD = 3  # batches that are decoded while one is used
 STALL_S = 300.0  # for one chunk
@@ -88,22 +87,16 @@ class Loader(OfBatches):
 
         def jobs() -> Iterator[_Job]:
             for shard in self._batches.epoch(epoch, first_batch):
-                random = generator(self._batches.seed, epoch, AUGMENTATION, shard.batch)
+                random = generator(self._batches.seed, epoch, stream=1, batch=shard.batch)
                 uniform = torch.rand(shard.global_size, 2 * decode.TRIES + 3, dtype=torch.float64, generator=random)
                 mine = uniform[share(shard.global_size, self._batches.rank, self._batches.world_size)]
                 crop, flip = decode.random_crop(mine, self._min_crop), mine[:, -1] < 0.5
                 samples = shard.indices.tolist()
-                host = self._to.empty(len(samples), size)
-                yield _Job(self._images, self.decoder, crop, samples, host, shard, flip)
+                yield _Job(self._images, crop, samples, self._to.empty(len(samples), size), (shard, flip))
 
-        with contextlib.closing(self._labelled(jobs())) as finished:
-            for job, labels in finished:
-                shard = job.shard
-                assert shard is not None and job.flip is not None
-                yield LoadedShard(
-                    shard.epoch, shard.batch, shard.indices, shard.global_size,
-                    self._to(job.images), self._to(labels), self._to(job.flip),
-                )  # fmt: skip
+        with contextlib.closing(self._decoded(jobs())) as decoded:
+            for (shard, flip), images, labels in decoded:
+                yield LoadedShard(**vars(shard), images=images, labels=labels, flip=self._to(flip))
 
     def centres(
         self, images: Images, part: slice, size: int, resize: int, batch_size: int
@@ -113,20 +106,16 @@ class Loader(OfBatches):
         Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
         """
         crop, samples = decode.centre_crop(resize), range(len(images))[part]
+        parts = (samples[begin : begin + batch_size] for begin in range(0, len(samples), batch_size))
+        jobs = (_Job(images, crop, some, self._to.empty(len(some), size)) for some in parts)
+        with contextlib.closing(self._decoded(jobs)) as decoded:
+            for _, pixels, labels in decoded:
+                yield pixels, labels
 
-        def jobs() -> Iterator[_Job]:
-            for begin in range(0, len(samples), batch_size):
-                some = list(samples[begin : begin + batch_size])
-                yield _Job(images, self.decoder, crop, some, self._to.empty(len(some), size))
-
-        with contextlib.closing(self._labelled(jobs())) as finished:
-            for job, labels in finished:
-                yield self._to(job.images), self._to(labels)
-
-    def _labelled(self, jobs: Iterable["_Job"]) -> Generator[tuple["_Job", Tensor], None, None]:
-        """The jobs, finished, with their labels: int64 (b,), IGNORE where a sample is unreadable. Raises InputError if too many are."""
+    def _decoded(self, jobs: Iterable["_Job"]) -> Generator[tuple[Any, Tensor, Tensor], None, None]:
+        """Of each job: ``extra``, images and labels, as `LoadedShard` has them. Raises InputError if too many samples are unreadable."""
         seen = bad = 0
-        with contextlib.closing(_worked(jobs, self._workers)) as finished:
+        with contextlib.closing(_worked(jobs, self.decoder, self._workers)) as finished:
             for job in finished:
                 source, samples = job.source, job.samples
                 labels = torch.tensor([source.label(sample) for sample in samples], dtype=torch.int64)
@@ -142,63 +131,60 @@ class Loader(OfBatches):
                         f"data_dir: {bad} of {seen} images of {source.place!r} cannot be read (the last: {name!r}: {reason}): "
                         "check that the data is complete"
                     )
-                yield job, labels
+                yield job.extra, self._to(job.host.permute(0, 3, 1, 2)), self._to(labels)
 
 
 @dataclass
 class _Job:
     """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3).
 
-    bad: why an image is unreadable, by its position in the batch. at: by the first position of a chunk, the position that is being decoded.
+    extra: for the caller. bad: why an image is unreadable, by its position in the batch. chunks: the tasks, by their first position. at:
+    the position that each of them is at.
     """
 
     source: Images
-    decoder: Decoder
     crop: Crop
-    samples: list[int]
+    samples: Sequence[int]
     host: Tensor
-    shard: Shard | None = None
-    flip: Tensor | None = None
+    extra: Any = None
     bad: dict[int, str] = field(default_factory=dict)
+    chunks: dict[int, Future[None]] = field(default_factory=dict)
     at: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def images(self) -> Tensor:
-        return self.host.permute(0, 3, 1, 2)
-
-    def run(self, begin: int, end: int) -> None:
+    def run(self, decoder: Decoder, begin: int, end: int) -> None:
         """Decodes a chunk. Unreadable images become black and are noted in ``bad``."""
         out = self.host.numpy()
         for i in range(begin, end):
             self.at[begin] = i
             try:
-                pixels = decode.decode_any(self.decoder, self.source.read(self.samples[i]))
-                self.crop(self.decoder, pixels, i, out[i])
+                pixels = decode.decode_any(decoder, self.source.read(self.samples[i]))
+                self.crop(decoder, pixels, i, out[i])
             except (OSError, Unreadable) as error:
                 out[i] = 0
                 self.bad[i] = (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
+def _worked(jobs: Iterable[_Job], decoder: Decoder, workers: int) -> Generator[_Job, None, None]:
     """Gives the jobs in their order, finished; with workers, further ones are decoded meanwhile."""
     if not workers:
         for job in jobs:
-            job.run(0, len(job.samples))
+            job.run(decoder, 0, len(job.samples))
             yield job
         return
     pool = ThreadPoolExecutor(workers, "images")
-    waiting: deque[tuple[_Job, dict[int, Future[None]]]] = deque()
+    waiting: deque[_Job] = deque()
     hung = False
     try:
         for job in jobs:
             count = len(job.samples)
             chunk = max(1, min(CHUNK, -(-count // workers)))
-            chunks = range(0, count, chunk)
-            waiting.append((job, {begin: pool.submit(job.run, begin, min(begin + chunk, count)) for begin in chunks}))
+            for begin in range(0, count, chunk):
+                job.chunks[begin] = pool.submit(job.run, decoder, begin, min(begin + chunk, count))
+            waiting.append(job)
             if len(waiting) > max(AHEAD, 2 * workers // max(1, count)):
-                yield _finished(*waiting.popleft())
+                yield _finished(waiting.popleft())
         while waiting:
-            yield _finished(*waiting.popleft())
+            yield _finished(waiting.popleft())
     except MachineError:
         hung = True
         raise
@@ -206,20 +192,18 @@ def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
         pool.shutdown(wait=not hung, cancel_futures=True)
 
 
-def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
-    """Waits for a job. chunks: by their first position."""
-    for begin, chunk in chunks.items():
+def _finished(job: _Job) -> _Job:
+    """Waits for a job. Raises MachineError if a read hangs."""
+    for begin, chunk in job.chunks.items():
         clock = watchdog.RunningClock()
         end = clock.now() + STALL_S
-        while not wait([chunk], watchdog.POLL_S).done and clock.now() < end:
-            pass
-        try:
-            chunk.result(0)
-        except FutureTimeout:
-            name = job.source.name(job.samples[job.at.get(begin, begin)])
-            raise MachineError(
-                f"{job.source.place!r}: reading did not return for {STALL_S:g} s, near {name!r}: check its file system"
-            ) from None
+        while not wait([chunk], watchdog.POLL_S).done:
+            if clock.now() > end:
+                name = job.source.name(job.samples[job.at.get(begin, begin)])
+                raise MachineError(
+                    f"{job.source.place!r}: reading did not return for {STALL_S:g} s, near {name!r}: check its file system"
+                )
+        chunk.result()
     return job
 
 

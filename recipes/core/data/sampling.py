@@ -1,6 +1,5 @@
 """Which samples each rank takes at each step, and the random generators of an epoch."""
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -33,8 +32,7 @@ class Shard:
         count = max(1, min(count, len(self.indices)))
         if count == 1:
             return [self]
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        leaves, structure = tree_flatten(fields)
+        leaves, structure = tree_flatten(vars(self))
         cut = [leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
         pieces = (tree_unflatten(list(parts), structure) for parts in zip(*cut, strict=True))
         return [type(self)(**piece) for piece in pieces]

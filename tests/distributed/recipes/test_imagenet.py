@@ -138,7 +138,7 @@ def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
 
 def test_the_keys_select_the_decoder_and_its_threads(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     make, names, worked, threads = decode.make_decoder, [], loader._worked, []
-    monkeypatch.setattr(loader, "_worked", lambda jobs, count: threads.append(count) or worked(jobs, count))
+    monkeypatch.setattr(loader, "_worked", lambda jobs, made, count: threads.append(count) or worked(jobs, made, count))
     monkeypatch.setattr(decode, "make_decoder", lambda name: names.append(name) or make("torchvision"))
     for name in ("opencv", "torchvision"):
         train("max_steps=1", f"decoder={name}", "num_workers=2", size=1 + len(names))
