@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.cifar import Arch, Config
-from recipes.core.data import in_memory, sampling
+from recipes.core.data import datasets, in_memory, sampling
 from recipes.core.train import loop, optimisation, scores, session
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches
@@ -157,8 +157,9 @@ def lr_factors(cfg: Config, batches: GlobalBatches, total_steps: int, groups: in
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
+    is_real = cfg.dataset == "cifar10"
     sets = (
-        in_memory.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else in_memory.fake(50_000, 10_000, (3, 32, 32), 10)
+        in_memory.load(datasets.CIFAR10, cfg.data_dir) if is_real else in_memory.fake(50_000, 10_000, (3, 32, 32), 10)
     )
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.mnist import Config, Optimizer, Schedule
-from recipes.core.data import in_memory, sampling
+from recipes.core.data import datasets, in_memory, sampling
 from recipes.core.train import loop, optimisation, scores, session
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 def load(cfg: Config) -> tuple[ImageSet, ImageSet]:
     if cfg.dataset == "mnist":
-        return in_memory.mnist(cfg.data_dir)
+        return in_memory.load(datasets.MNIST, cfg.data_dir)
     return in_memory.digits() if cfg.dataset == "digits" else in_memory.fake(60_000, 10_000, (1, 28, 28), 10)
 
 

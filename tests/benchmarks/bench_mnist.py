@@ -16,7 +16,7 @@ from torchvision.transforms import ToTensor
 
 from recipes import mnist
 from recipes.conf.mnist import Config
-from recipes.core.data import in_memory
+from recipes.core.data import datasets, in_memory
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from tests.benchmarks import inputs
 from tests.benchmarks.inputs import Batch
@@ -28,7 +28,7 @@ BATCH_SIZE = 128  # of the input alone; the step has the recipe's
 def figures(size: Size) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder, one_thread():
         source = inputs.mnist(Path(folder), size)
-        train_set, _ = in_memory.mnist(folder)
+        train_set, _ = in_memory.load(datasets.MNIST, folder)
         return [input_alone(size, folder, train_set, source), input_and_step(size, train_set, source)]
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from recipes.core.data import datasets, in_memory
+from recipes.core.data.datasets import Dataset
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError
@@ -50,7 +51,7 @@ def photos(folder: Path, size: Size) -> str:
 
 def mnist(folder: Path, size: Size) -> str:
     """Writes a data_dir with MNIST's files, plain; gives what they are."""
-    real = _prepared(in_memory.mnist) if size.images == FULL.images else None
+    real = _prepared(datasets.MNIST) if size.images == FULL.images else None
     sets = real or in_memory.fake(size.images, 10, (1, 28, 28), 10)
     place = folder / datasets.MNIST.folder
     place.mkdir(parents=True)
@@ -115,7 +116,7 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
     Random ones where neither the prepared set nor the JPEGs are at hand, or ``real`` is false.
     """
     wanted = {"train": train // 10, "test": test // 10}
-    if real and (sets := _prepared(in_memory.cifar10)):
+    if real and (sets := _prepared(datasets.CIFAR10)):
         return _first_of_each(sets[0], wanted["train"]), _first_of_each(sets[1], wanted["test"]), "CIFAR-10"
     if real and CIFAR_JPEGS.is_file():
         return *_unpacked_cifar10(wanted), "CIFAR-10 (JPEG q75)"
@@ -124,9 +125,9 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
     return train_set, test_set, RANDOM
 
 
-def _prepared(load: Callable[[str], tuple[ImageSet, ImageSet]]) -> tuple[ImageSet, ImageSet] | None:
+def _prepared(dataset: Dataset) -> tuple[ImageSet, ImageSet] | None:
     try:
-        return load(str(DATA))
+        return in_memory.load(dataset, str(DATA))
     except InputError:
         return None
 

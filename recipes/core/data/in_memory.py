@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,18 +35,8 @@ class ImageSet:
         return ImageSet(self.images.to(device), self.labels.to(device))
 
 
-def mnist(data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """MNIST's training and test set, 28x28. data_dir: as in `datasets.folder_of`. Raises InputError with the prepare command."""
-    return _image_sets(datasets.MNIST, data_dir)
-
-
-def cifar10(data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """As `mnist`: CIFAR-10's training and test set as ``prepare cifar10`` writes them."""
-    return _image_sets(datasets.CIFAR10, data_dir)
-
-
-def _image_sets(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """The training and the test set from the IDX files, images (N, H, W) or (N, C, H, W)."""
+def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
+    """The training and the test set of MNIST or CIFAR-10. data_dir: as in `datasets.folder_of`. Raises InputError with the prepare command."""
 
     def tensor(path: Path) -> Tensor:
         shape, payload = datasets.read_idx(path)
@@ -88,12 +79,6 @@ def fake(train: int, test: int, shape: tuple[int, int, int], classes: int) -> tu
     return part(train), part(test)
 
 
-def _mirrored(side: int, reach: int) -> Tensor:
-    """The indices of ``side`` pixels with ``reach`` mirrored ones before and after them."""
-    index = torch.arange(-reach, side + reach).abs()
-    return side - 1 - (side - 1 - index).abs()
-
-
 class AugmentedImages:
     """Images of a set with random shifts, flips and cutouts, drawn for each image and epoch.
 
@@ -120,8 +105,8 @@ class AugmentedImages:
         self._row = (self._width + 2 * reach) * self._channels
         self._stride = (self._height + 2 * reach) * self._row
         if reflect:  # torch's own reflection does not support uint8
-            rows, columns = (_mirrored(side, reach).to(images.device) for side in images.shape[2:])
-            padded = images.index_select(2, rows).index_select(3, columns)
+            rows, columns = (torch.from_numpy(np.pad(np.arange(side), reach, "reflect")) for side in images.shape[2:])
+            padded = images[:, :, rows][..., columns]
         else:
             padded = functional.pad(images, (reach,) * 4)
         # Rows of pixels with all channels: a run of bytes is an image in channels_last.

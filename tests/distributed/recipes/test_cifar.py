@@ -45,7 +45,7 @@ def airbench(deep: bool) -> cifar.AirBench:
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (TRAIN, TEST))
+    monkeypatch.setattr(in_memory, "load", lambda dataset, folder: (TRAIN, TEST))
     monkeypatch.setattr(cifar, "make_net", small_net)
     return lambda *words, **place: one_rank.train(
         cifar, tmp_path / str(place), monkeypatch, "global_batch_size=8", *words, **place
@@ -212,7 +212,7 @@ def test_the_keys_select_the_network() -> None:
 def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     train("max_steps=1")
     others = ImageSet(TRAIN.images.flip(0), TRAIN.labels)
-    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (others, TEST))
+    monkeypatch.setattr(in_memory, "load", lambda dataset, folder: (others, TEST))
     with pytest.raises(InputError, match=r"was saved with other keys \(.*data="):
         train("max_steps=2")
 

@@ -28,7 +28,7 @@ TRAIN, TEST = ImageSet(PIXELS[:64], LABELS[:64]), ImageSet(PIXELS[64:], LABELS[6
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    monkeypatch.setattr(in_memory, "mnist", lambda folder: (TRAIN, TEST))
+    monkeypatch.setattr(in_memory, "load", lambda dataset, folder: (TRAIN, TEST))
     folders = (tmp_path / str(i) for i in range(9))
     return lambda *words, **place: one_rank.train(
         mnist, next(folders), monkeypatch, "global_batch_size=16", *words, **place
@@ -105,21 +105,19 @@ def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
         header = struct.pack(">II", 0x801, len(labels))
         (tmp_path / "MNIST/raw" / "train-labels-idx1-ubyte").write_bytes(header + labels)
         with pytest.raises(InputError, match=expected):
-            in_memory.mnist(str(tmp_path))
+            in_memory.load(datasets.MNIST, str(tmp_path))
 
 
 def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, asked = [], []
+    paths = []
     for part, value in (("train", 1), ("test", 2)):
         for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
             paths.append(path := tmp_path / f"{part}-{name}")
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
-    monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: asked.append(dataset.name) or paths)
-    for load in (in_memory.mnist, in_memory.cifar10):
-        found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in load("")]
-        assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
-    assert asked == ["mnist", "cifar10"]
+    monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: paths)
+    found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in in_memory.load(datasets.MNIST, "")]
+    assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
 
 
 def test_real_digits_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
