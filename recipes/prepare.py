@@ -6,6 +6,7 @@
     python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50    # fetches the weights, and reads each image once
     python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME; timm/NAME: into $HF_HOME
 
+Packing imagenet needs its images and CPUs, but no internet. HTTPS_PROXY, SSL_CERT_FILE and SSL_CERT_DIR are honoured.
 Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine cannot do it (offline, disk full); 130 Ctrl-C.
 """
 
@@ -34,20 +35,8 @@ from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import ConfigError, InputError, MachineError
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
-SHOWN_FAULTS = 10
 TIMEOUT_S = 30.0  # to connect, and for each read
-FIX = (
-    "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, "
-    "or give a source= that has the files"
-)
-USAGE = """\
-usage: python -m recipes.prepare DATASET [key=value …]
-
-{datasets}
-
-Run it where there is internet, usually on a login node. Packing imagenet needs its images and CPUs, but no internet.
-HTTPS_PROXY, SSL_CERT_FILE and SSL_CERT_DIR are honoured.
-"""
+FIX = "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, or give source="
 
 
 @dataclass(frozen=True)
@@ -87,11 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (default: that of sys.argv) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        print(USAGE.format(datasets="\n".join(map(_help, DATASETS))).rstrip("\n"))
+        print(_help())
         return 0
     try:
-        name, keys = parse(arguments)
-        DATASETS[name][1](keys)
+        name, *words = arguments
+        if name not in DATASETS:
+            known = f"one of {', '.join(DATASETS)}{declare.nearest(name, DATASETS)}"
+            raise ConfigError(f"{errors.shown(name)}: give a dataset first, {known}")
+        keys, work = DATASETS[name]
+        work(parser.parse_keys(keys, words))
     except (ConfigError, InputError) as err:
         message, status = str(err), errors.EXIT_CONFIG
     except MachineError as err:
@@ -106,22 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _help(dataset: str) -> str:
-    lines = [f"  {dataset}"]
-    for field in dataclasses.fields(DATASETS[dataset][0]):
-        shown = "" if field.default in ("", None) else f" (default {field.default})"
-        lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{shown}")
+def _help() -> str:
+    lines = [(__doc__ or "").rstrip()]
+    for name, (keys, _) in DATASETS.items():
+        lines += ["", f"keys of {name}:"]
+        for field in dataclasses.fields(keys):
+            shown = "" if field.default in ("", None) else f" (default {field.default})"
+            lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{shown}")
     return "\n".join(lines)
-
-
-def parse(argv: Sequence[str]) -> tuple[str, Any]:
-    """The dataset's name and its keys. Raises ConfigError."""
-    name, *words = argv
-    if name not in DATASETS:
-        raise ConfigError(
-            f"{errors.shown(name)}: give a dataset first, one of {', '.join(DATASETS)}{declare.nearest(name, DATASETS)}"
-        )
-    return name, parser.parse_keys(DATASETS[name][0], words)
 
 
 def prepare_mnist(keys: PrepareKeys) -> None:
@@ -132,28 +117,23 @@ def prepare_mnist(keys: PrepareKeys) -> None:
     for file in datasets.MNIST_FILES:
         if datasets.fault_of(folder / file.name, file) is None:
             _say(f"{file.name}: already there, verified")
-            continue
-        url = f"{datasets.MNIST_URL}{file.name}.gz"
-        content = _local(file, keys.source) if keys.source else _valid(url, download(url), file)
-        files.write_bytes(folder / file.name, content)
-        _say(f"{file.name}: verified, {files.size_text(file.size)}")
+        else:
+            files.write_bytes(folder / file.name, _fetched(file, keys.source))
+            _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say_next(datasets.MNIST, data_dir)
 
 
-def _local(file: DataFile, source: str) -> bytes:
-    """The content of ``file`` from the folder ``source``. Raises InputError, OSError."""
-    if path := datasets.find_file(Path(source).expanduser(), datasets.MNIST, file.name, "source"):
-        return _valid(path, path.read_bytes(), file)
-    raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
-
-
-def _valid(where: object, content: bytes, file: DataFile) -> bytes:
-    """``content``, unpacked if it is a gzip file. Raises InputError, with ``where``, unless it is that of ``file``.
-
-    The first bytes decide, not the name: browsers and some proxies unpack a .gz and keep its name.
-    """
+def _fetched(file: DataFile, source: str) -> bytes:
+    """The content of a file of MNIST, unpacked, from the folder ``source`` or the internet. Raises InputError if it is another content."""
+    if not source:
+        where = f"{datasets.MNIST_URL}{file.name}.gz"
+        content = download(where)
+    elif path := datasets.find_file(Path(source).expanduser(), datasets.MNIST, file.name, "source"):
+        where, content = str(path), path.read_bytes()
+    else:
+        raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
     try:
-        if content.startswith(b"\x1f\x8b"):
+        if content.startswith(b"\x1f\x8b"):  # not by the name: browsers and some proxies unpack a .gz and keep its name
             content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(file.size + 1)
         fault = datasets.content_fault(content, file)
     except (EOFError, OSError, zlib.error) as error:
@@ -169,8 +149,7 @@ def download(url: str, fix: str = FIX) -> bytes:
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "slurm-torch-recipes"})
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            content: bytes = answer.read()
-            return content
+            return bytes(answer.read())
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise MachineError(f"{url}: {errors.one_line(error)}: {fix}") from None
 
@@ -236,13 +215,9 @@ def prepare_weights(keys: WeightsKeys) -> None:
         content = download(chosen.url, fix)
         if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
             raise MachineError(f"{chosen.url} has other content than its name says: {fix}")
-        try:
+        with files.writing_to(path.parent, "TORCH_HOME"):
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(path, content)
-        except OSError as error:
-            raise MachineError(
-                f"{path}: cannot be written ({error.strerror}): set TORCH_HOME to a folder of yours"
-            ) from None
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
     _say(f"next: python -m recipes.finetune arch={keys.arch} pretrained={chosen.name}")
 
@@ -266,7 +241,7 @@ def prepare_finetune(keys: FinetuneKeys) -> None:
     from recipes.core.data import labelled
 
     parts = labelled.open_parts("images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0)
-    faults, count = [], 0
+    faults = count = 0
     for source, positions in parts:
         pictures = labelled.Pictures(source, positions, lambda image: None)
         count += len(pictures)
@@ -274,11 +249,10 @@ def prepare_finetune(keys: FinetuneKeys) -> None:
             try:
                 pictures[i]
             except InputError as error:
-                faults.append(error)
-    for fault in faults[:SHOWN_FAULTS]:
-        _say(str(fault))
+                faults += 1
+                _say(str(error))
     if faults:
-        raise InputError(f"{len(faults)} of {count} images cannot be read: remove or replace them")
+        raise InputError(f"{faults} of {count} images cannot be read: remove or replace them")
     _say(f"{count} images in {len(parts[0][0].classes)} classes can be read")
     if keys.pretrained == "false":
         _say(f"next: python -m recipes.finetune arch={keys.arch} pretrained=false")

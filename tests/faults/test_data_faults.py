@@ -33,7 +33,7 @@ from recipes.core.errors import InputError
 from recipes.core.train import models
 from tests.unit.data import serving
 from tests.unit.data.common import decoder, encoded, picture, put
-from tests.unit.data.serving import Handler, Server, dropping, whole
+from tests.unit.data.serving import Handler, Server, dropped, whole
 
 __all__ = ["decoder"]
 pytestmark = [pytest.mark.fault(35, 36), pytest.mark.filterwarnings("ignore")]  # decoders warn of what they are given
@@ -181,20 +181,7 @@ def with_files(packed: Path, folder: Path, versions: Iterator[dict[str, bytes]])
     return seen
 
 
-HUGE = (
-    b"Infinity",
-    b"NaN",
-    b"1e999",
-    b"-1",
-    b"9" * 30,
-    b"9" * 5000,
-    b"true",
-    b"null",
-    b'"x"',
-    b"[]",
-    b"{}",
-    b"[" * 3000,
-)
+HUGE = (*b'Infinity NaN 1e999 -1 true null "x" [] {}'.split(), b"9" * 30, b"9" * 5000, b"[" * 3000)
 
 
 def test_a_damaged_index_of_a_packed_copy_is_reported(packed: Path, tmp_path: Path) -> None:
@@ -258,7 +245,7 @@ def test_incomplete_weights_leave_no_file(
 ) -> None:
     server, path = weights
     server.answers[path.name] = {
-        "drops": dropping(parts=9),
+        "drops": dropped,
         "another file": serving.content(WEIGHTS),
         "nothing there": serving.status(404),
     }[fault]

@@ -66,16 +66,11 @@ def whole(handler: Handler) -> None:
     handler.wfile.write(handler.body)
 
 
-def dropping(parts: int) -> Answer:
-    """Closes the connection after 1/parts of the body, at each further request after one part more."""
-
-    def answer(handler: Handler) -> None:
-        size = len(handler.body)
-        handler.head(200, Content_Length=size)
-        requests = len([path for path in handler.server.requests if path == handler.path])
-        handler.wfile.write(handler.body[: size * requests // parts])
-
-    return answer
+def dropped(handler: Handler) -> None:
+    """Closes the connection after half of the body."""
+    size = len(handler.body)
+    handler.head(200, Content_Length=size)
+    handler.wfile.write(handler.body[: size // 2])
 
 
 def content(data: bytes) -> Answer:

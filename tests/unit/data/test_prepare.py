@@ -13,7 +13,7 @@ from recipes import prepare
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile
 from tests.unit.data.common import not_root
-from tests.unit.data.serving import Answer, Server, content, dropping, serving, status
+from tests.unit.data.serving import Answer, Server, content, dropped, serving, status
 
 IMAGES, LABELS = "tiny-images-idx3-ubyte", "tiny-labels-idx1-ubyte"
 # random bytes do not pack, so that the middle of the .gz is the middle of the file
@@ -129,11 +129,10 @@ def test_a_damaged_file_is_replaced_only_by_a_valid_one(run: Run, server: Server
     ("answer", "status", "words"),
     [
         (content(b"<html>"), 2, "has 6 bytes instead of"),
-        (content(DAMAGED["other content"][0]), 2, "has invalid content"),
-        (dropping(parts=2), 3, "IncompleteRead"),
+        (dropped, 3, "IncompleteRead"),
         (lambda handler: time.sleep(1), 3, "TimeoutError"),
     ],
-    ids=["web page", "wrong bytes", "drops the connection", "is silent"],
+    ids=["web page", "drops the connection", "is silent"],
 )
 def test_a_server_that_misbehaves_is_named_and_leaves_no_file(
     run: Run, server: Server, tmp_path: Path, answer: Answer, status: int, words: str, monkeypatch: pytest.MonkeyPatch
@@ -194,18 +193,10 @@ def test_missing_permission_is_reported_with_its_key(
         (["imagenet", "data_dir=x", "source=y", "quality=101"], ["quality=101: must be at most 100"]),
     ],
 )
-def test_bad_arguments_are_one_line(
-    argv: list[str],
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_bad_arguments_are_one_line(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(argv) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
+    assert (out, err.count("\n")) == ("", 1)
     for word in words:
         assert word in err
 
@@ -214,7 +205,7 @@ def test_bad_arguments_are_one_line(
 def test_the_help_names_every_key(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(argv) == 0
     out = capsys.readouterr().out
-    assert "usage: python -m recipes.prepare DATASET" in out
+    assert "python -m recipes.prepare mnist data_dir=DIR" in out
     for keys in (prepare.PrepareKeys, prepare.ImagenetKeys, prepare.WeightsKeys):
         assert all(f"    {field.name}=" in out for field in dataclasses.fields(keys))
 
