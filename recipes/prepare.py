@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 import urllib.request
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
 from recipes.core.data.datasets import DataFile, Dataset
 from recipes.core.data.packed import write
-from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import ConfigError, InputError, MachineError
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
@@ -54,7 +54,7 @@ class ImagenetKeys(PrepareKeys):
     source: str = key("", "folder with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG")
     size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
-    workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
+    workers: int = key(0, "number of threads; 0: one for each available CPU", low=0, high=4096)
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
             "source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
         )
     source = Path(keys.source).expanduser().absolute()
-    options = PackOptions(keys.size, keys.quality, keys.workers)
-    copy = write.pack(source, target, options, _say)
+    warnings.simplefilter("ignore")  # Pillow's, of damaged metadata
+    copy = write.pack(source, target, keys.size, keys.quality, keys.workers, _say)
     for name, split in copy.splits.items():
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}")

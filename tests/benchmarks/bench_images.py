@@ -23,7 +23,6 @@ from recipes.core.data import image_sets, in_memory
 from recipes.core.data.image_sets import Images
 from recipes.core.data.loader import Loader
 from recipes.core.data.packed import write
-from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.sampling import GlobalBatches
 from tests.benchmarks import inputs
 from tests.benchmarks.inputs import Batch
@@ -42,7 +41,7 @@ def figures(size: Size) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "files")
         source = inputs.photos(files, size)
-        write.pack(files, Path(folder, "jpeg"), PackOptions(), say=lambda line: None)
+        write.pack(files, Path(folder, "jpeg"), say=lambda line: None)
         with one_core():
             values = interleaved(size.rounds, sides(Path(folder), size.least_s))
     return [

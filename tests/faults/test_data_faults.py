@@ -27,7 +27,6 @@ from recipes import prepare
 from recipes.core.data import decode, image_sets
 from recipes.core.data.decode import Crop
 from recipes.core.data.packed import format, write
-from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 from recipes.core.train import models
@@ -155,7 +154,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in format.SPLITS:
         for number in range(8):
             put(root / "source" / split / f"class{number % 2}" / f"{number}.JPEG", PHOTOS[number % len(PHOTOS)])
-    write.pack(root / "source", root / "copy", PackOptions(size=32, workers=1), say=lambda text: None)
+    write.pack(root / "source", root / "copy", size=32, workers=1, say=lambda text: None)
     return root / "copy"
 
 

@@ -4,6 +4,7 @@ Pillow is imported inside the functions: `python -m recipes.prepare` must start 
 """
 
 import io
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,9 +44,10 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
     if plain and small is image:
         return data, image.height, image.width
     small.info = {}  # comments and profiles would be stored too
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
-    return buffer.getvalue(), small.height, small.width
+    with open(os.memfd_create("image"), "w+b") as file:  # only for a file does Pillow release the interpreter's lock
+        small.save(file, "JPEG", quality=quality, subsampling="4:2:0")
+        file.seek(0)
+        return file.read(), small.height, small.width
 
 
 def decode(data: bytes) -> tuple["Image.Image", bool]:

@@ -28,7 +28,6 @@ from recipes.core.data.decode import make_decoder
 from recipes.core.data.image_sets import Fake, Images, open_images
 from recipes.core.data.loader import IGNORE, LoadedShard, Loader
 from recipes.core.data.packed import format, write
-from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError, MachineError, Stopped
@@ -56,7 +55,7 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed") / "copy"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipes.core.data.packed.write.SAMPLES_PER_SHARD", 10)
-        write.pack(folder, root, PackOptions(size=64, workers=1), say=lambda text: None)
+        write.pack(folder, root, size=64, workers=1, say=lambda text: None)
     return root
 
 

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from PIL import Image
 from recipes import prepare
 from recipes.core.data import pillow
 from recipes.core.data.packed import format, write
-from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import InputError, MachineError
 from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.data.common import encoded, picture, put
 
-OPTIONS = PackOptions(size=24, workers=2)
+OPTIONS: dict[str, Any] = {"size": 24, "workers": 2, "say": lambda text: None}
 RUNNER = """
 import sys
 from recipes import prepare
@@ -43,13 +42,6 @@ def small_shards() -> Iterator[None]:
         yield
 
 
-def start(source: Path, target: Path) -> "subprocess.Popen[str]":
-    """prepare, in a process group of its own."""
-    command = [sys.executable, "-c", RUNNER, f"source={source}", f"data_dir={target}"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """17 training images of three classes, 5 validation images of two."""
@@ -64,19 +56,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("unbroken") / "packed"
-    write.pack(source, target, OPTIONS, say=quiet)
+    write.pack(source, target, **OPTIONS)
     return target
-
-
-def quiet(text: str) -> None:
-    pass
-
-
-def packed_index(source: Path, target: Path, options: PackOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Packs, and gives index.json."""
-    write.pack(source, target, options, say)
-    index: dict[str, Any] = json.loads((target / "index.json").read_bytes())
-    return index
 
 
 def both(source: Path, name: str) -> None:
@@ -108,14 +89,8 @@ def far_apart(one: Any, other: Any) -> int:
 
 def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -> None:
     index = json.loads((unbroken / "index.json").read_bytes())
-    assert {name: index[name] for name in ("format", "version", "encoding", "size", "quality", "classes")} == {
-        "format": "packed images",
-        "version": 1,
-        "encoding": "jpeg",
-        "size": 24,
-        "quality": 90,
-        "classes": ["n00", "n01", "n02"],
-    }
+    assert [index[name] for name in ("format", "version", "encoding", "size")] == ["packed images", 1, "jpeg", 24]
+    assert (index["quality"], index["classes"]) == (90, ["n00", "n01", "n02"])
     shards = [shard["file"] for split in index["splits"].values() for shard in split["shards"]]
     assert shards == [*(f"train-{i:05d}.bin" for i in range(5)), "val-00000.bin", "val-00001.bin"]
     others = {"index.json", "packing.lock", "train.index", "val.index"}
@@ -194,25 +169,17 @@ def test_the_fault_of_an_unreadable_image_is_named(content: bytes, why: str) -> 
         pillow.encode(content, 24, 90)
 
 
-def test_a_file_that_cannot_be_read_is_skipped(tmp_path: Path) -> None:
-    both(tmp_path / "in", "a/1.jpg")
-    (tmp_path / "in/train/a/2.jpg").symlink_to("nowhere")
-    index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
-    assert index["splits"]["train"]["skipped"] == [
-        {"file": "train/a/2.jpg", "why": "cannot be read (No such file or directory)"}
-    ]
-
-
 def test_file_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
     both(tmp_path / "in", os.fsdecode(b"caf\xe9/\xff\n1.jpg"))
     put(tmp_path / os.fsdecode(b"in/train/caf\xe9/\xff\n2.jpg"), b"")
-    index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+    write.pack(tmp_path / "in", tmp_path / "out", **OPTIONS)
+    index = json.loads((tmp_path / "out/index.json").read_bytes())
     assert os.fsencode(index["classes"][0]) == b"caf\xe9"
     assert os.fsencode(index["splits"]["train"]["skipped"][0]["file"]) == b"train/caf\xe9/\xff\n2.jpg"
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(source: Path, unbroken: Path, tmp_path: Path) -> None:
-    write.pack(source, tmp_path, PackOptions(size=24, workers=1), say=quiet)
+    write.pack(source, tmp_path, **OPTIONS | {"workers": 1})
     assert contents(tmp_path) == contents(unbroken)
 
 
@@ -220,10 +187,10 @@ def test_too_many_unreadable_images_end_packing(tmp_path: Path) -> None:
     both(tmp_path / "in", "a/00.jpg")
     for i in range(1, 11):
         put(tmp_path / f"in/train/a/{i:02d}.jpg", b"")
-    write.pack(tmp_path / "in", tmp_path / "ten", OPTIONS, say=quiet)
+    write.pack(tmp_path / "in", tmp_path / "ten", **OPTIONS)
     put(tmp_path / "in/train/a/11.jpg", b"")
     with pytest.raises(InputError) as caught:
-        write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+        write.pack(tmp_path / "in", tmp_path / "out", **OPTIONS)
     message = str(caught.value)
     assert "11 of 12 images of train/ cannot be used ('train/a/01.jpg' is empty; " in message
     assert "\n" not in message
@@ -231,51 +198,39 @@ def test_too_many_unreadable_images_end_packing(tmp_path: Path) -> None:
     put(tmp_path / "in/val/a/00.jpg", b"")
     (tmp_path / "in/train/a/11.jpg").unlink()
     with pytest.raises(InputError, match="1 of 1 images of val/ cannot be used"):
-        write.pack(tmp_path / "in", tmp_path / "none", OPTIONS, say=quiet)
+        write.pack(tmp_path / "in", tmp_path / "none", **OPTIONS)
 
 
 def test_progress_is_a_line_every_few_seconds(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    write.pack(source, tmp_path / "quick", OPTIONS, said.append)
+    write.pack(source, tmp_path / "quick", **OPTIONS | {"say": said.append})
     assert said == []
     monkeypatch.setattr(write, "REPORT_S", 0)
-    write.pack(source, tmp_path / "slow", OPTIONS, said.append)
-    assert said[-1] == "22 of 22 images"
+    write.pack(source, tmp_path / "slow", **OPTIONS | {"say": said.append})
+    assert said[4:] == ["train: 17 of 17 images", "val: 4 of 5 images", "val: 5 of 5 images"]
 
 
-def workers_of(pid: int) -> list[int]:
-    return [one for one in helpers.children(pid) if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
-
-
-STOPS: dict[str, tuple[Callable[[Any, list[int]], None], int, str]] = {
-    "killed": (lambda child, workers: child.kill(), -signal.SIGKILL, ""),
-    "a killed worker": (lambda child, workers: os.kill(workers[0], signal.SIGKILL), 3, "for lack of memory: give a sm"),
-    "Ctrl-C": (lambda child, workers: os.killpg(child.pid, signal.SIGINT), 130, "error: interrupted; run the same"),
-}
-
-
-@pytest.mark.parametrize("kind", STOPS)
-def test_packing_that_was_stopped_starts_again(source: Path, tmp_path: Path, kind: str) -> None:
-    stop, status, words = STOPS[kind]
+@pytest.mark.parametrize(
+    ("number", "status", "err"),
+    [(signal.SIGKILL, -9, ""), (signal.SIGINT, 130, "error: interrupted; run the same command again\n")],
+)
+def test_packing_that_was_stopped_starts_again(
+    source: Path, tmp_path: Path, number: signal.Signals, status: int, err: str
+) -> None:
     many, target, whole = tmp_path / "many", tmp_path / "out", tmp_path / "whole"
     both(many, "a/good.jpg")
     for i in range(600):
         os.link(source / "train/n00/00.JPEG", many / f"train/a/{i}.png")
-    write.pack(many, whole, OPTIONS, say=quiet)
-    with start(many, target) as child:
-        helpers.wait_until(lambda: len(workers_of(child.pid)) == 2, 20, "two workers")
-        if kind != "Ctrl-C":  # which comes while a worker starts
-            helpers.wait_until(lambda: list(target.glob("*.bin")), 20, "a shard")
-        processes = workers_of(child.pid)
-        stop(child, processes)
-        _, err = child.communicate(timeout=20)
+    write.pack(many, whole, **OPTIONS)
+    command = [sys.executable, "-c", RUNNER, f"source={many}", f"data_dir={target}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        helpers.wait_until(lambda: list(target.glob("*.bin")), 20, "a shard")
+        child.send_signal(number)
+        assert child.communicate(timeout=20)[1] == err
     assert child.returncode == status
-    assert words in err
-    assert kind == "killed" or err.count("\n") == 1
-    helpers.wait_for_the_end_of(processes, 20)
     assert not (target / "index.json").exists()
-    assert kind == "killed" or not list(target.glob(".*"))
-    write.pack(many, target, OPTIONS, say=quiet)
+    assert number == signal.SIGKILL or not list(target.glob(".*"))
+    write.pack(many, target, **OPTIONS)
     assert contents(target) == contents(whole)
 
 
@@ -283,7 +238,7 @@ def test_a_second_process_is_refused(source: Path, tmp_path: Path) -> None:
     with (tmp_path / "packing.lock").open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(MachineError) as caught:
-            write.pack(source, tmp_path, OPTIONS, say=quiet)
+            write.pack(source, tmp_path, **OPTIONS)
     assert f"{tmp_path}/packing.lock' is locked" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["packing.lock"]
 
@@ -298,7 +253,7 @@ def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: P
         (tmp_path / "nope", tmp_path / "out", "must have train/<class>/*.JPEG and val/"),
     ):
         with pytest.raises((InputError, MachineError)) as caught:
-            write.pack(start, target, OPTIONS, say=quiet)
+            write.pack(start, target, **OPTIONS)
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -307,14 +262,14 @@ def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: P
 def test_a_finished_copy_is_verified_and_damage_is_reported(source: Path, unbroken: Path, tmp_path: Path) -> None:
     target = tmp_path / "packed"
     shutil.copytree(unbroken, target)
-    assert write.pack(source, target, OPTIONS, say=quiet) == format.read_index(target)
-    for other in (PackOptions(25), PackOptions(24, 80)):
+    assert write.pack(source, target, **OPTIONS) == format.read_index(target)
+    for other in ({"size": 25}, {"quality": 80}):
         with pytest.raises(InputError, match="was packed with size=24 quality=90: give these keys, or remove"):
-            write.pack(source, target, other, say=quiet)
+            write.pack(source, target, **OPTIONS | other)
     shard = target / "train-00003.bin"
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
     with pytest.raises(InputError, match=rf"damaged \(train-00003.bin has invalid content .*: remove {target} and run"):
-        write.pack(source, target, OPTIONS, say=quiet)
+        write.pack(source, target, **OPTIONS)
 
 
 @pytest.mark.parametrize("changed", [{"version": 2}, {"splits": 1}])
@@ -325,10 +280,10 @@ def test_a_damaged_index_or_another_version_is_reported(
     index = target / "index.json"
     index.write_text(json.dumps({**json.loads(index.read_bytes()), **changed}))
     with pytest.raises(InputError, match=rf"'{index}' is damaged or of another version: remove it and pack again"):
-        write.pack(source, target, OPTIONS, say=quiet)
+        write.pack(source, target, **OPTIONS)
     index.unlink()
     (target / "train-00077.bin").write_bytes(b"of a larger source")
-    write.pack(source, target, OPTIONS, say=quiet)
+    write.pack(source, target, **OPTIONS)
     assert contents(target) == contents(unbroken)
 
 
@@ -337,10 +292,9 @@ def test_a_disk_that_fills_up_is_reported(tmp_path: Path) -> None:
     both(tmp_path / "in", "a/good.jpg")
     for i in range(30):
         put(tmp_path / f"in/train/a/{i}.jpg", encoded(noise))
-    options = PackOptions(size=64, workers=2)
     with helpers.small_disk(tmp_path / "small", "64k") as small:
         with pytest.raises(MachineError) as caught:
-            write.pack(tmp_path / "in", small, options, say=quiet)
+            write.pack(tmp_path / "in", small, **OPTIONS | {"size": 64})
         assert f"data_dir='{small}': cannot be written (No space left on device" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert list(small.glob(".*")) == []
@@ -349,9 +303,8 @@ def test_a_disk_that_fills_up_is_reported(tmp_path: Path) -> None:
 def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place in ("train/n00", "val/n00"):
-        put(tmp_path / f"in/{place}/good.jpg", GOOD)
-        put(tmp_path / f"in/{place}/bad.jpg", b"")
+    both(tmp_path / "in", "n00/good.jpg")
+    (tmp_path / "in/val/n00/bad.jpg").symlink_to("nowhere")
     argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", "size=24", "quality=80", "workers=1"]
     for first in (True, False):
         assert prepare.main(argv) == 0
@@ -361,4 +314,6 @@ def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
         assert ("imagenet: already there; verifying it" in out) is not first
         assert out.splitlines()[-1] == f"next: python -m recipes.imagenet data_dir='{tmp_path}/a b'"
     index = json.loads((tmp_path / "a b/index.json").read_bytes())
-    assert (index["encoding"], index["size"], index["quality"]) == ("jpeg", 24, 80)
+    assert (index["size"], index["quality"]) == (24, 80)
+    skipped = {"file": "val/n00/bad.jpg", "why": "cannot be read (No such file or directory)"}
+    assert index["splits"]["val"]["skipped"] == [skipped]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,6 @@ RECORD = struct.Struct("<QIIIHH")
 
 
 @dataclass(frozen=True)
-class PackOptions:
-    """How to pack. size: pixels of the shorter side. quality: of JPEGs. workers: number of processes, 0 for one per CPU."""
-
-    size: int = 256
-    quality: int = 90
-    workers: int = 0
-
-
-@dataclass(frozen=True)
 class Split:
     """A split of a packed copy. skipped: number of images left out, which index.json names."""
 
@@ -42,28 +33,21 @@ class Split:
     shards: tuple[DataFile, ...]
     skipped: int
 
-    @property
-    def files(self) -> tuple[DataFile, ...]:
-        return (self.index, *self.shards)
-
 
 @dataclass(frozen=True)
 class PackedCopy:
-    """What index.json says. size, quality: as in `PackOptions`. content: the bytes of index.json."""
+    """What index.json says. size, quality: as in `write.pack`. index: index.json itself."""
 
     size: int
     quality: int
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
-    content: bytes = field(repr=False)
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
+    index: DataFile
 
     @property
     def files(self) -> list[DataFile]:
-        return [file for split in self.splits.values() for file in split.files]
+        """All files, index.json last."""
+        return [file for split in self.splits.values() for file in (split.index, *split.shards)] + [self.index]
 
 
 def shard_name(split: str, number: int) -> str:
@@ -82,7 +66,8 @@ def read_index(folder: Path) -> PackedCopy:
     try:
         found: Any = json.loads(content)
         splits = {name: _split(name, found["splits"][name]) for name in SPLITS}
-        copy = PackedCopy(int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, content)
+        index = DataFile(INDEX, len(content), hashlib.sha256(content).hexdigest())
+        copy = PackedCopy(int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, index)
         if any(found[name] != VERSION[name] for name in VERSION) or not all(isinstance(c, str) for c in copy.classes):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):

@@ -34,8 +34,8 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
         copy = format.read_index(folder)
     except InputError as error:
         raise InputError(f"stage_dir=: needs a packed copy as data_dir: {error}") from None
-    target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
-    all_files = [*copy.files, DataFile(format.INDEX, len(copy.content), copy.sha256)]
+    target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.index.sha256[:12]}-{os.geteuid()}"
+    all_files = copy.files
     total = sum(file.size for file in all_files)
 
     def missing() -> list[DataFile]:

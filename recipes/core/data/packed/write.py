@@ -4,18 +4,15 @@ index.json is written last. Packing that was interrupted before starts again.
 """
 
 import hashlib
-import itertools
-import multiprocessing
 import os
 import re
 import shlex
-import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,49 +20,52 @@ from recipes.core import files
 from recipes.core.data import classfolder, datasets, pillow
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.packed import format
-from recipes.core.data.packed.format import PackedCopy, PackOptions
+from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
-from recipes.core.errors import InputError, MachineError
-from recipes.core.place import processes
+from recipes.core.errors import InputError
 
 LOCK = "packing.lock"
 REPORT_S = 10.0
 SAMPLES_PER_SHARD = 2048
+Say = Callable[[str], None]
+Encode = Callable[[bytes], tuple[bytes, int, int]]  # `pillow.encode` of a size and quality
 
 
-def pack(source: Path, target: Path, options: PackOptions, say: Callable[[str], None] = print) -> PackedCopy:
+def pack(
+    source: Path, target: Path, size: int = 256, quality: int = 90, workers: int = 0, say: Say = print
+) -> PackedCopy:
     """Writes a packed copy of ``source`` (``train/`` and ``val/``) to ``target``, or verifies the finished copy there.
 
-    say: gets lines for the user. Raises InputError (source, other options, a damaged copy, too many unreadable images) and
-    MachineError (disk, lock, a worker that was killed), one line each.
+    size: pixels of the shorter side. quality: of JPEGs. workers: number of threads, 0 for one per CPU. say: gets lines for the user.
+    Raises InputError (source, other options, a damaged copy, too many unreadable images) and MachineError (disk, lock), one line each.
     """
-    source, target = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     with files.writing_to(target, "data_dir"):
         if datasets.kind(target / format.INDEX):
             say("imagenet: already there; verifying it")
-            return _verified(target, options)
+            return _verified(target, size, quality)
         _check_target(target)
-        listings = _listings(source)
+        if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
+            raise InputError(f"source={str(source)!r}: must have train/<class>/*.JPEG and val/<class>/*.JPEG")
+        train = classfolder.scan(source / "train")
+        listings = {"train": train, "val": classfolder.scan(source / "val", train.classes)}
         target.mkdir(parents=True, exist_ok=True)
         with files.locked(target / LOCK):
-            for old in target.glob("*.bin"):  # of an interrupted packing
+            files.remove_temporary(target)  # of an interrupted packing, as are these
+            for old in target.glob("*.bin"):
                 old.unlink()
-            try:
-                shards = _write_shards(source, target, listings, options, say)
-            finally:
-                files.remove_temporary(target)  # of workers that were killed
-            splits = {split: _join(target, split, listing, shards) for split, listing in listings.items()}
-            index = {**format.VERSION, "size": options.size, "quality": options.quality}
-            index |= {"classes": listings["train"].classes, "splits": splits}
+            encode = partial(pillow.encode, size=size, quality=quality)
+            count = workers or len(os.sched_getaffinity(0))
+            splits = {name: _write_split(name, one, target, encode, count, say) for name, one in listings.items()}
+            index = {**format.VERSION, "size": size, "quality": quality, "classes": train.classes, "splits": splits}
             files.write_json(target / format.INDEX, index)
             return format.read_index(target)
 
 
-def _verified(target: Path, options: PackOptions) -> PackedCopy:
+def _verified(target: Path, size: int, quality: int) -> PackedCopy:
     """The finished copy in ``target``. Raises InputError where it is damaged or was packed with other options."""
     copy = format.read_index(target)
     start_again = f"remove {shlex.quote(str(target))} and run the same command to pack again"
-    if (copy.size, copy.quality) != (options.size, options.quality):
+    if (copy.size, copy.quality) != (size, quality):
         raise InputError(
             f"data_dir={str(target)!r}: was packed with size={copy.size} quality={copy.quality}: give these keys, or {start_again}"
         )
@@ -87,120 +87,68 @@ def _check_target(target: Path) -> None:
             )
 
 
-def _listings(source: Path) -> dict[str, Listing]:
-    if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
-        raise InputError(f"source={str(source)!r}: must have train/<class>/*.JPEG and val/<class>/*.JPEG")
-    train = classfolder.scan(source / "train")
-    return {"train": train, "val": classfolder.scan(source / "val", train.classes)}
-
-
 @dataclass(frozen=True)
 class _Shard:
-    """A shard that was written. size: in bytes. records: of its samples. skipped: ``file`` and ``why`` of each image left out."""
+    """A shard that was written. entry: its part of index.json. records: of its samples. skipped: the images left out, and why."""
 
-    split: str
-    number: int
-    size: int
-    sha256: str
+    entry: dict[str, Any]
     records: bytes
     skipped: list[dict[str, str]]
 
 
-def _tasks(listings: Mapping[str, Listing]) -> Iterator[tuple[str, int, list[tuple[str, int]]]]:
-    """Each shard's split, number and images: their names below the split's folder, and their labels."""
-    for split, listing in listings.items():
-        for number, start in enumerate(range(0, len(listing), SAMPLES_PER_SHARD)):
-            samples = range(start, min(start + SAMPLES_PER_SHARD, len(listing)))
-            yield split, number, [(listing.name(i), listing.label(i)) for i in samples]
-
-
-def _write_shards(
-    source: Path, target: Path, listings: Mapping[str, Listing], options: PackOptions, say: Callable[[str], None]
-) -> list[_Shard]:
-    """Writes all shards, and tells ``say`` the progress. Raises MachineError (a worker was killed or has no memory) and OSError."""
-    tasks, total = _tasks(listings), sum(map(len, listings.values()))
-    count = min(options.workers or len(os.sched_getaffinity(0)), -(-total // SAMPLES_PER_SHARD))
+def _write_split(split: str, listing: Listing, target: Path, encode: Encode, workers: int, say: Say) -> dict[str, Any]:
+    """Writes a split's shards and index, and returns its part of index.json. Raises InputError if too many images are unreadable."""
+    numbers = range(-(-len(listing) // SAMPLES_PER_SHARD))
     shards: list[_Shard] = []
-    waiting: set[Future[_Shard]] = set()
-    said = time.monotonic()
-    resource_tracker.ensure_running()  # its start would unblock SIGINT below
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),))
+    said, stopped = time.monotonic(), threading.Event()
+    pool = ThreadPoolExecutor(workers)
     try:
-        while True:
-            # No task waits in a pipe: its names can fill it, and Python 3.10 would then block after a worker's death.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # also in new workers: their parent kills them
-            for task in itertools.islice(tasks, count - len(waiting)):
-                waiting.add(pool.submit(_pack_shard, source, target, options, *task))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            if not waiting:
-                return shards
-            finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            shards += [one.result() for one in finished]
+        for shard in pool.map(lambda number: _write_shard(split, number, listing, target, encode, stopped), numbers):
+            shards.append(shard)
             if time.monotonic() - said >= REPORT_S:
                 said = time.monotonic()
-                done = sum(len(shard.records) // format.RECORD.size + len(shard.skipped) for shard in shards)
-                say(f"{done} of {total} images")
-    except BaseException as error:
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        if isinstance(error, BrokenProcessPool | MemoryError | BlockingIOError):
-            raise MachineError(
-                "a worker ended or cannot be started, most likely for lack of memory: give a smaller workers="
-            ) from None
-        raise
+                say(f"{split}: {min(len(shards) * SAMPLES_PER_SHARD, len(listing))} of {len(listing)} images")
     finally:
+        stopped.set()
         pool.shutdown(cancel_futures=True)
+    skipped = [one for shard in shards for one in shard.skipped]
+    if len(skipped) > max(10, len(listing) // 100) or len(skipped) == len(listing):
+        some = "; ".join(f"{skip['file']!r} {skip['why']}" for skip in skipped[:3])
+        raise InputError(
+            f"source=: {len(skipped)} of {len(listing)} images of {split}/ cannot be used ({some}): repair or remove them"
+        )
+    records = b"".join(shard.records for shard in shards)
+    files.write_bytes(target / f"{split}.index", records)
+    return {
+        "samples": len(listing) - len(skipped),
+        "index_sha256": hashlib.sha256(records).hexdigest(),
+        "shards": [shard.entry for shard in shards],
+        "skipped": skipped,
+    }
 
 
-def _start(parent: int) -> None:
-    """Called in each worker first."""
-    processes.die_with(parent)()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print warnings about images
-
-
-def _pack_shard(
-    source: Path, target: Path, options: PackOptions, split: str, number: int, images: list[tuple[str, int]]
+def _write_shard(
+    split: str, number: int, listing: Listing, target: Path, encode: Encode, stopped: threading.Event
 ) -> _Shard:
+    """Writes the images of one shard, until ``stopped`` is set: it raises CancelledError then."""
     records, digest = bytearray(), hashlib.sha256()
     skipped: list[dict[str, str]] = []
     size = 0
 
     def fill(file: IO[bytes]) -> None:
         nonlocal size
-        for name, label in images:
-            relative = f"{split}/{name}"
+        for i in range(len(listing))[number * SAMPLES_PER_SHARD : (number + 1) * SAMPLES_PER_SHARD]:
+            if stopped.is_set():
+                raise CancelledError
             try:
-                payload, height, width = pillow.encode(
-                    pillow.read_file(source / relative), options.size, options.quality
-                )
+                payload, height, width = encode(pillow.read_file(listing.folder / listing.name(i)))
             except Unreadable as error:
-                skipped.append({"file": relative, "why": str(error)})
+                skipped.append({"file": f"{split}/{listing.name(i)}", "why": str(error)})
                 continue
-            records.extend(format.RECORD.pack(size, len(payload), number, label, height, width))
+            records.extend(format.RECORD.pack(size, len(payload), number, listing.label(i), height, width))
             size += file.write(payload)
             digest.update(payload)
 
-    files.write_whole(target / format.shard_name(split, number), fill)
-    return _Shard(split, number, size, digest.hexdigest(), bytes(records), skipped)
-
-
-def _join(target: Path, split: str, listing: Listing, shards: list[_Shard]) -> dict[str, Any]:
-    """Writes the split's index, and gives its part of index.json. Raises InputError if too many images are unreadable."""
-    own = sorted((shard for shard in shards if shard.split == split), key=lambda shard: shard.number)
-    skipped = list(itertools.chain.from_iterable(shard.skipped for shard in own))
-    if len(skipped) > max(10, len(listing) // 100) or len(skipped) == len(listing):
-        some = "; ".join(f"{skip['file']!r} {skip['why']}" for skip in skipped[:3])
-        raise InputError(
-            f"source=: {len(skipped)} of {len(listing)} images of {split}/ cannot be used ({some}): repair or remove them"
-        )
-    records = b"".join(shard.records for shard in own)
-    files.write_bytes(target / f"{split}.index", records)
-    return {
-        "samples": len(listing) - len(skipped),
-        "index_sha256": hashlib.sha256(records).hexdigest(),
-        "shards": [
-            {"file": format.shard_name(split, shard.number), "bytes": shard.size, "sha256": shard.sha256}
-            for shard in own
-        ],
-        "skipped": skipped,
-    }
+    name = format.shard_name(split, number)
+    files.write_whole(target / name, fill)
+    return _Shard({"file": name, "bytes": size, "sha256": digest.hexdigest()}, bytes(records), skipped)
