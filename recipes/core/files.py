@@ -23,7 +23,6 @@ from typing import IO, Any
 
 from recipes.core.errors import DiskFull, MachineError
 
-MAX_JSON = 64 << 20  # bytes of a file that `read_json` reads
 ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
 
 
@@ -138,8 +137,7 @@ def remove_temporary(folder: Path) -> None:
     """Removes temporary files of killed `write_whole` calls. The caller must hold the folder's lock, or own the run directory."""
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", name):
-            with contextlib.suppress(FileNotFoundError):
-                (folder / name).unlink()
+            (folder / name).unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -153,9 +151,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in the file ``path``. None if the file cannot be read or does not contain a JSON object."""
+    """The JSON object in the file ``path``. None if the file cannot be read, is larger than 64 MiB or contains something else."""
     try:
-        content = json.loads(read_bounded(path, MAX_JSON))
+        content = json.loads(read_bounded(path, 64 << 20))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

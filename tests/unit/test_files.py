@@ -93,15 +93,3 @@ def test_an_error_is_shown_in_one_printable_line(text: str) -> None:
     assert len(line.splitlines()) == 1
     assert len(line) <= 300
     assert line.isprintable()
-
-
-def test_the_umask_is_restored(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        with files.umask(0o077):
-            (tmp_path / "private").touch(0o666)
-        (tmp_path / "open").touch(0o666)
-    finally:
-        os.umask(before)
-    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o644

@@ -74,8 +74,6 @@ def fault_of(path: Path, file: DataFile) -> str | None:
     try:
         with path.open("rb") as opened:
             return content_fault(opened.read(file.size + 1), file)
-    except FileNotFoundError:
-        return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 

@@ -56,7 +56,5 @@ def open_images(folder: Path, split: str, report: Callable[[object], None] = lam
     """
     if datasets.kind(folder / format.INDEX):
         return Packed(folder, format.read_index(folder), split)
-    classes = None
-    if split != "train" and datasets.kind(folder / "train") == "folder":
-        classes = classfolder.class_names(folder / "train")
+    classes = None if split == "train" else classfolder.class_names(folder / "train")
     return classfolder.scan(folder / split, classes, report)

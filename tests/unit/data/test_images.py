@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -27,8 +26,7 @@ from recipes.core.data import datasets, decode, loader
 from recipes.core.data.decode import make_decoder
 from recipes.core.data.image_sets import Fake, Images, open_images
 from recipes.core.data.loader import IGNORE, LoadedShard, Loader
-from recipes.core.data.packed import format, write
-from recipes.core.data.pillow import Unreadable
+from recipes.core.data.packed import write
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.run.signals import StopFlag
@@ -126,14 +124,6 @@ def test_opencvs_pixels_are_close_to_torchvisions(folder: Path) -> None:
     difference = (ours.images.int() - fast.images.int()).abs().float()
     assert 0 < difference.mean() < 6
     assert cv2.getNumThreads() == 1  # the loader has its own
-
-
-def test_packed_images_are_read_as_stored(packed: Path) -> None:
-    source = open_images(packed, "val")
-    for i in range(len(source)):
-        records = (packed / "val.index").read_bytes()
-        offset, length, shard, *_ = format.RECORD.unpack_from(records, i * format.RECORD.size)
-        assert source.read(i) == (packed / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -248,20 +238,6 @@ def test_a_programming_error_reaches_the_caller(folder: Path, monkeypatch: pytes
     assert image_threads() == []
 
 
-def test_a_read_that_hangs_is_reported_with_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_images(folder, "train")
-    read, hang, hung = source.read, threading.Event(), 13
-    monkeypatch.setattr(loader, "STALL_S", 0.5)
-    monkeypatch.setattr(loader, "CHUNK", 3)
-    monkeypatch.setattr(source, "read", lambda i: hang.wait(20) and b"" if i == hung else read(i))
-    try:  # by three threads in all 24, whose chunks that come later are done meanwhile
-        with pytest.raises(MachineError, match=rf"did not return for 0\.5 s, near '{source.name(hung)}'"):
-            next(make_loader(source, workers=3, batch=24).epoch(0))
-        assert image_threads()  # the error did not wait for the read
-    finally:
-        hang.set()
-
-
 def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Fake(4000)
     seen: list[int] = []
@@ -334,32 +310,22 @@ def test_an_unreadable_image_is_skipped_named_and_counted(
     assert labels.tolist() == [1, IGNORE]
 
 
-def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for every, ends in ((50, True), (200, False)):
-        source = Fake(3000)
-        intact = source.read
-
-        def read(i: int, every: int = every, intact: Callable[[int], bytes] = intact) -> bytes:
-            if i % every == 0:
-                raise Unreadable("is damaged")
-            return intact(i)
-
-        monkeypatch.setattr(source, "read", read)
-        one = make_loader(source, batch=100)
-        if not ends:
-            list(one.epoch(0))
-            assert len(one.skipped) == 15
-            continue
+@pytest.mark.parametrize("every", [50, 200])
+def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    source = Fake(3000)
+    intact = source.read
+    monkeypatch.setattr(source, "read", lambda i: intact(i) if i % every else b"")
+    one = make_loader(source, batch=100)
+    if every == 200:
+        list(one.epoch(0))
+        assert len(one.skipped) == 15
+    else:
         with pytest.raises(InputError, match=r"1\d of \d+ images of 'dataset=fake' cannot be read"):
             list(one.epoch(0))
 
 
 def cut(path: Path, count: int) -> None:
     path.write_bytes(path.read_bytes()[:-count])
-
-
-def change_index(copy: Path, **changed: Any) -> None:
-    (copy / "index.json").write_text(json.dumps({**json.loads((copy / "index.json").read_text()), **changed}))
 
 
 def flip_a_label(path: Path) -> None:
@@ -374,7 +340,6 @@ def flip_a_label(path: Path) -> None:
         (lambda copy: cut(copy / "train-00001.bin", 1), r"train-00001.bin' has \d+ bytes instead of \d+"),
         (lambda copy: (copy / "train-00001.bin").unlink(), r"train-00001.bin' cannot be read \(No such file"),
         (lambda copy: flip_a_label(copy / "train.index"), r"train.index' is damaged"),
-        (lambda copy: change_index(copy, classes=list(CLASSES[:2])), r"train.index' is damaged"),
     ],
 )
 def test_a_damaged_packed_copy_is_found_when_it_is_opened(
@@ -496,25 +461,3 @@ def test_without_torchcodec_the_default_decoder_is_torchvisions(monkeypatch: pyt
     assert make_decoder("auto").name == "torchvision"
     with pytest.raises(InputError, match=r"^decoder=torchcodec: cannot be loaded .*: pip install 'torchcodec>=0.16'"):
         make_decoder("torchcodec")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
-def test_batches_reach_the_gpu_unchanged(folder: Path) -> None:
-    source = open_images(folder, "train")
-    here = content(make_loader(source).epoch(0))
-    batches = GlobalBatches(len(source), 10, 3, 0, 1)
-    gpu = torch.device("cuda", 0)
-    there = Loader(
-        source, batches, size=lambda epoch: 32, decoder="torchvision", workers=3, device=gpu, warn=print
-    ).epoch(0)
-    found = []
-    for shard in there:
-        assert shard.images.device == gpu == shard.labels.device == shard.flip.device
-        assert shard.images.is_contiguous(memory_format=torch.channels_last)
-        found.append(
-            LoadedShard(
-                shard.epoch, shard.batch, shard.indices, shard.global_size,
-                shard.images.cpu(), shard.labels.cpu(), shard.flip.cpu(),
-            )
-        )  # fmt: skip
-    assert content(iter(found)) == here
