@@ -68,10 +68,8 @@ def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> N
     data_dir = tmp_path / "my data"
     folder = data_dir / "MNIST/raw"
     folder.mkdir(parents=True)
-    for name in MNIST.names:
+    for name in MNIST.names[:2] + MNIST.names[3:]:
         (folder / name).write_bytes(b"x")
-    assert find_files(MNIST, data_dir) == [folder / name for name in MNIST.names]
-    (folder / "t10k-images-idx3-ubyte").unlink()
     with pytest.raises(InputError) as caught:
         find_files(MNIST, str(data_dir))
     assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in str(caught.value)

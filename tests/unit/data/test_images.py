@@ -280,7 +280,6 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-200]),
     "zeros": lambda path: path.write_bytes(bytes(5000)),
-    "gone": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 

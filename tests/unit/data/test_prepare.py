@@ -60,14 +60,10 @@ def there(data_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in raw(data_dir).iterdir()}
 
 
-def assert_complete(data_dir: Path) -> None:
-    assert there(data_dir) == PLAIN
-
-
 def test_files_are_fetched_once_and_then_verified(run: Run, server: Server, tmp_path: Path) -> None:
     code, out, _ = run(server.url)
     assert code == 0
-    assert_complete(tmp_path / "data")
+    assert there(tmp_path / "data") == PLAIN
     assert f"is in {tmp_path}/data/MNIST/raw" in out
     assert f"next: python -m recipes.mnist data_dir={tmp_path}/data" in out
     code, out, _ = run(server.url)
@@ -83,7 +79,7 @@ def test_files_are_taken_from_a_folder(run: Run, tmp_path: Path, below: str, suf
     for name in PLAIN:
         (folder / (name + suffix)).write_bytes((PACKED if suffix else PLAIN)[name])
     assert run(source=str(tmp_path / "source"))[0] == 0
-    assert_complete(tmp_path / "data")
+    assert there(tmp_path / "data") == PLAIN
 
 
 def test_a_source_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_a_damaged_file_is_replaced_only_by_a_valid_one(run: Run, server: Server
     assert final.read_bytes() == PLAIN[IMAGES][:-1] + b"\0"
     server.answers.clear()
     assert run(server.url)[0] == 0
-    assert_complete(tmp_path / "data")
+    assert there(tmp_path / "data") == PLAIN
 
 
 @pytest.mark.parametrize(
