@@ -4,7 +4,7 @@ Pillow is imported inside the functions: `python -m recipes.prepare` must start 
 """
 
 import io
-import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
     if plain and small is image:
         return data, image.height, image.width
     small.info = {}  # comments and profiles would be stored too
-    with open(os.memfd_create("image"), "w+b") as file:  # only for a file does Pillow release the interpreter's lock
+    with tempfile.TemporaryFile() as file:  # only for a file does Pillow release the interpreter's lock
         small.save(file, "JPEG", quality=quality, subsampling="4:2:0")
         file.seek(0)
         return file.read(), small.height, small.width
