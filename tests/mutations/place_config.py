@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/network.py",
-        "        if route.local:\n            own.append(address)\n            continue\n",
+        "        if source == address or ipaddress.ip_address(address).is_loopback:\n            own.append(address)\n            continue\n",
         "",
         "the ranks use docker0, which exists on every node and reaches none",
         "tests/unit/place/test_network.py",

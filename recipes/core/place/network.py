@@ -1,33 +1,20 @@
 """The network interface for traffic between the ranks, which is on the kernel's route to the other nodes; listening sockets."""
 
-from __future__ import annotations
-
+import ctypes
 import ipaddress
 import os
 import socket
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recipes.core.place.launcher_variables import is_loopback
 from recipes.core.place.ranks import RankInfo
-
-# linux/netlink.h, linux/rtnetlink.h, linux/if_addr.h
-_NLM_F_REQUEST, _NLM_F_DUMP = 0x1, 0x300
-_NLMSG_ERROR, _NLMSG_DONE = 2, 3
-_RTM_NEWADDR, _RTM_GETADDR, _RTM_NEWROUTE, _RTM_GETROUTE = 20, 22, 24, 26
-_RTN_LOCAL = 2
-_RTA_DST, _RTA_OIF, _RTA_PREFSRC = 1, 4, 7
-_IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_MESSAGE = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence number, port
-_ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, destination's prefix bits, …, type at 7, flags
-_ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix bits, flags, scope, interface index
-_ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
 
 LOOPBACK = "lo"
 _SET = "or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
 FIX_ROUTE = f"bring the interface up, or fix its route (ip route get PEER on that node), {_SET}"
 FIX_NAME = f"add the name to DNS, or to /etc/hosts on each node (getent hosts NAME on that node), {_SET}"
+# Position and size of the address in struct sockaddr_in and sockaddr_in6.
+_ADDRESS_IN: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 
 class NetworkError(RuntimeError):
@@ -39,15 +26,6 @@ class NetworkError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Route:
-    """The kernel's route to an address."""
-
-    interface: str
-    source: str  # this machine's source address on that route; "" if the kernel names none
-    local: bool  # the target address is one of this machine's own
-
-
-@dataclass(frozen=True)
 class Choice:
     """The network interface of this node, and why it was chosen."""
 
@@ -55,24 +33,6 @@ class Choice:
     address: str  # this node's address on the interface
     peer: str  # host name of the node whose route decided; "" for a single node
     reason: str
-
-
-def route_to(address: str) -> Route:
-    """The kernel's route to an IPv4 or IPv6 address, like `ip route get`.
-
-    Raises NetworkError if there is no route.
-    """
-    try:
-        target = ipaddress.ip_address(address)
-        family = socket.AF_INET if target.version == 4 else socket.AF_INET6
-        request = _ROUTE.pack(family, target.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
-        request += _ATTRIBUTE.pack(_ATTRIBUTE.size + len(target.packed), _RTA_DST) + target.packed
-        route, attributes = next(_ask(_RTM_GETROUTE, 0, request, _RTM_NEWROUTE, _ROUTE))
-        interface = socket.if_indextoname(struct.unpack("=I", attributes[_RTA_OIF])[0])
-    except OSError as error:
-        raise NetworkError(f"{socket.gethostname()}: no route to {address} ({error.strerror or error})") from None
-    source = attributes.get(_RTA_PREFSRC)
-    return Route(interface, str(ipaddress.ip_address(source)) if source else "", route[7] == _RTN_LOCAL)
 
 
 def choose(info: RankInfo) -> Choice | None:
@@ -108,15 +68,15 @@ def _towards(peer: str) -> Choice:
     own, failures = [], []
     for address in _resolve(peer):
         try:
-            route = route_to(address)
-        except NetworkError as error:
-            failures.append(error.what)
+            source = _source_towards(address)
+        except OSError as error:
+            failures.append(f"no route to {address} ({error.strerror or error})")
             continue
         # This machine's own address does not lead to another node, even if the peer has it too (every docker0 is 172.17.0.1).
-        if route.local:
+        if source == address or ipaddress.ip_address(address).is_loopback:
             own.append(address)
             continue
-        return Choice(route.interface, route.source, peer, f"route to {peer} ({address})")
+        return Choice(_interfaces()[source], source, peer, f"route to {peer} ({address})")
     if failures:
         raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {'; '.join(failures)}")
     return Choice(LOOPBACK, "127.0.0.1", peer, f"{peer} ({own[0]}) is this machine")
@@ -124,11 +84,11 @@ def _towards(peer: str) -> Choice:
 
 def _interface_of_master(master: str) -> Choice | None:
     """The only interface that has the master's address, on the master's node; None if there is not exactly one."""
-    interface_of = {address: interface for interface, address in own_addresses()}
-    found = [address for address in _resolve(master) if address in interface_of and not is_loopback(address)]
-    if len({interface_of[address] for address in found}) != 1:
+    interfaces = _interfaces()
+    found = [one for one in _resolve(master) if one in interfaces and not ipaddress.ip_address(one).is_loopback]
+    if len({interfaces[one] for one in found}) != 1:
         return None
-    return Choice(interface_of[found[0]], found[0], master, f"it has the master's address {found[0]}")
+    return Choice(interfaces[found[0]], found[0], master, f"it has the master's address {found[0]}")
 
 
 def _resolve(host: str) -> list[str]:
@@ -141,51 +101,40 @@ def _resolve(host: str) -> list[str]:
     return [str(sockaddr[0]) for *_, sockaddr in answers]
 
 
+def _source_towards(address: str) -> str:
+    """This machine's address on the kernel's route to an IPv4 or IPv6 address. Raises OSError if there is no route."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # of UDP: no packet is sent
+        return str(probe.getsockname()[0]).partition("%")[0]  # without the scope of a link-local address
+
+
+class _Address(ctypes.Structure):
+    """The first members of struct ifaddrs, see getifaddrs(3)."""
+
+    _fields_ = (
+        ("next", ctypes.c_void_p), ("interface", ctypes.c_char_p), ("flags", ctypes.c_uint), ("sockaddr", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def _interfaces() -> dict[str, str]:
+    """The interface of each address of this machine."""
+    libc, first, found = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p(), {}
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    following = first.value
+    while following:
+        one = _Address.from_address(following)
+        family = ctypes.c_ushort.from_address(one.sockaddr).value if one.sockaddr else socket.AF_UNSPEC
+        if family in _ADDRESS_IN:
+            at, size = _ADDRESS_IN[family]
+            found[socket.inet_ntop(family, ctypes.string_at(one.sockaddr + at, size))] = os.fsdecode(one.interface)
+        following = one.next
+    libc.freeifaddrs(first)
+    return found
+
+
 def listener(port: int = 0) -> socket.socket:
     """A socket on ``port``, by default a free one, for IPv6 and IPv4 if the machine has both, as TCPStore's is. Raises OSError."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
     return socket.create_server(("", port), backlog=2048)
-
-
-def own_addresses() -> list[tuple[str, str]]:
-    """All pairs (interface, address) of this machine."""
-    found = []
-    request = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-    for fields, attributes in _ask(_RTM_GETADDR, _NLM_F_DUMP, request, _RTM_NEWADDR, _ADDRESS):
-        # On a point-to-point link IFA_ADDRESS is the address of the other end.
-        if packed := attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS):
-            found.append((socket.if_indextoname(fields[4]), str(ipaddress.ip_address(packed))))
-    return found
-
-
-def _ask(
-    kind: int, flags: int, body: bytes, answer: int, header: struct.Struct
-) -> Iterator[tuple[tuple[int, ...], dict[int, bytes]]]:
-    """Asks the kernel and yields its answers of one type: header fields and attributes. Raises OSError with its error."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
-        kernel.settimeout(5)
-        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), kind, _NLM_F_REQUEST | flags, 1, 0) + body)
-        while True:
-            data = kernel.recv(1 << 18)
-            while data:
-                length, received, *_ = _MESSAGE.unpack_from(data)
-                payload, data = data[_MESSAGE.size : length], data[_align(length) :]
-                if received == _NLMSG_DONE:
-                    return
-                if received == _NLMSG_ERROR:
-                    code = -struct.unpack_from("=i", payload)[0]
-                    raise OSError(code, os.strerror(code))
-                if received == answer:
-                    yield header.unpack_from(payload), dict(_attributes(payload[header.size :]))
-
-
-def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    while len(data) >= _ATTRIBUTE.size:
-        length, kind = _ATTRIBUTE.unpack_from(data)
-        yield kind, data[_ATTRIBUTE.size : length]
-        data = data[_align(length) :]
-
-
-def _align(length: int) -> int:
-    return (length + 3) & ~3

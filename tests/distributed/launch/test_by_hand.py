@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from recipes.core.run import attempt as attempts
-from tests import helpers
+from tests import helpers, namespaces
 from tests.helpers import LOCAL, Ended
 
 WORDS = ("max_steps=4", "log_every_steps=1", "timeout_s=60")
 
 
-def missing() -> str | None:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need Linux and root"
-    programs = [name for name in ("ip", "nsenter", "unshare", "hostname") if not shutil.which(name)]
-    return f"not installed: {', '.join(programs)}" if programs else None
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
-
-
 @pytest.fixture(scope="module")
 def machines() -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces that are connected by IPv4 and IPv6. Their host names do not resolve."""
-    helpers.need(missing())
-    unique = secrets.token_hex(3)
-    with ExitStack() as cleanup:
-        names = (f"hand-{unique}-0", f"hand-{unique}-1")
-        for name in names:
-            ip("netns", "add", name)
-            cleanup.callback(ip, "netns", "del", name)
-        ip("-n", names[0], "link", "add", "cable0", "type", "veth", "peer", "name", "cable1", "netns", names[1])
-        for node, name in enumerate(names):
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "address", "add", f"10.83.0.{node + 1}/24", "dev", f"cable{node}")
-            ip("-n", name, "address", "add", f"fd83::{node + 1}/64", "dev", f"cable{node}", "nodad")
-            ip("-n", name, "link", "set", f"cable{node}", "up")
+    """Two machines that are connected by IPv4 and IPv6. Their host names do not resolve."""
+    helpers.need(namespaces.missing())
+    with namespaces.joined(("10.83.0.1/24", "fd83::1/64"), ("10.83.0.2/24", "fd83::2/64")) as names:
         yield names
 
 
@@ -63,7 +36,7 @@ def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, st
     assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
     size = sum(ranks)
     assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
-    assert any(line.startswith("network: cable0 (") for line in ended[0].lines), ended[0].out
+    assert any(line.startswith("network: eth0 (") for line in ended[0].lines), ended[0].out
     # Rank 0 speaks, and is on the other.
     assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
     summary = helpers.read(run_dir, "summary")
