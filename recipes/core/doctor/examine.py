@@ -22,7 +22,7 @@ from recipes.core.doctor import commands, judge, probes, reach, verdict
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import POLL_S, Reports, Stage, stage_of
 from recipes.core.files import write_json
-from recipes.core.place import network, slurm_step
+from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
@@ -165,7 +165,7 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
             directory.write_status(run_dir, "done", attempt=attempt.number, step=0)
     print("\n".join(verdict.lines(found)), flush=True)
     reports.remove()
-    if code and len(hosts) > 1 and slurm_step.in_step(os.environ):
+    if code and len(hosts) > 1 and ranks.in_step(os.environ):
         # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others and reports their status.
         time.sleep(LEAVE_S)
         if any(stage_of(collected.get(node)) < Stage.final for node in range(len(hosts))):

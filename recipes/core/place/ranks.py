@@ -1,34 +1,21 @@
 """The place of this process among all processes of a run. `detect` is a pure function from an environment to a RankInfo."""
 
-from __future__ import annotations
-
+import re
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place.launcher_variables import Environ, number, require_equal
-from recipes.core.place.slurm_step import (
-    FIX_SLURM,
-    Layout,
-    in_batch_shell,
-    in_step,
-    job_id,
-    restart_count,
-    slurm_layout,
-    step_id,
-)
+from recipes.core.place.hostlist import HostListError, expand, expand_counts
 
+Environ = Mapping[str, str]
 
-@dataclass(frozen=True)
-class RankInfo(Layout):
-    """The place of a process among all processes of a run."""
-
-    master_addr: str  # "" for one process that needs no rendezvous
-    master_port: int  # 0 for one process that needs no rendezvous
-    in_slurm: bool  # inside a Slurm job, with any launcher
-    run_id: str | None  # "<job>" or "<array>_<task>", with ".<step>" for steps after the first; None outside Slurm
-    restart_count: int  # number of earlier attempts of this job
-
+# slurm.h: step ids from this value on are not steps of srun. The two ids in _BATCH_STEPS mean the batch script, since and before
+# 20.11. Slurm up to 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script,
+# -6 in the shell that salloc starts on a node.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+_BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)
+FIX_SLURM = "start the ranks with srun, and unset SLURM_* variables that an outer shell left"
 
 # Names of torchrun's variables with those of Open MPI (docs.open-mpi.org, "Environment variables set for MPI applications").
 _OPEN_MPI = {
@@ -37,6 +24,26 @@ _OPEN_MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The place of a process among all processes of a run."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int  # number of ranks on this node; nodes may have different numbers
+    num_nodes: int
+    nodes: tuple[str, ...]  # host names in order of node_rank; () if unknown
+    master_addr: str = ""  # "" for one process that needs no rendezvous
+    master_port: int = 0  # 0 for one process that needs no rendezvous
+    in_slurm: bool = False  # inside a Slurm job, with any launcher
+    run_id: str | None = (
+        None  # "<job>" or "<array>_<task>", with ".<step>" for steps after the first; None outside Slurm
+    )
+    restart_count: int = 0  # number of earlier attempts of this job
 
 
 def detect(environ: Environ) -> RankInfo:
@@ -48,7 +55,7 @@ def detect(environ: Environ) -> RankInfo:
        a Slurm task), the layout is Slurm's. If only GROUP_RANK is missing, it is equal nodes of LOCAL_WORLD_SIZE ranks,
        filled one after the other. Anything else is an error.
     2. Open MPI's mpirun, whose variables mean the same. MASTER_ADDR is required if there are several nodes.
-    3. A task of srun. The step's variables take precedence over the job's. Nodes may have different numbers of tasks.
+    3. A task of srun. Nodes may have different numbers of tasks.
        With `-m arbitrary` on several nodes MASTER_ADDR must be set, since no variable says where rank 0 is.
     4. One process, also in the shell of salloc.
 
@@ -65,7 +72,7 @@ def detect(environ: Environ) -> RankInfo:
     if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):  # equal under srun --mpi=pmi2
         raise ConfigError(f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: start the ranks with srun")
     if in_step(environ):
-        layout = slurm_layout(environ)
+        layout = _slurm_layout(environ)
         port = port_for(job_id(environ), step_id(environ), restart_count(environ))
         return _info(environ, layout, layout.nodes[0], port)
     return _alone(environ)
@@ -82,27 +89,24 @@ def port_for(job: int, step: int, restarts: int) -> int:
 def _from_env(environ: Environ) -> RankInfo:
     world_size = number(environ, "WORLD_SIZE", minimum=1, fix="set it to the number of ranks, or unset RANK")
     rank = number(environ, "RANK", below=("WORLD_SIZE", world_size))
-    default = 0 if world_size == 1 else None
-    local_rank = number(environ, "LOCAL_RANK", default=default, fix="set it to the number of this rank on its node")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if world_size > 1 and not environ.get(name):
             raise ConfigError(f"{name} is not set, but WORLD_SIZE={world_size}: set it to that of rank 0 on every rank")
-    return _info(environ, _env_layout(environ, rank, world_size, local_rank))
+    return _info(environ, _env_layout(environ, rank, world_size))
 
 
-def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int) -> Layout:
-    at_most = ("1 + WORLD_SIZE", 1 + world_size)
+def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
     if in_step(environ) and not {"GROUP_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
-        return slurm_layout(environ)
+        return _slurm_layout(environ)
+    at_most = ("1 + WORLD_SIZE", 1 + world_size)
     local_size = number(
         environ, "LOCAL_WORLD_SIZE", default=1 if world_size == 1 else None, minimum=1, below=at_most,
         fix="set it to the number of ranks on this node, or start with torchrun or srun",
     )  # fmt: skip
-    if local_rank >= local_size:
-        raise ConfigError(
-            f"LOCAL_RANK={local_rank} must be less than LOCAL_WORLD_SIZE={local_size}: correct one of them"
-        )
-
+    local_rank = number(
+        environ, "LOCAL_RANK", default=0 if world_size == 1 else None, below=("LOCAL_WORLD_SIZE", local_size),
+        fix="set it to the number of this rank on its node",
+    )  # fmt: skip
     if "GROUP_RANK" in environ:
         num_nodes = number(environ, "GROUP_WORLD_SIZE", minimum=1, below=at_most, fix="set it to the number of nodes")
         node_rank = number(environ, "GROUP_RANK", below=("GROUP_WORLD_SIZE", num_nodes))
@@ -114,7 +118,7 @@ def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int) -
             )
         node_rank, num_nodes = rank // local_size, world_size // local_size
         require_equal(environ, "GROUP_WORLD_SIZE", num_nodes)
-    return Layout(rank, local_rank, node_rank, world_size, local_size, num_nodes, nodes=())
+    return RankInfo(rank, local_rank, node_rank, world_size, local_size, num_nodes, nodes=())
 
 
 def _of_open_mpi(environ: Environ) -> Environ:
@@ -131,18 +135,18 @@ def _of_open_mpi(environ: Environ) -> Environ:
 
 
 def _alone(environ: Environ) -> RankInfo:
-    if "SLURM_PROCID" in environ and "SLURM_JOB_ID" not in environ:
-        raise ConfigError(f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {FIX_SLURM}")
-    if in_batch_shell(environ):
-        raise ConfigError(
-            f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
-            "join it: put `srun` in front of the command"
-        )
-    single = Layout(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, num_nodes=1, nodes=())
-    return _info(environ, single)
+    if "SLURM_PROCID" in environ:
+        if "SLURM_JOB_ID" not in environ:
+            raise ConfigError(f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {FIX_SLURM}")
+        if "SLURM_STEP_ID" not in environ or step_id(environ) in _BATCH_STEPS:
+            raise ConfigError(
+                f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
+                "join it: put `srun` in front of the command"
+            )
+    return _info(environ, RankInfo(0, 0, 0, world_size=1, local_world_size=1, num_nodes=1, nodes=()))
 
 
-def _info(environ: Environ, layout: Layout, default_addr: str = "", default_port: int = 0) -> RankInfo:
+def _info(environ: Environ, layout: RankInfo, default_addr: str = "", default_port: int = 0) -> RankInfo:
     require_equal(environ, "RANK", layout.rank)
     require_equal(environ, "WORLD_SIZE", layout.world_size)
     require_equal(environ, "LOCAL_RANK", layout.local_rank)
@@ -152,8 +156,8 @@ def _info(environ: Environ, layout: Layout, default_addr: str = "", default_port
         master_addr, master_port = master_addr or default_addr, master_port or default_port
     elif not (master_addr and master_port):
         master_addr, master_port = "", 0
-    return RankInfo(
-        **vars(layout),
+    return replace(
+        layout,
         master_addr=master_addr,
         master_port=master_port,
         in_slurm="SLURM_JOB_ID" in environ,
@@ -170,3 +174,88 @@ def _run_id(environ: Environ) -> str | None:
         job = f"{number(environ, 'SLURM_ARRAY_JOB_ID')}_{number(environ, 'SLURM_ARRAY_TASK_ID')}"
     step = step_id(environ) if in_step(environ) else 0
     return f"{job}.{step}" if step else job
+
+
+def in_step(environ: Environ) -> bool:
+    """Whether this is a numbered step of srun, and not the batch shell or the shell that salloc starts on a node."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ:
+        return False
+    return step_id(environ) < _FIRST_RESERVED_STEP
+
+
+def _slurm_layout(environ: Environ) -> RankInfo:
+    """The step's layout from the variables of srun. `-m cyclic` and `-m arbitrary` scatter the ranks, but the counts are valid."""
+    world_size = number(environ, "SLURM_STEP_NUM_TASKS", minimum=1, fix=FIX_SLURM)
+    rank = number(environ, "SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", world_size), fix=FIX_SLURM)
+    nodes_text, counts_text = (environ.get(name, "") for name in ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"))
+    try:
+        nodes, counts = expand(nodes_text), expand_counts(counts_text)
+    except HostListError as error:
+        given = f"SLURM_STEP_NODELIST={shown(nodes_text)} SLURM_STEP_TASKS_PER_NODE={shown(counts_text)}"
+        raise ConfigError(f"{given}: {error}: {FIX_SLURM}") from None
+    if sum(counts) != world_size:
+        raise _contradiction(environ, "SLURM_STEP_TASKS_PER_NODE", f"{sum(counts)} tasks", "SLURM_STEP_NUM_TASKS")
+    if len(counts) != len(nodes):
+        raise _contradiction(environ, "SLURM_STEP_TASKS_PER_NODE", f"{len(counts)} nodes", "SLURM_STEP_NODELIST")
+
+    node_rank = number(environ, "SLURM_NODEID", below=("the number of nodes", len(nodes)), fix=FIX_SLURM)
+    if environ.get("SLURMD_NODENAME", nodes[node_rank]) != nodes[node_rank]:
+        raise _contradiction(environ, "SLURM_NODEID", nodes[node_rank], "SLURMD_NODENAME")
+    tasks_here = (f"the tasks on node {node_rank} (SLURM_STEP_TASKS_PER_NODE)", counts[node_rank])
+    local_rank = number(environ, "SLURM_LOCALID", below=tasks_here, fix=FIX_SLURM)
+    return RankInfo(rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes))
+
+
+def _contradiction(environ: Environ, name: str, means: str, other: str) -> ConfigError:
+    return ConfigError(f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: {FIX_SLURM}")
+
+
+def step_id(environ: Environ) -> int:
+    """SLURM_STEP_ID unsigned, as in slurm.h: 4294967291 for the -5 of Slurm 26.05. Raises ConfigError if it is invalid."""
+    if re.fullmatch("-([1-9]|1[0-6])", environ.get("SLURM_STEP_ID", "")):
+        return int(environ["SLURM_STEP_ID"]) % 2**32
+    return number(environ, "SLURM_STEP_ID")
+
+
+def job_id(environ: Environ) -> int:
+    return number(environ, "SLURM_JOB_ID", default=0)
+
+
+def restart_count(environ: Environ) -> int:
+    """Sum of both launchers' restart counts: torchrun may restart its ranks inside a job that was itself requeued."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return sum(number(environ, name, default=0) for name in names)
+
+
+def number(
+    environ: Environ,
+    name: str,
+    *,
+    default: int | None = None,
+    minimum: int = 0,
+    below: tuple[str, int] | None = None,
+    fix: str = "correct it or unset it",
+) -> int:
+    """The value of a variable as a whole number.
+
+    below: what the number must be less than, in words and as a number. fix: ends each message. Raises ConfigError if the variable is
+    not set and has no default, is not a plain decimal number, or is out of range.
+    """
+    if name not in environ:
+        if default is None:
+            raise ConfigError(f"{name} is not set: {fix}")
+        return default
+    text = environ[name]
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
+        raise ConfigError(f"{name}={shown(text)}: must be a whole number of at least {minimum}: {fix}")
+    if below and int(text) >= below[1]:
+        raise ConfigError(f"{name}={text}: must be less than {below[0]}={below[1]}: {fix}")
+    return int(text)
+
+
+def require_equal(environ: Environ, name: str, value: int) -> None:
+    """Raises ConfigError if a variable is set to another number than ``value``, which follows from the launcher."""
+    if name in environ and number(environ, name) != value:
+        raise ConfigError(
+            f"{name}={environ[name]}: must be {value} here: unset it, or start the ranks with srun or torchrun"
+        )

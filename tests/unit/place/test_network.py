@@ -96,7 +96,6 @@ def info(node_rank: int, nodes: tuple[str, ...] = (), num_nodes: int = 2, master
     return {
         "rank": node_rank, "local_rank": 0, "node_rank": node_rank, "world_size": num_nodes, "local_world_size": 1,
         "num_nodes": num_nodes, "master_addr": master, "master_port": 29400, "nodes": nodes,
-        "in_slurm": True, "run_id": "1", "restart_count": 0,
     }  # fmt: skip
 
 

@@ -86,10 +86,6 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         step(0, 0, 0, tasks="1", job=1, step_id=2) | env("SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) SLURM_NNODES=2"),
         info("0/1", "0/1", "0/1", nodes="node1", in_slurm=True, run_id="1.2"),
     ),
-    "job variables where there are none of the step": (
-        {k: v for k, v in step(2, 0, 1).items() if not k.startswith("SLURM_STEP_N") and "STEP_TASKS" not in k},
-        info("2/3", "0/1", "1/2", **IN_6),
-    ),
     "array": (
         step(3, 1, 1, tasks="2(x2)", job=9, more="SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3"),
         info("3/4", "1/2", "1/2", addr="node1", port=10756, nodes=BOTH, in_slurm=True, run_id="7_3"),
@@ -209,7 +205,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (HAND | {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=4", "GROUP_RANK"]),
     (HAND | {"GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3"]),
     (HAND | {"GROUP_RANK": "0"}, ["GROUP_WORLD_SIZE is not set", "set it to the number of nodes"]),
-    (env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_RANK is not set"]),
+    (env("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_RANK is not set"]),
     (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_WORLD_SIZE is not set", "set it to the"]),
     (STEP | env("RANK=1 WORLD_SIZE=3 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=2"), ["RANK=1", "must be 2", "unset it"]),
     (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_PORT=2"), ["MASTER_ADDR is not set", "WORLD_SIZE=2"]),
