@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -66,25 +67,28 @@ BLOCKED = """
 import ctypes, os, signal, sys
 from recipes.core.run import signals
 libc = ctypes.CDLL(None)
-with signals.stop_flag(lambda name: print("noted", name, flush=True)) as stop:
+with signals.stop_flag(lambda name: print("noted", name, flush=True)):
     print("ready", flush=True)
     # Waits below Python, as in a collective: a handler of Python's cannot run before it is over.
-    while not stop:
-        read_end, write_end = os.pipe()
-        buffer = ctypes.create_string_buffer(1)
-        while libc.read(read_end, buffer, 1) < 0:
-            pass
+    read_end, write_end = os.pipe()
+    buffer = ctypes.create_string_buffer(1)
+    while libc.read(read_end, buffer, 1) < 0:
+        pass
 """
 
 
-def test_a_signal_is_noted_at_once_while_the_main_thread_waits_below_python() -> None:
+def test_signals_act_at_once_while_the_main_thread_waits_below_python() -> None:
     process = subprocess.Popen([sys.executable, "-c", BLOCKED], cwd=ROOT, text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "noted SIGTERM\n"
-        assert process.poll() is None
+        for _ in range(2):
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            time.sleep(2 * signals.TOGETHER_S)
+        assert process.wait(10) == signals.INTERRUPTED
     finally:
         process.kill()
         process.communicate()
