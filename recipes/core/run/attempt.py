@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -75,19 +76,6 @@ def facts(run_dir: Path) -> dict[str, Any]:
     return files.read_json(run_dir / "attempt.json") or {}  # written before each attempt had a folder
 
 
-def describe_process(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The facts about this process and its job that `open_next` records. ``cluster`` is None outside Slurm."""
-    job, pid = directory.job_id(environ), os.getpid()
-    asked = {"cpus": environ.get("SLURM_CPUS_ON_NODE"), "memory_mb": environ.get("SLURM_MEM_PER_NODE")}
-    return {
-        **{name: int(value) for name, value in asked.items() if value and value.isdecimal() and job},
-        "launch": directory.launch_id(environ),
-        "job": job,
-        "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,
-        "process": {"host": socket.gethostname(), "pid": pid, "started": start_time(pid), "place": namespace()},
-    }
-
-
 def start_time(pid: int) -> str:
     """The start time of a process in kernel clock ticks. "" if there is no such process or it has ended."""
     try:
@@ -116,40 +104,33 @@ def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Seq
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
             files.own_folder(folder)
-        _convert(run_dir)
-        new = _number(run_dir)
+        before = (files.read_json(run_dir / "attempt.json") or {}).get("attempt", -1)  # as in `facts`
+        for number in itertools.count(max(numbers(run_dir), default=before) + 1):
+            new = Attempt(run_dir, number)
+            # Another launch may make the folder first, and a network file system may repeat a call that succeeded.
+            with contextlib.suppress(FileExistsError):
+                new.folder.mkdir()
+                break
         (new.folder / "failed").mkdir()
         describe(new, recipe, environ, hosts)
         return new
 
 
-def _number(run_dir: Path) -> Attempt:
-    """Creates the folder of a new attempt."""
-    number = max(numbers(run_dir), default=-1) + 1
-    while True:  # another launch may make the folder first, and a network file system may repeat a call that succeeded
-        try:
-            Attempt(run_dir, number).folder.mkdir()
-            return Attempt(run_dir, number)
-        except FileExistsError:
-            number += 1
-
-
 def describe(attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: Sequence[str]) -> None:
     """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are known. Raises OSError."""
-    opened = (files.read_json(attempt.folder / "opened.json") or {}).get("time", round(time.time(), 3))
-    about = {"recipe": recipe, **describe_process(environ), "hosts": list(hosts), "time": opened}
+    job, pid = directory.job_id(environ), os.getpid()
+    asked = {"cpus": environ.get("SLURM_CPUS_ON_NODE"), "memory_mb": environ.get("SLURM_MEM_PER_NODE")}
+    about = {
+        "recipe": recipe,
+        "launch": directory.launch_id(environ),
+        "job": job,
+        "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,  # None: outside Slurm
+        **{name: int(value) for name, value in asked.items() if value and value.isdecimal() and job},
+        "process": {"host": socket.gethostname(), "pid": pid, "started": start_time(pid), "place": namespace()},
+        "hosts": list(hosts),
+        "time": (files.read_json(attempt.folder / "opened.json") or {}).get("time", round(time.time(), 3)),
+    }
     files.write_json(attempt.folder / "opened.json", about)
-
-
-def _convert(run_dir: Path) -> None:
-    """Converts ``attempt.json``, which held the attempts before each had a folder. The numbers continue above it."""
-    old = files.read_json(run_dir / "attempt.json")
-    for record in (old, (old or {}).get("before")):
-        if record and not (attempt := Attempt(run_dir, int(record["attempt"]))).folder.exists():
-            attempt.folder.mkdir()
-            files.write_json(attempt.folder / "opened.json", {k: v for k, v in record.items() if k != "before"})
-            if "from_step" in record:
-                files.write_json(attempt.folder / "begun.json", {"step": record["from_step"], "own": record.get("own")})
 
 
 def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> None:

@@ -1,7 +1,5 @@
 """The attempts of a run: their numbers, which one owns the run, and what an earlier one can no longer change."""
 
-import json
-import os
 import socket
 import subprocess
 import sys
@@ -79,11 +77,6 @@ def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
     assert (slept, capsys.readouterr().err) == (waits, "no GPU\n" if waits else "")
 
 
-def test_a_process_is_described_with_the_cluster_of_its_job() -> None:
-    jobs = ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "here"}, {"SLURM_JOB_ID": "7"}, {"SLURM_CLUSTER_NAME": "here"})
-    assert [attempts.describe_process(job)["cluster"] for job in jobs] == ["here", "", None]
-
-
 def test_records_are_those_of_one_attempt_and_damaged_ones_are_ignored(tmp_path: Path) -> None:
     first, second = (helpers.attempt(tmp_path) for _ in range(2))
     for rank, moment in ((2, 5.0), (1, 4.0)):
@@ -93,16 +86,10 @@ def test_records_are_those_of_one_attempt_and_damaged_ones_are_ignored(tmp_path:
     assert attempts.records(second) == []
 
 
-def test_attempts_of_the_older_layout_are_converted_and_the_numbers_continue(tmp_path: Path) -> None:
-    before = {"attempt": 3, "launch": "5.0", "job": "5", "cluster": "", "recipe": "toy", "from_step": 7, "own": True}
-    files.write_json(tmp_path / "attempt.json", {"attempt": 4, "launch": "6.0", "job": "6", "before": before})
-    assert attempts.facts(tmp_path)["launch"] == "6.0"
-    new = helpers.attempt(tmp_path, step=None)
-    assert new.number == 5
-    assert attempts.owner(tmp_path) == Attempt(tmp_path, 3)
-    facts = attempts.facts(tmp_path)
-    assert (facts["job"], facts["recipe"], facts["step"], facts["own"]) == ("5", "toy", 7, True)
-    assert not Attempt(tmp_path, 4).has_begun
+def test_a_run_of_the_older_layout_has_its_facts_and_the_numbers_continue(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "attempt.json", {"attempt": 4, "launch": "6.0", "recipe": "toy"})
+    assert attempts.facts(tmp_path)["recipe"] == "toy"
+    assert [helpers.attempt(tmp_path).number for _ in range(2)] == [5, 6]
 
 
 def content(step: int) -> dict[str, object]:
@@ -166,7 +153,7 @@ def test_a_save_that_is_being_written_cannot_be_renamed_by_an_earlier_attempt(tm
 
 
 COUNT = """
-import json, os, sys
+import os, sys
 from pathlib import Path
 from recipes.core.errors import Kind
 from recipes.core.run import attempt as attempts, judge
@@ -174,33 +161,24 @@ run_dir, ranks = Path(sys.argv[1]), int(sys.argv[2])
 new = attempts.open_next(run_dir, "mnist", {}, [f"node{i // 8}" for i in range(ranks)])
 attempts.begin(new, 0, own=False)
 os.fsync = lambda descriptor: None
+for rank in range(ranks):
+    kind = Kind.error if rank == 3 else Kind.peer_lost
+    attempts.record(new, rank=rank, host=f"node{rank // 8}", kind=kind, error="x")
 counted = 0
 def count(event, arguments):
     global counted
     counted += event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.utime", "os.link")
 sys.addaudithook(count)
-of_ranks = set()
-for rank in range(ranks):
-    before = counted
-    lost = rank != 3
-    attempts.record(new, rank=rank, host=f"node{rank // 8}", kind=Kind.peer_lost if lost else Kind.error, error="x")
-    of_ranks.add(counted - before)
-before = counted
 found = judge.close(new, judge.End(1))
 assert found.reason == "rank 3 on node0 failed first: x", found
-assert "torch" not in sys.modules
-print(json.dumps({"ranks": sorted(of_ranks), "judge": counted - before}))
+print(counted)
 """
 
 
-def test_file_operations_of_a_failure_are_constant_for_a_rank_and_linear_for_the_judge(tmp_path: Path) -> None:
-    """No rank reads the records of other ranks."""
+def test_file_operations_of_the_judge_are_linear_in_the_ranks(tmp_path: Path) -> None:
     found = {}
     for ranks in (16, 256):
         command = [sys.executable, "-c", COUNT, str(tmp_path / str(ranks)), str(ranks)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=dict(os.environ))
-        found[ranks] = json.loads(done.stdout)
-    assert found[16]["ranks"] == found[256]["ranks"]
-    assert len(found[16]["ranks"]) == 1
-    assert found[256]["judge"] - found[16]["judge"] == 2 * 240  # Python announces each open() of a record twice
-    assert found[16]["judge"] < 16 + 40
+        found[ranks] = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert found[256] - found[16] == 2 * 240  # Python announces each open() of a record twice
+    assert found[16] < 16 + 40

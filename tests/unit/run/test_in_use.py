@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +20,10 @@ from tests import helpers
 @pytest.fixture
 def other() -> Iterator[dict[str, Any]]:
     """What a live process records of itself."""
-    code = "import json, os, sys; from recipes.core.run import attempt; print(json.dumps(attempt.describe_process({})), flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=files.ROOT,
-    )  # fmt: skip
-    assert process.stdout
-    about: dict[str, Any] = json.loads(process.stdout.readline())
-    yield about
-    process.kill()
-    process.communicate()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        started, place = attempts.start_time(process.pid), attempts.namespace()
+        yield {"cluster": None, "process": {"host": "here", "pid": process.pid, "started": started, "place": place}}
+        process.kill()
 
 
 def an_attempt(folder: Path, state: str = "running", job: str | None = None, launch: str = "", **about: Any) -> Path:
