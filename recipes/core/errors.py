@@ -3,7 +3,6 @@
 Standard library only. This module imports nothing from the project.
 """
 
-import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -104,5 +103,5 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The type and the text of an error in one line of at most ``limit`` characters."""
-    text = " ".join(re.sub(r"[^\x20-\x7e\u00a0-\uffff]", " ", str(error)).split())
-    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
+    text = " ".join(str(error).split())
+    return shown(f"{type(error).__name__}: {text}" if text else type(error).__name__, limit)

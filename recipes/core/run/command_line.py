@@ -54,19 +54,15 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     if SCRIPT not in given:
         raise ConfigError("script= is missing: give script=FILE, a .py file or an executable")
     name = given.pop(SCRIPT)
-    file, shown_file = Path(name).expanduser(), f"script={shown(name)}"
+    file, shown_file, is_python = Path(name).expanduser(), f"script={shown(name)}", name.endswith(".py")
     if given.get("recipe", SCRIPT) != SCRIPT:
         raise ConfigError(f"{shown_file}: is given beside recipe={shown(given['recipe'])}; give one of the two")
     if odd := next((word for word in own if "=" not in word or word.startswith("-")), ""):
         raise ConfigError(f"'{shown(odd)}' is not key=value; arguments of the program come after --: {shown_file} -- …")
     if not file.is_file():
         raise ConfigError(f"{shown_file}: there is no such file; give the path of a .py file or of an executable")
-    if not os.access(file, os.R_OK if file.suffix == ".py" else os.X_OK):
-        fix = (
-            "cannot be read; chmod u+r it"
-            if file.suffix == ".py"
-            else "is not executable; chmod +x it, or give a .py file"
-        )
+    if not os.access(file, os.R_OK if is_python else os.X_OK):
+        fix = "cannot be read; chmod u+r it" if is_python else "is not executable; chmod +x it, or give a .py file"
         raise ConfigError(f"{shown_file}: {fix}")
     args = [f"args={shlex.join(argv[len(own) + 1 :])}"] if len(own) < len(argv) else []
     words = {"workdir": os.getcwd(), **given, **({} if recipe else {"recipe": SCRIPT})}

@@ -14,7 +14,6 @@ from recipes.core import files
 from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, Next
 from recipes.core.run import source
 
-STATES = ("running", "done", "preempted", "failed", "incomplete")
 EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
 
 
@@ -59,7 +58,6 @@ def write_status(
     kind: why the attempt ended; None while it runs or if it is done. first: the first failing rank, with ``rank``, ``host`` and
     ``exit_status``. `note_next` adds ``next`` later. Raises OSError.
     """
-    assert state in STATES
     first = first or {}
     content = {
         "state": state,

@@ -59,7 +59,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The judgement. state: one of `directory.STATES`, or `NOT_BEGUN`. reason: one line. first: the first failing rank, if it is known."""
+    """The judgement. state: as in ``status.json``, or `NOT_BEGUN`. reason: one line. first: the first failing rank, if it is known."""
 
     state: str
     kind: Kind | None

@@ -82,16 +82,11 @@ class Pulse:
     def beat(self, phase: int, step: int | None = None) -> None:
         """Records that ``phase`` begins. step: completed optimiser steps; unchanged if it is omitted."""
         self._beats += 1
-        PULSE.pack_into(self._memory, 0, self._beats, self.step if step is None else step, phase)
-
-    @property
-    def step(self) -> int:
-        return int(PULSE.unpack_from(self._memory)[1])
+        PULSE.pack_into(self._memory, 0, self._beats, self.read()[1] if step is None else step, phase)
 
     def read(self) -> tuple[int, int, int]:
         """Returns the number of beats, the step and the phase."""
-        beats, step, phase = PULSE.unpack_from(self._memory)
-        return beats, step, phase
+        return PULSE.unpack_from(self._memory)
 
     def tell(self, **note: Any) -> None:
         """Tells the watchdog recipe, rank and host, and the folder of its attempt if it exists, for its message and record."""

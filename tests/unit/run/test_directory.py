@@ -3,7 +3,6 @@
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,18 +63,3 @@ def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_pat
     (tmp_path / "config.yaml").touch()
     assert directory.inside(tmp_path, directory.DOCTOR) == tmp_path / "doctor"
     assert directory.inside(tmp_path, directory.EVALUATION) == tmp_path / "evaluation"
-
-
-@pytest.mark.parametrize(
-    ("status", "fallback", "expected"),
-    [
-        ({"state": "done"}, 143, 0),
-        ({"state": "preempted"}, 0, 75),
-        ({"state": "failed", "exit_status": 2}, 143, 2),
-        ({"state": "failed", "exit_status": None}, 143, 143),
-        ({"state": "running"}, 0, 1),
-        (None, 3, 3),
-    ],
-)
-def test_the_exit_status_follows_from_the_status(status: dict[str, Any] | None, fallback: int, expected: int) -> None:
-    assert directory.exit_code(status, fallback) == expected

@@ -128,6 +128,9 @@ def closed(
 
 
 def test_close_writes_the_judgement_into_the_status(tmp_path: Path) -> None:
+    assert (
+        closed(tmp_path / "other", KILLED, state="failed")[1]["reason"] == KILLED.reason
+    )  # it replaces that of a rank
     _, status = closed(tmp_path, End(1), rank=2)
     assert (status["state"], status["attempt"], status["step"], status["kind"]) == ("failed", 0, 7, "error")
     assert status["reason"] == "rank 2 on b failed first: ValueError: boom"
@@ -136,10 +139,6 @@ def test_close_writes_the_judgement_into_the_status(tmp_path: Path) -> None:
     assert (status["state"], status["attempt"]) == ("incomplete", 1)
     _, status = closed(tmp_path, End(75), rank=0, kind=Kind.stopped)  # before its first step
     assert (status["state"], status["attempt"], status["kind"]) == ("preempted", 2, "stopped")
-
-
-def test_close_replaces_the_provisional_status_of_a_rank(tmp_path: Path) -> None:
-    assert closed(tmp_path, KILLED, state="failed")[1]["reason"] == "rank 1 on a was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("state", ["done", "preempted"])

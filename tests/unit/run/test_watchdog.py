@@ -50,7 +50,6 @@ WAYS = {
     "stuck": sleep_without_letting_go,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "waits": lambda: time.sleep(600),
-    "unwatched": lambda: (pulse.beat(watchdog.OUTSIDE), time.sleep(float(sys.argv[1]) * 3), print("alive")),
     "hangs before its steps": lambda: (pulse.beat(watchdog.OUTSIDE, 0), time.sleep(600)),
     "works": lambda: ([(time.sleep(0.2), pulse.beat(watchdog.DATA, i)) for i in range(25)], print("alive")),
 }
@@ -66,7 +65,7 @@ def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
     """A rank for each way, started at once, and its run directory."""
-    ways = ("stuck", "stopped", "waits", "works", "unwatched", "hangs before its steps")
+    ways = ("stuck", "stopped", "waits", "works", "hangs before its steps")
     folders = {way: tmp_path_factory.mktemp(way.replace(" ", "-")) for way in ways}
     return {way: (folder, rank(folder, way)) for way, folder in folders.items()}
 
@@ -96,9 +95,8 @@ def test_a_rank_that_hangs_before_its_steps_is_ended_after_six_times_as_long(sta
     assert "toy: rank 3 on node7 made no progress for 9 s at step 0 (outside the steps): it is ended" in ended.lines
 
 
-@pytest.mark.parametrize("way", ["works", "unwatched"])
-def test_a_rank_that_gets_on_is_left_alone(way: str, started: Started) -> None:
-    folder, process = started[way]
+def test_a_rank_that_gets_on_is_left_alone(started: Started) -> None:
+    folder, process = started["works"]
     ended = helpers.finish(process, timeout_s=60)
     assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
     assert list((folder / "attempts/0001/failed").iterdir()) == []
