@@ -11,11 +11,7 @@ from recipes.core.errors import ConfigError
 
 MOST_DECAY = 0.1  # in one step
 
-
-class Arch(Enum):
-    resnet18 = "resnet18"
-    airbench94 = "airbench94"
-    airbench96 = "airbench96"
+Arch = Enum("Arch", "resnet18 airbench94 airbench96")
 
 
 @dataclass(frozen=True)

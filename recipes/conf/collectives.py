@@ -13,10 +13,7 @@ OPERATIONS = (
     "send_recv", "broadcast", "reduce", "all_reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all",
 )  # fmt: skip
 
-
-class Mode(Enum):
-    learn = "learn"
-    bench = "bench"
+Mode = Enum("Mode", "learn bench")
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,9 @@ from recipes.core.config.declare import NAME, default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import ConfigError
 
-
-class Optimizer(Enum):
-    sgd = "sgd"
-    lars = "lars"
-
-
-class Schedule(Enum):
-    cosine = "cosine"
-    step = "step"
-
-
-class Decoder(Enum):
-    auto = "auto"
-    torchcodec = "torchcodec"
-    torchvision = "torchvision"
-    opencv = "opencv"
+Optimizer = Enum("Optimizer", "sgd lars")
+Schedule = Enum("Schedule", "cosine step")
+Decoder = Enum("Decoder", "auto torchcodec torchvision opencv")
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,8 @@ from typing import Any, ClassVar
 from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import TrainKeys
 
-
-class Optimizer(Enum):
-    sgd = "sgd"
-    adamw = "adamw"
-
-
-class Schedule(Enum):
-    cosine = "cosine"
-    constant = "constant"
+Optimizer = Enum("Optimizer", "sgd adamw")
+Schedule = Enum("Schedule", "cosine constant")
 
 
 @dataclass(frozen=True)

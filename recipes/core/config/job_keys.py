@@ -13,18 +13,8 @@ from recipes.core.place import durations, hostlist
 
 IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
 
-
-class Launcher(Enum):
-    slurm = "slurm"
-    local = "local"
-    print = "print"
-
-
-class Runtime(Enum):
-    auto = "auto"
-    apptainer = "apptainer"
-    singularity = "singularity"
-    pyxis = "pyxis"
+Launcher = Enum("Launcher", "slurm local print")
+Runtime = Enum("Runtime", "auto apptainer singularity pyxis")
 
 
 MOUNT = r"(/|~/)[A-Za-z0-9_./+@=~-]*(:[A-Za-z0-9_./+@=~-]+){0,2}"

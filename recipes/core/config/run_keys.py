@@ -9,30 +9,10 @@ from recipes.core.errors import ConfigError
 
 RESUME_WORDS = ("auto", "never", "best", "latest")  # of resume=, beside a path
 
-
-class Device(Enum):
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class Backend(Enum):
-    auto = "auto"
-    nccl = "nccl"
-    gloo = "gloo"
-
-
-class Dtype(Enum):
-    auto = "auto"
-    float32 = "float32"
-    tf32 = "tf32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Mode(Enum):
-    max = "max"
-    min = "min"
+Device = Enum("Device", "auto cuda cpu")
+Backend = Enum("Backend", "auto nccl gloo")
+Dtype = Enum("Dtype", "auto float32 tf32 bfloat16 float16")
+Mode = Enum("Mode", "max min")
 
 
 @dataclass(frozen=True)
