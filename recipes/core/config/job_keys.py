@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from recipes.core.config import declare
+from recipes.core.config.declare import NAME, NAMES, key
 from recipes.core.errors import ConfigError, shown
 from recipes.core.place import durations, hostlist
 
@@ -15,7 +16,6 @@ IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIP
 
 Launcher = Enum("Launcher", "slurm local print")
 Runtime = Enum("Runtime", "auto apptainer singularity pyxis")
-
 
 MOUNT = r"(/|~/)[A-Za-z0-9_./+@=~-]*(:[A-Za-z0-9_./+@=~-]+){0,2}"
 DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+))*"
@@ -25,102 +25,98 @@ DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|af
 class JobKeys:
     """What a job requests from Slurm, or from this machine. Only launch.py has these keys."""
 
-    recipe: str = declare.key(
+    recipe: str = key(
         "", "recipe to run: NAME of a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name"
     )
-    launcher: Launcher = declare.key(
+    launcher: Launcher = key(
         Launcher.slurm, "slurm: submit; local: start the ranks on this machine; print: print the sbatch script"
     )
-    nodes: int | None = declare.key(
+    nodes: int | None = key(
         None, "number of nodes; default: 1; with gpus=, Slurm chooses", low=1, high=65536, sbatch="--nodes"
     )
-    gpus_per_node: int | None = declare.key(
+    gpus_per_node: int | None = key(
         None, "GPUs per node, one rank per GPU; default: that of the profile, else 1", low=0, high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
     )  # fmt: skip
-    gpu_type: str = declare.key(
-        "", "type of GPU, if the site has several, such as a100", pattern=declare.NAME, sbatch="--gpus-per-node=TYPE:NUMBER",
+    gpu_type: str = key(
+        "", "type of GPU, if the site has several, such as a100", pattern=NAME, sbatch="--gpus-per-node=TYPE:NUMBER",
     )  # fmt: skip
-    ranks_per_node: int | None = declare.key(
+    ranks_per_node: int | None = key(
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
-    cpus_per_rank: int | None = declare.key(
+    cpus_per_rank: int | None = key(
         None, "CPUs per rank; default: that of the profile, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers= (6 if that is -1)", low=1, high=4096,
         sbatch="--cpus-per-task",
     )  # fmt: skip
-    gpus: str = declare.key(
+    gpus: str = key(
         "", "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
         form="a whole number, or several separated by commas, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
     )  # fmt: skip
-    node_rank: int = declare.key(
+    node_rank: int = key(
         0, "index of this machine in gpus=, from 0, for launcher=local on several machines",
         low=0, sbatch="srun sets it",
     )  # fmt: skip
-    master: str = declare.key(
+    master: str = key(
         "", "HOST:PORT of the first machine, for launcher=local on several machines", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
         form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="srun sets it",
     )  # fmt: skip
-    time: str = declare.key(
-        "01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time",
-    )  # fmt: skip
-    partition: str = declare.key("", "Slurm partition(s)", pattern=declare.NAMES, sbatch="--partition")
-    account: str = declare.key("", "Slurm account", pattern=declare.NAME, sbatch="--account")
-    qos: str = declare.key("", "Slurm quality of service", pattern=declare.NAME, sbatch="--qos")
-    constraint: str = declare.key(
+    time: str = key("01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time")
+    partition: str = key("", "Slurm partition(s)", pattern=NAMES, sbatch="--partition")
+    account: str = key("", "Slurm account", pattern=NAME, sbatch="--account")
+    qos: str = key("", "Slurm quality of service", pattern=NAME, sbatch="--qos")
+    constraint: str = key(
         "", "node features", pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}", form="node features, combined with & | , * ( ) [ ]",
         sbatch="--constraint",
     )  # fmt: skip
-    exclude: str = declare.key("", "nodes to exclude, such as node[3-4],node7", sbatch="--exclude")
-    reservation: str = declare.key("", "Slurm reservation", pattern=declare.NAMES, sbatch="--reservation")
-    dependency: str = declare.key(
+    exclude: str = key("", "nodes to exclude, such as node[3-4],node7", sbatch="--exclude")
+    reservation: str = key("", "Slurm reservation", pattern=NAMES, sbatch="--reservation")
+    dependency: str = key(
         "", "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton", pattern=DEPENDENCY,
         form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are separated by commas (all) or ? (any)",
         sbatch="--dependency",
     )  # fmt: skip
-    mail: str = declare.key(
+    mail: str = key(
         "", "address that Slurm notifies when the job ends, fails or is requeued", pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
         form="an address or a user name", sbatch="--mail-user",
     )  # fmt: skip
-    extra: str = declare.key("", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="(any)")
-    name: str = declare.key(
-        "", "name of the job; default: the recipe's name", pattern=declare.NAME, sbatch="--job-name"
-    )
-    cluster: str = declare.key(
+    extra: str = key("", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="(any)")
+    name: str = key("", "name of the job; default: the recipe's name", pattern=NAME, sbatch="--job-name")
+    cluster: str = key(
         "", "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
         pattern=r"[A-Za-z0-9_-]{1,64}", form="letters, digits, _ and - only", sbatch="export RECIPES_CLUSTER",
     )  # fmt: skip
-    container: str = declare.key(
+    container: str = key(
         "", "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, such as docker://…",
         pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}", form="a path or an address of letters, digits and _ . / : # @ + ~ -",
         sbatch="export RECIPES_CONTAINER",
     )  # fmt: skip
-    container_runtime: Runtime = declare.key(
+    container_runtime: Runtime = key(
         Runtime.auto, "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), apptainer, singularity or pyxis",
         sbatch="export RECIPES_CONTAINER_RUNTIME",
     )  # fmt: skip
-    container_mounts: str = declare.key(
+    container_mounts: str = key(
         "", "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are always mounted",
         pattern=MOUNT + f"(,{MOUNT})*",
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
         sbatch="export RECIPES_CONTAINER_MOUNTS",
     )  # fmt: skip
-    snapshot: bool = declare.key(
+    snapshot: bool = key(
         True,
         "copy the code at submission, and run the copy; false: run the files that the repository has at the job's start",
     )
-    parallel: int = declare.key(
+    parallel: int = key(
         0, "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
         low=0, high=100000, sbatch="--array=…%N",
     )  # fmt: skip
-    doctor: bool = declare.key(False, "examine the nodes first; if some are bad, requeue the job without them")
-    max_resubmits: int = declare.key(
+    doctor: bool = key(False, "examine the nodes first; if some are bad, requeue the job without them")
+    max_resubmits: int = key(
         2, "maximum number of times that doctor=true requeues a job without bad nodes", low=0, high=100
     )
-    forget: str = declare.key(
+    forget: str = key(
         "", "node that the doctor found bad within a day and that jobs may use again; all: every node",
-        pattern=declare.NAME, form="the name of a node, or all",
+        pattern=NAME, form="the name of a node, or all",
     )  # fmt: skip
-    wait: bool = declare.key(False, "wait for the job, print its log, and exit with the job's status")
+    wait: bool = key(False, "wait for the job, print its log, and exit with the job's status")
 
     def __post_init__(self) -> None:
         declare.check(self)
@@ -142,8 +138,7 @@ class JobKeys:
 # Further options of sbatch that extra= must not contain, as well as those that a key of JobKeys sets.
 OUR_OPTIONS = (
     "array", "cpus-per-gpu", "chdir", "clusters", "export", "export-file", "output", "error", "open-mode", "input",
-    "requeue",
-    "no-requeue", "signal", "wait", "test-only", "wrap", "parsable", "help", "usage", "version", "quiet", "verbose",
+    "requeue", "no-requeue", "signal", "wait", "test-only", "wrap", "parsable", "help", "usage", "version", "quiet", "verbose",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import ClassVar
 
 from recipes.core.config import declare
+from recipes.core.config.declare import NAME, key
 from recipes.core.errors import ConfigError
 
 RESUME_WORDS = ("auto", "never", "best", "latest")  # of resume=, beside a path
@@ -19,56 +20,52 @@ Mode = Enum("Mode", "max min")
 class RunKeys:
     """How a recipe runs, whatever it trains. Keys of launch.py and of every recipe."""
 
-    run_dir: str = declare.key(
+    run_dir: str = key(
         "", "run directory; default: runs/RECIPE/ID, where ID is the job id, or a time stamp outside Slurm",
         path=True, not_inherited=True,
     )  # fmt: skip
-    variant: str = declare.key(
-        "", "named preset of recipe keys, from recipes/conf/RECIPE.py", pattern=declare.NAME, not_inherited=True
-    )
-    config: str = declare.key(
+    variant: str = key("", "named preset of recipe keys, from recipes/conf/RECIPE.py", pattern=NAME, not_inherited=True)
+    config: str = key(
         "", "a YAML file of keys; keys on the command line take precedence", path=True, not_inherited=True
     )
-    network: str = declare.key("", "fabric: NAME for env/NAME.env, or the path of your own env file")
-    device: Device = declare.key(Device.auto, "auto: GPUs; outside Slurm, the CPU if there is none; cuda; cpu")
-    backend: Backend = declare.key(
-        Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo"
-    )
-    cpu_threads: int = declare.key(
+    network: str = key("", "fabric: NAME for env/NAME.env, or the path of your own env file")
+    device: Device = key(Device.auto, "auto: GPUs; outside Slurm, the CPU if there is none; cuda; cpu")
+    backend: Backend = key(Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo")
+    cpu_threads: int = key(
         0, "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
         low=0, high=4096,
     )  # fmt: skip
-    resume: str = declare.key(
+    resume: str = key(
         "auto",
         "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a checkpoint; best, latest: that checkpoint of the run directory; or the path of a checkpoint or of another run directory",
         pattern=".+",
         form=f"one of {', '.join(RESUME_WORDS)}, or a path",
         not_inherited=True,
     )
-    force: bool = declare.key(
+    force: bool = key(
         False,
         "resume even if epochs= or max_steps= makes the run shorter or changes its learning-rate schedule midway",
         not_inherited=True,
     )
-    checkpoint_every_steps: int = declare.key(0, "steps between checkpoints; 0: off", low=0)
-    checkpoint_every_s: float = declare.key(600.0, "seconds between checkpoints; 0: off", low=0)
-    keep_checkpoints: int = declare.key(3, "number of newest checkpoints to keep; 0: all", low=0)
-    keep_every_steps: int = declare.key(0, "steps between checkpoints that are never deleted; 0: off", low=0)
-    keep_best: bool = declare.key(True, "keep the checkpoint with the best best_metric; checkpoints/best names it")
-    max_requeues: int = declare.key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
-    stop_before_s: float = declare.key(
+    checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: off", low=0)
+    checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: off", low=0)
+    keep_checkpoints: int = key(3, "number of newest checkpoints to keep; 0: all", low=0)
+    keep_every_steps: int = key(0, "steps between checkpoints that are never deleted; 0: off", low=0)
+    keep_best: bool = key(True, "keep the checkpoint with the best best_metric; checkpoints/best names it")
+    max_requeues: int = key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
+    stop_before_s: float = key(
         60.0, "seconds before the time limit at which the ranks save and stop, at most a quarter of the limit; 0: off",
         low=0,
     )  # fmt: skip
-    timeout_s: float = declare.key(
+    timeout_s: float = key(
         600.0, "seconds that a rank waits for the other ranks in a collective before the run fails", low=1, high=86400
     )
-    debug: bool = declare.key(
+    debug: bool = key(
         False,
         "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match between ranks; this is slower",
         not_inherited=True,
     )
-    umask: str = declare.key(
+    umask: str = key(
         "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
         pattern="0?0[2367][2367]", form="three octal digits, the first 0, which forbid others to write, such as 077 or 027",
     )  # fmt: skip
@@ -107,60 +104,58 @@ class TrainKeys:
     starts_a_run: ClassVar[bool] = True
     prepared: ClassVar[tuple[str, ...]] = ()
     lr_depends_on_length: ClassVar[bool] = True
-    dataset: str = declare.key("", "data set", pattern=declare.NAME)
-    data_dir: str = declare.key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
-    epochs: int = declare.key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
-    max_steps: int = declare.key(
+    dataset: str = key("", "data set", pattern=NAME)
+    data_dir: str = key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
+    epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
+    max_steps: int = key(
         0, "maximum number of optimiser steps; the learning-rate schedule ends there too; 0: no limit",
         low=0, may_change=True,
     )  # fmt: skip
-    global_batch_size: int = declare.key(
+    global_batch_size: int = key(
         128, "samples per optimiser step over all ranks; need not be divisible by the number of ranks",
         low=1, high=2**30,
     )  # fmt: skip
-    lr: float = declare.key(0.1, "peak learning rate", low=0)
-    seed: int = declare.key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
-    accumulate: int = declare.key(
+    lr: float = key(0.1, "peak learning rate", low=0)
+    seed: int = key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
+    accumulate: int = key(
         1, "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
         low=1, may_change=True,
     )  # fmt: skip
-    dtype: Dtype = declare.key(
+    dtype: Dtype = key(
         Dtype.float32,
         "float32; tf32: float32, whose factors GPUs round to 10 bits; bfloat16 (autocast); float16 (autocast, the loss is scaled), for GPUs older than A100; auto: bfloat16 on GPUs that support it",
     )
-    clip_grad_norm: float = declare.key(
+    clip_grad_norm: float = key(
         0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True
     )
-    best_metric: str = declare.key(
+    best_metric: str = key(
         "", "result of the evaluation by which checkpoints are compared; default: val_top1, if there is one",
-        pattern=declare.NAME, may_change=True,
+        pattern=NAME, may_change=True,
     )  # fmt: skip
-    best_mode: Mode = declare.key(
-        Mode.max, "max: a larger best_metric is better; min: a smaller one (a loss)", may_change=True
-    )
-    patience: int = declare.key(
+    best_mode: Mode = key(Mode.max, "max: a larger best_metric is better; min: a smaller one (a loss)", may_change=True)
+    patience: int = key(
         0, "early stopping: end the run after this number of epochs without a better best_metric; 0: off",
         low=0, may_change=True,
     )  # fmt: skip
-    deterministic: bool = declare.key(
+    deterministic: bool = key(
         False, "use deterministic algorithms only: on GPUs, the same run gives the same result to the bit; slower",
         may_change=True,
     )  # fmt: skip
-    compile: bool = declare.key(False, "compile the model with torch.compile", may_change=True)
-    evaluate: bool = declare.key(
+    compile: bool = key(False, "compile the model with torch.compile", may_change=True)
+    evaluate: bool = key(
         False, "evaluate the newest checkpoint (or resume=PATH) without training", may_change=True,
         not_inherited=True,
     )  # fmt: skip
-    profile: int = declare.key(
+    profile: int = key(
         0, "record this number of steps of rank 0 with torch's profiler, into profile/ of the run directory; 0: off",
         low=0, high=1000, may_change=True, not_inherited=True,
     )  # fmt: skip
-    tensorboard: bool = declare.key(
+    tensorboard: bool = key(
         False,
         "write TensorBoard's events, into tensorboard/ of the run directory, with each checkpoint",
         may_change=True,
     )
-    log_every_steps: int = declare.key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
+    log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
 
     def __post_init__(self) -> None:
         declare.check(self)
