@@ -58,7 +58,7 @@ KEYS: tuple[str, ...] = (
 # Keys of a job, for launch.py whatever the launcher.
 JOB: tuple[str, ...] = (
     "recipe=../mnist", "recipe=mnist;touch canary", "launcher=slrm", "nodes=1-4", "gpus_per_node=-1", "time=1h",
-    "partition=a\n#SBATCH --exclusive", "name=a/b", "exclude=node[1-", "exclude=n[1-99999999]", "dependency=12", "mail=@x",
+    "partition=a\n#SBATCH --exclusive", "name=a/b", "exclude=node[1-", "dependency=12", "mail=@x",
     "extra=-p gpu", "extra=--mem=1 2", "extra=--nodes=2", "extra=--outp=x",
     "extra=--requeue", "extra=--signal=USR1@9", "extra=--wait", "extra=--parsable", "extra=--array=1-2",
     "cluster=../x", "gpus=8;2", "gpus=\u0663", "node_rank=-1", "master=hostA", "master=h:1:2", "config=newline.yaml",

@@ -10,7 +10,7 @@ from enum import Enum
 from recipes.core.config import declare
 from recipes.core.config.declare import NAME, NAMES, key
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place import durations, hostlist
+from recipes.core.place import durations
 
 IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
 
@@ -68,7 +68,10 @@ class JobKeys:
         "", "node features", pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}", form="node features, combined with & | , * ( ) [ ]",
         sbatch="--constraint",
     )  # fmt: skip
-    exclude: str = key("", "nodes to exclude, such as node[3-4],node7", sbatch="--exclude")
+    exclude: str = key(
+        "", "nodes to exclude, such as node[3-4],node7", pattern=r"([A-Za-z0-9_.,-]|\[[0-9,-]+\])+",
+        form="nodes such as node[3-4],node7", sbatch="--exclude",
+    )  # fmt: skip
     reservation: str = key("", "Slurm reservation", pattern=NAMES, sbatch="--reservation")
     dependency: str = key(
         "", "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton", pattern=DEPENDENCY,
@@ -120,13 +123,6 @@ class JobKeys:
 
     def __post_init__(self) -> None:
         declare.check(self)
-        if self.exclude:
-            try:
-                hostlist.expand(self.exclude)
-            except hostlist.HostListError as error:
-                raise ConfigError(
-                    f"exclude={shown(self.exclude)}: {error}; give nodes such as node[3-4],node7"
-                ) from None
         minutes(self.time)
         extra_options(self.extra)
         if _is_missing_file(self.container):
