@@ -56,7 +56,10 @@ def main(argv: list[str], python: str) -> int:
             return check(settings)
         if settings.job.launcher is Launcher.slurm:
             return submit_job(settings, python)
-        return print_script(settings) if settings.job.launcher is Launcher.print else run_here(settings)
+        if settings.job.launcher is Launcher.local:
+            return run_here(settings)
+        print(scripts.sbatch_script(jobs.describe(settings, ROOT, Path.cwd())), end="")
+        return errors.EXIT_DONE
     except (ConfigError, InputError) as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return errors.EXIT_CONFIG
@@ -74,7 +77,7 @@ def check(settings: Settings) -> int:
     job = None if settings.job.launcher is Launcher.local else _described(settings)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    run_dir = _run_dir(settings)
+    run_dir = settings.run.run_dir
     if settings.sweep:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
@@ -100,14 +103,6 @@ def check(settings: Settings) -> int:
         return 130
 
 
-def print_script(settings: Settings) -> int:
-    """launcher=print: prints the sbatch script. Returns 0."""
-    job = jobs.describe(settings, ROOT, Path.cwd())
-    header = ["Made by launch.py. Options of sbatch before the script's name take precedence over these."]
-    print(scripts.sbatch_script(job, header=header).rstrip("\n"))
-    return 0
-
-
 def submit_job(settings: Settings, python: str) -> int:
     """Submits the job, and prints its run directory and log. Returns 0, or the exit status of the job with ``wait=true``."""
     job = _described(settings)
@@ -118,18 +113,24 @@ def submit_job(settings: Settings, python: str) -> int:
         job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
     if settings.job.forget:
         bad_nodes.forget(ROOT, settings.job.forget)
-    submitted = submit.submit(job, python, _run_dir(settings))
-    print(f"job {submitted.job_id}: submitted")
-    if submitted.elements:
-        for element, words in zip(submitted.elements, job.elements, strict=True):
-            print(f"{element.job_id}: {shlex.join(words)}")
-        folders = shlex.join(str(element.run_dir) for element in submitted.elements)
-        print(f"table of the runs: python -m recipes.report {folders}")
+    runs = submit.submit(job, python, settings.run.run_dir)
+    job_id = runs[0].job_id.partition("_")[0]
+    print(f"job {job_id}: submitted")
+    if job.elements:
+        for run, words in zip(runs, job.elements, strict=True):
+            print(f"{run.job_id}: {shlex.join(words)}")
+        print(f"table of the runs: python -m recipes.report {shlex.join(str(run.run_dir) for run in runs)}")
     else:
-        print(f"run directory: {submitted.run_dir}")
-        print(f"log: tail -F {shlex.quote(str(submitted.log))}")
+        print(f"run directory: {runs[0].run_dir}")
+        print(f"log: tail -F {shlex.quote(str(runs[0].log))}")
     sys.stdout.flush()
-    return _wait_for(submitted) if settings.job.wait else 0
+    if not settings.job.wait:
+        return errors.EXIT_DONE
+    try:
+        return waiting.wait(runs)
+    except KeyboardInterrupt:  # ends the wait, not the job
+        print(f"\njob {job_id} continues; cancel it with: scancel {job_id}", file=sys.stderr)
+        return 130
 
 
 def _described(settings: Settings) -> Job:
@@ -138,15 +139,6 @@ def _described(settings: Settings) -> Job:
     if line:
         print(f"nodes:  {line}", flush=True)
     return job
-
-
-def _wait_for(submitted: submit.Submitted) -> int:
-    """wait=true: waits for the job and returns its exit status. Ctrl-C ends the wait, not the job."""
-    try:
-        return waiting.wait_for_all(submitted) if submitted.elements else waiting.wait(submitted)
-    except KeyboardInterrupt:
-        print(f"\njob {submitted.job_id} continues; cancel it with: scancel {submitted.job_id}", file=sys.stderr)
-        return 130
 
 
 def run_here(settings: Settings) -> int:
@@ -159,7 +151,7 @@ def run_here(settings: Settings) -> int:
         print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
     words = settings.absolute(settings.typed, Path.cwd())
     is_first = layout.node_rank == 0
-    run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT) if is_first else None
+    run_dir = directory.choose(settings.run.run_dir, settings.recipe, None, ROOT) if is_first else None
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
     words |= {"run_dir": str(run_dir)} if run_dir else {}
@@ -213,8 +205,3 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
             f"gpus={job.gpus}: several machines require master=HOST:PORT of the first machine, the same on each"
         )
     return ranks
-
-
-def _run_dir(settings: Settings) -> str:
-    """The given run directory, resolved and absolute; "" for the default."""
-    return settings.absolute({"run_dir": settings.run.run_dir}, Path.cwd())["run_dir"]

@@ -1,7 +1,6 @@
 """The text of the script of a `Job`: what sbatch runs, and what a job of submitit runs."""
 
 import shlex
-from collections.abc import Sequence
 
 from recipes.core.launch.jobs import Job
 
@@ -47,13 +46,13 @@ def _element(job: Job) -> list[str]:
     return ["case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
 
 
-def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
-    """The sbatch script of ``job``, as launcher=print shows it. header: lines of comment. sbatch/job.sh has what all scripts share."""
+def sbatch_script(job: Job) -> str:
+    """The sbatch script of ``job``, as launcher=print shows it. sbatch/job.sh has what all scripts share."""
     of_sbatch = {**directives(job), "chdir": str(job.root)}
     # The log is in the folder in which the job starts. A job whose log folder is missing fails without a message
     # (sbatch, 0:53).
     of_sbatch["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
-    lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
+    lines = ["#!/bin/bash", "# Made by launch.py. Options of sbatch before the script's name override these."]
     lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in of_sbatch.items()]
     lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())]
     lines += [f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"]

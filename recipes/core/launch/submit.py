@@ -12,7 +12,6 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,32 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that Slurm has accepted."""
+    """A job, or an element of a job array, that Slurm has accepted."""
 
     job_id: str
     run_dir: Path
     log: Path  # the output of the batch script and of all ranks
-    elements: tuple["Submitted", ...] = ()  # of a job array, whose run_dir and log are those of the first element
 
 
-@contextlib.contextmanager
-def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the environment of this process within the ``with`` block, since submitit starts sbatch with it."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
+    """Submits ``job`` through submitit and does not wait. Returns the job, or the elements of a job array.
 
-
-def submit(job: Job, python: str, run_dir: str) -> Submitted:
-    """Submits ``job`` through submitit and does not wait.
-
-    python: the Python of the job. run_dir: the given run directory as an absolute path; "" for the default. Raises
-    MachineError with Slurm's reason.
+    python: the Python of the job. run_dir: the given run directory; "" for the default. Removes the variables of an outer
+    allocation from the environment of this process. Raises MachineError with Slurm's reason.
     """
     import submitit
 
@@ -64,8 +49,10 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     directives = (("comment", mark), *job.directives)  # a comment that was given replaces it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
-    environ = allocation.clean_environment(os.environ, scripts.directives(job))
-    with _environment(environ), files.umask(0o077), contextlib.redirect_stderr(io.StringIO()):
+    clean = allocation.clean_environment(os.environ, scripts.directives(job))
+    for name in os.environ.keys() - clean.keys():  # submitit starts sbatch with the environment of this process
+        del os.environ[name]
+    with files.umask(0o077), contextlib.redirect_stderr(io.StringIO()):
         # submitit prints the errors that it raises.
         try:
             files.write_whole(path, lambda file: file.write(script))
@@ -86,14 +73,11 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             raise MachineError(
                 f"{folder}: cannot be written ({error.strerror}): free space there for the job files"
             ) from None
-    if not job.elements:
-        return _describe(job, job.arguments, accepted[0], run_dir, script)
-    elements = []
-    for number, (words, one) in enumerate(zip(job.elements, accepted, strict=True)):
-        of_element = f"{run_dir}/{number}" if run_dir else ""
-        elements.append(_describe(job, (*job.arguments, *words), one, of_element, script))
-    array = elements[0].job_id.partition("_")[0]
-    return dataclasses.replace(elements[0], job_id=array, elements=tuple(elements))
+    runs = []
+    for number, (words, one) in enumerate(zip(job.elements or ((),), accepted, strict=True)):
+        of_run = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
+        runs.append(_describe(job, words, one, of_run, script))
+    return runs
 
 
 def refusal(output: str) -> str:
@@ -144,15 +128,17 @@ def _describe(
 ) -> Submitted:
     """Records ``script`` and the description of a job, or of one element of an array, in its run directory.
 
-    words: the arguments of the recipe. run_dir: the given run directory; "" for the default.
+    words: the arguments of this element. run_dir: the given run directory; "" for the default.
     """
     job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)
     folder = directory.inside(folder, directory.DOCTOR) if job.recipe == "doctor" else folder
-    code = job.variables.get("RECIPES_CODE", str(job.root))
-    description = {"job_id": job_id, "recipe": job.recipe, "arguments": words, "root": str(job.root), "code": code}
+    description = {
+        "job_id": job_id, "recipe": job.recipe, "arguments": (*job.arguments, *words), "root": str(job.root),
+        "code": job.variables.get("RECIPES_CODE", str(job.root)), "log": str(log),
+    }  # fmt: skip
     try:
-        jobs.record(folder, script, {**description, "log": str(log)})
+        jobs.record(folder, script, description)
     except OSError as error:  # the job is already in the queue
         raise MachineError(
             f"run_dir={folder}: cannot be written ({error.strerror}), so job {job_id} will fail: scancel {job_id}"

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
 
 
-def wait_for_all(submitted: Submitted) -> int:
-    """Waits for each element of an array. Returns the first exit status that is not 0, else 0."""
-    codes = [wait(element, show=False) for element in submitted.elements]
+def wait(runs: Sequence[Submitted]) -> int:
+    """Waits for a job, or all elements of an array. Prints the log of a single job while it grows.
+
+    Returns the first exit status that is not 0, else 0.
+    """
+    codes = [_wait(run, show=len(runs) == 1) for run in runs]
     return next((code for code in codes if code), errors.EXIT_DONE)
 
 
-def wait(submitted: Submitted, show: bool = True) -> int:
-    """Waits for the job to end and returns its exit status. show: whether to print the job's log while it grows."""
+def _wait(submitted: Submitted, show: bool) -> int:
+    """Waits for one job to end and returns its exit status. show: whether to print its log."""
     job = _wait_for_end(submitted.job_id, submitted.log if show else None)
     if job and job.never_starts:
         why = f"its dependency {job.fields.get('Dependency')} cannot be met"

@@ -35,6 +35,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 
 
 FINISHED = r"""#!/bin/bash
+# Made by launch.py. Options of sbatch before the script's name override these.
 #SBATCH --job-name=mnist
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -193,7 +194,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The scripts of all jobs as files. The name of their repository needs quoting."""
     paths = [tmp_path_factory.mktemp("scripts") / f"{i}.sh" for i in range(len(JOBS))]
     for path, words in zip(paths, JOBS, strict=True):
-        path.write_text(scripts.sbatch_script(describe(*words, root=HOSTILE_ROOT), header=["a comment"]))
+        path.write_text(scripts.sbatch_script(describe(*words, root=HOSTILE_ROOT)))
     return paths
 
 

@@ -35,7 +35,7 @@ def test_the_run_directory_has_the_script_and_the_description(
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     monkeypatch.setenv("SBATCH_PARTITION", "theirs")
     job = describe("data_dir=/$(touch canary)", "nodes=2", "partition=gpu", root=tmp_path)
-    submitted = submit.submit(job, sys.executable, "")
+    [submitted] = submit.submit(job, sys.executable, "")
     assert (submitted.job_id, submitted.run_dir) == ("7", tmp_path / "runs" / "mnist" / "7")
     text = (submitted.run_dir / "job.sh").read_text()
     [script] = [path for path in (tmp_path / "runs/submitit").glob("*.sh") if "submission" not in path.name]
@@ -48,7 +48,6 @@ def test_the_run_directory_has_the_script_and_the_description(
     assert "SBATCH_ACCOUNT=mine" in environ
     assert "SLURM_NTASKS" not in environ
     assert "SBATCH_PARTITION" not in environ  # sbatch would prefer it to the key that was given
-    assert os.environ["SLURM_NTASKS"] == "9"
     for path in (tmp_path / "runs" / "submitit").iterdir():
         assert path.stat().st_mode & 0o077 == 0, path
     assert not list(tmp_path.rglob("canary"))
@@ -84,9 +83,8 @@ def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: St
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo Submitted batch job 7")
     job = describe(f"run_dir={tmp_path}/s/r", "sweep.lr=0.1,0.2", "epochs=3", root=tmp_path)
-    submitted = submit.submit(job, sys.executable, f"{tmp_path}/s/r")
-    found = [one.run_dir for one in submitted.elements]
-    assert (submitted.job_id, found) == ("7", [tmp_path / "s/r/0", tmp_path / "s/r/1"])
+    found = [one.run_dir for one in submit.submit(job, sys.executable, f"{tmp_path}/s/r")]
+    assert found == [tmp_path / "s/r/0", tmp_path / "s/r/1"]
     noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in found]
     assert noted == [["epochs=3", f"lr=0.{number}", f"run_dir={tmp_path}/s/r/{number - 1}"] for number in (1, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]

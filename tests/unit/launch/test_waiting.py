@@ -1,6 +1,5 @@
 """wait=true: waiting for a job, and the exit status that it returns."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def test_waiting_returns_the_jobs_exit_status(
     number = helpers.attempt(run_dir, launch=f"{job}.0").number
     directory.write_status(run_dir, left or "done", attempt=number, step=1)
     (tmp_path / "log").write_text("rank 0's words\n")
-    assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == expected
+    assert waiting.wait([submit.Submitted("7", tmp_path, tmp_path / "log")]) == expected
     output = capsys.readouterr()
     assert (output.out.count("rank 0's words"), output.err.count("Slurm is asked again")) == (1, 1)
 
@@ -45,6 +44,6 @@ def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatc
     one = submit.Submitted("7", Path("/r"), Path("/l"))
     for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
         ends = iter(codes)
-        monkeypatch.setattr(waiting, "wait", lambda *_, ends=ends, **__: next(ends))
-        assert waiting.wait_for_all(dataclasses.replace(one, elements=(one,) * len(codes))) == expected
+        monkeypatch.setattr(waiting, "_wait", lambda *_, ends=ends, **__: next(ends))
+        assert waiting.wait([one] * len(codes)) == expected
         assert not list(ends)  # it has waited for all
