@@ -82,10 +82,6 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
 
 def refusal(output: str) -> str:
     """One line on why Slurm refuses a job. output: the stderr of sbatch."""
-    if "Could not establish a configuration source" in output:  # Slurm's message, since version 20.02
-        return (
-            "sbatch finds no cluster from this machine: type it on a login node, or give launcher=local to run it here"
-        )
     return f"Slurm refuses this job: {one_line(output)[:300] or 'sbatch gave no reason'}"
 
 
