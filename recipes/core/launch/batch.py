@@ -40,7 +40,6 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     environ = {name: value for name, value in environ.items() if name not in left_over}
     repository = source.home(ROOT)
     try:
-        jobs.require_printable(ROOT, repository)
         settings = command_line.parse(words, recipe=recipe)
         image = container.of_job(settings, environ)
         typed = settings.absolute(settings.typed, repository)
