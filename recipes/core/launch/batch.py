@@ -33,40 +33,29 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     """Checks the keys, records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
 
     These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the ranks.
-    Returns 0; after one line 2 if a key is invalid or the job is refused, 3 if the run directory cannot be written.
+    Returns 0. Raises ConfigError if a key is invalid or the job is refused, MachineError if the run directory cannot be written.
     """
     fields = allocation.fields_of_job(environ)
     left_over = allocation.left_over(environ, fields)
     environ = {name: value for name, value in environ.items() if name not in left_over}
     repository = source.home(ROOT)
-    try:
-        settings = command_line.parse(words, recipe=recipe)
-        image = container.of_job(settings, environ)
-        typed = settings.absolute(settings.typed, repository)
-        bound = container.folders_of_run(settings, typed, repository) if image else []
-    except errors.ConfigError as error:
-        say(f"{recipe}: {error}")
-        return errors.EXIT_CONFIG
+    settings = command_line.parse(words, recipe=recipe)
+    image = container.of_job(settings, environ)
+    typed = settings.absolute(settings.typed, repository)
+    bound = container.folders_of_run(settings, typed, repository) if image else []
     os.umask(int(settings.run.umask, 8))
     job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
     attempt = None
     if job:
         folder = directory.inside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
-        try:
-            attempt = attempts.open_next(folder, recipe, environ)
-        except errors.MachineError as error:
-            say(f"{recipe}: {error}")
-            return errors.EXIT_MACHINE
+        attempt = attempts.open_next(folder, recipe, environ)
         if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
-            problem = (
-                f"run_dir={folder}: has no attempt of this job's earlier start: give a folder that all nodes share"
-            )
+            problem = f"run_dir={folder}: has nothing of this job's earlier start: give a folder that all nodes share"
         else:  # the ranks check this again, but in a container they may have no scontrol
             problem = in_use.check(attempt, environ) if settings.config.starts_a_run else ""
         if problem:
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
-            say(f"{recipe}: {problem}")
-            return errors.EXIT_CONFIG
+            raise errors.ConfigError(problem)
     code = _code(environ, folder) if job else ROOT
     if job and (script := environ.get("RECIPES_SCRIPT")):
         described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
@@ -214,11 +203,15 @@ def main(argv: list[str]) -> int:
     if argv[:1] != ["begin"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed
     step, recipe, *words = argv
-    if step == "begin":
-        return begin(recipe, words, os.environ)
-    if step == "examine":
-        return examination.examine(recipe, int(words[0]), words[1:], os.environ)
-    return finish(recipe, int(words[0]), words[1:], os.environ)
+    try:
+        if step == "begin":
+            return begin(recipe, words, os.environ)
+        if step == "examine":
+            return examination.examine(recipe, int(words[0]), words[1:], os.environ)
+        return finish(recipe, int(words[0]), words[1:], os.environ)
+    except (errors.ConfigError, errors.MachineError) as error:
+        say(f"{recipe}: {error}")
+        return errors.EXIT_CONFIG if isinstance(error, errors.ConfigError) else errors.EXIT_MACHINE
 
 
 if __name__ == "__main__":

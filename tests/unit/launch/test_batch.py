@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import errors, files
+from recipes.core.errors import ConfigError, MachineError
 from recipes.core.launch import batch
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source
@@ -75,7 +76,7 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
 
 
 def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its run directory is on the disk of the node of that start."""
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
@@ -84,16 +85,16 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code").mkdir(parents=True)
     (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
-    assert batch.begin("mnist", words, environ) == errors.EXIT_CONFIG
-    line = (
-        f"mnist: run_dir={tmp_path}/run: has no attempt of this job's earlier start: give a folder that all nodes share"
-    )
-    assert line in capfd.readouterr().err
+    line = f"run_dir={tmp_path}/run: has nothing of this job's earlier start: give a folder that all nodes share"
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        batch.begin("mnist", words, environ)
     assert line.endswith(helpers.failure(tmp_path / "run", 0)["error"])
     assert batch.begin("mnist", words, environ) == errors.EXIT_DONE
-    assert batch.begin("mnist", ["run_dir=/dev/null/x"], environ) == errors.EXIT_MACHINE
+    with pytest.raises(MachineError):
+        batch.begin("mnist", ["run_dir=/dev/null/x"], environ)
     monkeypatch.setattr(batch.in_use, "check", lambda *given: "another job uses it")
-    assert batch.begin("mnist", words, environ) == errors.EXIT_CONFIG
+    with pytest.raises(ConfigError, match="another job uses it"):
+        batch.begin("mnist", words, environ)
 
 
 def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
