@@ -60,12 +60,11 @@ def main(argv: list[str], python: str) -> int:
             return run_here(settings)
         print(scripts.sbatch_script(jobs.describe(settings, ROOT, Path.cwd())), end="")
         return errors.EXIT_DONE
-    except (ConfigError, InputError) as error:
+    except (ConfigError, InputError, MachineError) as error:
         print(f"launch.py: {error}", file=sys.stderr)
-        return errors.EXIT_CONFIG
-    except MachineError as error:
-        print(f"launch.py: {error}", file=sys.stderr)
-        return errors.EXIT_MACHINE
+        return errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 130
     finally:
         if checked:
             print("nothing was submitted", flush=True)
@@ -83,24 +82,21 @@ def check(settings: Settings) -> int:
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
     place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
-    try:
-        if settings.job.container:
-            recipe, found = 0, None
-            print("recipe: not tried: its Python is that of container=", flush=True)
-        elif program := getattr(settings.config, "program", ""):
-            recipe, found = 0, None
-            print(f"script: not tried: {program} is not started here", flush=True)
-        else:
-            recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
-        disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
-        slurm = 0
-        if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
-            print("slurm:  not tried: there is no sbatch on this machine", flush=True)
-        elif job:
-            slurm, _ = checks.part("slurm", lambda: checks.expected_start(job))
-        return recipe or disk or slurm
-    except KeyboardInterrupt:
-        return 130
+    if settings.job.container:
+        recipe, found = 0, None
+        print("recipe: not tried: its Python is that of container=", flush=True)
+    elif program := getattr(settings.config, "program", ""):
+        recipe, found = 0, None
+        print(f"script: not tried: {program} is not started here", flush=True)
+    else:
+        recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
+    disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
+    slurm = 0
+    if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
+        print("slurm:  not tried: there is no sbatch on this machine", flush=True)
+    elif job:
+        slurm, _ = checks.part("slurm", lambda: checks.expected_start(job))
+    return recipe or disk or slurm
 
 
 def submit_job(settings: Settings, python: str) -> int:
