@@ -10,16 +10,13 @@ from recipes.core.errors import MachineError, shown
 from recipes.core.launch.jobs import Job
 from recipes.core.run import queue
 
+FILE = "runs/bad-nodes.json"  # in the repository
 KEPT_S = 24 * 3600.0
-
-
-def _path(root: Path) -> Path:
-    return root / "runs/bad-nodes.json"
 
 
 def known(root: Path, cluster: str) -> dict[str, float]:
     """The time, as time.time(), at which each node of a cluster was found bad, without those of more than a day ago."""
-    found, now = (files.read_json(_path(root)) or {}).get(cluster), time.time()
+    found, now = (files.read_json(root / FILE) or {}).get(cluster), time.time()
     times = found.items() if isinstance(found, dict) else ()
     return {node: at for node, at in times if isinstance(at, float) and now - KEPT_S < at <= now}
 
@@ -30,7 +27,7 @@ def remember(root: Path, cluster: str, nodes: Iterable[str]) -> None:
 
 
 def _write(root: Path, cluster: str, nodes: dict[str, float]) -> None:
-    files.write_json(_path(root), {**(files.read_json(_path(root)) or {}), cluster: nodes})
+    files.write_json(root / FILE, {**(files.read_json(root / FILE) or {}), cluster: nodes})
 
 
 def forget(root: Path, node: str) -> None:
@@ -39,22 +36,20 @@ def forget(root: Path, node: str) -> None:
     try:
         _write(root, cluster, {name: at for name, at in known(root, cluster).items() if node not in ("all", name)})
     except OSError as error:
-        raise MachineError(
-            f"forget={node}: {_path(root)} cannot be written ({error.strerror}): free space there"
-        ) from None
+        raise MachineError(f"forget={node}: cannot write {root / FILE} ({error.strerror}): make room there") from None
 
 
-def exclude(job: Job, but: str) -> tuple[Job, str]:
-    """``job`` without the bad nodes, and a line about them; "" if there are none. but: a node to use again; ``all`` for every node."""
-    cluster = queue.cluster_name() if _path(job.root).exists() else ""
+def exclude(job: Job, but: str) -> Job:
+    """``job`` without the bad nodes; prints a line that names them. but: a node to use again; ``all`` for every node."""
+    cluster = queue.cluster_name() if (job.root / FILE).exists() else ""
     bad = {node: at for node, at in known(job.root, cluster).items() if but not in ("all", node)}
     if bad:  # Slurm refuses to exclude a node that has left the cluster
         there = queue.nodes()
         bad = {node: at for node, at in bad.items() if node in there}
     if not bad:
-        return job, ""
+        return job
     given = dict(job.directives)
     excluded = ",".join(filter(None, (given.get("exclude"), *sorted(bad))))
     named = ", ".join(f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(at))})" for node, at in bad.items())
-    job = dataclasses.replace(job, directives=tuple({**given, "exclude": excluded}.items()))
-    return job, f"without {named}, found bad by the doctor; forget=NODE uses one again"
+    print(f"nodes:  without {named}, found bad by the doctor; forget=NODE uses one again", flush=True)
+    return dataclasses.replace(job, directives=tuple({**given, "exclude": excluded}.items()))

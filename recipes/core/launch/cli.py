@@ -15,7 +15,6 @@ from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, scripts, snapshot, submit, waiting
-from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import command_line, directory, source
@@ -73,7 +72,9 @@ def main(argv: list[str], python: str) -> int:
 def check(settings: Settings) -> int:
     """Prints one line per part of the job. Returns 0, or the exit status of the first failed part."""
     base = Path.cwd()
-    job = None if settings.job.launcher is Launcher.local else _described(settings)
+    job = None
+    if settings.job.launcher is not Launcher.local:
+        job = bad_nodes.exclude(jobs.describe(settings, ROOT, base), settings.job.forget)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     run_dir = settings.run.run_dir
@@ -101,7 +102,7 @@ def check(settings: Settings) -> int:
 
 def submit_job(settings: Settings, python: str) -> int:
     """Submits the job, and prints its run directory and log. Returns 0, or the exit status of the job with ``wait=true``."""
-    job = _described(settings)
+    job = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()), settings.job.forget)
     not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
@@ -129,14 +130,6 @@ def submit_job(settings: Settings, python: str) -> int:
         return 130
 
 
-def _described(settings: Settings) -> Job:
-    """The job without the nodes that the doctor found bad; a line names them."""
-    job, line = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()), settings.job.forget)
-    if line:
-        print(f"nodes:  {line}", flush=True)
-    return job
-
-
 def run_here(settings: Settings) -> int:
     """launcher=local: runs one process per rank on this machine. Returns the exit status of the run."""
     layout = local_layout(settings)
@@ -160,13 +153,10 @@ def local_layout(settings: Settings) -> Layout:
     """The ranks of each machine, by the keys and the GPUs of this machine. Raises ConfigError or MachineError."""
     job, on_cpu = settings.job, settings.run.device is Device.cpu
     if settings.sweep:
-        keys = ", ".join(command_line.SWEEP + name for name in settings.sweep[0])
-        given = " and ".join(f"{name}=" for name in settings.sweep[0])
-        raise ConfigError(f"{keys}: with launcher=local, give {given} one value and run it once for each")
+        name = next(iter(settings.sweep[0]))
+        raise ConfigError(f"sweep.{name}=: launcher=local starts one run: give {name}= one value, and start each run")
     if job.nodes not in (None, 1):
-        raise ConfigError(
-            f"nodes={job.nodes}: launcher=local starts ranks on this machine only; for several machines give gpus=8,8 node_rank= master="
-        )
+        raise ConfigError(f"nodes={job.nodes}: with launcher=local, type gpus=8,8 node_rank= master= on each machine")
     seen = gpus.visible_gpus(os.environ)
     if job.gpus:
         ranks = _ranks_of_machines(job)
@@ -191,13 +181,9 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
     """The number of ranks of each machine from gpus=8,2. Raises ConfigError."""
     ranks = tuple(int(n) for n in job.gpus.split(","))
     if 0 in ranks:
-        raise ConfigError(
-            f"gpus={job.gpus}: each machine must have at least one rank; leave machines without ranks out"
-        )
+        raise ConfigError(f"gpus={job.gpus}: each machine must have at least one rank; leave the others out")
     if job.node_rank >= len(ranks):
         raise ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
     if len(ranks) > 1 and not job.master:
-        raise ConfigError(
-            f"gpus={job.gpus}: several machines require master=HOST:PORT of the first machine, the same on each"
-        )
+        raise ConfigError(f"gpus={job.gpus}: several machines require master=HOST:PORT of the first, the same on each")
     return ranks

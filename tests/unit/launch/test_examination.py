@@ -156,7 +156,9 @@ def test_bad_nodes_are_known_for_a_day_in_their_cluster(tmp_path: Path) -> None:
     assert bad_nodes.known(tmp_path, "c") == {}
 
 
-def test_new_jobs_leave_out_the_bad_nodes_until_they_are_forgotten(tmp_path: Path, stubs: Stubs) -> None:
+def test_new_jobs_leave_out_the_bad_nodes_until_they_are_forgotten(
+    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("scontrol", "echo ClusterName = a")
     stubs.add("sinfo", "echo n1; echo n2; echo n3")
@@ -164,8 +166,8 @@ def test_new_jobs_leave_out_the_bad_nodes_until_they_are_forgotten(tmp_path: Pat
         bad_nodes.remember(tmp_path, cluster, [node])
     job = describe("exclude=n9", root=tmp_path)
     for but, excluded in (("", "n9,n1,n2"), ("n1", "n9,n2"), ("all", "n9")):
-        found, line = bad_nodes.exclude(job, but)
-        assert (dict(found.directives)["exclude"], "n2 (" in line) == (excluded, but != "all")
+        found = dict(bad_nodes.exclude(job, but).directives)["exclude"]
+        assert (found, "n2 (" in capsys.readouterr().out) == (excluded, but != "all")
     for node, left in (("n1", {"gone", "n2"}), ("all", set())):
         bad_nodes.forget(tmp_path, node)
         assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == (left, {"n3"})
