@@ -5,7 +5,7 @@ The values are checked where the keys are declared (recipes/core/config), and ar
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core import files
@@ -27,22 +27,18 @@ class Job:
 
     recipe: str
     arguments: tuple[str, ...]  # ``key=value`` words for the recipe
+    keys: JobKeys
     nodes: int  # 0: any number, if `ranks` is not 0
     ranks_per_node: int
     gpus_per_node: int  # 0: requests no GPUs
     cpus_per_rank: int
-    minutes: int
-    name: str
     root: Path  # the repository, where the job runs
-    directives: tuple[tuple[str, str], ...] = ()  # further options of sbatch with their values
-    resubmits: int | None = None  # how often the job may be requeued without bad nodes; None if the doctor does not run
-    ranks: int = 0  # total number, on the nodes that Slurm chooses; 0 if `nodes` and `ranks_per_node` give it
-    elements: tuple[tuple[str, ...], ...] = ()  # further arguments of each element of a job array
-    parallel: int = 0  # how many elements run at the same time; 0 for all
+    directives: tuple[tuple[str, str], ...]  # further options of sbatch with their values
+    ranks: int  # total number, on the nodes that Slurm chooses; 0 if `nodes` and `ranks_per_node` give it
+    elements: tuple[tuple[str, ...], ...]  # further arguments of each element of a job array
     # Exported for sbatch/job.sh: the site, the container, and the code and the Python of the job if they are chosen at submission.
-    variables: Mapping[str, str] = field(default_factory=dict)
-    gpu_type: str = ""  # by Slurm's name; "" for any
-    gpus_by: str = ""  # the option of sbatch with which the site requires GPUs to be requested; "" for any
+    variables: Mapping[str, str]
+    gpus_by: str  # the option of sbatch with which the site requires GPUs to be requested; "" for any
 
     @property
     def gpu_for_each_task(self) -> bool:
@@ -116,20 +112,16 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
+        keys=job,
         nodes=job.nodes or (0 if job.gpus else 1),
         ranks_per_node=ranks,
         gpus_per_node=0 if on_cpu else ranks,
         cpus_per_rank=cpus,
-        minutes=job_keys.minutes(job.time),
-        name=job.name or settings.recipe,
         root=root,
         directives=tuple(_directives(job, profile).items()),
-        resubmits=job.max_resubmits if job.doctor else None,
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
-        parallel=job.parallel,
         variables=_variables(job, base),
-        gpu_type=job.gpu_type,
         gpus_by=gpus_by,
     )
 

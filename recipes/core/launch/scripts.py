@@ -2,6 +2,7 @@
 
 import shlex
 
+from recipes.core.config import job_keys
 from recipes.core.launch.jobs import Job
 
 # Slurm signals the ranks SIGNAL_S seconds before the time limit. In a short job this time is at most SIGNAL_SHARE of
@@ -15,25 +16,25 @@ SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
 
 def directives(job: Job) -> dict[str, str]:
     """The options of sbatch for ``job``, by their long names without dashes; "" for an option without a value."""
+    keys, runs, minutes = job.keys, len(job.elements), job_keys.minutes(job.keys.time)
     size = {"nodes": str(job.nodes) if job.nodes else f"1-{job.ranks}"}  # without it, submitit 1.5 writes --nodes=1
-    kind = f"{job.gpu_type}:" if job.gpu_type else ""
+    kind = f"{keys.gpu_type}:" if keys.gpu_type else ""
     size |= {"ntasks": str(job.ranks)} if job.ranks else {"ntasks-per-node": str(job.ranks_per_node)}
     if job.gpu_for_each_task:
         size["gpus-per-task"] = f"{kind}1"
     elif job.gpus_per_node:
         of_node = f"{kind}{job.gpus_per_node}"
         size |= {"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else {"gpus-per-node": of_node}
-    runs = len(job.elements)
     return {
-        "job-name": job.name,
+        "job-name": keys.name or job.recipe,
         **size,
         "cpus-per-task": str(job.cpus_per_rank),
-        "time": str(job.minutes),
+        "time": str(minutes),
         **dict(job.directives),
-        **({"array": f"0-{runs - 1}%{min(job.parallel or runs, runs)}"} if runs else {}),
+        **({"array": f"0-{runs - 1}%{min(keys.parallel or runs, runs)}"} if runs else {}),
         "requeue": "",
         "open-mode": "append",
-        "signal": f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * job.minutes))}",
+        "signal": f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * minutes))}",
     }
 
 
@@ -59,8 +60,8 @@ def sbatch_script(job: Job) -> str:
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     lines += [*_element(job), f'begin {job.recipe} "$@"']
-    if job.resubmits is not None:
-        lines += [f"examine {job.recipe} {job.resubmits}"]
+    if job.keys.doctor:
+        lines += [f"examine {job.recipe} {job.keys.max_resubmits}"]
     # If each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
     of_srun = (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
     lines += [
