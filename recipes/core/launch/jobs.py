@@ -50,7 +50,7 @@ def record(run_dir: Path, script: bytes, description: Mapping[str, object]) -> N
     """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises OSError."""
     run_dir.mkdir(parents=True, exist_ok=True)
     # The atomic rename replaces a symbolic link that another user may have planted.
-    files.write_whole(run_dir / "job.sh", lambda file: file.write(script))
+    files.write_bytes(run_dir / "job.sh", script)
     files.write_json(run_dir / "job.yaml", description)
 
 
@@ -81,13 +81,10 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
     each other.
     """
     if device is Device.cpu:
-        if job.ranks_per_node is not None:
-            return job.ranks_per_node
-        return job.gpus_per_node or 1
-    if job.ranks_per_node is not None and job.ranks_per_node != (job.gpus_per_node or job.ranks_per_node):
+        return job.ranks_per_node or job.gpus_per_node or 1
+    if job.ranks_per_node and job.gpus_per_node and job.ranks_per_node != job.gpus_per_node:
         raise ConfigError(
-            f"ranks_per_node={job.ranks_per_node}: beside gpus_per_node={job.gpus_per_node}, but there is one rank per GPU;"
-            " give gpus_per_node alone, or device=cpu"
+            f"ranks_per_node={job.ranks_per_node}: there is one rank per GPU; give gpus_per_node= alone, or device=cpu"
         )
     if job.gpus_per_node == 0:
         raise ConfigError("gpus_per_node=0: there is one rank per GPU; without GPUs give device=cpu ranks_per_node=1")
@@ -151,9 +148,7 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
     if job.parallel and not settings.sweep:
         raise ConfigError(f"parallel={job.parallel}: requires a sweep of several runs: sweep.KEY=A,B,C")
     if job.gpus and gpus_by not in ("", "--gpus-per-task") and settings.run.device is not Device.cpu:
-        raise ConfigError(
-            f"gpus={job.gpus}: requires --gpus-per-task, but cluster={job.cluster} requests GPUs with {gpus_by}: give nodes= and gpus_per_node="
-        )
+        raise ConfigError(f"gpus={job.gpus}: {gpus_by} of cluster={job.cluster} requires nodes= and gpus_per_node=")
 
 
 def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:

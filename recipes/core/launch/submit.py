@@ -55,7 +55,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     with files.umask(0o077), contextlib.redirect_stderr(io.StringIO()):
         # submitit prints the errors that it raises.
         try:
-            files.write_whole(path, lambda file: file.write(script))
+            files.write_bytes(path, script)
             count = len(job.elements) or 1
             executor = _executor(job, python)
             programs, their_words = ["/bin/bash"] * count, [["bash", str(path)]] * count
