@@ -66,9 +66,7 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
         part.rename(copy)
     except OSError as error:
         if not copy.is_dir():  # if it exists, another submission made it first
-            raise MachineError(
-                f"{copy}: this snapshot of the code cannot be made ({error.strerror}): make room in runs/"
-            ) from None
+            raise MachineError(f"{copy}: cannot be made ({error.strerror}): make room in runs/") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -78,18 +76,14 @@ def _read(root: Path) -> dict[str, bytes]:
 
     Raises MachineError if the files have more than MAX_BYTES in total or cannot be read.
     """
-    content: dict[str, bytes] = {}
-    total, path = 0, root
     try:
-        for path in source.code_files(root):
-            total += path.stat().st_size
-            if total > MAX_BYTES:
-                largest = max(source.code_files(root), key=lambda file: file.stat().st_size)
-                raise MachineError(
-                    f"{root}: has more than {MAX_BYTES >> 20} MB of code for a snapshot ({largest} is the largest file): "
-                    "move other files out of it, or give snapshot=false"
-                )
-            content[str(path.relative_to(root))] = path.read_bytes()
+        sizes = {path: path.stat().st_size for path in source.code_files(root)}
+        if sum(sizes.values()) > MAX_BYTES:
+            largest = max(sizes, key=lambda path: sizes[path])
+            raise MachineError(
+                f"{root}: has more than {MAX_BYTES >> 20} MB of code for a snapshot ({largest} is the largest file): "
+                "move other files out of it, or give snapshot=false"
+            )
+        return {str(path.relative_to(root)): path.read_bytes() for path in sizes}
     except OSError as error:
-        raise MachineError(f"{path}: cannot be copied to a snapshot ({error.strerror})") from None
-    return content
+        raise MachineError(f"{error.filename}: cannot be copied to a snapshot ({error.strerror})") from None
