@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from recipes.core import errors, files
 from recipes.core.config.parser import Settings
@@ -27,14 +27,12 @@ from recipes.core.place import processes
 from recipes.core.run import dryrun
 from recipes.core.run.dryrun import Found, Request
 
-T = TypeVar("T")
-
 START_S = 300.0  # timeout for the recipe to reach its first step
 SLURM_S = 120.0  # timeout for Slurm's answer
 BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being written
 
 
-def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
+def part(name: str, work: Callable[[], Any]) -> tuple[int, Any]:
     """Calls ``work`` and prints one line with its result or its error. Returns the exit status and the result."""
     try:
         found = work()
@@ -72,9 +70,7 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
                     timeout=timeout_s, preexec_fn=processes.die_with(os.getpid()),
                 ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise MachineError(
-                f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine"
-            ) from None
+            raise MachineError(f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine") from None
         written = files.read_json(found_file)
         records = [record for path in place.rglob("failed/rank*.json") if (record := files.read_json(path))]
         lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
