@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from recipes.core.config.declare import key, nearest
+from recipes.core.config.declare import choice, key
 from recipes.core.config.run_keys import RecipeKeys
 from recipes.core.errors import ConfigError, shown
 
@@ -33,10 +33,7 @@ class Config(RecipeKeys):
         super().__post_init__()
         for name in self.chosen_operations():
             if name not in OPERATIONS:
-                raise ConfigError(
-                    f"operations={shown(self.operations)}: there is no '{shown(name)}', only {', '.join(OPERATIONS)}"
-                    f"{nearest(name, OPERATIONS)}"
-                )
+                raise ConfigError(f"operations={shown(self.operations)}: {choice(name, OPERATIONS)}")
         if not sizes_of(self.sizes):
             raise ConfigError(f"sizes={shown(self.sizes)}: FROM must be at least 1, and TO at least FROM")
 

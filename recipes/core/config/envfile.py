@@ -76,9 +76,7 @@ def parse(text: str, name: str) -> dict[str, str]:
                 f"{where}: {variable} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
             )
         if any(_SECRET_PART.fullmatch(part) for part in variable.upper().split("_")):
-            raise ConfigError(
-                f"{where}: {variable} looks like a secret; env files are shared: export it in your own shell"
-            )
+            raise ConfigError(f"{where}: {variable} looks like a secret; files are shared: export it in your own shell")
         settings[variable] = value.strip('"')
     return settings
 
@@ -96,9 +94,7 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
         text = files.read_bounded(resolved, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{shown(path, PATH_SHOWN)}: cannot be read ({shown(reason)}); give the path of an env file"
-        ) from None
+        raise ConfigError(f"{shown(path, PATH_SHOWN)}: cannot be read ({shown(reason)}); give an env file") from None
     if problem:
         raise ConfigError(f"{shown(path, PATH_SHOWN)}: {shown(problem, PATH_SHOWN)}; use a file of your own")
     return parse(text, str(path))

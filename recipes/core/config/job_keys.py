@@ -126,9 +126,7 @@ class JobKeys:
         minutes(self.time)
         extra_options(self.extra)
         if _is_missing_file(self.container):
-            raise ConfigError(
-                f"container={shown(self.container)}: there is no such file; give the path or the address of an image"
-            )
+            raise ConfigError(f"container={shown(self.container)}: no such file; give an image's path or address")
 
 
 # Further options of sbatch that extra= must not contain, as well as those that a key of JobKeys sets.

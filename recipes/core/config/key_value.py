@@ -20,9 +20,7 @@ def read(argv: Sequence[str]) -> dict[str, str]:
     file = words.pop("config")
     from_file = read_yaml(Path(os.path.expanduser(file)), f"config={shown(file)}")
     if "config" in from_file:
-        raise ConfigError(
-            f"config={shown(from_file['config'])}: is in a config= file; a config= file cannot name another"
-        )
+        raise ConfigError(f"config={shown(from_file['config'])}: a config= file cannot name another")
     return {**from_file, **words}
 
 
@@ -31,9 +29,7 @@ def read_yaml(file: Path, given: str) -> dict[str, str]:
     words = []
     for name, value in load_yaml(file, given).items():
         if isinstance(value, (dict, list)):
-            raise ConfigError(
-                f"{given}: '{shown(name)}' must be one plain value; write the keys side by side, not nested"
-            )
+            raise ConfigError(f"{given}: '{shown(name)}' must be one plain value; write keys side by side, not nested")
         words.append(f"{name}={value}")
     return split(words)
 

@@ -105,9 +105,7 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
     with_job_keys = not recipe
     recipe = recipe or words.get("recipe", "")
     if not recipe:
-        raise ConfigError(
-            f"recipe= is missing: give recipe=NAME, one of {', '.join(recipe_conf.names())}, or script=FILE"
-        )
+        raise ConfigError(f"recipe= is missing: give one of {', '.join(recipe_conf.names())}, or script=FILE")
     recipe_class, variants = recipe_conf.load(recipe)
     job_names, run_names, own_names = (declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class))
     known = run_names | own_names | (job_names if with_job_keys else set())
@@ -121,9 +119,7 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
             )
     for name in ("gpus_per_node", "ranks_per_node"):
         if "gpus" in words and name in words:
-            raise ConfigError(
-                f"{name}={shown(words[name])}: gpus={shown(words['gpus'])} sets the number of ranks too; give one of the two"
-            )
+            raise ConfigError(f"{name}={shown(words[name])}: beside gpus={shown(words['gpus'])}; give one of the two")
     variant = words.get("variant", "")
     if variant and variant not in variants:
         rule = declare.choice(variant, variants) if variants else f"recipe {recipe} has no variants; leave it out"
@@ -154,10 +150,7 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
     words, known = key_value.split(argv), declare.names_of(cls)
     for name, value in words.items():
         if name not in known:
-            raise ConfigError(
-                f"{shown(name)}={shown(value)}: there is no key '{shown(name)}', only {', '.join(sorted(known))}"
-                f"{declare.nearest(name, known)}"
-            )
+            raise ConfigError(f"{shown(name)}={shown(value)}: the key {declare.choice(name, sorted(known))}")
     return convert.build(cls, words)
 
 
@@ -175,9 +168,7 @@ def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[s
             return value
         found = os.path.realpath(base / Path(value).expanduser())  # Path.resolve() raises where links lead in a circle
         if declare.CONTROL.search(found) or any("\ud800" <= c <= "\udfff" for c in found):
-            raise ConfigError(
-                f"{name}={shown(value)}: is {shown(found)}, which has a character that cannot be printed; rename the folder"
-            )
+            raise ConfigError(f"{name}={shown(value)}: {shown(found)} cannot be printed; rename the folder")
         return found
 
     return {name: full(name, value) for name, value in words.items()}

@@ -46,10 +46,7 @@ def listen(layout: Layout) -> socket.socket:
             return socket.create_server(("127.0.0.1", 0), backlog=2048)
         return network.listener(layout.master_port)
     except OSError as error:
-        where = f"{socket.gethostname()}: port {layout.master_port}"
-        raise MachineError(
-            f"{where} cannot be listened on ({error.strerror}); give another in master=HOST:PORT"
-        ) from None
+        raise MachineError(f"port {layout.master_port}: {error.strerror}: give another in master=HOST:PORT") from None
 
 
 def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
