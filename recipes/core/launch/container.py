@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core.config import declare, job_keys, parser, profiles
+from recipes.core.config import convert, declare, job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
@@ -107,7 +107,7 @@ def of_job(settings: Settings, environ: Mapping[str, str]) -> Container | None:
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster) if cluster else {}
     values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
-    keys = parser.parse_keys(JobKeys, [f"{name}={value}" for name, value in values.items()])
+    keys = convert.build(JobKeys, values)
     if not keys.container:
         return None
     image, runtime = absolute_image(keys.container, source.home(ROOT)), keys.container_runtime.name
