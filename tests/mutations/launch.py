@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        "decided = found.after_start(restarts) if found else None",
+        "decided = found.after_start(restarts)",
         "decided = None",
         "a cancelled job is requeued",
         "tests/unit/launch/test_batch.py::test_a_job_whose_end_slurm_has_decided_is_not_requeued",

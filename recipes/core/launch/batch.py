@@ -170,32 +170,27 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     job, restarts = directory.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
     run_dir, number, facts = attempt.run_dir, attempt.number, attempt.facts()
     begun_at = -1 if facts.get("of_program") else facts.get("step", step)  # a program counts no steps
-    found, failure = None, ""
     try:
         found = queue.find(str(job))
-    except errors.MachineError as error:
-        failure = str(error)
-    decided = found.after_start(restarts) if found else None
-    if found and decided in (Next.requeued, Next.held):
-        directory.note_next(run_dir, decided, number)
-        return "requeued by Slurm" if decided is Next.requeued else f"requeued, but {queue.describe(found)}"
-    if not decided and restarts >= max_requeues:
-        decided = Next.max_requeues
-    elif not decided and restarts and number and step <= begun_at:
-        decided = Next.no_progress
-    if decided or not found:
-        directory.note_next(run_dir, decided or Next.requeue_failed, number)
-        why = failure or f"Slurm does not know job {job}"
-        return queue.NOT_REQUEUED[decided] if decided else f"not requeued ({why}): {queue.HOW_TO_RESUME}"
-    # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
-    directory.note_next(run_dir, Next.requeued, number)
-    try:
-        queue.requeue(str(job), restarts)
-    except (OSError, subprocess.SubprocessError) as error:
+        if not found:
+            raise errors.MachineError(f"Slurm does not know job {job}")
+        decided = found.after_start(restarts)
+        if not decided and restarts >= max_requeues:
+            decided = Next.max_requeues
+        elif not decided and restarts and number and step <= begun_at:
+            decided = Next.no_progress
+        # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
+        directory.note_next(run_dir, decided or Next.requeued, number)
+        if not decided:
+            queue.requeue(str(job), restarts)
+            return f"requeued (restart {restarts + 1} of at most {max_requeues})"
+    except (errors.MachineError, OSError, subprocess.SubprocessError) as error:
         directory.note_next(run_dir, Next.requeue_failed, number)
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())
         return f"not requeued ({why[:200]}): {queue.HOW_TO_RESUME}"
-    return f"requeued (restart {restarts + 1} of at most {max_requeues})"
+    if decided is Next.held:
+        return f"requeued, but {queue.describe(found)}"
+    return "requeued by Slurm" if decided is Next.requeued else queue.NOT_REQUEUED[decided]
 
 
 def main(argv: list[str]) -> int:

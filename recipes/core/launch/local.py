@@ -96,7 +96,12 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
             listener.close()
         first, early = _watch(ranks, stop)
         end = _end(ranks, first, early, stop, layout)
-        return _report_end(attempt, end) if attempt else _report_other(end)
+        if attempt:
+            return _report_end(attempt, end)
+        # The run is judged elsewhere: rank 0 is on another machine, or the recipe has no run directory.
+        if end.first and end.exit_status not in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
+            say(f"failed: {end.reason}")
+        return end.exit_status
 
 
 class _Stop:
@@ -198,13 +203,6 @@ def _report_end(attempt: Attempt, end: End) -> int:
         logs = attempt.run_dir / "logs"
         say(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))
     return outcome.exit_status
-
-
-def _report_other(end: End) -> int:
-    """Reports the end of ranks whose run is judged elsewhere: rank 0 is on another machine, or the recipe has no run directory."""
-    if end.first and end.exit_status not in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
-        say(f"failed: {end.reason}")
-    return end.exit_status
 
 
 def _status(rank: Rank) -> int:
