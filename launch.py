@@ -24,10 +24,8 @@ def main(argv: "list[str]") -> int:
     python = os.environ.pop("RECIPES_PYTHON", "") or _choose_python(argv)
     if sys.version_info < (3, 10):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:2]))
-        print(
-            f"launch.py: requires Python 3.10 or later, this is {version}: activate your environment, or run make install",
-            file=sys.stderr,
-        )
+        fix = "activate your environment, or run make install"
+        print(f"launch.py: requires Python 3.10 or later, this is {version}: {fix}", file=sys.stderr)
         return 3
     from recipes.core.launch import cli
 

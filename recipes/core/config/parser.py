@@ -157,18 +157,17 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
 def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[str, str]:
     """``words`` with every path made absolute against ``base``, so that a job finds it from any folder. Raises ConfigError."""
     paths = declare.declared(RunKeys, "path") | declare.declared(recipe_class, "path")
-
-    def full(name: str, value: str) -> str:
+    found = dict(words)
+    for name, value in words.items():
         is_path = (
             name in paths
             or (name == "resume" and value not in RESUME_WORDS)
             or (name == "network" and envfile.is_path(value))
         )
-        if not is_path or not value or value[0] == "$":  # a variable is resolved on the node
-            return value
-        found = os.path.realpath(base / Path(value).expanduser())  # Path.resolve() raises where links lead in a circle
-        if declare.CONTROL.search(found) or any("\ud800" <= c <= "\udfff" for c in found):
-            raise ConfigError(f"{name}={shown(value)}: {shown(found)} cannot be printed; rename the folder")
-        return found
-
-    return {name: full(name, value) for name, value in words.items()}
+        if is_path and value and value[0] != "$":  # a variable is resolved on the node
+            # Path.resolve() raises where links lead in a circle
+            path = os.path.realpath(base / Path(value).expanduser())
+            if declare.CONTROL.search(path) or any("\ud800" <= c <= "\udfff" for c in path):
+                raise ConfigError(f"{name}={shown(value)}: {shown(path)} cannot be printed; rename the folder")
+            found[name] = path
+    return found

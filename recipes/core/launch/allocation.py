@@ -9,16 +9,9 @@ from recipes.core.run import queue
 
 # Variables that users and sites set for sbatch, with the option of sbatch that each stands for ("" for none). Such a
 # variable takes precedence over a directive in a script.
-SET_FOR_SBATCH = {
-    "SLURM_CONF": "",
-    "SLURM_CLUSTERS": "clusters",
-    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
-    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
-    "SBATCH_MEM_PER_NODE": "mem",
-    **{
-        f"SBATCH_{name.upper()}": name
-        for name in ("account", "clusters", "constraint", "partition", "qos", "reservation")
-    },
+SET_FOR_SBATCH = {"SLURM_CONF": "", "SLURM_CLUSTERS": "clusters", "SBATCH_MEM_PER_NODE": "mem"} | {
+    f"SBATCH_{name.upper().replace('-', '_')}": name
+    for name in ("account", "clusters", "constraint", "mem-per-cpu", "mem-per-gpu", "partition", "qos", "reservation")
 }
 # Variables of an allocation or a launcher, which must not reach a job that is submitted in it.
 OF_LAUNCHERS = re.compile(

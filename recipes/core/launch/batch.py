@@ -134,7 +134,10 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         return srun_status
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
-    by_slurm = None if attempt.has_begun else _decided_by_slurm(environ)
+    by_slurm = None  # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
+    with contextlib.suppress(errors.MachineError):
+        if not attempt.has_begun and (found := queue.find(str(directory.job_id(environ)))):
+            by_slurm = found.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
     outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
     if outcome.state == "done":
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
@@ -151,14 +154,6 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
         say(f"{recipe}: {outcome.state}: {outcome.reason}{logs}")
     return outcome.exit_status
-
-
-def _decided_by_slurm(environ: Mapping[str, str]) -> Next | None:
-    """What Slurm does next, if it ends this job (cancelled, preempted, requeued, time limit); None if the job ends by itself."""
-    with contextlib.suppress(errors.MachineError):
-        if found := queue.find(str(directory.job_id(environ))):
-            return found.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
-    return None
 
 
 def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:

@@ -70,7 +70,7 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
                     timeout=timeout_s, preexec_fn=processes.die_with(os.getpid()),
                 ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise MachineError(f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine") from None
+            raise MachineError(f"{recipe}: did not reach its first step here within {timeout_s:g} s") from None
         written = files.read_json(found_file)
         records = [record for path in place.rglob("failed/rank*.json") if (record := files.read_json(path))]
         lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
@@ -156,10 +156,8 @@ def expected_start(job: Job) -> str:
 def _show_checkpoints(real: Path, place: Path) -> None:
     """Links the checkpoints of the real run into the temporary run directory, so that the recipe cannot change them."""
     place.mkdir(parents=True)
-    names = [*(path.name for path in real.glob("step-*.pt")), "latest", "best"]
-    for name in names:
-        if os.path.lexists(real / name):
-            (place / name).symlink_to(real / name)
+    for path in real.glob("[!.]*"):  # hidden folders hold checkpoints that are being written
+        (place / path.name).symlink_to(path)
     for name in ("config.yaml", "status.json"):  # the keys of the run, and whether it has finished
         with contextlib.suppress(OSError):
             shutil.copy(real.parent / name, place.parent)

@@ -139,8 +139,7 @@ def run_here(settings: Settings) -> int:
     if unused:
         print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
     words = settings.absolute(settings.typed, Path.cwd())
-    is_first = layout.node_rank == 0
-    run_dir = directory.choose(settings.run.run_dir, settings.recipe, None, ROOT) if is_first else None
+    run_dir = None if layout.node_rank else directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
     words |= {"run_dir": str(run_dir)} if run_dir else {}
