@@ -169,16 +169,6 @@ def test_a_failure_on_one_node_names_that_node(slurm: Cluster, repo: Path, tmp_p
     assert "Traceback" not in log.read_text()
 
 
-def test_wait_returns_the_status_of_a_failed_job(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    words = ["device=cpu", f"data_dir={tmp_path}/nothing", f"run_dir={tmp_path}/run", "wait=true"]
-    done = launch(slurm, repo, *words, timeout=90)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert re.search(r"^job \d+: failed: .*nothing.* lacks ", done.stderr, re.MULTILINE), done.stderr
-    # the log of rank 0 is shown: one line, which names what to type
-    assert f"python -m recipes.prepare mnist data_dir={tmp_path}/nothing" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 def test_wait_ends_if_the_dependency_can_never_be_met(slurm: Cluster, repo: Path) -> None:
     """Slurm does not remove such a job from the queue."""
     first = slurm.submit("--output=/dev/null", "--wrap=exit 1")

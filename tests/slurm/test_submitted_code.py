@@ -127,20 +127,3 @@ def test_a_utf8_folder_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -> N
     by_hand = (sys.executable, "-m", "recipes.toy", *KEYS, "run_dir=für")
     done = slurm.run(*by_hand, cwd=repo, env=posix, timeout=120)
     assert "is not UTF-8; write it in UTF-8, or set PYTHONUTF8=1" in done.stderr
-
-
-@pytest.mark.long
-def test_a_requeued_ready_script_keeps_the_code_of_its_first_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """The source is broken during the training. The requeued job resumes with the code of its first start."""
-    (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
-    log = tmp_path / "log"
-    keys = ("device=cpu", "cpu_threads=1", "epochs=100000", "log_every_steps=1", "run_dir=mine")
-    job = jobs.sbatch(slurm, repo, log, "--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh", *keys)
-    jobs.wait_for_training(slurm, job, repo / "mine")
-    break_all(repo)
-    slurm.run("scancel", "--signal=USR2", job)
-    jobs.wait_requeued(slurm, job, log, 60)
-    jobs.start_again(slurm, job)
-    jobs.wait_for_training(slurm, job, repo / "mine", attempt=1)
-    jobs.leave_no_job(slurm)
-    assert "edited after it was submitted" not in log.read_text()

@@ -45,19 +45,3 @@ def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
     assert table[0].split() == ["run", "state", "step", "lr", "val_loss", "loss", "samples_per_second", "note"]
     assert [line.split()[1] for line in table[1:]] == ["done", "failed", "done"]
     assert "the loss at step " in table[2]
-
-
-@pytest.mark.long
-def test_a_printed_sweep_script_with_its_own_run_dir(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    words = ("sweep.seed=1,2", "sweep.lr=0.1,0.2", f"run_dir={tmp_path}/sweep", "launcher=print")
-    done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, check=True)
-    (tmp_path / "job.sh").write_text(done.stdout)
-    job = slurm.submit(str(tmp_path / "job.sh"), cwd=repo, env=jobs.PYTHON)
-    assert slurm.wait_job(job, 240) == "COMPLETED"
-    for number, (seed, rate) in enumerate((("1", "0.1"), ("1", "0.2"), ("2", "0.1"), ("2", "0.2"))):
-        run_dir = tmp_path / "sweep" / str(number)
-        assert jobs.read(run_dir / "status.json")["state"] == "done"
-        lines = (run_dir / "config.yaml").read_text().splitlines()
-        assert {f"seed: {seed}", f"lr: {rate}"} <= set(lines)
-        log = repo / f"toy-{job}_{number}.out"
-        assert f"toy: done; run directory {run_dir}" in log.read_text().splitlines()

@@ -1,10 +1,26 @@
 """What the unit tests share."""
 
+from pathlib import Path
+
 import pytest
 
 from recipes.core.run import queue
+from tests import helpers
+from tests.helpers import ROOT
 
 
 @pytest.fixture(autouse=True)
 def _no_pause_between_calls_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "AGAIN_S", (0.0, 0.0))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of the profile of cluster=here, which the test writes, in a repository of its own."""
+    root = tmp_path / "repository"
+    (root / "env/clusters").mkdir(parents=True)
+    (root / "recipes").symlink_to(ROOT / "recipes")
+    for file in (ROOT / "env").glob("*.env"):
+        (root / "env" / file.name).symlink_to(file)
+    helpers.use_root(monkeypatch, root)
+    return root / "env/clusters/here.yaml"

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import helpers
 from tests.unit.launch.stand_ins import Bench, Stubs
 
 
@@ -14,10 +13,3 @@ def bench(tmp_path: Path) -> Bench:
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
     return Stubs(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def site(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path of the profile of cluster=here, which the test writes."""
-    helpers.use_root(monkeypatch, bench.root)
-    return bench.root / "env/clusters/here.yaml"

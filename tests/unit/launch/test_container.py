@@ -12,7 +12,6 @@ import pytest
 from recipes.core.errors import ConfigError
 from recipes.core.launch import batch, container
 from recipes.core.run import command_line
-from tests import helpers
 from tests.helpers import ROOT
 
 
@@ -126,22 +125,18 @@ def test_the_tmpdir_of_a_node_is_mounted_if_it_exists(tmp_path: Path) -> None:
         assert output == f"exec {mounted}--pwd /c x.sif python3\n"
 
 
-def test_precedence_of_the_container_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "env/clusters").mkdir(parents=True)
-    (tmp_path / "env/common.env").write_text("")
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (tmp_path / "env/clusters/site.yaml").write_text("container: docker://profile\ncontainer_mounts: /scratch\n")
-    helpers.use_root(monkeypatch, tmp_path)
+def test_precedence_of_the_container_keys(site: Path) -> None:
+    site.write_text("container: docker://profile\ncontainer_mounts: /scratch\n")
     around = {"RECIPES_CONTAINER": "docker://surroundings"}
     for words, environ, image in (
         ((), {}, "docker://profile"),
         ((), around, "docker://surroundings"),
         (("container=docker://typed",), around, "docker://typed"),
     ):
-        job = command_line.parse(["recipe=toy", "cluster=site", *words], environ=environ).job
+        job = command_line.parse(["recipe=toy", "cluster=here", *words], environ=environ).job
         assert (job.container, job.container_mounts) == (image, "/scratch")
         if not words:  # a batch script has no typed keys
-            in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "site"})
+            in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "here"})
             found = container.of_job(in_script, environ)
             assert found == container.Container(image, "apptainer", ("/scratch",))
 

@@ -189,18 +189,13 @@ def test_each_run_of_a_sweep_has_its_own_values() -> None:
     assert (outside.returncode, outside.stderr) == (2, "mnist: no run of this sweep has the number \n")
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The scripts of all jobs as files. The name of their repository needs quoting."""
-    paths = [tmp_path_factory.mktemp("scripts") / f"{i}.sh" for i in range(len(JOBS))]
-    for path, words in zip(paths, JOBS, strict=True):
-        path.write_text(scripts.sbatch_script(describe(*words, root=HOSTILE_ROOT)))
-    return paths
-
-
-def test_shellcheck_accepts_every_script(written: list[Path]) -> None:
+def test_shellcheck_accepts_every_script(tmp_path: Path) -> None:
+    """The name of the repository needs quoting."""
     assert READY
     helpers.need("" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck")
+    written = [tmp_path / f"{number}.sh" for number in range(len(JOBS))]
+    for path, words in zip(written, JOBS, strict=True):
+        path.write_text(scripts.sbatch_script(describe(*words, root=HOSTILE_ROOT)))
     ran = subprocess.run(
         ["shellcheck", "--severity=style", "--exclude=SC1091,SC2016,SC2154", *written, *READY, SHARED], capture_output=True, text=True, check=False
     )  # fmt: skip  # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted; SC2154: set in job.sh
