@@ -120,7 +120,7 @@ MUTATIONS = [
         "    not_checked = checks.find_data(settings, ROOT, Path.cwd())\n",
         '    not_checked = ""\n',
         "a job whose data is missing is submitted",
-        "tests/slurm/test_check_on_slurm.py::test_a_job_whose_data_is_missing_is_not_submitted",
+        "tests/unit/launch/test_cli.py::test_a_job_whose_data_is_missing_is_not_submitted",
     ),
     Mutation(
         "recipes/core/launch/container.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
@@ -41,52 +40,3 @@ def test_a_missing_module_command_is_reported_by_explain(slurm: Cluster, tmp_pat
     done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", "run", cwd=repo, env=jobs.PYTHON)
     assert "cluster=here: node" in done.stdout, done.stdout
     assert " has no command module" in done.stdout
-
-
-def test_a_job_whose_data_is_missing_is_not_submitted(slurm: Cluster, tmp_path: Path) -> None:
-    repo, before = jobs.copy_repository(tmp_path / "clone"), jobs.queue(slurm)
-    (tmp_path / "empty").mkdir()
-
-    def launch(*words: str, **environ: str) -> tuple[int, str]:
-        argv = (sys.executable, "launch.py", "device=cpu", "cpus_per_rank=1", *words)
-        done = slurm.run(*argv, cwd=repo, env=jobs.PYTHON | environ, timeout=120)
-        return done.returncode, done.stderr
-
-    for words, environ, named in (
-        (("recipe=mnist",), {}, f"data_dir='{repo}/data' lacks train-images-idx3-ubyte, "),
-        (
-            ("recipe=cifar",),
-            {"RECIPES_DATA": f"{tmp_path}/empty"},
-            f"data_dir='{tmp_path}/empty' lacks train-images-idx4-ubyte, ",
-        ),
-        (("recipe=imagenet", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' has neither train/<class>/*.JPEG"),
-    ):
-        status, stderr = launch(*words, **environ)
-        assert (status, len(stderr.splitlines())) == (2, 1), stderr
-        assert stderr.startswith(f"launch.py: {named}")
-        assert "python -m recipes.prepare " in stderr
-    assert jobs.queue(slurm) == before
-    for words, environ, named in (
-        ((f"data_dir={tmp_path}/node-local",), {}, f"data_dir={tmp_path}/node-local"),
-        ((), {"RECIPES_DATA": f"{tmp_path}/node-local"}, f"RECIPES_DATA={tmp_path}/node-local"),
-    ):
-        status, stderr = launch("recipe=imagenet", "extra=--begin=now+1hour", *words, **environ)
-        assert (status, len(stderr.splitlines())) == (0, 1), stderr
-        assert f"launch.py: {named} does not exist on this machine" in stderr
-    jobs.leave_no_job(slurm)
-
-
-def test_a_full_disk_for_the_job_files_is_reported_in_one_line(slurm: Cluster, tmp_path: Path) -> None:
-    repo = jobs.copy_repository(tmp_path / "clone")
-    before = jobs.queue(slurm)
-    with helpers.small_disk(repo / "runs/submitit", "64k") as folder:
-        folder.chmod(0o700)
-        (folder / "full").write_bytes(bytes(64 << 10))
-        launch = (sys.executable, "launch.py", "recipe=doctor", "device=cpu", "cpus_per_rank=1")
-        done = slurm.run(*launch, cwd=repo, env=jobs.PYTHON, timeout=120)
-        assert done.returncode == 3, done.stdout + done.stderr
-        assert done.stderr.startswith(f"launch.py: {folder}"), done.stderr
-        assert "No space left on device" in done.stderr
-        assert "free space" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-    assert jobs.queue(slurm) == before

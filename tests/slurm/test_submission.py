@@ -179,25 +179,6 @@ def test_wait_ends_if_the_dependency_can_never_be_met(slurm: Cluster, repo: Path
     assert re.fullmatch(line, done.stderr.strip()), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("partition=nowhere",), "invalid partition"),
-        (("partition=short", "time=11"), "time limit"),
-        (("gpus_per_node=64", "cpus_per_rank=1"), "node configuration is not available"),
-    ],
-)
-def test_an_impossible_job_is_refused_with_slurms_reason(
-    slurm: Cluster, repo: Path, words: tuple[str, ...], reason: str
-) -> None:
-    done = launch(slurm, repo, "dataset=digits", *words)
-    assert done.returncode == 3
-    assert reason in done.stderr.lower()
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("launch.py: Slurm refuses this job: ")
-    assert not slurm.run("squeue", "-h", "-t", "pending,running", "-o", "%i").stdout
-
-
 @pytest.fixture(scope="module")
 def image_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """cifar10/, packed, and train/ and val/ of files: two classes, 13 images to evaluate, which no number of ranks divides."""

@@ -61,6 +61,29 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert "job 7 continues; cancel it with: scancel 7" in capsys.readouterr().err
 
 
+def test_a_job_whose_data_is_missing_is_not_submitted(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stubs.add("sbatch", "echo Submitted batch job 7")
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    for folder in ("empty", "runs"):
+        (tmp_path / folder).mkdir()
+    empty, elsewhere = f"{tmp_path}/empty", f"{tmp_path}/elsewhere"
+    for data, words, named in (
+        ("", ["recipe=mnist"], f"data_dir='{tmp_path}/data' lacks train-images-idx3-ubyte, "),
+        (empty, ["recipe=cifar"], f"data_dir='{empty}' lacks train-images-idx4-ubyte, "),
+        ("", ["recipe=imagenet", f"data_dir={empty}"], f"data_dir='{empty}' has neither train/<class>/*.JPEG"),
+    ):
+        monkeypatch.setenv("RECIPES_DATA", data)
+        assert launch.main(words) == errors.EXIT_CONFIG
+        assert capsys.readouterr().err.startswith(f"launch.py: {named}")
+    assert stubs.calls("sbatch") == []
+    for data, words, named in (("", [f"data_dir={elsewhere}"], "data_dir"), (elsewhere, [], "RECIPES_DATA")):
+        monkeypatch.setenv("RECIPES_DATA", data)
+        assert launch.main(["recipe=imagenet", "snapshot=false", *words]) == 0
+        assert f"launch.py: {named}={elsewhere} does not exist on this machine" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("failing", "error", "status"),
     [

@@ -66,6 +66,17 @@ def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(tmp_pat
         submit.submit(describe(root=tmp_path), sys.executable, "")
 
 
+def test_a_full_disk_for_the_job_files_is_reported(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(
+        files, "write_bytes", lambda path, content: os.write(os.open("/dev/full", os.O_WRONLY), content)
+    )
+    with pytest.raises(MachineError, match=r"runs/submitit: cannot be written \(No space left on device\): free space"):
+        submit.submit(describe(root=tmp_path), sys.executable, "")
+
+
 def test_a_refusal_of_sbatch_is_reported_in_one_line(
     tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
 ) -> None:
