@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe cifar on 1 node with 8 GPUs. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/cifar_1x8.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.cifar --help
+# Recipe cifar on 1 node with 8 GPUs; keys: python -m recipes.cifar --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/cifar_1x8.sh [key=value ...]
 #SBATCH --job-name=cifar
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe cifar on 2 nodes with 8 GPUs each. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/cifar_2x8.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.cifar --help
+# Recipe cifar on 2 nodes with 8 GPUs each; keys: python -m recipes.cifar --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/cifar_2x8.sh [key=value ...]
 #SBATCH --job-name=cifar
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe finetune on one node with 4 GPUs. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/finetune_1x4.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.finetune --help
+# Recipe finetune on one node with 4 GPUs; keys: python -m recipes.finetune --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/finetune_1x4.sh [key=value ...]
 #SBATCH --job-name=finetune
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=4

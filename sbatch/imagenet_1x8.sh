@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe imagenet on 1 node with 8 GPUs. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/imagenet_1x8.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.imagenet --help
+# Recipe imagenet on 1 node with 8 GPUs; keys: python -m recipes.imagenet --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/imagenet_1x8.sh [key=value ...]
 #SBATCH --job-name=imagenet
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

@@ -1,8 +1,7 @@
 #!/bin/bash
-# Recipe imagenet on 8 nodes with 8 GPUs each. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/imagenet_8x8.sh [key=value ...]
+# Recipe imagenet on 8 nodes with 8 GPUs each; keys: python -m recipes.imagenet --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/imagenet_8x8.sh [key=value ...]
 # Add variant=large: by default, each of the 64 GPUs has only 16 images of a step.
-# sbatch options take precedence over the directives below. Keys: python -m recipes.imagenet --help
 #SBATCH --job-name=imagenet
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8

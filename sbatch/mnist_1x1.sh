@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe mnist on 1 node with 1 GPU. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/mnist_1x1.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.mnist --help
+# Recipe mnist on 1 node with 1 GPU; keys: python -m recipes.mnist --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/mnist_1x1.sh [key=value ...]
 #SBATCH --job-name=mnist
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

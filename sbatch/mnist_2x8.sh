@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe mnist on 2 nodes with 8 GPUs each. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/mnist_2x8.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.mnist --help
+# Recipe mnist on 2 nodes with 8 GPUs each; keys: python -m recipes.mnist --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/mnist_2x8.sh [key=value ...]
 #SBATCH --job-name=mnist
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

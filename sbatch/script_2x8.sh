@@ -1,7 +1,6 @@
 #!/bin/bash
-# A program of your own on 2 nodes with 8 GPUs each. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/script_2x8.sh script=FILE [key=value ...] [-- argument ...]
-# sbatch options take precedence over the directives below. Keys: docs/your-script.md
+# A program of your own on 2 nodes with 8 GPUs each; keys: docs/your-script.md. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/script_2x8.sh script=FILE [key=value ...] [-- argument ...]
 #SBATCH --job-name=script
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
