@@ -99,12 +99,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "schedule": "step", "nesterov": False, "decay_norms": True, "label_smoothing": 0.0, "zero_init_residual": False,
         "warmup_epochs": 0, "global_batch_size": 256,
     },
-    "fast": {
-        "epochs": 16, "small_px": 128, "px": 192, "lr": 0.2, "warmup_epochs": 2, "ema": 0.999, "decoder": "opencv",
-    },
-    "large": {
-        "global_batch_size": 8192, "optimizer": "lars", "lr": 10.0, "lr_batch_size": 0, "weight_decay": 5e-5,
-    },
+    "fast": {"epochs": 16, "small_px": 128, "px": 192, "lr": 0.2, "warmup_epochs": 2, "ema": 0.999, "decoder": "opencv"},
+    "large": {"global_batch_size": 8192, "optimizer": "lars", "lr": 10.0, "lr_batch_size": 0, "weight_decay": 5e-5},
     "dev": {
         "dataset": "fake", "arch": "resnet18", "epochs": 1, "max_steps": 20, "global_batch_size": 32, "px": 64, "val_px": 64,
         "val_resize": 64, "warmup_epochs": 0, "log_every_steps": 5,

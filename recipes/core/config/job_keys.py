@@ -25,15 +25,11 @@ DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|af
 class JobKeys:
     """What a job requests from Slurm, or from this machine. Only launch.py has these keys."""
 
-    recipe: str = key(
-        "", "recipe to run: NAME of a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name"
-    )
+    recipe: str = key("", "recipe to run, a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name")
     launcher: Launcher = key(
         Launcher.slurm, "slurm: submit; local: start the ranks on this machine; print: print the sbatch script"
     )
-    nodes: int | None = key(
-        None, "number of nodes; default: 1; with gpus=, Slurm chooses", low=1, high=65536, sbatch="--nodes"
-    )
+    nodes: int | None = key(None, "number of nodes; default: 1; with gpus=, any", low=1, high=65536, sbatch="--nodes")
     gpus_per_node: int | None = key(
         None, "GPUs per node, one rank per GPU; default: that of the profile, else 1", low=0, high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
@@ -103,18 +99,13 @@ class JobKeys:
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
         sbatch="export RECIPES_CONTAINER_MOUNTS",
     )  # fmt: skip
-    snapshot: bool = key(
-        True,
-        "copy the code at submission, and run the copy; false: run the files that the repository has at the job's start",
-    )
+    snapshot: bool = key(True, "run a copy of the code as submitted; false: run the repository's own files")
     parallel: int = key(
         0, "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
         low=0, high=100000, sbatch="--array=…%N",
     )  # fmt: skip
     doctor: bool = key(False, "examine the nodes first; if some are bad, requeue the job without them")
-    max_resubmits: int = key(
-        2, "maximum number of times that doctor=true requeues a job without bad nodes", low=0, high=100
-    )
+    max_resubmits: int = key(2, "maximum number of requeues without bad nodes, by doctor=true", low=0, high=100)
     forget: str = key(
         "", "node that the doctor found bad within a day and that jobs may use again; all: every node",
         pattern=NAME, form="the name of a node, or all",
