@@ -48,11 +48,7 @@ def absolute_image(image: str, base: Path) -> str:
 
 
 def step(
-    container: Container,
-    code: Path,
-    bound: Sequence[str],
-    variables: Mapping[str, str],
-    environ: Mapping[str, str],
+    container: Container, code: Path, bound: Sequence[str], variables: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """The options of srun, and the command before a rank's Python arguments.
 

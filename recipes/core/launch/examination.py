@@ -21,14 +21,8 @@ JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
 # Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they are in no script.
-OPTIONS = {
-    "partition": "Partition",
-    "account": "Account",
-    "qos": "QOS",
-    "reservation": "Reservation",
-    "constraint": "Features",
-    "time": "TimeLimit",
-    "nodes": "NumNodes",
+OPTIONS = {"qos": "QOS", "constraint": "Features", "time": "TimeLimit", "nodes": "NumNodes"} | {
+    name: name.capitalize() for name in ("partition", "account", "reservation")
 }
 COUNT = "doctor/requeues.json"  # in the run directory: how often the job was requeued without bad nodes
 

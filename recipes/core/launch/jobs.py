@@ -106,6 +106,13 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
+    variables = {  # set even without a container, since the site's profile may name one
+        "RECIPES_CONTAINER": container.absolute_image(job.container, base),
+        "RECIPES_CONTAINER_RUNTIME": job.container_runtime.name,
+        "RECIPES_CONTAINER_MOUNTS": job.container_mounts,
+    }
+    variables |= {"RECIPES_CLUSTER": job.cluster} if job.cluster else {}
+    variables |= {} if job.snapshot else {"RECIPES_SNAPSHOT": "false"}
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
@@ -118,20 +125,9 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         directives=tuple(_directives(job, profile).items()),
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
-        variables=_variables(job, base),
+        variables=variables,
         gpus_by=gpus_by,
     )
-
-
-def _variables(job: JobKeys, base: Path) -> dict[str, str]:
-    """The variables with which the script tells sbatch/job.sh the site, the container, and whether to take a snapshot."""
-    site = {"RECIPES_CLUSTER": job.cluster} if job.cluster else {}
-    in_image = {  # set even without a container, since the site's profile may name one
-        "RECIPES_CONTAINER": container.absolute_image(job.container, base),
-        "RECIPES_CONTAINER_RUNTIME": job.container_runtime.name,
-        "RECIPES_CONTAINER_MOUNTS": job.container_mounts,
-    }
-    return {**site, **in_image, **({} if job.snapshot else {"RECIPES_SNAPSHOT": "false"})}
 
 
 def _check_keys(settings: Settings, gpus_by: str) -> None:

@@ -38,15 +38,6 @@ def directives(job: Job) -> dict[str, str]:
     }
 
 
-def _element(job: Job) -> list[str]:
-    """Lines of bash that append the arguments of this array element to the shell's arguments; [] without an array."""
-    if not job.elements:
-        return []
-    lines = [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
-    last = f'    *) echo "{job.recipe}: no run of this sweep has the number ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
-    return ["case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
-
-
 def sbatch_script(job: Job) -> str:
     """The sbatch script of ``job``, as launcher=print shows it. sbatch/job.sh has what all scripts share."""
     of_sbatch = {**directives(job), "chdir": str(job.root)}
@@ -59,7 +50,12 @@ def sbatch_script(job: Job) -> str:
     lines += [f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"]
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
-    lines += [*_element(job), f'begin {job.recipe} "$@"']
+    if job.elements:  # the arguments of this element of the array
+        lines += ["case ${SLURM_ARRAY_TASK_ID:-} in"]
+        lines += [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
+        lines += [f'    *) echo "{job.recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;']
+        lines += ["esac"]
+    lines += [f'begin {job.recipe} "$@"']
     if job.keys.doctor:
         lines += [f"examine {job.recipe} {job.keys.max_resubmits}"]
     # If each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.

@@ -14,7 +14,7 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recipes.core import files
 from recipes.core.errors import MachineError
@@ -48,6 +48,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     mark = f"recipes-{secrets.token_hex(8)}"
     directives = (("comment", mark), *job.directives)  # a comment that was given replaces it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)
+    elements = job.elements or ((),)
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
     clean = allocation.clean_environment(os.environ, scripts.directives(job))
     for name in os.environ.keys() - clean.keys():  # submitit starts sbatch with the environment of this process
@@ -56,9 +57,8 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
         # submitit prints the errors that it raises.
         try:
             files.write_bytes(path, script)
-            count = len(job.elements) or 1
             executor = _executor(job, python)
-            programs, their_words = ["/bin/bash"] * count, [["bash", str(path)]] * count
+            programs, their_words = ["/bin/bash"] * len(elements), [["bash", str(path)]] * len(elements)
             try:
                 accepted = executor.map_array(os.execvp, programs, their_words)
             except failed:
@@ -72,7 +72,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
         except OSError as error:
             raise MachineError(f"{folder}: cannot be written ({error.strerror}): free space there") from None
     runs = []
-    for number, (words, one) in enumerate(zip(job.elements or ((),), accepted, strict=True)):
+    for number, (words, one) in enumerate(zip(elements, accepted, strict=True)):
         of_run = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
         runs.append(_describe(job, words, one, of_run, script))
     return runs
@@ -115,12 +115,10 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
     return executor
 
 
-def _describe(
-    job: Job, words: tuple[str, ...], accepted: "submitit.Job[object]", run_dir: str, script: bytes
-) -> Submitted:
+def _describe(job: Job, words: tuple[str, ...], accepted: Any, run_dir: str, script: bytes) -> Submitted:
     """Records ``script`` and the description of a job, or of one element of an array, in its run directory.
 
-    words: the arguments of this element. run_dir: the given run directory; "" for the default.
+    words: the arguments of this element. accepted: submitit's job. run_dir: the given run directory; "" for the default.
     """
     job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)

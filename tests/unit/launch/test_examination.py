@@ -75,7 +75,7 @@ def test_a_job_is_requeued_without_the_bad_nodes(
     assert line in capfd.readouterr().err
     assert line in helpers.failure(script_job.run_dir, 0)["error"]
     assert set(bad_nodes.known(stubs.folder, "c")) == {"n2", "n3"}
-    options = ["--partition=gpu", "--qos=high", "--reservation=r1", "--constraint=a100", "--time=00:07:00", "--nodes=2"]
+    options = ["--qos=high", "--constraint=a100", "--time=00:07:00", "--nodes=2", "--partition=gpu", "--reservation=r1"]
     assert stubs.calls("sbatch") == [["--test-only", *options, "--exclude=n1,n2,n3"]]
     assert (stubs.folder / "asked").read_text() == "#SBATCH --nodes=2\n#SBATCH --requeue\n"
     assert "SLURM_NTASKS" not in (stubs.folder / "sbatch.env").read_text()

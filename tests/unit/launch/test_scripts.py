@@ -12,16 +12,7 @@ from recipes.core import errors
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.launch import scripts, submit
 from tests import helpers
-from tests.unit.launch.stand_ins import (
-    HOSTILE,
-    HOSTILE_ROOT,
-    MODULE,
-    READY,
-    SHARED,
-    Bench,
-    describe,
-    directives,
-)
+from tests.unit.launch.stand_ins import HOSTILE, HOSTILE_ROOT, MODULE, READY, SHARED, Bench, describe, directives
 
 JOBS: tuple[tuple[str, ...], ...] = (
     ("nodes=2", "gpus_per_node=8"),
@@ -32,7 +23,6 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("constraint=[a|b]&c*2", "exclude=node[1-3],x7", "extra=--mem=0 --exclusive --comment=$(x);y&z", "mail=me"),
     ("data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE),),
 )
-
 
 FINISHED = r"""#!/bin/bash
 # Made by launch.py. Options of sbatch before the script's name override these.
@@ -130,8 +120,6 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         (("name=a.job@x:y=z", "cpus_per_rank=6"), {"--job-name": "a.job@x:y=z", "--cpus-per-task": "6"}),
         (("sweep.lr=0.1,0.2,0.4", "parallel=2"), {"--array": "0-2%2"}),
 )  # fmt: skip
-
-
 # Keys that are not an option of sbatch, with a line of the script; "" for keys that do not concern the job.
 IN_SCRIPT = {
     "cluster=example": "export RECIPES_CLUSTER=example",
@@ -186,7 +174,7 @@ def test_each_run_of_a_sweep_has_its_own_values() -> None:
     outside = subprocess.run(
         ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
     )
-    assert (outside.returncode, outside.stderr) == (2, "mnist: no run of this sweep has the number \n")
+    assert (outside.returncode, outside.stderr) == (2, "mnist: this sweep has no run \n")
 
 
 def test_shellcheck_accepts_every_script(tmp_path: Path) -> None:
