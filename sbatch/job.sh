@@ -76,14 +76,14 @@ begin() {
         code=$(readlink -f "$code")
         require_own "$code" "$repository"
         [ -f "$code/sbatch/job.sh" ] || stop "$code was removed in part: submit the job again with the same run_dir=" 3
-    fi
-    if [ -d "$code" ] && [ ! "${BASH_SOURCE[0]}" -ef "$code/sbatch/job.sh" ]; then
-        . "$code/sbatch/job.sh" || exit
-        begin "$recipe" "$@"
-        return
+        if [ ! "${BASH_SOURCE[0]}" -ef "$code/sbatch/job.sh" ]; then
+            . "$code/sbatch/job.sh" || exit
+            begin "$recipe" "$@"
+            return
+        fi
+        cd "$code" || exit
     fi
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || printf '\f\n' # separates the starts of a job in its log
-    [ ! -d "$code" ] || cd "$code" || exit
     [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
     unset RECIPES_CODE
     words=()
