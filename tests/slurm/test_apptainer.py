@@ -97,12 +97,7 @@ def inside(slurm: Cluster, job: str) -> dict[int, tuple[str, Path, Path, dict[st
         pairs = (seen / "environ").read_bytes().decode().split("\0")
         environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         if "APPTAINER_CONTAINER" in environ:
-            found[int(environ["SLURM_PROCID"])] = (
-                process.node,
-                seen / "root",
-                seen / "cwd",
-                environ,
-            )
+            found[int(environ["SLURM_PROCID"])] = (process.node, seen / "root", seen / "cwd", environ)
     return found
 
 

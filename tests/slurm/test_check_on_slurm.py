@@ -28,15 +28,3 @@ def test_check_asks_the_controller_and_submits_no_job(slurm: Cluster, tmp_path: 
     assert "nvalid partition" in done.stderr
     assert jobs.queue(slurm) == before
     assert list((repo / "runs").iterdir()) == []
-
-
-def test_a_missing_module_command_is_reported_by_explain(slurm: Cluster, tmp_path: Path) -> None:
-    """The batch script ends before it starts Python."""
-    repo = jobs.copy_repository(tmp_path / "clone")
-    (repo / "env/clusters/here.yaml").write_text("modules:\n  - gcc/12\n")
-    words = ("recipe=doctor", "device=cpu", "cpus_per_rank=1", "cluster=here", "run_dir=run")
-    done = slurm.run(sys.executable, "launch.py", *words, "wait=true", cwd=repo, env=jobs.PYTHON, timeout=120)
-    assert done.returncode != 0
-    done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", "run", cwd=repo, env=jobs.PYTHON)
-    assert "cluster=here: node" in done.stdout, done.stdout
-    assert " has no command module" in done.stdout

@@ -66,14 +66,6 @@ def test_a_job_is_requeued_without_the_bad_node(slurm: Cluster, repo: Path, bad_
     assert "BAD   node1: /dev/shm has 33.6 MB free" in log.read_text()
     assert jobs.read(repo / "runs/mnist" / job / "summary.json")["steps"] == 5
     assert slurm.wait_job(second) == "COMPLETED"
-    for words, excluded in (((), bad_node), (("nodes=2", f"forget={bad_node}"), "(null)"), ((), "(null)")):
-        command = (sys.executable, "launch.py", *KEYS[:-1], *words)
-        done = slurm.run(*command, cwd=repo, env=jobs.PYTHON)
-        named = re.search(r"^nodes:  without node1 \(.*\), found bad by the doctor; forget=", done.stdout, re.MULTILINE)
-        assert bool(named) == (excluded == bad_node), done.stdout + done.stderr
-        found = re.search(r"^job (\d+): submitted$", done.stdout, re.MULTILINE)
-        assert found
-        assert slurm.jobs(found[1])[0]["ExcNodeList"] == excluded
 
 
 def test_a_task_of_an_array_with_a_printed_script(slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path) -> None:
@@ -97,19 +89,3 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(slurm: Cluster, repo:
     assert reported, done.stdout + done.stderr
     assert judge.why_not_begun(repo / "runs/mnist" / job) == reported[1]
     assert "Traceback" not in done.stdout + done.stderr
-
-
-def test_a_finding_that_exclusion_does_not_fix_requeues_nothing(slurm: Cluster, repo: Path) -> None:
-    done = slurm.run(
-        sys.executable,
-        "launch.py",
-        *KEYS,
-        "wait=true",
-        cwd=repo,
-        env={**jobs.PYTHON, "NCCL_NET": ""},
-        timeout=120,
-    )
-    jobs.leave_no_job(slurm)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "BAD   node1: NCCL_NET: " in done.stdout
-    assert "mnist: not healthy, but excluding nodes would not fix it" in done.stdout

@@ -6,7 +6,6 @@ Jobs run in a copy of the repository, so that nothing of theirs stays in runs/. 
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.slurm.jobs import (
     TWO_BY_ONE,
     TWO_BY_TWO,
     ended,
-    launch,
     log_lines,
     read,
     sbatch,
@@ -57,26 +55,6 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _no_job_left(slurm: Cluster) -> Iterator[None]:
     yield
     jobs.leave_no_job(slurm)
-
-
-def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_not_submitted_twice(
-    slurm: Cluster, repo: Path, tmp_path: Path
-) -> None:
-    """sbatch gives up where the controller's answer is lost."""
-    lost = f"""#!/bin/bash
-        answer=$({shutil.which("sbatch")} "$@") || exit
-        [ ! -e {tmp_path}/lost ] || exec echo "$answer"
-        touch {tmp_path}/lost
-        echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1"""
-    (tmp_path / "sbatch").write_text(lost)
-    (tmp_path / "sbatch").chmod(0o755)
-    before = jobs.queue(slurm)
-    environ = {**jobs.PYTHON, "PATH": f"{tmp_path}:{jobs.PYTHON['PATH']}"}
-    words = ("recipe=mnist", "nodes=1", "ranks_per_node=1", "max_steps=2", "wait=true", *MINI)
-    done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=environ, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    states = sorted(slurm.jobs(job)[0]["JobState"] for job in jobs.queue(slurm) - before)
-    assert states == ["CANCELLED", "COMPLETED"]
 
 
 # --- runs that succeed -----------------------------------------------------------------------------------------------
@@ -160,16 +138,6 @@ def test_a_failure_on_one_node_names_that_node(slurm: Cluster, repo: Path, tmp_p
     assert log_lines(log)[-1].startswith("mnist: failed: rank 1 on node2 failed first: "), log.read_text()
     assert f"python -m recipes.prepare mnist data_dir={data_dir}" in log_lines(log)[-1]
     assert "Traceback" not in log.read_text()
-
-
-def test_wait_ends_if_the_dependency_can_never_be_met(slurm: Cluster, repo: Path) -> None:
-    """Slurm does not remove such a job from the queue."""
-    first = slurm.submit("--output=/dev/null", "--wrap=exit 1")
-    assert slurm.wait_job(first) == "FAILED"
-    done = launch(slurm, repo, *MINI, f"dependency=afterok:{first}", "wait=true", timeout=30)
-    assert done.returncode == 3, done.stderr
-    line = rf"job (\d+) never starts: its dependency afterok:{first}\(failed\) cannot be met; remove it: scancel \1"
-    assert re.fullmatch(line, done.stderr.strip()), done.stderr
 
 
 @pytest.fixture(scope="module")

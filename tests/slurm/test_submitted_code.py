@@ -64,29 +64,16 @@ def test_a_job_runs_the_code_of_its_submission_although_the_source_is_edited(
     elsewhere.mkdir()
     inner = f"{sys.executable} ../clone/launch.py recipe=toy nodes=2 {' '.join(KEYS)} run_dir=mine"
     # Holds both nodes while it submits, so that the new job waits until its source is broken.
-    argv = [
-        "salloc",
-        "--nodes=2",
-        "--exclusive",
-        "sh",
-        "-c",
-        f"{inner} && touch submitted && while [ -e submitted ]; do sleep 0.1; done",
-    ]
-    outer = subprocess.Popen(
-        argv,
-        cwd=elsewhere,
-        env=os.environ | PYTHON | slurm.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    hold = f"{inner} && touch submitted && while [ -e submitted ]; do sleep 0.1; done"
+    argv = ["salloc", "--nodes=2", "--exclusive", "sh", "-c", hold]
+    outer = helpers.start(argv, cwd=elsewhere, environ=os.environ | PYTHON | slurm.env)
     try:
         helpers.wait_until(lambda: (elsewhere / "submitted").exists() or outer.poll() is not None, 60, "the submission")
         break_all(repo)
         assert git(repo, "status", "--porcelain")
     finally:
         (elsewhere / "submitted").unlink(missing_ok=True)
-        said, _ = outer.communicate(timeout=60)
+        said = helpers.finish(outer, 60).out
     found = re.search(r"^job (\d+): ", said, re.MULTILINE)
     assert found, said
     assert slurm.wait_job(found[1], 120) == "COMPLETED", said
@@ -109,21 +96,3 @@ def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, 
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("ready", "launched", "here"):
         assert jobs.read(repo / name / "status.json")["state"] == "done"
-
-
-@pytest.mark.long
-def test_a_utf8_folder_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -> None:
-    repo, log = jobs.copy_repository(tmp_path / "Übung" / "clone"), tmp_path / "log"
-    posix = {**PYTHON, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
-    options = ("--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh")
-    job = jobs.sbatch(slurm, repo, log, *options, *KEYS, "run_dir=für", env=posix)
-    argv = (sys.executable, "launch.py", "recipe=toy", "cpus_per_rank=1", *KEYS, "wait=true", "run_dir=über")
-    done = slurm.run(*argv, cwd=repo, env=posix, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"completed; run directory {repo}/über" in done.stdout
-    assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
-    assert log.read_text(encoding="utf-8").splitlines()[-1] == f"toy: done; run directory {repo}/für"
-    by_hand = (sys.executable, "-m", "recipes.toy", *KEYS, "run_dir=für")
-    done = slurm.run(*by_hand, cwd=repo, env=posix, timeout=120)
-    assert "is not UTF-8; write it in UTF-8, or set PYTHONUTF8=1" in done.stderr

@@ -62,6 +62,8 @@ JOB: tuple[str, ...] = (
     "extra=-p gpu", "extra=--mem=1 2", "extra=--nodes=2", "extra=--outp=x",
     "extra=--requeue", "extra=--signal=USR1@9", "extra=--wait", "extra=--parsable", "extra=--array=1-2",
     "cluster=../x", "gpus=8;2", "gpus=\u0663", "node_rank=-1", "master=hostA", "master=h:1:2", "config=newline.yaml",
+    "container=/nosuch/torch.sif", "container=nosuch.sqsh", "container=./nosuch", "container=a b", "container=$(x)",
+    "container_runtime=docker", "container_mounts=/a:/b:/c:/d", "container_mounts=/a,,/b", "container_mounts=/a b",
 )  # fmt: skip
 
 SUBMITTED: tuple[tuple[str, ...], ...] = (

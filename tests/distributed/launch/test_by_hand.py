@@ -47,22 +47,17 @@ def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, st
     assert helpers.read(run_dir, "status")["state"] == "done"
 
 
-def test_uneven_machines_may_start_in_any_order(machines: tuple[str, str], tmp_path: Path) -> None:
-    layout = ("gpus=2,1", "master=10.83.0.1:29411")
-    second = start(machines[1], 1, *layout, "run_dir=run", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("ranks", "host"), [((2, 1), "10.83.0.1"), pytest.param((1, 1), "[fd83::1]", marks=pytest.mark.long)]
+)
+def test_uneven_machines_may_start_in_any_order(
+    machines: tuple[str, str], tmp_path: Path, ranks: tuple[int, int], host: str
+) -> None:
+    layout = (f"gpus={ranks[0]},{ranks[1]}", f"master={host}:29411", "run_dir=run")
+    second = start(machines[1], 1, *layout, cwd=tmp_path)
     helpers.wait_until(lambda: helpers.children(second.pid), 20, "the rank of the second machine")
-    first = start(machines[0], 0, *layout, "run_dir=run", cwd=tmp_path)
-    ended = (helpers.finish(first), helpers.finish(second))
-    check_run(tmp_path / "run", ended, machines, (2, 1))
-
-
-@pytest.mark.long
-def test_two_machines_over_ipv6(machines: tuple[str, str], tmp_path: Path) -> None:
-    layout = ("gpus=1,1", "master=[fd83::1]:29412")
-    first = start(machines[0], 0, *layout, "run_dir=run", cwd=tmp_path)
-    second = start(machines[1], 1, *layout, "run_dir=run", cwd=tmp_path)
-    ended = (helpers.finish(first), helpers.finish(second))
-    check_run(tmp_path / "run", ended, machines, (1, 1))
+    first = start(machines[0], 0, *layout, cwd=tmp_path)
+    check_run(tmp_path / "run", (helpers.finish(first), helpers.finish(second)), machines, ranks)
 
 
 @pytest.mark.long

@@ -95,35 +95,12 @@ def test_a_recipe_without_checkpoints(tmp_path: Path) -> None:
 # --- errors
 
 
-def test_missing_data_is_reported(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    ended = check("recipe=mnist", *HERE, f"data_dir={data}", f"run_dir={tmp_path}/run")
-    assert ended.status == 2, ended.out
-    said = parts(ended)
-    assert said["recipe"].startswith("failed: mnist: ")
-    assert str(data) in said["recipe"]
-    assert "python -m recipes.prepare mnist" in said["recipe"]
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_batch_too_small_for_the_jobs_ranks_is_reported(tmp_path: Path) -> None:
     """The dry run itself has one rank."""
     words = ("recipe=cifar", "dataset=fake", "ranks_per_node=300", "global_batch_size=256")
     ended = check(*words, *HERE, f"run_dir={tmp_path}/run")
     assert ended.status == 2, ended.out
     assert "leaves some of 300 ranks without any" in parts(ended)["recipe"]
-
-
-@pytest.mark.long
-def test_an_evaluation_requires_a_checkpoint(trained: Path, tmp_path: Path) -> None:
-    ended = check(*DIGITS, f"run_dir={tmp_path}/run", "evaluate=true")
-    assert ended.status == 2, ended.out
-    assert f"evaluate=true: {tmp_path}/run has no checkpoint" in parts(ended)["recipe"]
-    said = parts(ended := check(*DIGITS, f"run_dir={trained}", "evaluate=true"))
-    assert ended.status == 0, ended.out
-    assert said["recipe"].endswith(" parameters, evaluates step 3")
-    assert " checkpoints " not in said["disk"]
 
 
 @pytest.mark.long

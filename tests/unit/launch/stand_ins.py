@@ -15,14 +15,8 @@ from recipes.core.run import command_line
 from tests.helpers import ROOT
 
 SHARED = ROOT / "sbatch/job.sh"
-
-
 READY = sorted(set((ROOT / "sbatch").glob("*.sh")) - {SHARED})
-
-
 HOSTILE_ROOT = Path('/srv/it\'s a "repo"; $(touch canary) `touch canary` $HOME & <x> #y')
-
-
 HOSTILE = (
     "data_dir=/$(touch canary)", "data_dir=/`touch canary`", "data_dir=/a b", "data_dir=/it's", 'data_dir=/"x"', "data_dir=/;touch canary",
     "data_dir=/a&b|c>d<e", "data_dir=/*?[a]{b,c}", "data_dir=/~", "data_dir=/\\\\n", "data_dir=/é ü 中", "data_dir=/!!", "data_dir=/#x",

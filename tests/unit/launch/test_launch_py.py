@@ -78,6 +78,11 @@ def test_a_python_with_all_packages_comes_before_dot_venv(bench: Bench, environ:
     assert stdout.startswith(first), stderr
 
 
+def test_launch_py_reads_utf8_in_every_locale(bench: Bench) -> None:
+    posix = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", **ENOUGH}
+    assert "\nset -- 'run_dir=/über' \"$@\"\n" in launch_py(bench, "launcher=print", "run_dir=/über", **posix)[1]
+
+
 def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
     (bench.root / "env/clusters/here.yaml").write_text(f"environment: {bench.folder}/envs\n")
     missing = f"there is no {bench.folder}/envs/bin/python on "

@@ -89,6 +89,17 @@ def test_a_refusal_of_sbatch_is_reported_in_one_line(
     assert capsys.readouterr().err == ""
 
 
+def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_cancelled(tmp_path: Path, stubs: Stubs) -> None:
+    """sbatch gives up where the controller's answer is lost."""
+    (tmp_path / "runs").mkdir()
+    note = "grep --only-matching --max-count=1 'recipes-[0-9a-f]*' \"$1\" > $NOTES/mark"
+    stubs.add("sbatch", f"[ -e $NOTES/mark ] && exec echo Submitted batch job 8; {note}; exit 1")
+    stubs.add("squeue", 'echo "6 other"; echo "7 $(cat $NOTES/mark)"')
+    stubs.add("scancel", "")
+    [submitted] = submit.submit(describe(root=tmp_path), sys.executable, "")
+    assert (submitted.job_id, stubs.calls("scancel"), len(stubs.calls("sbatch"))) == ("8", [["7"]], 2)
+
+
 def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: Stubs) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo Submitted batch job 7")

@@ -40,6 +40,17 @@ def test_waiting_returns_the_jobs_exit_status(
     assert (output.out.count("rank 0's words"), output.err.count("Slurm is asked again")) == (1, 1)
 
 
+def test_a_job_whose_dependency_cannot_be_met_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm does not remove such a job from the queue."""
+    job = queue.Job("7", "PENDING", "DependencyNeverSatisfied", 0, 0, {"Dependency": "afterok:6(failed)"})
+    monkeypatch.setattr(queue, "find", lambda job_id: job)
+    assert waiting.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
+    line = "job 7 never starts: its dependency afterok:6(failed) cannot be met; remove it: scancel 7\n"
+    assert capsys.readouterr().err == line
+
+
 def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatch) -> None:
     one = submit.Submitted("7", Path("/r"), Path("/l"))
     for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
