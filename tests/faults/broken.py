@@ -3,7 +3,7 @@
     FAULT=fail FAULT_RANK=1 FAULT_AT=4 python launch.py recipe=broken launcher=local ranks_per_node=2 device=cpu
 
 $FAULT is the name of a function below. $FAULT_AT: a step's number, in its forward pass (default 4); or start, before a
-checkpoint is looked for; or evaluate. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in that attempt alone.
+checkpoint is looked for. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in that attempt alone.
 $FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there, and ``go`` lets one that waits go on.
 The model has dropout, batch normalisation and averaged weights: all that a resumed run could get wrong.
 """
@@ -264,7 +264,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     ema = optimisation.averaged(run, net, 0.9, 0, batches)
 
     def evaluate() -> dict[str, Any]:
-        misbehave(run, "evaluate")
         part = sampling.share(len(inputs), world.rank, world.size)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")

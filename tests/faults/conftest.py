@@ -15,6 +15,7 @@ import pytest
 
 from recipes.core.train import checkpoint
 from tests import forked, helpers
+from tests.slurm.jobs import copy_repository
 
 HERE = Path(__file__).parent
 Started = subprocess.Popen[str] | forked.Process
@@ -25,16 +26,9 @@ ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5")
 @pytest.fixture(scope="session")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a clone has, with the recipe broken (broken.py) beside the others."""
-    return copy_repo(tmp_path_factory.mktemp("repo") / "clone")
-
-
-def copy_repo(folder: Path) -> Path:
-    for name in ("recipes", "env", "sbatch"):
-        shutil.copytree(helpers.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(helpers.ROOT / "launch.py", folder)
+    folder = copy_repository(tmp_path_factory.mktemp("repo") / "clone")
     shutil.copy(HERE / "broken.py", folder / "recipes")
     shutil.copy(HERE / "broken_conf.py", folder / "recipes" / "conf" / "broken.py")
-    (folder / "runs").mkdir()
     return folder
 
 

@@ -284,24 +284,15 @@ def test_ranks_that_see_different_files_resume_from_one_checkpoint(
 
 
 @pytest.mark.fault(33)
-@pytest.mark.parametrize(
-    ("words", "environ", "shown"),
-    [
-        (["width=32", "lr=0.5"], {}, ["width=16 becomes 32", "lr=0.01 becomes 0.5", "another run_dir"]),
-        ([], {"FAULT": "another_model"}, ["belongs to another model", "size mismatch for 0.weight"]),
-    ],
-    ids=["keys", "model"],
-)
-def test_a_checkpoint_of_another_model_is_refused_and_kept(
-    start: Start, made: Path, tmp_path: Path, words: list[str], environ: dict[str, str], shown: list[str]
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_kept(start: Start, made: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
     before = {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()}
-    ended = helpers.finish(start(run_dir, "max_steps=20", *words, **environ))
+    ended = helpers.finish(start(run_dir, "max_steps=20", FAULT="another_model"))
     assert ended.status == 2, ended.out
     # Rank 1 says it too where it has not seen in time that rank 0 does.
     (line,) = {line for line in ended.lines if line.startswith(("broken: ", "launch.py: ")) and "checkpoint" in line}
-    assert all(word in line for word in shown), line
+    assert "belongs to another model" in line
+    assert "size mismatch for 0.weight" in line
     assert "Traceback" not in ended.out
     assert {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()} == before
     assert len(helpers.rows(run_dir)) == len(helpers.rows(made))

@@ -108,12 +108,7 @@ def test_the_watchdog_ends_a_single_rank_with_its_interpreter_stuck(start: Start
     ended = helpers.finish(rank, 2 + WATCHED_S + 30)
     assert time.time() - stuck < 2 + WATCHED_S + ROOM_S
     assert ended.status not in (0, 75), ended.out
-    said = re.search(rf"rank 0 on {HOST} made no progress for (\d+) s at step (\d+) \(\w+\)", ended.out)
-    assert said, ended.out
-    assert int(said[1]) >= 2
-    assert int(said[2]) in (7, 8)
-    record = helpers.failure(tmp_path / "run", 0)
-    assert "made no progress" in record["error"]
+    assert "made no progress" in helpers.failure(tmp_path / "run", 0)["error"]
     assert "Fatal Python error: Aborted" in conftest.log(tmp_path / "run", 0)
     assert "in gil\n" in conftest.log(tmp_path / "run", 0)
     assert conftest.newest(tmp_path / "run")
@@ -166,19 +161,20 @@ def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, t
     assert conftest.newest(tmp_path)
 
 
-@pytest.fixture
-def impatient(tmp_path: Path) -> Path:
-    """A repository whose loaders wait 3 s for an image, not 5 min."""
-    repo = conftest.copy_repo(tmp_path / "impatient")
-    source = repo / "recipes" / "core" / "data" / "loader.py"
-    text = source.read_text()
-    assert text.count("\nSTALL_S = 300.0 ") == 1
-    source.write_text(text.replace("\nSTALL_S = 300.0 ", "\nSTALL_S = 3.0 "))
-    return repo
+# The recipe imagenet, whose loaders wait 3 s for an image, not 5 min.
+IMPATIENT = """
+from recipes.core.run import entry
+START = entry.begin("imagenet")
+from recipes import imagenet
+from recipes.core.data import loader
+from recipes.core.train import session
+loader.STALL_S = 3.0
+session.run(imagenet.main, START)
+"""
 
 
 @pytest.mark.fault(8)
-def test_a_hanging_read_names_the_file(impatient: Path, tmp_path: Path) -> None:
+def test_a_hanging_read_names_the_file(tmp_path: Path) -> None:
     """One of the images is a pipe without a writer, like a file on a file system that is gone."""
     folder = tmp_path / "images"
     for split in ("train", "val"):
@@ -186,8 +182,8 @@ def test_a_hanging_read_names_the_file(impatient: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (folder / "train" / "class1" / "hanging.JPEG").symlink_to(tmp_path / "pipe")
     keys = ["arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "num_workers=2", "lr=0"]
-    words = ["-m", "recipes.imagenet", "device=cpu", "cpu_threads=1", f"data_dir={folder}", f"run_dir={tmp_path}/run"]
-    ended = helpers.run([sys.executable, *words, *keys], cwd=impatient)
+    words = ["device=cpu", "cpu_threads=1", f"data_dir={folder}", f"run_dir={tmp_path}/run"]
+    ended = helpers.run_fork([sys.executable, "-c", IMPATIENT, *words, *keys])
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if "did not return for 3 s" in line]
     assert "'class1/hanging.JPEG'" in line

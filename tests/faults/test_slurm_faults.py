@@ -16,8 +16,8 @@ import pytest
 
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
-from recipes.core.train import checkpoint
 from tests import helpers
+from tests.faults import conftest
 from tests.helpers import rows, wait_until
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
@@ -122,8 +122,7 @@ def saved_at(job: Job, reason: str, attempt: int = 0) -> int:
 
 
 def newest(run_dir: Path) -> int:
-    path = checkpoint.candidates(run_dir / "checkpoints")[0]
-    return int(checkpoint.read(path)["meta"]["step"])
+    return int(conftest.newest(run_dir).stem.partition("-")[2])
 
 
 def last_row(run_dir: Path) -> int:
@@ -204,36 +203,6 @@ def test_only_the_stopped_task_of_an_array_is_requeued(slurm: Cluster, clone: Pa
     assert (task[0].fields()["JobState"], task[0].fields()["Restarts"]) == ("RUNNING", "0")
     assert task[0].status()["attempt"] == 0
     assert last_row(task[0].run_dir) > before
-
-
-@pytest.mark.fault(8)
-@pytest.mark.parametrize("event", ["requeue", "scancel", "USR2", "time limit"])
-def test_a_run_with_loader_processes_saves_at_every_signal_of_slurm(
-    slurm: Cluster, clone: Path, tmp_path: Path, event: str
-) -> None:
-    """Slurm signals the loader processes too. One job for each way to start them."""
-    options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
-    words = ["samples=100000", "pace_s=0.05"]
-    if event == "time limit":  # Slurm's SIGTERM, not the clock of the job
-        options, words = (*options, "--time=1"), [*words, "stop_before_s=0"]
-    started = {}
-    for method in ("fork", "spawn", "forkserver"):
-        (tmp_path / method).mkdir()
-        folder, keys = tmp_path / method, (f"workers={method}", *words)
-        started[method] = submit(slurm, clone, folder, *keys, options=options, script=SILENT)
-    for job in started.values():
-        trains(job)
-        if event in ("scancel", "USR2"):
-            slurm.run("scancel", *(["--signal=USR2"] if event == "USR2" else []), job.id, check=True)
-        elif event == "requeue":
-            slurm.run("scontrol", "requeue", job.id, check=True)
-    for method, job in started.items():
-        if event in ("requeue", "USR2"):
-            wait_requeued(job, END_S)
-        else:
-            ended(job, 120)
-        step = saved_at(job, "SIGUSR2" if event == "USR2" else "SIGTERM")
-        assert step == last_row(job.run_dir), method
 
 
 @pytest.mark.fault(4)
