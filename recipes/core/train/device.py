@@ -12,6 +12,8 @@ from recipes.core.errors import MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 
+MIG_NCCL = (2, 31)  # from this version on, ranks may use several MIG slices of one GPU
+
 
 def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], seen: int) -> torch.device:
     """This rank's device. seen: number of GPUs that torch sees.
@@ -53,6 +55,21 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
     if wanted is Backend.nccl and device.type != "cuda":
         raise MachineError(f"{socket.gethostname()}: backend=nccl requires GPUs, and torch sees none: omit backend=")
     return wanted.name
+
+
+def check_mig(info: RankInfo, environ: Mapping[str, str], nccl: tuple[int, ...]) -> None:
+    """Raises MachineError if several ranks of this node use MIG slices with an NCCL that refuses two slices of one GPU. nccl: its version."""
+    if info.local_world_size > 1 and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") and nccl < MIG_NCCL:
+        version = ".".join(map(str, nccl))
+        raise MachineError(
+            f"{socket.gethostname()}: {info.local_world_size} ranks on MIG slices, which NCCL {version} does not support: "
+            "give backend=gloo, one rank per node, or use NCCL 2.31"
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, such as "NVIDIA H100 80GB HBM3", or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def take_gpu(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import watchdog
 from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
-from recipes.core.train.device import choose_backend, take_gpu
+from recipes.core.train.device import check_mig, choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import TEARDOWN_S, TORCH_TIMEOUT, World
 
@@ -32,6 +32,8 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     clock, backend = start.pulse.clock, choose_backend(run.backend, device)
     if device.type == "cuda":
         take_gpu(device)
+    if backend == "nccl":
+        check_mig(info, os.environ, torch.cuda.nccl.version())
     store = _meet(info, backend, run.timeout_s)
     hosts = _exchange_hosts(store, info, run.timeout_s, clock)
     alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the group of {info.world_size}"

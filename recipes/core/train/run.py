@@ -30,6 +30,7 @@ from recipes.core.report import trackers
 from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
+from recipes.core.train.device import device_name
 from recipes.core.train.resume import Context
 from recipes.core.train.world import World
 
@@ -131,14 +132,13 @@ class Run:
         if isinstance(state.model, DistributedDataParallel):
             raise RunError("State(): give it the network itself, not the result of world.parallel()")
         self.state, self.sampler = state, batches.order
-        device = self.world.device
         state.meta = {
             "recipe": self.settings.recipe,
             "config": _plain(self.settings),
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "device": device_name(self.world.device),
             "about": dict(state.about),
             "code": source.loaded(ROOT) if self.world.rank == 0 else {},  # rank 0 saves and compares it
             "best": None,  # best evaluation so far: best_metric's value, and its step

@@ -20,7 +20,7 @@ from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
 from recipes.core.train import failure, session, torch_errors
-from recipes.core.train.device import choose_backend, resolve_device, take_gpu
+from recipes.core.train.device import check_mig, choose_backend, resolve_device, take_gpu
 
 HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
 
@@ -104,6 +104,17 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
     assert HOST in text
     assert all(word in text for word in words), text
     assert "\n" not in text
+
+
+def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
+    for info, listed, nccl in (
+        (rank(0, 2), "MIG-a", (2, 31, 1)),
+        (rank(0, 2), "0,1", (2, 30)),
+        (rank(), "MIG-a", (2, 30)),
+    ):
+        check_mig(info, {"CUDA_VISIBLE_DEVICES": listed}, nccl)
+    with pytest.raises(MachineError, match=rf"^{HOST}: 2 ranks on MIG slices, which NCCL 2.30.4 .* give backend=gloo"):
+        check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30, 4))
 
 
 def test_the_default_backend_and_nccl_without_gpus() -> None:
