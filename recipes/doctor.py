@@ -19,10 +19,10 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from recipes.conf.doctor import Config
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
 from recipes.core.doctor import commands, examine, explain
@@ -30,18 +30,21 @@ from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports
 from recipes.core.files import ROOT
 from recipes.core.place import hostlist, ranks
-from recipes.core.run import command_line, directory, source
+from recipes.core.run import as_json, command_line, directory, source
 
 OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even if it hangs itself
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], told: dict[str, Any]) -> int:
+    """Runs a command line without ``--json``. told: gets its results. Returns the exit status."""
     command = argv[0] if argv and argv[0] in ("explain", "report", "judge") else ""
     words = argv[1:] if command else argv
     if command == "explain":
         if not words:
             raise errors.ConfigError("explain: a path is missing: python -m recipes.doctor explain FOLDER")
-        print("\n".join(explain.explain([Path(word) for word in words])))
+        found = explain.explain([Path(word) for word in words])
+        told["runs"] = [{"run": name, "lines": lines} for name, lines in found]
+        print("\n".join(explain.in_one(found)))
         return errors.EXIT_DONE
     if any(word in ("-h", "--help") for word in words):
         print(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
@@ -68,7 +71,9 @@ def main(argv: list[str]) -> int:
         return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
     data_dir, on_cpu = cfg.data_dir or os.environ.get("RECIPES_DATA", ""), settings.run.device is Device.cpu
     here = Surroundings(os.environ, info, run_dir, data_dir, on_cpu)
-    return examine.run(here, cfg.seconds, judge_later=command == "report")
+    status = examine.run(here, cfg.seconds, judge_later=command == "report")
+    told |= files.read_json(run_dir / "doctor.json") or {}
+    return status
 
 
 def _end(status: int, why: str = "") -> NoReturn:
@@ -81,7 +86,7 @@ def _end(status: int, why: str = "") -> NoReturn:
 
 if __name__ == "__main__":
     try:
-        status = main(sys.argv[1:])
+        status = as_json.called(sys.argv[1:], main)
         sys.stdout.flush()
     except (errors.ConfigError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)

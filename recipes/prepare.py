@@ -33,6 +33,7 @@ from recipes.core.data import cifar10, datasets
 from recipes.core.data.datasets import DataFile, Dataset
 from recipes.core.data.packed import write
 from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.run import as_json
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
 TIMEOUT_S = 30.0  # to connect, and for each read
@@ -74,7 +75,11 @@ class FinetuneKeys:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (default: that of sys.argv) and returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return as_json.called(sys.argv[1:] if argv is None else argv, _main)
+
+
+def _main(arguments: list[str], told: dict[str, Any]) -> int:
+    """Runs a command line without ``--json``. told: gets the dataset and its keys."""
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(_help())
         return 0
@@ -84,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = f"one of {', '.join(DATASETS)}{declare.nearest(name, DATASETS)}"
             raise ConfigError(f"{errors.shown(name)}: give a dataset first, {known}")
         keys, work = DATASETS[name]
-        work(parser.parse_keys(keys, words))
+        chosen = parser.parse_keys(keys, words)
+        told |= {"dataset": name, **vars(chosen)}
+        work(chosen)
     except (ConfigError, InputError) as err:
         message, status = str(err), errors.EXIT_CONFIG
     except MachineError as err:
@@ -95,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message, status = "interrupted; run the same command again", 130
     else:
         return 0
+    told["error"] = message
     print(f"error: {errors.shown(message, 1000)}", file=sys.stderr)
     return status
 

@@ -240,6 +240,7 @@ TABLE: dict[str, How] = {
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
     # AGENTS.md
     "python launch.py check recipe=mnist nodes=2 device=cpu": slurm("dataset=fake", runs=0, says="^nothing was submitted$"),
+    "python launch.py check recipe=mnist nodes=2 device=cpu --json": slurm("dataset=fake", runs=0, says='^{"parts": .*"exit_status": 0}$'),
     # docs/run-directory.md, docs/tutorial.md
     "python launch.py logs 1234": tool(swap={"1234": "runs/cifar/1234_0"}, says="^cifar: 1 rank on 1 node"),
     # docs/watching.md

@@ -21,15 +21,19 @@ QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor its statu
 MOST_EXPLAINED = 3  # patterns
 
 
-def explain(paths: Sequence[Path]) -> list[str]:
-    """Lines on each run in ``paths``: run directories, folders of them, folders or files of logs. One section per run.
+def explain(paths: Sequence[Path]) -> list[tuple[str, list[str]]]:
+    """Name and lines of each run in ``paths``: run directories, folders of them, folders or files of logs.
 
     Raises InputError for a path that cannot be read, or holds neither a run nor a log.
     """
-    sections = [section for path in paths for section in _sections(path)]
-    if len(sections) == 1:
-        return sections[0][1]
-    return [line for name, found in sections for line in (f"{name}:", *(f"  {line}" for line in found))]
+    return [section for path in paths for section in _sections(path)]
+
+
+def in_one(found: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """The lines of all runs of `explain`, each below its name if there are several."""
+    if len(found) == 1:
+        return found[0][1]
+    return [line for name, lines in found for line in (f"{name}:", *(f"  {line}" for line in lines))]
 
 
 def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:

@@ -32,16 +32,18 @@ SLURM_S = 120.0  # timeout for Slurm's answer
 BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being written
 
 
-def part(name: str, work: Callable[[], Any]) -> tuple[int, Any]:
-    """Calls ``work`` and prints one line with its result or its error. Returns the exit status and the result."""
+def part(parts: list[dict[str, Any]], name: str, work: Callable[[], Any]) -> tuple[int, Any]:
+    """Calls ``work``, prints a line with its result or its error, and adds it to ``parts``. Returns the exit status and the result."""
     try:
         found = work()
     except (ConfigError, InputError, MachineError, RunError, OSError, subprocess.TimeoutExpired) as error:
         print(f"{name + ':':<8}failed: {error}", file=sys.stderr, flush=True)
+        parts.append({"name": name, "ok": False, "text": str(error)})
         if isinstance(error, RunError):
             return errors.EXIT_CRASH, None
         return errors.EXIT_CONFIG if isinstance(error, (ConfigError, InputError)) else errors.EXIT_MACHINE, None
     print(f"{name + ':':<8}ok: {found}", flush=True)
+    parts.append({"name": name, "ok": True, "text": str(found)})
     return errors.EXIT_DONE, found
 
 

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from recipes.core import errors
 from recipes.core.config import help
@@ -17,7 +18,7 @@ from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, scripts, snapshot, submit, waiting
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import command_line, directory, source
+from recipes.core.run import as_json, command_line, directory, source
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -27,6 +28,13 @@ LOCAL_KEYS = (
 
 def main(argv: list[str], python: str) -> int:
     """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
+    if argv[:1] == ["runs"]:  # a line of JSON for each run
+        return _main(argv, python, {})
+    return as_json.called(argv, lambda words, told: _main(words, python, told))
+
+
+def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
+    """Runs a command line without ``--json``. told: gets its results."""
     checked = argv[:1] == ["check"]
     try:
         own = command_line.before_dashes(argv)
@@ -52,14 +60,16 @@ def main(argv: list[str], python: str) -> int:
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(os.environ["RECIPES_DATA"])
         if checked:
-            return check(settings)
+            return check(settings, told)
         if settings.job.launcher is Launcher.slurm:
-            return submit_job(settings, python)
+            return submit_job(settings, python, told)
         if settings.job.launcher is Launcher.local:
             return run_here(settings)
-        print(scripts.sbatch_script(jobs.describe(settings, ROOT, Path.cwd())), end="")
+        told["script"] = scripts.sbatch_script(jobs.describe(settings, ROOT, Path.cwd()))
+        print(told["script"], end="")
         return errors.EXIT_DONE
     except (ConfigError, InputError, MachineError) as error:
+        told["error"] = str(error)
         print(f"launch.py: {error}", file=sys.stderr)
         return errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
     except KeyboardInterrupt:
@@ -69,9 +79,9 @@ def main(argv: list[str], python: str) -> int:
             print("nothing was submitted", flush=True)
 
 
-def check(settings: Settings) -> int:
-    """Prints one line per part of the job. Returns 0, or the exit status of the first failed part."""
-    base = Path.cwd()
+def check(settings: Settings, told: dict[str, Any]) -> int:
+    """Prints one line per part of the job, and adds it to the ``parts`` of ``told``. Returns 0, or the exit status of the first failed part."""
+    base, parts = Path.cwd(), told.setdefault("parts", [])
     job = None
     if settings.job.launcher is not Launcher.local:
         job = bad_nodes.exclude(jobs.describe(settings, ROOT, base), settings.job.forget)
@@ -90,18 +100,18 @@ def check(settings: Settings) -> int:
         recipe, found = 0, None
         print(f"script: not tried: {program} is not started here", flush=True)
     else:
-        recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
-    disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
+        recipe, found = checks.part(parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
+    disk, _ = checks.part(parts, "disk", lambda: checks.disk_space(place, keep, found))
     slurm = 0
     if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
         print("slurm:  not tried: there is no sbatch on this machine", flush=True)
     elif job:
-        slurm, _ = checks.part("slurm", lambda: checks.expected_start(job))
+        slurm, _ = checks.part(parts, "slurm", lambda: checks.expected_start(job))
     return recipe or disk or slurm
 
 
-def submit_job(settings: Settings, python: str) -> int:
-    """Submits the job, and prints its run directory and log. Returns 0, or the exit status of the job with ``wait=true``."""
+def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
+    """Submits the job, and prints its run directory and log, also into ``told``. Returns 0, or the exit status of the job with ``wait=true``."""
     job = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()), settings.job.forget)
     not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
@@ -113,6 +123,7 @@ def submit_job(settings: Settings, python: str) -> int:
     runs = submit.submit(job, python, settings.run.run_dir)
     job_id = runs[0].job_id.partition("_")[0]
     print(f"job {job_id}: submitted")
+    told |= {"job": job_id, "runs": [{"job": run.job_id, "run_dir": run.run_dir, "log": run.log} for run in runs]}
     if job.elements:
         for run, words in zip(runs, job.elements, strict=True):
             print(f"{run.job_id}: {shlex.join(words)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -20,11 +21,12 @@ def doctor(*words: str, **environ: str) -> helpers.Ended:
 def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
     (tmp_path / "my.env").write_text("NCCL_ALGO=Rings\n")
     words = (f"run_dir={tmp_path}", f"network={tmp_path}/my.env", "umask=027")
-    ended = doctor("device=cpu", *words, f"data_dir={tmp_path}/none")
+    ended = doctor("--json", "device=cpu", *words, f"data_dir={tmp_path}/none")
     assert ended.status == 3, ended.out
     assert (tmp_path / "doctor.json").stat().st_mode & 0o777 == 0o640
     found = helpers.read(tmp_path, "doctor")
     assert found["healthy"] is False
+    assert json.loads(ended.lines[-1]) == {**found, "exit_status": 3}
     assert [entry["what"] for entry in found["entries"] if entry["bad"]] == [
         f"data_dir={tmp_path}/none cannot be used (No such file or directory)",
         "NCCL_ALGO: Rings must be one of Tree, Ring, CollNetDirect, CollNetChain, CollNet, NVLS, NVLSTree, PAT",
@@ -67,7 +69,7 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
 
 def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
     hang = "import recipes.doctor as d; d.OVER_S = -120; d.examine.run = lambda *_, **__: d.threading.Event().wait(9)"
-    ended = helpers.run([sys.executable, "-c", f"{hang}; d.main([])"], environ=helpers.clean_environment())
+    ended = helpers.run([sys.executable, "-c", f"{hang}; d.main([], dict())"], environ=helpers.clean_environment())
     assert (ended.status, "did not end within seconds= and is ended" in ended.out) == (3, True)
 
 

@@ -40,7 +40,7 @@ def of_run(run_dir: Path, answers: Answers | None) -> list[str]:
 
 
 def explain(paths: Sequence[Path], answers: Answers | None) -> list[str]:
-    return asking(explaining.explain, paths, answers)
+    return asking(lambda paths: explaining.in_one(explaining.explain(paths)), paths, answers)
 
 
 def run_directory(

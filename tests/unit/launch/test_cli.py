@@ -174,3 +174,16 @@ def test_each_machine_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     assert cli.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
     with pytest.raises(MachineError, match="2 ranks need one GPU each, and 1 are visible"):
         cli.local_layout(command_line.parse(["recipe=mnist", *words], environ={}))
+
+
+def test_json_has_the_results_and_nothing_else_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipe=toy", "launcher=print", "--json"], sys.executable) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["script"].splitlines()[0], told["exit_status"]) == ("#!/bin/bash", 0)
+    assert cli.main(["check", "recipe=toy", "epoch=1", "--json"], sys.executable) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "error": "epoch=1: recipe toy has no key 'epoch'; did you mean 'epochs'?",
+        "exit_status": 2,
+    }
+    assert err.endswith("nothing was submitted\n")
