@@ -151,7 +151,7 @@ def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -
     assert "down there: fast0" in bad(verdict)
     ended = fabric.train(tmp_path, "timeout_s=10")
     assert ended.status != 0
-    assert "node2 does not reach node1: node2: no route to 10.77.0.1" in ended.out
+    assert "node2 does not reach node1: no route to 10.77.0.1" in ended.out
 
 
 @pytest.mark.long
