@@ -167,7 +167,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     batches.require_full(run.ranks, cfg.accumulate)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     net = make_net(cfg, run, in_memory.normalise(train_set.images[:5000], mean, std))
-    model = world.parallel(net, compile=cfg.compile)
+    model = world.parallel(net, cfg)
     lr = optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches)
     optimizer = make_optimizer(cfg, net, lr, min(cfg.global_batch_size, len(train_set)))
     ema = optimisation.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)

@@ -98,7 +98,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     models.require_size(net, cfg.arch, cfg.px)
     net.to(world.device)
     run.say(f"{cfg.arch}: {models.trained(net)}")
-    model = world.parallel(net, compile=cfg.compile)
+    model = world.parallel(net, cfg)
     optimizer = torch.optim.AdamW(optimisation.layer_groups(net, cfg.lr, cfg.layer_decay, cfg.weight_decay))
     ema = optimisation.averaged(run, net, cfg.ema, 0, batches)
     depths = [group["depth"] for group in optimizer.param_groups]

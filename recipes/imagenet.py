@@ -92,7 +92,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     )  # fmt: skip
     run.say(f"decoder: {loader.decoder.name}")
     net = make_net(cfg, run, len(train_set.classes))
-    model = world.parallel(net, compile=cfg.compile)
+    model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
     ema = optimisation.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -88,7 +88,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.manual_seed(cfg.seed)
     train_set, test_set = (part.to(world.device) for part in load(cfg))
     net = Net().to(world.device)
-    model = world.parallel(net, compile=cfg.compile)
+    model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     steps = loop.total_steps(cfg, batches)

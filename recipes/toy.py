@@ -44,7 +44,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.manual_seed(cfg.seed)  # every rank begins with the same weights
     inputs, targets = (tensor.to(world.device) for tensor in make_data(cfg))
     net = make_net().to(world.device)
-    model = world.parallel(net, compile=cfg.compile)  # DistributedDataParallel, if there is more than one rank
+    model = world.parallel(net, cfg)  # DistributedDataParallel, if there is more than one rank
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)

@@ -160,6 +160,9 @@ TABLE: dict[str, How] = {
     "export SBATCH_PARTITION=gpu SBATCH_ACCOUNT=acct": tool(),
     "python -m recipes.prepare mnist data_dir=$HOME/data": tool("source=$DATA", {"=$HOME/data": "=$NEW"}, says=NEXT),
     "sbatch sbatch/mnist_1x1.sh data_dir=$HOME/data": slurm(FEW, {"=$HOME/data": "=$DATA"}),
+    # docs/large-models.md
+    "python launch.py recipe=imagenet nodes=2 gpus_per_node=8 strategy=fsdp shard_size=8 data_dir=/data":
+        slurm(f"{PHOTOS} variant=dev dataset=fake ema=0", {"gpus_per_node=8": "gpus_per_node=1", "shard_size=8": "shard_size=2", " data_dir=/data": ""}),
     # docs/administrators.md
     "scontrol show config | grep -E 'JobRequeue|KillWait|SelectType|PreemptMode|SlurmdTimeout'": slurm(runs=0, says="^KillWait"),
     # docs/submitting.md

@@ -139,6 +139,14 @@ class TrainKeys:
         False, "use deterministic algorithms only: on GPUs, the same run gives the same result to the bit; slower",
         may_change=True,
     )  # fmt: skip
+    strategy: str = key(
+        "ddp", "ddp: each rank has the whole model; fsdp: weights, gradients and optimiser state are divided over the ranks",
+        values=("ddp", "fsdp"), may_change=True,
+    )  # fmt: skip
+    shard_size: int = key(
+        0, "with strategy=fsdp, number of ranks that share one copy of the model, such as those of a node; 0: all",
+        low=0, may_change=True,
+    )  # fmt: skip
     compile: bool = key(False, "compile the model with torch.compile", may_change=True)
     evaluate: bool = key(
         False, "evaluate the newest checkpoint (or resume=PATH) without training", may_change=True,

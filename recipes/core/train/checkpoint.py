@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from recipes.core import files
 from recipes.core.errors import InputError
+from recipes.core.train import sharding
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
 
@@ -263,9 +264,9 @@ def read(path: Path | str) -> dict[str, Any]:
 def restore(path: Path, state: State, content: Mapping[str, Any], to_train: bool) -> None:
     """Loads a checkpoint into ``state``; optimiser and scheduler only if ``to_train``. Raises InputError if it is of another model."""
     try:
-        state.model.load_state_dict(content["model"])
+        state.model.load_state_dict(sharding.weights_of(state.model, content["model"]))
         if to_train:
-            state.optimizer.load_state_dict(content["optimizer"])
+            state.optimizer.load_state_dict(sharding.state_of(state.optimizer, content["optimizer"]))
             state.scheduler.load_state_dict(content["scheduler"])
         if state.ema:
             state.ema.load_state_dict(content["ema"])

@@ -9,6 +9,7 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
@@ -60,9 +61,9 @@ class Step(Generic[S]):
     def shards(self) -> Iterator[S]:
         """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients over the ranks."""
         pulse, model = self._run.world.pulse, self._model
-        parallel = isinstance(model, DistributedDataParallel)
+        parallel = isinstance(model, DistributedDataParallel | FSDPModule)
         for piece in self._pieces:
-            waits = piece is not self._pieces[-1] and parallel
+            waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
                 self._begun, self._calls["forward"] = self._begun + 1, 0
@@ -166,9 +167,9 @@ def steps(
 
 
 def _counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """How often the model (if DDP wraps it) and the optimiser have been called since the counter was cleared."""
+    """How often the model (if it averages gradients) and the optimiser have been called since the counter was cleared."""
     calls = Counter[str]()
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel | FSDPModule):
         model.register_forward_pre_hook(lambda *call: calls.update(forward=1))
     optimizer.register_step_post_hook(lambda *call: calls.update(step=1))
     return calls

@@ -9,6 +9,7 @@ from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.data.sampling import GlobalBatches
+from recipes.core.errors import InputError
 from recipes.core.train import models
 from recipes.core.train.run import Run
 
@@ -109,6 +110,8 @@ def averaged(
     """
     if not decay:
         return None
+    if run.settings.config.strategy == "fsdp":
+        raise InputError("ema=: strategy=fsdp has no averaged weights: leave ema= out")
     share = _of_batch(of_batch_size, batches)
     if share != 1:
         run.say(f"ema: {decay**share:.4g} a step of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed
 import yaml
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import files
@@ -27,7 +28,7 @@ from recipes.core.run import directory, efficiency, signals, source, watchdog
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.report import trackers
-from recipes.core.train import agreement, checkpoint, metrics, resume
+from recipes.core.train import agreement, checkpoint, metrics, resume, sharding
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
 from recipes.core.train.device import device_name
@@ -235,8 +236,13 @@ class Run:
         self.world.pulse.beat(watchdog.WAITING)
         gathered = self.world.gather(checkpoint.rng_state(self.world.device))
         self.world.pulse.beat(watchdog.SAVING)
+        content = None
+        if isinstance(self.state.model, FSDPModule):  # all ranks gather it for rank 0
+            sharding.reshard(self.state.model)
+            with self.world.meeting():
+                content = sharding.whole(checkpoint.content_of(self.state, self.sampler, gathered), bool(self.saver))
         if self.saver:
-            self.saver.save(checkpoint.content_of(self.state, self.sampler, gathered), best)
+            self.saver.save(content or checkpoint.content_of(self.state, self.sampler, gathered), best)
             if wait:
                 self.saver.wait()
         if wait:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from recipes.core.run import watchdog
-from recipes.core.train import metrics
+from recipes.core.train import metrics, sharding
 from recipes.core.train.run import Run
 
 Answers = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
@@ -60,7 +60,8 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
     training = chosen.training
     chosen.eval()
     try:
-        yield chosen
+        with sharding.unsharded(chosen):
+            yield chosen
     finally:
         chosen.train(training)
 

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import errors, files
+from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, Stopped, shown
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock
+from recipes.core.train import sharding
 
 T = TypeVar("T")
 
@@ -268,12 +270,13 @@ class World:
                 if self.size > 1 and buffer.is_floating_point():
                     torch.distributed.broadcast(buffer, 0)
 
-    def parallel(self, model: nn.Module, compile: bool = False) -> nn.Module:
-        """``model`` in DistributedDataParallel, which averages gradients over the ranks. With one rank, ``model`` is not wrapped.
+    def parallel(self, model: nn.Module, cfg: TrainKeys | None = None) -> nn.Module:
+        """``model`` in DistributedDataParallel, which averages gradients over the ranks; with strategy=fsdp, ``model`` itself, divided.
 
-        compile: compile ``model`` first. A collective: every rank must call it.
+        With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first. Call it before the optimiser is made. A
+        collective: every rank must call it. Raises InputError if shard_size= does not divide the number of ranks.
         """
-        if compile:
+        if cfg and cfg.compile:
             if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # another user could create torch's own folder in /tmp
                 own = files.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}", "set TMPDIR")
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
@@ -282,14 +285,20 @@ class World:
             model = cast(nn.Module, torch.compile(model, dynamic=False))
         if self.size == 1:
             return model
+        if cfg and cfg.strategy == "fsdp":
+            with self.meeting():
+                sharding.shard(model, self.device, self.size, cfg.shard_size)
+            return self._watched(model)
         devices = [self.device] if self.device.type == "cuda" else None
         with self.meeting():  # its constructor compares the ranks' parameters
             parallel = DistributedDataParallel(
                 model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
             )
         parallel.broadcast_buffers = _needs_buffers(model)  # in each forward pass, as the constructor has done
-        # A forward pass begins with a broadcast of rank 0's buffers, if any. Ranks that wait for it count as ahead of ranks that have not
-        # arrived.
+        return self._watched(parallel)
+
+    def _watched(self, parallel: nn.Module) -> nn.Module:
+        """``parallel``, whose forward pass begins with a collective. Ranks that wait there count as ahead of ranks that have not arrived."""
         parallel.register_forward_pre_hook(
             lambda *inputs: self.pulse.beat(watchdog.FORWARD) if parallel.training else None
         )

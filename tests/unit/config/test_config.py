@@ -311,7 +311,7 @@ def test_help_of_launch_shows_the_recipes_keys_and_the_keys_of_variants(capsys: 
 def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
     of_all = {
         "epochs", "max_steps", "num_workers", "accumulate", "compile", "deterministic", "evaluate", "log_every_steps",
-        "data_dir", "clip_grad_norm", "best_metric", "best_mode", "patience", "profile", "tensorboard",
+        "data_dir", "clip_grad_norm", "best_metric", "best_mode", "patience", "profile", "tensorboard", "strategy", "shard_size",
     }  # fmt: skip
     assert declare.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
     assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}

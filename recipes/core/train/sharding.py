@@ -1,0 +1,96 @@
+"""strategy=fsdp: weights, gradients and optimiser state are divided over the ranks by torch's `fully_shard`. Checkpoints hold them whole."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from recipes.core.errors import InputError
+
+
+def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -> None:
+    """Divides ``model`` in place: each element of its lists of blocks on its own, then the rest. A collective.
+
+    shard_size: ranks over which a copy is divided; each further group of that size has another copy. 0: all ranks. Raises InputError if
+    shard_size does not divide the number of ranks.
+    """
+    size = shard_size or ranks
+    if ranks % size:
+        raise InputError(f"shard_size={shard_size}: must divide the number of ranks, {ranks}")
+    shape, names = ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The elements with weights of the outermost lists of modules."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        yield from (block for block in model if any(True for _ in block.parameters()))
+    else:
+        for child in model.children():
+            yield from blocks(child)
+
+
+def whole(content: Any, keep: bool) -> Any:
+    """``content`` with whole tensors in host memory in place of divided ones; empty ones unless ``keep``. A collective."""
+
+    def gathered(tensor: DTensor) -> Tensor:
+        found = tensor.full_tensor()
+        return found.cpu() if keep else found.new_empty(0, device="cpu")
+
+    return tree_map_only(DTensor, gathered, content)
+
+
+def weights_of(model: nn.Module, whole_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights, divided as those of ``model`` are."""
+    like = model.state_dict()
+    return {name: as_part(value, like.get(name)) for name, value in whole_weights.items()}
+
+
+def state_of(optimizer: torch.optim.Optimizer, whole_state: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole state of ``optimizer``, with tensors of a parameter's shape divided as the parameter is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        i: {name: as_part(value, parameters[i]) for name, value in of_one.items()}
+        for i, of_one in whole_state["state"].items()
+    }
+    return {**whole_state, "state": state}
+
+
+def as_part(value: Any, like: Tensor | None) -> Any:
+    """This rank's part of a whole tensor, if ``like`` is a divided one of the same shape."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Within the block, each rank has all weights, so that ranks may make different numbers of forward passes. A collective."""
+    for part in _parts(model):
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in _parts(model)[1:]:  # the first is the whole model, which keeps its rest for the backward pass
+            part.set_reshard_after_forward(True, recurse=False)
+        reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the weights of other ranks, which remain after a forward pass without a backward pass."""
+    for part in _parts(model):
+        part.reshard()
+
+
+def _parts(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,74 @@
+"""strategy=fsdp: the same results as DDP with a part of the memory, checkpoints that fit any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import helpers
+
+TOY = ("device=cpu", "log_every_steps=1", "global_batch_size=60")
+# Prints the bytes of weights and optimiser state that each rank holds at the end.
+TOLD = """
+import recipes.toy as toy
+start, save = toy.entry.begin("toy"), toy.Run.save
+def told(run, **how):
+    parts = [*run.state.model.parameters(), *(v for of in run.state.optimizer.state.values() for v in of.values())]
+    print("bytes", run.world.rank, sum(getattr(one, "_local_tensor", one).nbytes for one in parts), flush=True)
+    save(run, **how)
+toy.Run.save = told
+toy.session.run(toy.main, start)
+"""
+
+
+def train(run_dir: Path, ranks: int, *words: str) -> tuple[dict[int, float], list[int]]:
+    """The loss of each step, and the bytes that each rank holds."""
+    ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={run_dir}"], ranks)
+    assert ended.status == 0, ended.out
+    held = {line.split()[1]: int(line.split()[2]) for line in ended.lines if line.startswith("bytes ")}
+    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}, [*held.values()]
+
+
+def weights(run_dir: Path) -> dict[str, Any]:
+    name = (run_dir / "checkpoints/latest").read_text().strip()
+    content: dict[str, Any] = torch.load(run_dir / "checkpoints" / name, weights_only=True)
+    return content
+
+
+def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> None:
+    alone, whole = train(tmp_path / "ddp", 4, "max_steps=20")
+    for name, shard_size, copies in (("all", 0, 1), ("hybrid", 2, 2)):
+        words = ("max_steps=20", "strategy=fsdp", f"shard_size={shard_size}")
+        losses, held = train(tmp_path / name, 4, *words)
+        assert losses == pytest.approx(alone, abs=1e-5)
+        assert sum(held) == pytest.approx(copies * whole[0], rel=0.02)
+        assert max(held) <= 0.3 * copies * whole[0]
+
+
+def test_a_checkpoint_is_whole_and_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Path) -> None:
+    unbroken, _ = train(tmp_path / "one", 2, "max_steps=12", "strategy=fsdp", "force=true")
+    train(tmp_path / "bits", 2, "max_steps=6", "strategy=fsdp")
+    assert train(tmp_path / "bits", 2, "max_steps=12", "force=true")[0] == unbroken  # to the bit
+    same = weights(tmp_path / "one"), weights(tmp_path / "bits")
+    torch.testing.assert_close(same[1]["model"], same[0]["model"], rtol=0, atol=0)
+    train(tmp_path / "other", 4, "max_steps=4", "strategy=fsdp")
+    train(tmp_path / "other", 2, "max_steps=8", "force=true")
+    losses, _ = train(tmp_path / "other", 3, "max_steps=12", "force=true", "strategy=ddp")
+    assert losses == pytest.approx(unbroken, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("strategy=fsdp", "shard_size=2"), "shard_size=2: must divide the number of ranks, 3"),
+        (("strategy=fdsp",), "strategy=fdsp: must be one of ddp, fsdp"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+    ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={tmp_path}"], 3)
+    assert ended.status == 2
+    assert line in ended.out
+    assert "Traceback" not in ended.out
