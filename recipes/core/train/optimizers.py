@@ -1,4 +1,4 @@
-"""Optimisers that torch does not include: LARS for very large batches, Muon for the filters of convolutions."""
+"""Optimisers that torch does not include: LARS for very large batches; Muon for filters, and with AdamW for transformers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 STEPS, A, B, C = 3, 3.4445, -4.7750, 2.0315  # of Muon's iteration, and the factors of its polynomial, from its source
+MATRIX_STEPS, ADAM_EPS = 5, 1e-10  # of MuonAdamW, from its source
 
 
 class _Grouped(torch.optim.Optimizer):
@@ -25,11 +26,11 @@ class _Grouped(torch.optim.Optimizer):
     def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         raise NotImplementedError
 
-    def _momenta(self, params: list[Tensor]) -> list[Tensor]:
+    def _momenta(self, params: list[Tensor], name: str = "momentum_buffer") -> list[Tensor]:
         for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return [self.state[p]["momentum_buffer"] for p in params]
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(p)
+        return [self.state[p][name] for p in params]
 
 
 class LARS(_Grouped):
@@ -108,7 +109,40 @@ class Muon(_Grouped):
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
-def _orthogonal(tensors: list[Tensor]) -> list[Tensor]:
+class MuonAdamW(_Grouped):
+    """For a transformer: Muon for its matrices, AdamW for groups that have ``betas`` (an embedding, a head). The decay is decoupled.
+
+    The update of a matrix (rows, columns) is as in `Muon`, times sqrt(rows / columns) if that is more than 1; its weights are not
+    scaled. Source: K. Jordan et al., "modded-nanogpt" (2024), and nanochat.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": (), "steps": 0}
+        )
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        group["steps"] += 1
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        if group["betas"]:
+            (one, two), first, second = group["betas"], self._momenta(params), self._momenta(params, "squares")
+            torch._foreach_lerp_(first, gradients, 1 - one)
+            torch._foreach_mul_(second, two)
+            torch._foreach_addcmul_(second, gradients, gradients, 1 - two)
+            sizes = torch._foreach_sqrt(second)
+            torch._foreach_div_(sizes, (1 - two ** group["steps"]) ** 0.5)
+            torch._foreach_add_(sizes, ADAM_EPS)
+            torch._foreach_addcdiv_(params, first, sizes, -group["lr"] / (1 - one ** group["steps"]))
+            return
+        momenta = self._momenta(params)
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        updates = _orthogonal(list(torch._foreach_lerp(gradients, momenta, group["momentum"])), MATRIX_STEPS)
+        torch._foreach_mul_(updates, [max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for p in params])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
     """The orthogonal matrix next to each tensor (N, …) as a matrix of N rows, roughly: by a Newton-Schulz iteration."""
     places = defaultdict(list)  # those of one shape are one batch of matrices
     for place, tensor in enumerate(tensors):
@@ -119,7 +153,7 @@ def _orthogonal(tensors: list[Tensor]) -> list[Tensor]:
         x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
         x = x.bfloat16() if x.is_cuda else x  # few CPUs have fast products in bfloat16
         wide = x if x.shape[1] <= x.shape[2] else x.mT
-        for _ in range(STEPS):
+        for _ in range(steps):
             a = wide @ wide.mT
             wide = A * wide + (B * a + C * a @ a) @ wide
         x = wide if x.shape[1] <= x.shape[2] else wide.mT

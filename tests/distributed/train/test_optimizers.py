@@ -1,4 +1,4 @@
-"""LARS and Muon: their updates on small tensors against the papers, and plain SGD for the other groups."""
+"""LARS and Muon: their updates on small tensors against the papers, and plain SGD or AdamW for the other groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes.core.train.optimizers import LARS, Muon
+from recipes.core.train.optimizers import LARS, Muon, MuonAdamW
 
 
 def parameter(*values: float) -> nn.Parameter:
@@ -105,3 +105,26 @@ def test_other_groups_are_trained_by_sgd(kind: Any, other: dict[str, bool], nest
         ours.grad = theirs.grad = filters(5, seed=seed + 1).detach()
         optimizer.step(), sgd.step()
     assert torch.allclose(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (32, 8)])
+def test_matrices_of_a_transformer_are_not_scaled_and_decay_by_themselves(shape: tuple[int, int]) -> None:
+    param = filters(*shape)
+    before, gradient = param.detach().clone(), filters(*shape, seed=1).detach()
+    param.grad = gradient
+    MuonAdamW([param], lr=0.5, weight_decay=0.1).step()
+    change = (param.detach() - before * (1 - 0.5 * 0.1)) / -0.5 / max(1, shape[0] / shape[1]) ** 0.5
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    assert (change - left @ right).norm() / (left @ right).norm() < 0.35
+    assert 0.5 < torch.linalg.svdvals(change).min() < torch.linalg.svdvals(change).max() < 1.3
+
+
+def test_groups_with_betas_are_trained_by_adamw() -> None:
+    ours, theirs = filters(6, 4), filters(6, 4)
+    group = {"params": [ours], "betas": (0.8, 0.95), "lr": 0.01, "weight_decay": 0.1}
+    mixed = MuonAdamW([{"params": [filters(4, 4)]}, group], lr=0.1)
+    adamw = torch.optim.AdamW([theirs], 0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
+    for seed in range(4):
+        ours.grad = theirs.grad = filters(6, 4, seed=seed + 1).detach()
+        mixed.step(), adamw.step()
+    assert torch.allclose(ours, theirs, atol=1e-7)
