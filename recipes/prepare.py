@@ -2,6 +2,7 @@
 
     python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]
+    python -m recipes.prepare text data_dir=DIR source=FOLDER [tokenizer=gpt2] [workers=N]
     python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
     python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50    # fetches the weights, and reads each image once
     python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME; timm/NAME: into $HF_HOME
@@ -56,6 +57,13 @@ class ImagenetKeys(PrepareKeys):
     size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
     workers: int = key(0, "number of threads; 0: one for each available CPU", low=0, high=4096)
+
+
+@dataclass(frozen=True)
+class TextKeys(PrepareKeys):
+    source: str = key("", "folder of .txt, .jsonl (field text) and .parquet (column text), a file, or a quoted pattern")
+    tokenizer: str = key("bytes", "bytes; gpt2 or o200k_base: tiktoken's", values=("bytes", "gpt2", "o200k_base"))
+    workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
 
 
 @dataclass(frozen=True)
@@ -208,6 +216,17 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
     _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
 
+def prepare_text(keys: TextKeys) -> None:
+    """Writes text as token ids into data_dir/text. Raises InputError, MachineError."""
+    from recipes.core.data import text
+
+    if not keys.source:
+        raise InputError("source= is missing: give the folder of your text, source=FOLDER")
+    data_dir = datasets.folder_of(keys.data_dir).absolute()
+    text.write(keys.source, data_dir / datasets.TEXT.folder, keys.tokenizer, keys.workers, _say)
+    _say_next(datasets.TEXT, data_dir)
+
+
 def prepare_weights(keys: WeightsKeys) -> None:
     """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError."""
     from recipes.core.train import models
@@ -275,6 +294,7 @@ def _say(text: str) -> None:
 DATASETS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "mnist": (PrepareKeys, prepare_mnist),
     "cifar10": (PrepareKeys, prepare_cifar10),
+    "text": (TextKeys, prepare_text),
     "imagenet": (ImagenetKeys, prepare_imagenet),
     "weights": (WeightsKeys, prepare_weights),
     "finetune": (FinetuneKeys, prepare_finetune),

@@ -211,7 +211,11 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content as hexadecimal digits. Raises OSError."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def free_bytes(folder: Path) -> int | None:

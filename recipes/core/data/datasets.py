@@ -49,6 +49,7 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 CIFAR10_IDX = ("train-images-idx4-ubyte", "train-labels-idx1-ubyte", "test-images-idx4-ubyte", "test-labels-idx1-ubyte")
 # index.json (source, classes, samples, sha256) is written last.
 CIFAR10 = Dataset("cifar10", "cifar", "cifar10", (*CIFAR10_IDX, "index.json"))
+TEXT = Dataset("text", "gpt", "text", ("index.json",))
 
 
 def folder_of(data_dir: str | Path) -> Path:

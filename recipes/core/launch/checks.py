@@ -109,7 +109,8 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
     if dataset == "imagenet":
         datasets.find_imagenet(folder)
     else:
-        datasets.find_files({"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[dataset], folder)
+        known = (datasets.MNIST, datasets.CIFAR10, datasets.TEXT)
+        datasets.find_files({one.name: one for one in known}[dataset], folder)
     return ""
 
 

@@ -1,0 +1,212 @@
+"""Text as token ids: shards that are mapped into memory, and how ``recipes.prepare text`` writes them. Without torch.
+
+NNNNN.bin    a shard: the ids of its documents, each document with an end-of-text token behind it
+NNNNN.json   its number of tokens and of bytes of text, its SHA-256, and a digest of what it was made from
+index.json   the same of all shards, tokenizer, dtype, end of text and vocabulary; written last
+"""
+
+import bisect
+import glob
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from recipes.core import errors, files
+from recipes.core.data import datasets
+from recipes.core.errors import InputError, MachineError
+from recipes.core.place import processes
+
+VERSION = {"format": "text", "version": 1}
+SHARD_BYTES = 1 << 27  # of source; a larger file is one shard
+END_OF_TEXT = "<|endoftext|>"  # may separate the documents of a .txt file
+MOST_VALIDATION = 2**20  # tokens
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+
+class Text:
+    """Token ids, numbered over all shards. vocabulary: the bytes of each token. end: the end-of-text token, which has no bytes."""
+
+    def __init__(self, shards: Sequence[Tokens], vocabulary: Sequence[bytes], end: int, digest: str) -> None:
+        self.vocabulary, self.end, self.digest, self._shards = vocabulary, end, digest, shards
+        self._starts = [0, *itertools.accumulate(map(len, shards))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def split(self, seq_len: int) -> tuple[range, range]:
+        """The sequences to train on, and those to evaluate: the last 1 %, at least one sequence. Raises InputError.
+
+        Sequence i predicts the ``seq_len`` tokens after token ``i * seq_len``: each token once, except the first one and a rest at the end.
+        """
+        count = (len(self) - 1) // seq_len
+        training = count - max(1, min(len(self) // 100, MOST_VALIDATION) // seq_len)
+        if training < 1:
+            raise InputError(f"seq_len={seq_len}: the text has {len(self)} tokens: give a smaller seq_len=")
+        return range(training), range(training, count)
+
+    def take(self, sequences: Sequence[int], seq_len: int) -> Tokens:
+        """These sequences, int64 (B, seq_len + 1). Raises InputError for an unknown token."""
+        rows = [self._tokens(i * seq_len, (i + 1) * seq_len + 1) for i in sequences]
+        found = np.array(rows, np.int64).reshape(-1, seq_len + 1)
+        if found.size and found.max() >= len(self.vocabulary):
+            raise InputError(f"the text is damaged: token {found.max()} of {len(self.vocabulary)}: prepare it again")
+        return found
+
+    def _tokens(self, begin: int, end: int) -> Tokens:
+        number = bisect.bisect_right(self._starts, begin) - 1
+        start = self._starts[number]
+        found = self._shards[number][begin - start : end - start]
+        rest = begin + len(found)
+        return found if rest == end else np.append(found, self._tokens(rest, end))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.vocabulary[token] for token in tokens).decode(errors="replace")
+
+
+def open_text(data_dir: str, verify: bool = False) -> Text:
+    """The text in ``data_dir``. Checks the sizes of its shards, and their SHA-256 only with ``verify``. Raises InputError."""
+    folder = datasets.find_files(datasets.TEXT, data_dir)[0].parent
+    again = f"run {datasets.prepare_command('text', folder.parent)} source=FOLDER again"
+    index, shards = files.read_json(folder / "index.json") or {}, []
+    try:
+        vocabulary, end = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")], int(index["end"])
+        dtype, facts = index["dtype"], [(int(shard["tokens"]), str(shard["sha256"])) for shard in index["shards"]]
+        if any(index[name] != VERSION[name] for name in VERSION) or dtype not in ("<u2", "<u4"):
+            raise ValueError
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise InputError(f"{str(folder / 'index.json')!r} is damaged, or not of a text: {again}") from None
+    for number, (tokens, sha256) in enumerate(facts):
+        path, size = folder / _name(number), tokens * np.dtype(dtype).itemsize
+        if not path.is_file() or path.stat().st_size != size:
+            raise InputError(f"{str(path)!r} is not a file of {size} bytes: {again}")
+        if verify and files.sha256(path) != sha256:
+            raise InputError(f"{str(path)!r} is damaged (its SHA-256 is another): {again}")
+        shards.append(np.memmap(path, dtype, "r") if size else np.empty(0, dtype))
+    return Text(shards, vocabulary, end, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+
+
+def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable[[str], None]) -> None:
+    """Writes ``source``, a folder, a file or a pattern, into ``folder``. Shards that are there and valid are kept.
+
+    workers: number of processes, 0: one for each CPU. Raises InputError and MachineError.
+    """
+    _, vocabulary, end = open_tokenizer(tokenizer)
+    dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
+    tasks = [(folder / _name(i), group, tokenizer, dtype) for i, group in enumerate(_groups(source))]
+    count, shards = min(workers or len(os.sched_getaffinity(0)), len(tasks)), []
+    with files.writing_to(folder, "data_dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with files.locked(folder / "preparing.lock"):
+            if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
+                raise InputError(f"tokenizer={tokenizer}: {str(folder)!r} has other tokens: give another data_dir=")
+            (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
+            files.remove_temporary(folder)
+            pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),))
+            try:
+                for shard in pool.map(write_shard, *zip(*tasks, strict=True)):
+                    shards.append(shard)
+                    say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
+            except BrokenProcessPool:
+                raise MachineError("a worker ended, most likely for lack of memory: give a smaller workers=") from None
+            finally:
+                pool.shutdown(cancel_futures=True)
+            index = {**VERSION, "tokenizer": tokenizer, "dtype": dtype, "end": end, "shards": shards}
+            files.write_json(folder / "index.json", {**index, "vocabulary": " ".join(t.hex() for t in vocabulary)})
+
+
+def _start(parent: int) -> None:
+    processes.die_with(parent)()
+
+
+def _name(number: int) -> str:
+    return f"{number:05d}.bin"
+
+
+def _groups(source: str) -> list[list[Path]]:
+    """The files of each shard, in the order of their names."""
+    root = Path(source).expanduser()
+    found = root.rglob("*") if root.is_dir() else map(Path, glob.glob(str(root)))
+    paths = sorted(path.absolute() for path in found if path.suffix in (".txt", ".jsonl", ".parquet"))
+    if not paths:
+        raise InputError(
+            f"source={source!r} has no .txt, .jsonl or .parquet: give a folder, a file or a quoted pattern"
+        )
+    ends = itertools.accumulate(path.stat().st_size for path in paths)
+    numbered = zip((end // SHARD_BYTES for end in ends), paths, strict=True)
+    return [[path for _, path in group] for _, group in itertools.groupby(numbered, lambda pair: pair[0])]
+
+
+def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str) -> dict[str, Any]:
+    """Writes the documents of ``sources``, unless they are there, and a record beside them: the part of index.json. Raises InputError."""
+    facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in sources]
+    identity = hashlib.sha256(json.dumps([tokenizer, facts]).encode()).hexdigest()
+    record = files.read_json(path.with_suffix(".json")) or {}
+    if record.get("source") == identity and path.is_file() and files.sha256(path) == record["sha256"]:
+        return record
+    encode, vocabulary, end = open_tokenizer(tokenizer)
+    lengths, digest, counts = np.array([len(token) for token in vocabulary]), hashlib.sha256(), np.zeros(2, np.int64)
+
+    def fill(file: IO[bytes]) -> None:
+        for document in itertools.chain.from_iterable(map(_documents, sources)):
+            ids = np.append(np.asarray(encode(document), np.int64), end)
+            counts[:] += len(ids), lengths[ids].sum()
+            content = ids.astype(dtype).tobytes()
+            digest.update(content)
+            file.write(content)
+
+    files.write_whole(path, fill)
+    tokens, size = counts.tolist()
+    record = {"tokens": tokens, "bytes": size, "sha256": digest.hexdigest(), "source": identity}
+    files.write_json(path.with_suffix(".json"), record)
+    return record
+
+
+def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
+    """The function that encodes a document, the bytes of each token, and the end-of-text token. Raises InputError, MachineError."""
+    if name == "bytes":
+        return lambda text: np.frombuffer(text.encode(), np.uint8), [*(bytes([i]) for i in range(256)), b""], 256
+    try:
+        import tiktoken
+
+        found = tiktoken.get_encoding(name)
+    except ModuleNotFoundError:
+        raise InputError(f"tokenizer={name}: needs tiktoken: pip install '.[text]'") from None
+    except Exception as error:  # no internet
+        fix = "run this where there is internet, or set TIKTOKEN_CACHE_DIR to a folder that has its file"
+        raise MachineError(f"tokenizer={name}: {errors.one_line(error)}: {fix}") from None
+    end = found.eot_token
+    tokens = [b"" if i == end else found.decode_single_token_bytes(i) for i in range(found.n_vocab)]
+    return found.encode_ordinary, tokens, end
+
+
+def _documents(path: Path) -> Iterator[str]:
+    """The documents of a file: a line of .jsonl or a row of .parquet is one. Raises InputError."""
+    number = 0
+    try:
+        if path.suffix == ".txt":
+            yield from filter(str.strip, path.read_bytes().decode().split(END_OF_TEXT))
+        elif path.suffix == ".jsonl":
+            with open(path, encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):  # noqa: B007 (in the message)
+                    if line.strip():
+                        yield json.loads(line)["text"].encode(errors="replace").decode()
+        else:
+            from pyarrow import parquet
+
+            for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
+                yield from filter(None, batch["text"].to_pylist())
+    except ModuleNotFoundError:
+        raise InputError(f"{str(path)!r}: needs pyarrow: pip install '.[text]'") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fix = "give UTF-8 text; a line of .jsonl and a row of .parquet need a text in the field text"
+        line = f", line {number}" if number else ""
+        raise InputError(f"{str(path)!r}{line}: {errors.one_line(error, 120)}: {fix}") from None

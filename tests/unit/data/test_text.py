@@ -1,0 +1,288 @@
+"""Text as token ids: what `prepare text` writes and keeps, and which tokens a sequence has."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from recipes import prepare
+from recipes.core.data import sentences, text
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.text import Text
+from recipes.core.errors import InputError
+from recipes.core.launch import checks
+from recipes.core.run import command_line
+from tests import helpers
+from tests.helpers import ROOT
+
+END = 256
+Prepare = Callable[..., tuple[int, str]]
+IN_THREADS = "text.ProcessPoolExecutor = lambda count, *rest: ThreadPoolExecutor(count)"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Prepare:
+    """Prepares tmp_path/source in threads; exit status, and stdout or the one line of an error."""
+    monkeypatch.setattr(text, "ProcessPoolExecutor", lambda count, *rest: ThreadPoolExecutor(count))
+
+    def go(*words: str) -> tuple[int, str]:
+        status = prepare.main(["text", f"source={tmp_path}/source", f"data_dir={tmp_path}/data", *words])
+        out, err = capsys.readouterr()
+        assert err.count("\n") == (status != 0)
+        return status, err or out
+
+    return go
+
+
+def put(folder: Path, **contents: str) -> None:
+    """Files source/NAME.KIND, given as NAME_KIND."""
+    for name, content in contents.items():
+        path = folder / "source" / name.replace("_", ".")
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
+
+
+def ids(*documents: str) -> list[int]:
+    return [token for document in documents for token in (*document.encode(), END)]
+
+
+def all_tokens(data: Text) -> list[int]:
+    return [token for shard in data._shards for token in shard.tolist()]
+
+
+def test_documents_are_packed_one_after_another(tmp_path: Path, run: Prepare) -> None:
+    lines = [json.dumps({"text": document}) for document in ("two\n", "drei ä", "\ud800")]
+    put(tmp_path, a_txt="one<|endoftext|>\nrest\n<|endoftext|>\n", b_jsonl="\n".join(lines) + "\n\n", c_md="not read")
+    status, out = run()
+    assert (status, out.splitlines()[-1]) == (0, f"next: python -m recipes.gpt data_dir={tmp_path}/data")
+    data = text.open_text(str(tmp_path / "data"), verify=True)
+    expected = ids("one", "\nrest\n", "two\n", "drei ä", "?")
+    assert all_tokens(data) == expected
+    index = json.loads((tmp_path / "data/text/index.json").read_text())
+    [shard] = index["shards"]
+    assert (shard["tokens"], shard["bytes"], index["dtype"]) == (len(expected), len(expected) - 5, "<u2")
+    assert data.decode(expected) == "one\nrest\ntwo\ndrei ä?"
+
+
+def test_tokenizers_and_formats_of_other_libraries(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer of 70,000 words, which needs uint32; a column that has a null."""
+    words = [f"w{i} ".encode() for i in range(69_999)]
+    gpt2 = SimpleNamespace(
+        eot_token=69_999, n_vocab=70_000, decode_single_token_bytes=words.__getitem__,
+        encode_ordinary=lambda document: [int(word[1:]) for word in document.split()],
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": gpt2}.__getitem__))
+    batches = [{"text": SimpleNamespace(to_pylist=lambda: ["w1 w65536", None])}]
+    parquet = SimpleNamespace(ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda columns: batches))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    put(tmp_path, a_parquet="", b_txt="w69998 w0")
+    assert run("tokenizer=gpt2")[0] == 0
+    data = text.open_text(str(tmp_path / "data"))
+    assert all_tokens(data) == [1, 65_536, 69_999, 69_998, 0, 69_999]
+    assert (data.decode(all_tokens(data)), data._shards[0].dtype) == ("w1 w65536 w69998 w0 ", "<u4")
+    assert run("tokenizer=bytes") == (
+        2,
+        f"error: tokenizer=bytes: '{tmp_path}/data/text' has other tokens: give another data_dir=\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("contents", "words", "expected"),
+    [
+        ({}, ("source=",), "source= is missing"),
+        ({"a_md": "x"}, (), r"source='.*/source' has no \.txt"),
+        ({"a_jsonl": '{"text": "x"}\n{"text'}, (), r"a\.jsonl', line 2: JSONDecodeError.*: give UTF-8 text"),
+        ({"a_jsonl": '{"body": "x"}'}, (), r"a\.jsonl', line 1: KeyError"),
+        ({"a_jsonl": '{"text": 1}'}, (), r"a\.jsonl', line 1: AttributeError"),
+        ({"a_txt": "\udcff"}, (), r"a\.txt': UnicodeDecodeError"),
+        ({"a_parquet": "x"}, (), r"a\.parquet': needs pyarrow: pip install '\.\[text\]'"),
+        ({"a_txt": "x"}, ("tokenizer=gpt2",), r"tokenizer=gpt2: needs tiktoken: pip install '\.\[text\]'"),
+        ({"a_txt": "x"}, ("tokenizer=gpt3",), "tokenizer=gpt3: must be one of bytes, gpt2"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(
+    contents: dict[str, str],
+    words: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    run: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("tiktoken", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    put(tmp_path, **contents)
+    status, line = run(*words)
+    assert status == 2
+    assert re.search(expected, line)
+
+
+def six_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "SHARD_BYTES", 1)
+    put(tmp_path, **{f"{i}_txt": f"document {i}" for i in range(6)})
+
+
+KILLED = f"""
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from recipes import prepare
+from recipes.core import files
+from recipes.core.data import text
+{IN_THREADS}
+text.SHARD_BYTES, whole = 1, files.write_whole
+
+def write_whole(path, write):
+    def part(file):
+        write(file)
+        if path.name == "00003.bin":
+            file.flush(), os.kill(os.getpid(), 9)
+    whole(path, part)
+
+files.write_whole = write_whole
+prepare.main(["text", "workers=1", *sys.argv[1:]])
+"""
+
+
+def test_a_killed_preparation_continues(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    six_shards(tmp_path, monkeypatch)
+    folder, words = tmp_path / "data/text", [f"source={tmp_path}/source", f"data_dir={tmp_path}/data"]
+    ended = helpers.run([sys.executable, "-c", KILLED, *words])
+    assert ended.status == -9, ended.out
+    with pytest.raises(InputError, match=r"lacks index\.json .* run python -m recipes\.prepare text data_dir="):
+        text.open_text(str(tmp_path / "data"))
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
+    assert [path.name for path in sorted(kept)] == ["00000.bin", "00001.bin", "00002.bin"]
+    (folder / "00001.bin").write_bytes(bytes((folder / "00001.bin").stat().st_size))  # it was damaged meanwhile
+    assert run()[0] == 0
+    assert [path.name for path in sorted(kept) if path.stat().st_mtime_ns == kept[path]] == ["00000.bin", "00002.bin"]
+    assert all_tokens(text.open_text(str(tmp_path / "data"), verify=True)) == ids(*(f"document {i}" for i in range(6)))
+    assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_source_that_has_changed_is_read_again(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    six_shards(tmp_path, monkeypatch)
+    run()
+    before = text.open_text(str(tmp_path / "data")).digest
+    put(tmp_path, **{"2_txt": "changed"})
+    assert run()[0] == 0
+    data = text.open_text(str(tmp_path / "data"))
+    assert ids("document 1", "changed", "document 3") == all_tokens(data)[11:41][:30]
+    assert data.digest != before
+
+
+def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
+    put(tmp_path, a_txt="some text")
+    run()
+    folder, where = tmp_path / "data/text", str(tmp_path / "data")
+    shard, index = folder / "00000.bin", folder / "index.json"
+    content, known = shard.read_bytes(), index.read_text()
+    shard.write_bytes(b"\xff\xff" + content[2:])
+    with pytest.raises(InputError, match=r"00000\.bin' is damaged \(its SHA-256"):
+        text.open_text(where, verify=True)
+    with pytest.raises(InputError, match="token 65535 of 257"):
+        text.open_text(where).take([0], 3)
+    shard.write_bytes(content[:-2])
+    with pytest.raises(InputError, match=r"00000\.bin' is not a file of 20 bytes: run python -m recipes\.prepare text"):
+        text.open_text(where)
+    for damaged in (
+        "",
+        "[]",
+        "{}",
+        known.replace('"version": 1', '"version": 2'),
+        known.replace("<u2", "O"),
+        known.replace('"tokens": 10', '"tokens": "x"'),
+    ):
+        assert damaged != known
+        index.write_text(damaged)
+        with pytest.raises(InputError, match=r"index\.json' is damaged, or not of a text"):
+            text.open_text(where)
+
+
+def test_a_worker_that_ended_is_named(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*tasks: object) -> Iterator[object]:
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(text, "write_shard", broken)
+    put(tmp_path, a_txt="x")
+    assert run() == (3, "error: a worker ended, most likely for lack of memory: give a smaller workers=\n")
+
+
+def test_processes_write_the_same_text(tmp_path: Path) -> None:
+    put(tmp_path, a_txt="x", b_txt="y")
+    words = ["text", "workers=2", f"source={tmp_path}/source/*.txt", f"data_dir={tmp_path}"]
+    code = "import sys; from recipes import prepare; from recipes.core.data import text; text.SHARD_BYTES = 1"
+    ended = helpers.run([sys.executable, "-c", f"{code}; sys.exit(prepare.main(sys.argv[1:]))", *words], cwd=ROOT)
+    assert (ended.status, ended.lines[:2]) == (0, ["shard 1 of 2: 2 tokens", "shard 2 of 2: 2 tokens"]), ended.out
+    assert all_tokens(text.open_text(str(tmp_path))) == ids("x", "y")
+
+
+def cut(tokens: list[int], draw: random.Random) -> Text:
+    """A text whose shards are of random sizes, of which some are empty."""
+    places = sorted(draw.choices(range(len(tokens) + 1), k=9))
+    parts = [tokens[i:j] for i, j in zip([0, *places], [*places, len(tokens)], strict=True)]
+    return Text([np.array(part, np.uint32) for part in parts], [b""] * 100_000, 0, "")
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 100])
+def test_each_token_is_a_target_once(seq_len: int) -> None:
+    draw = random.Random(seq_len)
+    tokens = draw.sample(range(100_000), 1203)
+    data = cut(tokens, draw)
+    training, validation = data.split(seq_len)
+    seen = []
+    for rank in range(3):
+        for shard in GlobalBatches(len(training), 5, 0, rank, 3).epoch(0):
+            found = data.take(shard.indices.tolist(), seq_len)
+            assert found.shape == (len(shard.indices), seq_len + 1)  # also of no sequence
+            seen += found[:, 1:].flatten().tolist()
+    last = 1 + len(training) * seq_len
+    assert sorted(seen) == sorted(tokens[1:last])
+    of_validation = data.take(validation, seq_len)
+    assert of_validation[:, 1:].flatten().tolist() == tokens[last : last + len(validation) * seq_len]
+    assert of_validation[:, 0].tolist() == [tokens[i * seq_len] for i in validation]
+    assert len(tokens) - last - len(validation) * seq_len < seq_len
+
+
+def test_the_share_of_the_validation_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Text([np.zeros(100_001, np.uint16)], [b""], 0, "")
+    assert data.split(100) == (range(990), range(990, 1000))
+    assert data.split(20_000) == (range(4), range(4, 5))
+    monkeypatch.setattr(text, "MOST_VALIDATION", 250)
+    assert data.split(100) == (range(998), range(998, 1000))
+    with pytest.raises(InputError, match="seq_len=60000: the text has 100001 tokens"):
+        data.split(60_000)
+
+
+def test_the_text_that_is_made_in_memory_is_the_same_everywhere() -> None:
+    made = sentences.made()
+    assert made.digest == "d4e6cd56565fe670e2f018875d25195fbb98feafa8561a8179753cf98f720801"
+    documents = made.decode([token if token != END else 10 for token in all_tokens(made)]).splitlines()
+    assert len(documents) > 1000
+    for document in documents[:100]:
+        inner = re.sub(r"[^(){}\[\]]", "", document)
+        while inner != (inner := re.sub(r"\(\)|\[\]|\{\}", "", inner)):
+            pass
+        assert inner == ""
+        flat = document
+        while flat != (flat := re.sub(r" [({\[][^(){}\[\]]*[)}\]]", "", flat)):
+            pass
+        verbs = re.findall(r"says the (?:\w+ )?(\w+) (\w+) the", flat)
+        assert [noun.endswith("s") for noun, _ in verbs] == [not verb.endswith("s") for _, verb in verbs]
+        assert len(verbs) == 8
+
+
+def test_a_job_without_its_text_is_not_submitted(tmp_path: Path) -> None:
+    settings = command_line.parse(["recipe=gpt", f"data_dir={tmp_path}"], environ={})
+    with pytest.raises(InputError, match=r"lacks index\.json .*python -m recipes\.prepare text"):
+        checks.find_data(settings, ROOT, tmp_path)
