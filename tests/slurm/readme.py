@@ -134,6 +134,7 @@ ONE_EACH = {"sbatch sbatch": "sbatch --ntasks-per-node=1 sbatch"}  # a rank a no
 STAGED = {"sbatch sbatch": "TMPDIR=$NEW sbatch --ntasks-per-node=1 sbatch", "/scratch/imagenet-256": "$PACKED"}
 TUNED = f"{FEW} arch=shufflenet_v2_x0_5 pretrained=false px=32 val_resize=32 num_workers=1 global_batch_size=8"
 DATA, NEW = {"=/data": "=$DATA"}, {"data_dir=/data": "data_dir=$NEW"}
+ARTICLES = {"/data/articles": "tested-versions.txt", "data_dir=/data": "data_dir=$NEW"}
 PACK = {"/data/imagenet": "$DATA", "/scratch": "$NEW"}
 BENCH = {"--ntasks-per-node=8": "--ntasks-per-node=1", "1M..1G": "1K..4K"}
 # In place of Apptainer, pyxis and Docker: each notes that it was called, and starts the command after the image.
@@ -241,6 +242,9 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare cifar10 data_dir=/data": tool("source=$DATA", NEW, says=NEXT),
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256": tool(swap=PACK, says=NEXT),
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
+    "python -m recipes.prepare text source=/data/articles data_dir=/data": tool(swap=ARTICLES, says=NEXT),
+    "python -m recipes.prepare text source=/data/articles data_dir=/data tokenizer=gpt2":
+        tool(swap={**ARTICLES, "gpt2": "bytes"}, says=NEXT, only="the tokenizer is downloaded"),
     # AGENTS.md
     "python launch.py check recipe=mnist nodes=2 device=cpu": slurm("dataset=fake", runs=0, says="^nothing was submitted$"),
     "python launch.py check recipe=mnist nodes=2 device=cpu --json": slurm("dataset=fake", runs=0, says='^{"parts": .*"exit_status": 0}$'),
@@ -306,6 +310,11 @@ TABLE: dict[str, How] = {
     # The recipes' headers, where they have others
     "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data": here(CIFAR, DATA),
     "sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data": slurm(CIFAR, {**ONE_EACH, **DATA}),
+    "python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes": here("max_steps=2", says="^sample: "),
+    "sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12":
+        slurm("device=cpu max_steps=2 dataset=bytes", {**ONE_EACH, "depth=12": "depth=1"}),
+    "python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200":
+        here("device=cpu dataset=bytes depth=1 max_steps=1", {" evaluate=true": ""}, says="^sample: ", only="there is no run"),
     "python -m recipes.doctor": tool(says="^healthy: 1 node"),
     "python -m recipes.doctor network=my.env": tool(says="^healthy: 1 node"),
     "python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev": here("max_steps=1"),
@@ -315,6 +324,8 @@ TABLE: dict[str, How] = {
         tool(swap={"DIR": "$NEW", "[source=FOLDER]": "source=$DATA"}, says=NEXT),
     "python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]":
         tool(swap={"DIR": "$NEW", "[source=FOLDER]": "source=$DATA"}, says=NEXT),
+    "python -m recipes.prepare text data_dir=DIR source=FOLDER [tokenizer=gpt2] [workers=N]":
+        tool("workers=1", {"DIR": "$NEW", "FOLDER": "tested-versions.txt", " [tokenizer=gpt2] [workers=N]": ""}, says=NEXT),
     "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …":
         tool("size=24", {"PACKED": "$NEW", "FOLDER": "$DATA", "[size=256] [workers=N] …": "workers=1"}, says=NEXT),
     "python -m recipes.report": tool(says="^runs/cifar/1234_0 +done "),

@@ -149,4 +149,4 @@ def test_a_recipe_imports_only_entry_before_it_begins() -> None:
             before = [ast.unparse(node) for node in body[: begins[0]] if isinstance(node, ast.Import | ast.ImportFrom)]
             assert before == ["from recipes.core.run import entry"], path
             seen.append(path.stem)
-    assert sorted(seen) == ["broken", "cifar", "collectives", "finetune", "imagenet", "mnist", "toy"]
+    assert sorted(seen) == ["broken", "cifar", "collectives", "finetune", "gpt", "imagenet", "mnist", "toy"]

@@ -96,12 +96,14 @@ class TrainKeys:
     """Keys of every training recipe. A recipe's own dataclass adds to them.
 
     prepared: values of ``dataset`` whose files `recipes.prepare` puts into ``data_dir``; launch.py looks for them before it submits
-    a job. lr_depends_on_length: whether the learning rate depends on ``epochs`` or ``max_steps``. A recipe may override both.
+    a job. lr_depends_on_length: whether the learning rate depends on ``epochs`` or ``max_steps``. small_part: with fewer samples in a
+    forward pass, starting a GPU's kernels takes longer than computing. A recipe may override each.
     """
 
     starts_a_run: ClassVar[bool] = True
     prepared: ClassVar[tuple[str, ...]] = ()
     lr_depends_on_length: ClassVar[bool] = True
+    small_part: ClassVar[int] = 32
     dataset: str = key("", "data set", pattern=NAME)
     data_dir: str = key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)

@@ -26,7 +26,6 @@ from recipes.core.train.meter import Meter
 from recipes.core.train.profiling import profiling
 from recipes.core.train.run import Run
 
-SMALL_PART = 32  # samples of a GPU's forward pass: with fewer, starting its kernels takes longer than computing
 # Between two sums over the ranks, whichever is shorter; at least one step. A sum costs up to a millisecond.
 AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
 EARLIER_ROW = {"total_steps": 0, "samples_per_second": 0.0}  # of a checkpoint of an earlier version
@@ -200,7 +199,7 @@ class _StepEnds:
             trackers.require("tensorboard.compat.proto.event_pb2")
         run.end_dry_run()
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
-        if run.world.device.type == "cuda" and part < SMALL_PART:
+        if run.world.device.type == "cuda" and part < self.cfg.small_part:
             given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples a GPU"
             run.say(f"warning: {given}, which wait for the host more than they compute: a larger one, or fewer GPUs")
         if self.cfg.evaluate:

@@ -1,0 +1,198 @@
+"""GPT: trains a language model on your own text. depth= is the one dial; width, rates, batch and tokens follow from it.
+
+    python -m recipes.prepare text source=/data/articles data_dir=/data tokenizer=gpt2
+    python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes   # a text that is made in memory
+    sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12
+    python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200                   # text of a trained model
+
+The rules, each with a key to override it (recipes/conf/gpt.py has their sources): width is 64 * depth, in heads of 64; up to 4 heads of
+queries share one of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
+blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's fall as width**-0.5.
+
+Not measured on a GPU.
+"""
+
+from recipes.core.run import entry
+
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+START = entry.begin("gpt") if __name__ == "__main__" else None
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.conf.gpt import HEAD, Config
+from recipes.core import errors
+from recipes.core.data import sampling, sentences, text
+from recipes.core.train import loop, optimisation, scores, session
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.train.checkpoint import State
+from recipes.core.train.optimizers import MuonAdamW
+from recipes.core.train.run import Run
+
+EVAL_BATCH = 16  # sequences; the same on any number of ranks, so that their losses are equal to the bit
+ROTARY_BASE = 10_000.0
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm without a trained gain."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021): turns pairs of columns of (B, T, heads, HEAD) by angles that grow with T."""
+    frequencies = ROTARY_BASE ** -(torch.arange(HEAD // 2, device=x.device) / (HEAD // 2))
+    angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat([cos, cos], -1).to(x.dtype), torch.cat([sin, -sin], -1).to(x.dtype)
+    return x * cos + x.roll(HEAD // 2, -1) * sin
+
+
+class Attention(nn.Module):
+    """Causal attention. Queries and keys are normalised, which bounds their products. Groups of queries share keys and values."""
+
+    def __init__(self, width: int, kv_heads: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, kv_heads * HEAD, bias=False)
+        self.value = nn.Linear(width, kv_heads * HEAD, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Three matrices, since Muon treats each by itself; one product, which is faster.
+        together = torch.cat([layer.weight for layer in (self.query, self.key, self.value)])
+        heads, shared = (layer.out_features // HEAD for layer in (self.query, self.key))
+        qk, v = F.linear(x, together).unflatten(-1, (-1, HEAD)).split([heads + shared, shared], 2)
+        q, k = norm(rotate(qk)).split([heads, shared], 2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads > shared)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention, and an MLP whose activation is a squared ReLU (So et al., 2021)."""
+
+    def __init__(self, width: int, kv_heads: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, kv_heads)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(norm(x))
+        positive = F.relu(self.up(norm(x)))
+        return x + self.down(positive * positive)  # on CPUs, the gradient of square() takes twice as long
+
+
+class GPT(nn.Module):
+    """The head has its own weights. It, and the last matrix of each attention and MLP, start at zero: each block starts as identity."""
+
+    def __init__(self, vocabulary: int, depth: int, width: int, kv_heads: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, kv_heads) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        for name, weight in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight", "head.weight")):
+                nn.init.zeros_(weight)
+            elif weight is not self.embed.weight:  # an embedding has variance 1, as torch makes it
+                nn.init.normal_(weight, std=width**-0.5)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits of the token that follows each of ``tokens`` (B, T): float32 (B, T, vocabulary)."""
+        x = norm(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(norm(x)).float()
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        """The loss of each of ``sequences`` (B, T + 1): nats, the mean over the T tokens after the first one."""
+        targets = sequences[:, 1:]
+        logits = self.logits(sequences[:, :-1])
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(1)
+
+
+@torch.inference_mode()
+def generate(net: GPT, tokens: Tensor, count: int, context: int, vocabulary: int, seed: int = 0) -> Tensor:
+    """``tokens`` (T,) and ``count`` more, each drawn by the model from the last ``context`` ones. Its cost grows as count * context."""
+    random = torch.Generator(tokens.device).manual_seed(seed)
+    for _ in range(count):
+        logits = net.logits(tokens[None, -context:])[0, -1, :vocabulary]
+        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(0), 1, generator=random)])
+    return tokens
+
+
+def make_optimizer(cfg: Config, net: GPT) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks, AdamW without weight decay for the embedding and the head."""
+    adam = {"betas": (0.8, 0.95), "weight_decay": 0.0}
+    others = [(net.embed, cfg.embed_lr), (net.head, cfg.head_lr)]
+    groups = [{"params": list(layer.parameters()), "lr": lr, **adam} for layer, lr in others]
+    return MuonAdamW([{"params": list(net.blocks.parameters())}, *groups], cfg.lr, cfg.momentum, cfg.weight_decay)
+
+
+def lr_factor(cfg: Config, steps: int, step: int) -> float:
+    """The learning rate of a step as a fraction of its peak: a linear rise, a constant part, and a linear fall to zero."""
+    return min(1.0, (step + 1) / (cfg.warmup * steps + 1), (steps - step) / max(1.0, cfg.cooldown * steps))
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    world = run.world
+    torch.manual_seed(cfg.seed)
+    data = sentences.made() if cfg.dataset == "bytes" else text.open_text(cfg.data_dir)
+    training, validation = data.split(cfg.seq_len)
+    batches = GlobalBatches(len(training), cfg.global_batch_size, cfg.seed, world.rank, world.size, data.digest)
+    net = GPT(-(-len(data.vocabulary) // 64) * 64, cfg.depth, cfg.width, cfg.kv_heads).to(world.device)
+    model = world.parallel(net, cfg)
+    optimizer = make_optimizer(cfg, net)
+    steps = loop.total_steps(cfg, batches)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
+    autocast = optimisation.autocast(run, cfg)
+    size, per_step = sum(p.numel() for p in net.parameters()), cfg.global_batch_size * cfg.seq_len
+    run.say(f"{size:,} parameters; {steps} steps of {per_step:,} tokens; the text has {len(data):,}")
+
+    def sequences(indices: Tensor) -> Tensor:
+        return torch.from_numpy(data.take(indices.tolist(), cfg.seq_len)).to(world.device, non_blocking=True)
+
+    lengths = torch.tensor([len(token) for token in data.vocabulary], device=world.device)
+
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Nats and bytes of text of this rank's part of the validation set."""
+        parts = torch.tensor(validation).split(EVAL_BATCH)
+        for indices in parts[sampling.share(len(parts), world.rank, world.size)]:
+            found = sequences(indices)
+            with autocast:
+                losses = net(found)
+            yield losses.double().sum() * cfg.seq_len, lengths[found[:, 1:]].sum().double()
+
+    def evaluate() -> dict[str, float]:
+        """``val_bpb``: bits per byte of text, which do not depend on the tokenizer; ``val_loss``: nats per token."""
+        totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for pair in scores.answered(run, answers):
+            totals += torch.stack(pair)
+        nats, size = world.sum(totals).tolist()
+        return {"val_bpb": nats / math.log(2) / max(1.0, size), "val_loss": nats / len(validation) / cfg.seq_len}
+
+    run.resume(State(net, optimizer, scheduler), batches)
+    for step in loop.steps(run, cfg, model, batches, evaluate):
+        for shard in step.shards:
+            with autocast:
+                losses = model(sequences(shard.indices))
+            step.backward(losses)
+        optimizer.step()
+        scheduler.step()
+    if cfg.sample and world.rank == 0 and not run.stopping:  # no collective: the other ranks have left the loop
+        with autocast:
+            first = torch.tensor([data.end], device=world.device)
+            tokens = generate(net, first, cfg.sample, cfg.seq_len, len(data.vocabulary), cfg.seed)
+        run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), 10 * cfg.sample)}")
+    return run.results
+
+
+if START:
+    session.run(main, START)

@@ -1,0 +1,20 @@
+#!/bin/bash
+# Recipe gpt on 4 nodes with 8 GPUs each. From the repository's top folder:
+#     sbatch [sbatch options] sbatch/gpt_4x8.sh [key=value ...]
+# sbatch options take precedence over the directives below. Keys: python -m recipes.gpt --help
+#SBATCH --job-name=gpt
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=720
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR2@120
+#SBATCH --output=%x-%j.out
+
+. sbatch/job.sh 2>/dev/null || { echo "gpt_4x8.sh: $PWD is not the repository: cd to its top folder and run sbatch there" >&2; exit 2; }
+begin gpt "$@" # sets step, inside and words
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
+    "${inside[@]}" -u -m recipes.gpt "${words[@]}"
+finish gpt $?
