@@ -20,10 +20,7 @@ class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("text",)
     small_part: ClassVar[int] = 1  # a sequence is many positions
 
-    dataset: str = key(
-        "text", "text: what recipes.prepare text writes; bytes: sentences of a small grammar, made in memory, as bytes",
-        values=("text", "bytes"),
-    )  # fmt: skip
+    dataset: str = key("text", "text: your own; bytes: sentences that are made in memory", values=("text", "bytes"))
     depth: int = key(12, "number of blocks; keys with default 0 follow from it", low=1, high=256)
     width: int = key(0, "columns of the model, a multiple of 64; 0: 64 for each block", low=0, high=2**16)
     kv_heads: int = key(0, "heads of keys and values; 0: one for each 4, 3, 2 or 1 heads of queries", low=0, high=2**10)

@@ -85,7 +85,7 @@ def open_text(data_dir: str, verify: bool = False) -> Text:
     except (KeyError, ValueError, TypeError, AttributeError):
         raise InputError(f"{str(folder / 'index.json')!r} is damaged, or not of a text: {again}") from None
     for number, (tokens, sha256) in enumerate(facts):
-        path, size = folder / _name(number), tokens * np.dtype(dtype).itemsize
+        path, size = folder / f"{number:05d}.bin", tokens * np.dtype(dtype).itemsize
         if not path.is_file() or path.stat().st_size != size:
             raise InputError(f"{str(path)!r} is not a file of {size} bytes: {again}")
         if verify and files.sha256(path) != sha256:
@@ -101,7 +101,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
     """
     _, vocabulary, end = open_tokenizer(tokenizer)
     dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
-    tasks = [(folder / _name(i), group, tokenizer, dtype) for i, group in enumerate(_groups(source))]
+    tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(_groups(source))]
     count, shards = min(workers or len(os.sched_getaffinity(0)), len(tasks)), []
     with files.writing_to(folder, "data_dir"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,19 +127,13 @@ def _start(parent: int) -> None:
     processes.die_with(parent)()
 
 
-def _name(number: int) -> str:
-    return f"{number:05d}.bin"
-
-
 def _groups(source: str) -> list[list[Path]]:
     """The files of each shard, in the order of their names."""
     root = Path(source).expanduser()
     found = root.rglob("*") if root.is_dir() else map(Path, glob.glob(str(root)))
     paths = sorted(path.absolute() for path in found if path.suffix in (".txt", ".jsonl", ".parquet"))
     if not paths:
-        raise InputError(
-            f"source={source!r} has no .txt, .jsonl or .parquet: give a folder, a file or a quoted pattern"
-        )
+        raise InputError(f"source={source!r} has no .txt, .jsonl or .parquet: give a folder, a file or a pattern")
     ends = itertools.accumulate(path.stat().st_size for path in paths)
     numbered = zip((end // SHARD_BYTES for end in ends), paths, strict=True)
     return [[path for _, path in group] for _, group in itertools.groupby(numbered, lambda pair: pair[0])]
@@ -183,9 +177,8 @@ def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
     except Exception as error:  # no internet
         fix = "run this where there is internet, or set TIKTOKEN_CACHE_DIR to a folder that has its file"
         raise MachineError(f"tokenizer={name}: {errors.one_line(error)}: {fix}") from None
-    end = found.eot_token
-    tokens = [b"" if i == end else found.decode_single_token_bytes(i) for i in range(found.n_vocab)]
-    return found.encode_ordinary, tokens, end
+    tokens = {found.encode_single_token(token): token for token in found.token_byte_values()}
+    return found.encode_ordinary, [tokens.get(i, b"") for i in range(found.n_vocab)], found.eot_token
 
 
 def _documents(path: Path) -> Iterator[str]:

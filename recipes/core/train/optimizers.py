@@ -155,7 +155,7 @@ def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
         wide = x if x.shape[1] <= x.shape[2] else x.mT
         for _ in range(steps):
             a = wide @ wide.mT
-            wide = A * wide + (B * a + C * a @ a) @ wide
+            wide = torch.baddbmm(wide, torch.baddbmm(a, a, a, beta=B, alpha=C), wide, beta=A)
         x = wide if x.shape[1] <= x.shape[2] else wide.mT
         for place, one in zip(those, x.to(tensors[those[0]].dtype).unbind(), strict=True):
             found[place] = one.reshape(shape)

@@ -76,9 +76,9 @@ def test_attention_by_its_definition() -> None:
 
 def test_the_loss_is_one_number_for_each_sequence() -> None:
     net = model()
-    losses = net(TOKENS)
+    losses = net(TOKENS).detach()
     assert losses.shape == (3,)
-    logits = net.logits(TOKENS[:, :-1])
+    logits = net.logits(TOKENS[:, :-1]).detach()
     for i in range(3):
         assert float(losses[i]) == pytest.approx(float(F.cross_entropy(logits[i], TOKENS[i, 1:])), rel=1e-5)
     fresh = gpt.GPT(32, 2, 128, 1)
@@ -222,7 +222,7 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     assert states.digest(first) == states.digest(second)
 
 
-def test_a_small_model_learns_the_order_of_letters(tmp_path: Path) -> None:
-    """After 60 steps. Without positions, it is 3.0."""
+def test_a_small_model_learns_to_use_positions(tmp_path: Path) -> None:
+    """0.92 after 60 steps; without positions 1.85, and untrained 8.3."""
     run_dir = launched(tmp_path / "run", 2, "max_steps=60", "depth=2", "seq_len=64", "global_batch_size=32")
-    assert helpers.read(run_dir, "summary")["val_bpb"] < 2.4
+    assert helpers.read(run_dir, "summary")["val_bpb"] < 1.3

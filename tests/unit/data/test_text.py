@@ -80,7 +80,7 @@ def test_tokenizers_and_formats_of_other_libraries(
     """A tokenizer of 70,000 words, which needs uint32; a column that has a null."""
     words = [f"w{i} ".encode() for i in range(69_999)]
     gpt2 = SimpleNamespace(
-        eot_token=69_999, n_vocab=70_000, decode_single_token_bytes=words.__getitem__,
+        eot_token=69_999, n_vocab=70_000, token_byte_values=lambda: sorted(words), encode_single_token=lambda w: int(w[1:]),
         encode_ordinary=lambda document: [int(word[1:]) for word in document.split()],
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": gpt2}.__getitem__))
