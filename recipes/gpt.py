@@ -9,7 +9,8 @@ The rules, each with a key to override it (recipes/conf/gpt.py has their sources
 queries share one of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
 blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's fall as width**-0.5.
 
-Measured on CPUs, dataset=bytes max_steps=150 (1 seed): val_bpb 0.776; without positions 1.36, untrained 8.3. Not measured on a GPU.
+Measured with dataset=bytes on two CPU cores (1 seed): val_bpb 0.747 after 484 steps; 0.776 after 150, where the model without positions
+has 1.36, and a model that sees later tokens 0.01. Not measured on a GPU.
 """
 
 from recipes.core.run import entry

@@ -23,7 +23,7 @@ class Config(TrainKeys):
     dataset: str = key("text", "text: your own; bytes: sentences that are made in memory", values=("text", "bytes"))
     depth: int = key(12, "number of blocks; keys with default 0 follow from it", low=1, high=256)
     width: int = key(0, "columns of the model, a multiple of 64; 0: 64 for each block", low=0, high=2**16)
-    kv_heads: int = key(0, "heads of keys and values; 0: one for each 4, 3, 2 or 1 heads of queries", low=0, high=2**10)
+    kv_heads: int = key(0, "heads of keys and values; 0: one for each group of up to 4 query heads", low=0, high=2**10)
     seq_len: int = key(1024, "tokens of a sequence", low=2, high=2**20)
     global_batch_size: int = key(0, "sequences per step over all ranks; 0: 32,768 tokens per block", low=0, high=2**30)
     tokens: int = key(0, "tokens to train on, in at most epochs= epochs; 0: 20 per parameter of the blocks", low=0)
