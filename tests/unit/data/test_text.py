@@ -209,13 +209,17 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
             text.open_text(where)
 
 
-def test_a_worker_that_ended_is_named(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ended_is_named_and_the_text_is_not_complete(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*tasks: object) -> Iterator[object]:
         raise BrokenProcessPool
 
-    monkeypatch.setattr(text, "write_shard", broken)
     put(tmp_path, a_txt="x")
+    assert run()[0] == 0
+    monkeypatch.setattr(text, "write_shard", broken)
     assert run() == (3, "error: a worker ended, most likely for lack of memory: give a smaller workers=\n")
+    assert not (tmp_path / "data/text/index.json").exists()  # it is not complete until a run has ended well
 
 
 def test_processes_write_the_same_text(tmp_path: Path) -> None:
