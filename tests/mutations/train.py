@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",
-        '            state.optimizer.load_state_dict(content["optimizer"])\n',
+        '            state.optimizer.load_state_dict(sharding.state_of(state.optimizer, content["optimizer"]))\n',
         "",
         "a resumed run has lost its momentum",
         "tests/distributed/train/test_exact_resume.py",

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -110,7 +111,7 @@ def averaged(
     """
     if not decay:
         return None
-    if run.settings.config.strategy == "fsdp":
+    if isinstance(net, FSDPModule):
         raise InputError("ema=: strategy=fsdp has no averaged weights: leave ema= out")
     share = _of_batch(of_batch_size, batches)
     if share != 1:
