@@ -16,7 +16,8 @@ SHARES = ("data_wait", "forward_backward", "communication", "optimizer")  # comm
 RECENT = 50  # rows that are judged
 # From these on, a cause is named.
 WAITS, COMMUNICATES, IDLE_GPU = 0.15, 0.25, 0.3  # shares of a step
-SLOW_RANK = 1.3  # seconds of a step of a rank, relative to the median rank
+UNEVEN = 1.3  # most samples of a rank, relative to the fewest
+SLOW_RANK, STEPS = 1.5, 100  # seconds of a rank's step, relative to the median rank; only after so many steps
 MEMORY_GB, MEMORY_USED, CPUS, CPUS_USED = 8.0, 0.33, 4, 0.25  # asked for at least, and used less than this share of it
 
 
@@ -37,12 +38,14 @@ def verdict(
 
     asked: ``cpus`` and ``memory_mb`` per node that the job has asked for. keys: of the run. hosts: of each rank.
     """
-    part = shares(rows)
+    part, steps = shares(rows), number(rows[-1].get("step")) if rows else 0.0
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
     used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
     if part.get("data_wait", 0.0) >= WAITS:
         return f"{part['data_wait']:.0%} of each step waits for data: {_faster_data(asked, keys, hosts)}"
-    if line := _of_ranks(all_rows.numbers(last.get("rank_step_s")), number(keys.get("global_batch_size")), hosts):
+    if line := _of_ranks(
+        all_rows.numbers(last.get("rank_step_s")), number(keys.get("global_batch_size")), hosts, steps
+    ):
         return line
     busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
     if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
@@ -68,17 +71,17 @@ def _faster_data(asked: Mapping[str, Any], keys: Mapping[str, Any], hosts: Seque
     return "more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
 
 
-def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str]) -> str:
+def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], steps: float) -> str:
     """Why some ranks wait for others: an uneven ``batch``, or a rank whose steps take much longer than those of the median rank; "" if none do."""
     ranks = len(seconds)
     if ranks < 2 or not (min(seconds) >= 0 and max(seconds) > 0):
         return ""
     most, least = math.ceil(batch / ranks) if batch > 0 else 1, batch // ranks if batch > 0 else 1
-    if most >= SLOW_RANK * least:
+    if most >= UNEVEN * least:
         return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: a multiple of {ranks} as global_batch_size="
     longest, rank = max((value, rank) for rank, value in enumerate(seconds))
     usual = statistics.median_low(seconds)
-    if longest < SLOW_RANK * usual:
+    if longest < SLOW_RANK * usual or not steps >= STEPS:
         return ""
     name = f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}"
     fix = "the others wait for it: python -m recipes.doctor examines its node"

@@ -21,7 +21,7 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
     odd = dict.fromkeys(HEALTHY, 1.0)
     return [
         {"attempt": 0, "step": 1, **odd},
-        *({"attempt": 0, "step": n, **HEALTHY, **USED, **changed} for n in (2, 3, 4)),
+        *({"attempt": 0, "step": n, **HEALTHY, **USED, **changed} for n in (50, 99, 100)),
     ]
 
 
@@ -34,9 +34,10 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
         ({"data_wait": 0.61}, ASKED, {"num_workers": 3}, "61% of each step waits for data: num_workers=6, or a packed copy of the data"),
         ({"data_wait": 0.61}, {"cpus": 5}, {"num_workers": 3}, "61% of each step waits for data: more CPUs per rank, or a packed copy"),
         ({"data_wait": 0.61}, {}, {}, "61% of each step waits for data: more CPUs per rank, or a packed copy"),
-        ({"rank_step_s": [0.1, 0.14]}, ASKED, {}, "rank 1 on b needs 1.4 times as long per step as the median rank; the others wait for it"),
+        ({"rank_step_s": [0.1, 0.16]}, ASKED, {}, "rank 1 on b needs 1.6 times as long per step as the median rank; the others wait for it"),
         ({}, ASKED, {"global_batch_size": 1}, "each step has 1 samples for some ranks and 0 for others: a multiple of 2 as global_batch_size="),
         ({}, ASKED, {"global_batch_size": 127}, ""),
+        ({"rank_step_s": [0.1, 0.16], "step": 99}, ASKED, {}, ""),
         ({"rank_step_s": [0.1, "x"]}, ASKED, {}, ""),
         ({"communication": 0.4}, ASKED, {}, "40% of each step waits for the gradients of other ranks: a larger global_batch_size="),
         ({"gpu_memory_gb": 9.0, "forward_backward": 0.3}, ASKED, {}, "the GPUs are idle for 60% of each step: a larger global_batch_size="),
