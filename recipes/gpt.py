@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from recipes.conf.gpt import HEAD, Config
 from recipes.core import errors
 from recipes.core.data import sampling, sentences, text
-from recipes.core.train import loop, optimisation, scores, session
+from recipes.core.train import loop, optimisation, scores, session, sharding
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
 from recipes.core.train.optimizers import MuonAdamW
@@ -187,10 +187,11 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             step.backward(losses)
         optimizer.step()
         scheduler.step()
-    if cfg.sample and world.rank == 0 and not run.stopping:  # no collective: the other ranks have left the loop
-        with autocast:
+    if cfg.sample and not run.stopping:
+        with sharding.unsharded(net), autocast:  # rank 0 generates with all weights
             first = torch.tensor([data.end], device=world.device)
-            tokens = generate(net, first, cfg.sample, cfg.seq_len, len(data.vocabulary), cfg.seed)
+            count = cfg.sample if world.rank == 0 else 0
+            tokens = generate(net, first, count, cfg.seq_len, len(data.vocabulary), cfg.seed)
         run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), 10 * cfg.sample)}")
     return run.results
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from recipes.core.train import sharding
 
 STEPS, A, B, C = 3, 3.4445, -4.7750, 2.0315  # of Muon's iteration, and the factors of its polynomial, from its source
 MATRIX_STEPS, ADAM_EPS = 5, 1e-10  # of MuonAdamW, from its source
@@ -143,7 +146,11 @@ class MuonAdamW(_Grouped):
 
 
 def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
-    """The orthogonal matrix next to each tensor (N, …) as a matrix of N rows, roughly: by a Newton-Schulz iteration."""
+    """The orthogonal matrix next to each tensor (N, …) as a matrix of N rows, roughly: by a Newton-Schulz iteration.
+
+    With strategy=fsdp each rank computes it for the whole tensor, and returns its own part.
+    """
+    divided, tensors = tensors, [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
     places = defaultdict(list)  # those of one shape are one batch of matrices
     for place, tensor in enumerate(tensors):
         places[tensor.shape].append(place)
@@ -158,5 +165,5 @@ def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
             wide = torch.baddbmm(wide, torch.baddbmm(a, a, a, beta=B, alpha=C), wide, beta=A)
         x = wide if x.shape[1] <= x.shape[2] else wide.mT
         for place, one in zip(those, x.to(tensors[those[0]].dtype).unbind(), strict=True):
-            found[place] = one.reshape(shape)
+            found[place] = sharding.as_part(one.reshape(shape), divided[place])
     return found
