@@ -1,0 +1,60 @@
+"""Figures in the documentation are those of their sources: measurements in docs/measured, constants, versions, the table of faults."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from typing import Any
+
+import pytest
+
+from recipes import doctor
+from recipes.conf.doctor import Config as DoctorKeys
+from recipes.core.config.run_keys import RunKeys
+from recipes.core.run import efficiency, queue, watchdog
+from tests.faults import table
+from tests.gpu import checks
+from tests.helpers import ROOT
+
+H100: dict[str, Any] = json.loads((ROOT / "docs/measured/h100.json").read_text())
+FOUND = {name: one.get("figures", {}) for name, one in H100["checks"].items()}
+FAST = FOUND["accuracy"]["fast"]
+PEER = statistics.fmean(H100["reference"]["airbench94_muon"]["accuracy"])
+PASSED = sum(one["result"] == "pass" for one in H100["checks"].values())
+USUAL = RunKeys()
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def of_pyproject(name: str) -> str:
+    """The oldest version that pyproject.toml requires, after ``name``."""
+    found = re.search(rf'{name}>=([0-9.]+)"', PROJECT)
+    assert found
+    return found[1]
+
+
+PYTHON, TORCH = of_pyproject('requires-python = "'), of_pyproject('"torch')
+FIGURES = [
+    ("README.md", f"`fast` {100 * FOUND['accuracy']['mean']:.1f} % (5 seeds, {100 * min(FAST):.1f} to {100 * max(FAST):.1f} %)"),
+    ("README.md", f"after {FOUND['accuracy']['fast, seconds of training']:g} s of training; `accurate` {100 * FOUND['accuracy']['accurate']:.1f} %"),
+    ("README.md", f"reaches {100 * PEER:.1f} % there"),
+    ("README.md", f"on one H100: {FOUND['speed']['eager']}; compiled {FOUND['speed']['compiled']}"),
+    ("README.md", f"On an H100, {PASSED} of its\n{len(checks.TOGETHER + checks.ALONE)} checks have passed"),
+    ("README.md", f"Linux, Python {PYTHON}\nor later, torch {TORCH} or later"),
+    ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
+    ("docs/resume-and-failures.md", f"`checkpoint_every_s={USUAL.checkpoint_every_s:.0f}`"),
+    ("docs/resume-and-failures.md", f"`keep_checkpoints={USUAL.keep_checkpoints}`"),
+    ("docs/resume-and-failures.md", f"`stop_before_s={USUAL.stop_before_s:.0f}` seconds"),
+    ("docs/resume-and-failures.md", f"`timeout_s` + {watchdog.MARGIN_S:.0f} s"),
+    ("docs/resume-and-failures.md", f"less than {queue.SHORT_S / 60:.0f} minutes"),
+    ("docs/doctor.md", f"at most {doctor.OVER_S:.0f} s more than `seconds={DoctorKeys().seconds:.0f}`"),
+    ("docs/watching.md", f"from {efficiency.WAITS:.0%} of a step on".replace("%", " %")),
+    ("docs/watching.md", f"needs {efficiency.SLOW_RANK} times as long as the median\nrank (after {efficiency.STEPS} steps)"),
+    ("docs/watching.md", f"idle for {efficiency.IDLE_GPU:.0%} of a step".replace("%", " %")),
+    ("docs/watching.md", f"gradients from {efficiency.COMMUNICATES:.0%} on".replace("%", " %")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "text"), FIGURES)
+def test_a_figure_is_that_of_its_source(page: str, text: str) -> None:
+    assert text in (ROOT / page).read_text()
