@@ -71,7 +71,14 @@ def tables() -> Iterator[tuple[str, str]]:
             if of := getattr(conf, name, {}):
                 yield f"{recipe}-{name.lower()}", differences(of, f"`{name.lower().removesuffix('s')}=`")
     yield "exit-statuses", table(["status", "meaning"], commented(inspect.getsource(errors), r"EXIT_(\w+) = (\d+)"))
-    texts = ([", ".join(f"`{one.strip()}`" for one in p.texts.split(" | ")), p.means, p.fix] for p in patterns.PATTERNS)
+    texts = (
+        [
+            ", ".join(f"`` {one.strip()} ``" if "`" in one else f"`{one.strip()}`" for one in p.texts.split(" | ")),
+            p.means,
+            p.fix,
+        ]
+        for p in patterns.PATTERNS
+    )
     yield "faq", table(["message", "what it means", "what to do"], [*texts])
     for name, of in (("kinds", errors.Kind), ("nexts", errors.Next)):
         yield name, table([f"`{name[:-1]}`", "meaning"], commented(inspect.getsource(of), r'(\w+) = "([\w-]+)"'))

@@ -49,9 +49,9 @@ FIGURES = [
     ("docs/resume-and-failures.md", f"less than {queue.SHORT_S / 60:.0f} minutes"),
     ("docs/doctor.md", f"at most {doctor.OVER_S:.0f} s more than `seconds={DoctorKeys().seconds:.0f}`"),
     ("docs/watching.md", f"from {efficiency.WAITS:.0%} of a step on".replace("%", " %")),
-    ("docs/watching.md", f"needs {efficiency.SLOW_RANK} times as long as the median\nrank (after {efficiency.STEPS} steps)"),
+    ("docs/watching.md", f"needs {efficiency.SLOW_RANK} times as long per step as the median rank (after {efficiency.STEPS} steps)"),
     ("docs/watching.md", f"idle for {efficiency.IDLE_GPU:.0%} of a step".replace("%", " %")),
-    ("docs/watching.md", f"gradients from {efficiency.COMMUNICATES:.0%} on".replace("%", " %")),
+    ("docs/watching.md", f"gradients from {efficiency.COMMUNICATES:.0%} of a step on".replace("%", " %")),
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from recipes.core.run.rows import number
 
 SHARES = ("data_wait", "forward_backward", "communication", "optimizer")  # communication is a part of forward_backward
 RECENT = 50  # rows that are judged
-# From these on, a cause is named.
+# Thresholds: a cause is reported from this value on.
 WAITS, COMMUNICATES, IDLE_GPU = 0.15, 0.25, 0.3  # shares of a step
 UNEVEN = 1.3  # most samples of a rank, relative to the fewest
 SLOW_RANK, STEPS = 1.5, 100  # seconds of a rank's step, relative to the median rank; only after so many steps

@@ -1,6 +1,7 @@
 """Throughput by the number of ranks: measured by runs, and predicted from one run and a measured all_reduce. Standard library only.
 
-The model of a step is that of a ring: t = 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth for n ranks.
+A step takes the work of a rank, plus the part of an all_reduce that the backward pass does not hide. On n ranks, an all_reduce takes
+t = 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth, as in a ring.
 """
 
 import statistics
@@ -43,7 +44,7 @@ class Measured:
     samples: float
     speed: float
     work_s: float
-    backward_s: float  # of it, in which a GPU communicates as well; 0 on a CPU
+    backward_s: float  # part of work_s during which a GPU also communicates; 0 on a CPU
     gradient_bytes: float
 
 
@@ -84,13 +85,13 @@ def read_link(folder: Path) -> Link:
     )
     busbw, latency = map(number, found)
     if not (busbw > 0 and latency > 0 and ranks > 1):
-        fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4,64M on two nodes or more"
+        fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
         raise InputError(f"{folder}: has no bandwidth of all_reduce: {fix}")
     return Link(latency / 1e6 / (2 * (ranks - 1)), busbw * 1e9)
 
 
 def predicted(base: Measured, link: Link, ranks: int, weak: bool) -> tuple[float, float]:
-    """Seconds of a step on ``ranks`` ranks, and of it those of communication that nothing hides. weak: samples per rank stay the same."""
+    """Seconds of a step on ``ranks`` ranks, and how many of them are communication that no computation hides. weak: samples per rank stay the same."""
     share = 1.0 if weak else base.ranks / ranks
     exposed = max(0.0, link.all_reduce_s(base.gradient_bytes, ranks) - base.backward_s * share) if ranks > 1 else 0.0
     return base.work_s * share + exposed, exposed

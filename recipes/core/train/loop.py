@@ -302,7 +302,7 @@ class _StepEnds:
             raise
         if run.saver:
             run.saver.check()
-        _log_row(run, row, shard.global_size)
+        _log_row(run, row, self.cfg.global_batch_size)
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
         if ends_epoch and run.step < self.total and run.has_stalled(self.per_epoch):
             run.say(f"no better result for patience={self.cfg.patience} epochs: the run ends")

@@ -222,6 +222,7 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     assert states.digest(first) == states.digest(second)
 
 
+@pytest.mark.long
 def test_a_small_model_learns_to_use_positions(tmp_path: Path) -> None:
     """0.92 after 60 steps; without positions 1.85, and untrained 8.3."""
     run_dir = launched(tmp_path / "run", 2, "max_steps=60", "depth=2", "seq_len=64", "global_batch_size=32")

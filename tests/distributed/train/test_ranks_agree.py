@@ -8,7 +8,7 @@ import pytest
 
 from tests import helpers
 
-# 1,437 digits in batches of 205: 3 ranks do not divide one, and the last of an epoch has 2 samples, so that a rank has none.
+# 1,438 digits in batches of 205: 3 ranks do not divide one, and the last of an epoch has 2 samples, so that a rank has none.
 SAME = (
     "global_batch_size=205", "max_steps=20", "log_every_steps=1", "seed=7", "cpu_threads=1", "dataset=digits", "device=cpu",
 )  # fmt: skip
