@@ -257,8 +257,8 @@ TABLE: dict[str, How] = {
     "python launch.py scale recipe=cifar nodes=1,2,4 max_steps=200":
         slurm(f"{CIFAR} dataset=fake", {"nodes=1,2,4 max_steps=200": "nodes=1,2"}, runs=2, says="^when they are done: python launch.py scale "),
     "python launch.py scale runs/scale/20260101-120000": tool(swap={"scale/20260101-120000": "cifar/1234_1"}, says="^ +ranks +nodes "),
-    "python launch.py scale runs/cifar/1234 link=runs/collectives/1235 ranks=8,64,512,4096":
-        tool(swap={"cifar/1234 link=runs/collectives/1235": "cifar/1234_1 link=runs/cifar/1234_0"}, status=2, says="has no bandwidth of all_reduce"),
+    "python launch.py scale 1234 link=runs/collectives/1235 ranks=8,64,512,4096":
+        tool(swap={"1234 link=runs/collectives/1235": "1234_1 link=runs/cifar/1234_0"}, status=2, says="has no bandwidth of all_reduce"),
     "python launch.py runs": tool(says="^runs/cifar/1234_1 +done +1/1 "),
     "python launch.py runs --failed --sort=updated": tool(says="^runs/imagenet/1234 +failed "),
     "python launch.py logs 1234 rank=3 follow": tool(swap={"1234 rank=3 follow": "runs/cifar/1234_0 rank=0"}, says="^cifar: 1 rank on 1 node"),

@@ -11,23 +11,24 @@ from pathlib import Path
 
 from recipes.core import errors
 from recipes.core.errors import ConfigError, shown
-from recipes.core.run import command_line, scaling, table
+from recipes.core.launch import runs
+from recipes.core.run import command_line, scaling
 
 
 def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) -> int:
     """Runs the command. submit: submits a job by the words of launch.py. Returns the exit status. Raises ConfigError, InputError, MachineError."""
     given = dict(word.split("=", 1) for word in words if "=" in word)
-    folders = [Path(word) for word in words if "=" not in word]
-    if not words or bool(folders) == ("recipe" in given):
-        raise ConfigError("scale: give recipe=NAME nodes=1,2,4, or the directory of a run or of several runs")
+    names = [word for word in words if "=" not in word]
+    if not words or bool(names) == ("recipe" in given):
+        raise ConfigError("scale: give recipe=NAME nodes=1,2,4, or a run, or several runs")
     weak = _flag(given.pop("weak", "false"))
-    if not folders:
+    if not names:
         return _submit_all(given, weak, root, submit)
     if "link" in given:
-        link, base = scaling.read_link(Path(given["link"])), scaling.read(table.find(folders[:1])[0])
+        link, base = scaling.read_link(Path(given["link"])), scaling.read(runs.find(names[:1], root)[0])
         print("\n".join(scaling.lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak)))
         return errors.EXIT_DONE
-    print("\n".join(scaling.lines_of_runs([scaling.read(folder) for folder in table.find(folders)])))
+    print("\n".join(scaling.lines_of_runs([scaling.read(folder) for folder in runs.find(names, root)])))
     return errors.EXIT_DONE
 
 
