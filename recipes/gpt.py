@@ -188,9 +188,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         optimizer.step()
         scheduler.step()
     if cfg.sample and not run.stopping:
-        with sharding.unsharded(net), autocast:  # rank 0 generates with all weights
+        with sharding.unsharded(net), autocast:  # all ranks generate the same, so that none waits
             first = torch.tensor([data.end], device=world.device)
-            tokens = generate(net, first, cfg.sample * (world.rank == 0), cfg.seq_len, len(data.vocabulary), cfg.seed)
+            tokens = generate(net, first, cfg.sample, cfg.seq_len, len(data.vocabulary), cfg.seed)
         run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), 10 * cfg.sample)}")
     return run.results
 

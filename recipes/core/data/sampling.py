@@ -27,9 +27,9 @@ class Shard:
     indices: Tensor
     global_size: int
 
-    def pieces(self: S, count: int) -> list[S]:
-        """The shard in ``count`` parts, or one for each sample if it has fewer, for gradient accumulation."""
-        count = max(1, min(count, len(self.indices)))
+    def pieces(self: S, count: int, empty: bool = False) -> list[S]:
+        """The shard in ``count`` parts, for gradient accumulation. If it has fewer samples: one for each, or with ``empty`` also empty parts."""
+        count = count if empty else max(1, min(count, len(self.indices)))
         if count == 1:
             return [self]
         leaves, structure = tree_flatten(vars(self))

@@ -80,7 +80,11 @@ def open_text(data_dir: str, verify: bool = False) -> Text:
     try:
         vocabulary, end = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")], int(index["end"])
         dtype, facts = index["dtype"], [(int(shard["tokens"]), str(shard["sha256"])) for shard in index["shards"]]
-        if any(index[name] != VERSION[name] for name in VERSION) or dtype not in ("<u2", "<u4"):
+        if (
+            any(index[name] != VERSION[name] for name in VERSION)
+            or dtype not in ("<u2", "<u4")
+            or not 0 <= end < len(vocabulary)
+        ):
             raise ValueError
     except (KeyError, ValueError, TypeError, AttributeError):
         raise InputError(f"{str(folder / 'index.json')!r} is damaged, or not of a text: {again}") from None
@@ -199,7 +203,7 @@ def _documents(path: Path) -> Iterator[str]:
                 yield from filter(None, batch["text"].to_pylist())
     except ModuleNotFoundError:
         raise InputError(f"{str(path)!r}: needs pyarrow: pip install '.[text]'") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "give UTF-8 text; a line of .jsonl and a row of .parquet need a text in the field text"
         line = f", line {number}" if number else ""
         raise InputError(f"{str(path)!r}{line}: {errors.one_line(error, 120)}: {fix}") from None

@@ -37,13 +37,13 @@ class LoadedBatch(Shard):
 
     data: Any
 
-    def pieces(self, count: int) -> list["LoadedBatch"]:
+    def pieces(self, count: int, empty: bool = False) -> list["LoadedBatch"]:
         """As `Shard.pieces`. Raises InputError if ``data`` has anything but tensors and would be cut."""
         others = {type(leaf).__name__ for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)}
         if count > 1 and others:
             named = ", ".join(sorted(others))
             raise InputError(f"accumulate={count}: a batch has {named}, which cannot be cut: make tensors in collate=")
-        return super().pieces(count)
+        return super().pieces(count, empty)
 
 
 class _Loaded(OfBatches):

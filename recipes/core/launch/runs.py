@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -100,7 +101,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
         so_far = rows.best(rows.rows(folder), keys)
         hint = efficiency.of_run(folder, keys) if name == "running" else ""
     best = (
-        summary.get("best")
+        (summary["best"] if isinstance(summary.get("best"), dict) else None)
         or ({so_far[0]: so_far[1]} if so_far else None)
         or {k: v for k, v in table.results(row | summary).items() if k not in table.OF_TRAINING}
     )
@@ -109,17 +110,28 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
         recipe=str(described.get("recipe") or facts.get("recipe") or ""),
         job=(ids or [""])[-1],
         state=name,
-        step=row.get("step") or status.get("step") or 0,
-        steps=summary.get("steps") or row.get("total_steps") or 0,
-        epoch=row.get("epoch"),
-        best={key: value for key, value in best.items() if key != "step"},
-        samples_per_second=(row | summary).get("samples_per_second"),
-        updated=status.get("updated"),
+        step=_whole(row.get("step") or status.get("step")) or 0,
+        steps=_whole(summary.get("steps") or row.get("total_steps")) or 0,
+        epoch=_whole(row.get("epoch")),
+        best={key: number for key, value in best.items() if key != "step" and (number := _finite(value)) is not None},
+        samples_per_second=_finite((row | summary).get("samples_per_second")),
+        updated=_finite(status.get("updated")),
         left_s=job.left_s if job and name == "running" else None,
         starts=len(attempts.numbers(folder)),
         nodes=job.nodes if job else "",
         note=errors.shown("; ".join(filter(None, (note, hint))), 300),
     )
+
+
+def _finite(value: object) -> float | None:
+    """A number from a file; None if it is none."""
+    found = rows.number(value)
+    return found if math.isfinite(found) else None
+
+
+def _whole(value: object) -> int | None:
+    found = _finite(value)
+    return None if found is None else int(found)
 
 
 def find(words: Sequence[str], root: Path) -> list[Path]:
@@ -158,6 +170,8 @@ def _job_of(folder: Path) -> str:
 def command(argv: Sequence[str], root: Path) -> int:
     """Runs ``launch.py runs|logs|cancel|resume|compare …``. Returns the exit status. Raises InputError and MachineError."""
     name, *words = argv
+    if "--json" in words and name != "runs":
+        raise InputError(f"--json: {name} has none; runs --json and recipes.report --json have")
     if name == "runs":
         return show(words, root)
     options = dict(word.split("=", 1) for word in words if "=" in word)

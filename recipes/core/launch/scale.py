@@ -5,6 +5,7 @@ python launch.py scale runs/scale/20260101-120000                        # the t
 python launch.py scale RUN link=COLLECTIVES_RUN ranks=8,64,512,4096      # a prediction, without further jobs
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
     weak = _flag(given.pop("weak", "false"))
     if not names:
         return _submit_all(given, weak, root, submit)
+    known = {"link", "ranks"} if "link" in given else set()
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(f"scale: {unknown[0]}=: only link= and ranks= may follow a run, both together")
     if "link" in given:
         link, base = scaling.read_link(Path(given["link"])), scaling.read(runs.find(names[:1], root)[0])
         print("\n".join(scaling.lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak)))
@@ -37,7 +41,11 @@ def _submit_all(given: dict[str, str], weak: bool, root: Path, submit: Callable[
     if "run_dir" in given:
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
     place = root / "runs" / "scale" / time.strftime("%Y%m%d-%H%M%S")
-    batch = command_line.parse([f"{name}={value}" for name, value in given.items()]).config.global_batch_size
+    batch = getattr(
+        command_line.parse([f"{name}={value}" for name, value in given.items()]).config, "global_batch_size", 0
+    )
+    if not batch or given.get("launcher", "slurm") == "local":
+        raise ConfigError("scale: give a recipe that trains, and no launcher=local")
     for count in counts:
         size = {"global_batch_size": str(batch * count // counts[0])} if weak else {}
         chosen = {**given, **size, "nodes": str(count), "run_dir": str(place / f"nodes-{count}")}
@@ -49,7 +57,7 @@ def _submit_all(given: dict[str, str], weak: bool, root: Path, submit: Callable[
 
 def _counts(name: str, text: str) -> list[int]:
     found = text.split(",")
-    if not all(one.isdecimal() and int(one) > 0 for one in found):
+    if not all(re.fullmatch("[1-9][0-9]{0,6}", one) for one in found):
         raise ConfigError(f"{name}={shown(text)}: must be numbers separated by commas, such as 1,2,4")
     return sorted({int(one) for one in found})
 

@@ -18,6 +18,7 @@ RECENT = 50  # rows that are judged
 WAITS, COMMUNICATES, IDLE_GPU = 0.15, 0.25, 0.3  # shares of a step
 UNEVEN = 1.3  # most samples of a rank, relative to the fewest
 SLOW_RANK, STEPS = 1.5, 100  # seconds of a rank's step, relative to the median rank; only after so many steps
+SHORT_S = 0.02  # in shorter steps, chance and the launch of operations decide how long ranks wait for each other
 MEMORY_GB, MEMORY_USED, CPUS, CPUS_USED = 8.0, 0.33, 4, 0.25  # asked for at least, and used less than this share of it
 
 
@@ -43,14 +44,14 @@ def verdict(
     used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
     if part.get("data_wait", 0.0) >= WAITS:
         return f"{part['data_wait']:.0%} of each step waits for data: {_faster_data(asked, keys, hosts)}"
-    if line := _of_ranks(
-        all_rows.numbers(last.get("rank_step_s")), number(keys.get("global_batch_size")), hosts, steps
-    ):
+    seconds = [value for value in all_rows.numbers(last.get("rank_step_s")) if 0 <= value < math.inf]
+    is_short = not seconds or statistics.median_low(seconds) < SHORT_S
+    if line := _of_ranks(seconds, number(keys.get("global_batch_size")), hosts, steps >= STEPS and not is_short):
         return line
     busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
     if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
         return f"the GPUs are idle for {1 - busy:.0%} of each step: a larger global_batch_size=, or compile=true"
-    if part.get("communication", 0.0) >= COMMUNICATES:
+    if part.get("communication", 0.0) >= COMMUNICATES and not is_short:
         fix = "a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
         return f"{part['communication']:.0%} of each step waits for the gradients of other ranks: {fix}"
     memory, cpus = number(asked.get("memory_mb")) / 1e3, number(asked.get("cpus"))
@@ -71,17 +72,17 @@ def _faster_data(asked: Mapping[str, Any], keys: Mapping[str, Any], hosts: Seque
     return "more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
 
 
-def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], steps: float) -> str:
+def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_time: bool) -> str:
     """Why some ranks wait for others: an uneven ``batch``, or a rank whose steps take much longer than those of the median rank; "" if none do."""
     ranks = len(seconds)
-    if ranks < 2 or not (min(seconds) >= 0 and max(seconds) > 0):
+    if ranks < 2:
         return ""
     most, least = math.ceil(batch / ranks) if batch > 0 else 1, batch // ranks if batch > 0 else 1
     if most >= UNEVEN * least:
         return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: a multiple of {ranks} as global_batch_size="
     longest, rank = max((value, rank) for rank, value in enumerate(seconds))
     usual = statistics.median_low(seconds)
-    if longest < SLOW_RANK * usual or not steps >= STEPS:
+    if longest < SLOW_RANK * usual or not by_time:
         return ""
     name = f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}"
     fix = "the others wait for it: python -m recipes.doctor examines its node"

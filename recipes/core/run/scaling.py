@@ -53,6 +53,10 @@ def read(folder: Path) -> Measured:
     summary, every = files.read_json(folder / "summary.json") or {}, rows.rows(folder)
     sizes = [number(summary.get(name)) for name in ("world_size", "num_nodes", "samples_per_second", "parameters")]
     work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
+    if summary.get("strategy") == "fsdp":
+        raise InputError(
+            f"{folder}: was trained with strategy=fsdp, whose messages the model does not have: give a run with ddp"
+        )
     if not all(value > 0 for value in sizes) or not work:
         raise InputError(
             f"{folder}: is not a finished training with throughput per rank: give the directory of a run that is done"
@@ -81,7 +85,8 @@ def read_link(folder: Path) -> Link:
     summary = files.read_json(folder / "summary.json") or {}
     ranks, found = (
         number(summary.get("world_size")),
-        [(summary.get(name) or {}).get("all_reduce") for name in ("busbw", "latency_us")],
+        [one.get("all_reduce") for name in ("busbw", "latency_us") if isinstance(one := summary.get(name), dict)]
+        or [None] * 2,
     )
     busbw, latency = map(number, found)
     if not (busbw > 0 and latency > 0 and ranks > 1):

@@ -14,23 +14,25 @@ PEAKS = {
 
 
 class Flops:
-    """Counts the floating-point operations of a forward pass in convolutions and linear layers, until `stop`. The backward pass has twice as many."""
+    """Counts the floating-point operations of modules that are convolutions or linear layers, until `stop`: those of the forward pass, and of the
+    backward pass as many again for a weight that is trained, and for an input that has a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._forward, kinds = 0, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        self._found, kinds = 0, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         self._hooks = [part.register_forward_hook(self._add) for part in model.modules() if isinstance(part, kinds)]
 
     def _add(self, part: nn.Module, inputs: Any, output: Any) -> None:
         weight = part.weight
         assert isinstance(weight, torch.Tensor)
         # Each output has one product and one sum per weight of its row, or of its output channel.
-        self._forward += 2 * output.numel() * math.prod(weight.shape[1:])
+        passes = 1 + weight.requires_grad + inputs[0].requires_grad
+        self._found += 2 * passes * output.numel() * math.prod(weight.shape[1:])
 
     def stop(self) -> int:
         """Ends the count. Returns the operations of forward and backward pass."""
         for hook in self._hooks:
             hook.remove()
-        return 3 * self._forward
+        return self._found
 
 
 def achieved(flops_per_s: float, device: torch.device) -> dict[str, float]:

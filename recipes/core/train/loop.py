@@ -51,7 +51,9 @@ class Step(Generic[S]):
     ) -> None:  # fmt: skip
         self.ends_epoch, self.save, self._scale, self._meter = ends_epoch, False, scale, meter
         self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
-        self._run, self._model, self._calls, self._pieces = run, model, calls, shard.pieces(accumulate)
+        self._run, self._model, self._calls = run, model, calls
+        # Under FSDP each part is a collective, so all ranks have the same number of them.
+        self._pieces = shard.pieces(accumulate, empty=isinstance(model, FSDPModule))
         self._begun, self._losses = 0, list[Tensor]()
         self._scheduled = run.state.scheduler.last_epoch
         calls.clear()
@@ -215,7 +217,8 @@ class _StepEnds:
                 run.stopping = ""  # do one step first: a job too short for an evaluation makes progress
         if state.step < self.total:
             return True
-        fix = "patience=0 continues it" if run.has_stalled(self.per_epoch) else "raise epochs= to continue"
+        longer = "max_steps" if 0 < self.cfg.max_steps == self.total else "epochs"
+        fix = "patience=0 continues it" if run.has_stalled(self.per_epoch) else f"raise {longer}= to continue"
         run.say(f"already finished: step {state.step} of {self.total}; {fix}")
         if not late and not run.was_done:
             self._evaluate()

@@ -22,6 +22,7 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     folder, gpu = run.dir / "profile", run.world.device.type == "cuda"
+    first = run.step
 
     def write(found: profile) -> None:
         with files.writing_to(run.dir, "run_dir"):
@@ -30,8 +31,10 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
             order = "self_device_time_total" if gpu else "self_cpu_time_total"
             summary = found.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
             files.write_bytes(folder / "summary.txt", summary.encode())
-        run.say(f"profile of {steps} steps: {folder}")
+        run.say(f"profile: {folder}")
 
     plan = schedule(wait=WAIT, warmup=WARM_UP, active=steps, repeat=1)
     with profile(schedule=plan, on_trace_ready=write) as recorded:
         yield recorded.step
+    if run.step - first <= WAIT + WARM_UP:
+        run.say(f"warning: profile=: nothing is recorded of the first {WAIT + WARM_UP} steps: train more")

@@ -132,6 +132,9 @@ class Run:
             raise RunError("run.resume(): called twice: call it once, before the loop over loop.steps()")
         if isinstance(state.model, DistributedDataParallel):
             raise RunError("State(): give it the network itself, not the result of world.parallel()")
+        size = self.settings.config.shard_size
+        if self.settings.config.strategy == "fsdp" and size and self.ranks % size:
+            raise InputError(f"shard_size={size}: must divide the number of ranks, {self.ranks}")
         self.state, self.sampler = state, batches.order
         state.meta = {
             "recipe": self.settings.recipe,
@@ -334,7 +337,8 @@ class Run:
             }
             if self.state:
                 trained = sum(p.numel() for p in self.state.model.parameters() if p.requires_grad)
-                summary |= {"parameters": trained, "global_batch_size": self.settings.config.global_batch_size}
+                cfg = self.settings.config
+                summary |= {"parameters": trained, "global_batch_size": cfg.global_batch_size, "strategy": cfg.strategy}
             summary |= {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
             if line := efficiency.of_run(self.dir, self.settings.saved):
                 summary["efficiency"] = line

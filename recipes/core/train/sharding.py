@@ -25,6 +25,8 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
         raise InputError(f"shard_size={shard_size}: must divide the number of ranks, {ranks}")
     shape, names = ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for parameter in model.parameters():  # fully_shard takes no channels_last weights
+        parameter.data = parameter.data.contiguous()
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -75,9 +77,10 @@ def as_part(value: Any, like: Tensor | None) -> Any:
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Within the block, each rank has all weights, so that ranks may make different numbers of forward passes. A collective."""
-    for part in _parts(model):
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+    with torch.inference_mode(False):  # the weights are trained afterwards
+        for part in _parts(model):
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
     try:
         yield
     finally:

@@ -282,7 +282,10 @@ class World:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
             # One graph for each shape of images, not one for all: it is faster, and progressive sizes have few shapes.
             torch._dynamo.config.recompile_limit = MOST_SHAPES
-            model = cast(nn.Module, torch.compile(model, dynamic=False))
+            if cfg.strategy == "fsdp":
+                model.compile(dynamic=False)  # in place: fully_shard needs the model itself
+            else:
+                model = cast(nn.Module, torch.compile(model, dynamic=False))
         if self.size == 1:
             return model
         if cfg and cfg.strategy == "fsdp":

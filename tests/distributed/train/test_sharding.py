@@ -72,3 +72,41 @@ def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path, words: tu
     assert ended.status == 2
     assert line in ended.out
     assert "Traceback" not in ended.out
+
+
+DIRECT = """
+import torch, torch.distributed as dist
+from torch import nn
+from recipes.core.train import sharding
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+net.compile(backend="eager")
+sharding.shard(net, torch.device("cpu"), 2, 0)
+x = torch.ones(2, 3, 8, 8)
+with torch.inference_mode(), sharding.unsharded(net):  # rank 1 makes one pass more
+    for _ in range(1 + dist.get_rank()):
+        net(x)
+net(x).sum().backward()
+torch.optim.SGD(net.parameters(), 0.1).step()
+dist.destroy_process_group()
+"""
+
+
+def test_an_evaluation_before_the_first_step_and_other_memory_formats() -> None:
+    ended = helpers.run_ranks(DIRECT, [], 2)
+    assert ended.status == 0, ended.out
+
+
+def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> None:
+    words = [
+        "device=cpu",
+        "dataset=fake",
+        "strategy=fsdp",
+        "accumulate=2",
+        "global_batch_size=3",
+        "max_steps=2",
+        "timeout_s=20",
+    ]
+    code = "from recipes import mnist; mnist.session.run(mnist.main, mnist.entry.begin('mnist'))"
+    ended = helpers.run_ranks(code, [*words, f"run_dir={tmp_path}"], 2)
+    assert ended.status == 0, ended.out

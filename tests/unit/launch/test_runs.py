@@ -192,3 +192,16 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
         "--gpus-per-node=0",
     ]
     assert jobs.options_of({**job.fields, "Command": "/r/runs/submitit/7_submission.sh"}) == []
+
+
+@pytest.mark.parametrize("value", ["fast", [1], 10**400, float("nan"), {}])
+def test_damaged_values_are_left_out_of_the_table(root: Path, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = root / "runs" / "damaged"
+    (folder / "attempts").mkdir(parents=True)
+    row = dict.fromkeys(("step", "total_steps", "epoch", "samples_per_second", "val_top1"), value)
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    for words in ([str(folder)], [str(folder), "--json"], ["--sort=step"]):
+        assert runs.show(words, root) == 0
+    assert "NaN" not in capsys.readouterr().out
+    with pytest.raises(InputError, match="--json: compare has none"):
+        runs.command(["compare", "--json", "x", "y"], root)

@@ -39,6 +39,8 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
         ({}, ASKED, {"global_batch_size": 127}, ""),
         ({"rank_step_s": [0.1, 0.16], "step": 99}, ASKED, {}, ""),
         ({"rank_step_s": [0.1, "x"]}, ASKED, {}, ""),
+        ({"rank_step_s": [0, 0, 5.0]}, ASKED, {}, ""),
+        ({"rank_step_s": [0.01, 0.016], "communication": 0.4}, ASKED, {}, ""),  # too short to tell
         ({"communication": 0.4}, ASKED, {}, "40% of each step waits for the gradients of other ranks: a larger global_batch_size="),
         ({"gpu_memory_gb": 9.0, "forward_backward": 0.3}, ASKED, {}, "the GPUs are idle for 60% of each step: a larger global_batch_size="),
         ({"gpu_memory_gb": 9.0}, ASKED, {}, ""),
