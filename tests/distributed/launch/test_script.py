@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -140,10 +141,13 @@ def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too
 def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
     launcher = start(tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)")
     log = tmp_path / "run/logs/rank0.log"
-    helpers.wait_until(lambda: log.exists() and "pid" in log.read_text(), helpers.START_S, "the program")
-    pid = int(log.read_text().rpartition("pid ")[2])
+    found = helpers.wait_until(
+        lambda: log.exists() and re.search(r"^pid (\d+)$", log.read_text(), re.MULTILINE),
+        helpers.START_S,
+        "the program",
+    )
     launcher.kill()
-    helpers.wait_for_the_end_of([pid], 20)
+    helpers.wait_for_the_end_of([int(found[1])], 20)
 
 
 def test_a_program_that_cannot_be_started_is_bad_input(tmp_path: Path) -> None:
