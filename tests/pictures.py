@@ -44,9 +44,7 @@ def loss_figure(run_dir: Path) -> str:
     assert content
     place = re.search(r'class="mark" d="M([0-9.]+) ', drawn)
     assert place, "the run was not requeued"
-    named = (
-        f'<text x="{float(place[1]) + 8:g}" y="{figure.TOP + 14}">requeued by Slurm, resumed from its checkpoint</text>'
-    )
+    named = f'<text x="{float(place[1]) + 8:g}" y="{figure.TOP + 14}">requeued by Slurm, then resumed</text>'
     background = f'<rect width="{figure.WIDTH}" height="{figure.HEIGHT}" style="fill:var(--bg)"/>'
     title = (
         "Loss of a run against its steps; a dashed line marks the requeue, after which the loss continues where it was"
