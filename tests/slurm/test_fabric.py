@@ -142,6 +142,7 @@ def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path)
     ), ended.out
 
 
+@pytest.mark.long
 def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on("node2", "ip link set fast0 down")
     ended, verdict = fabric.doctor(tmp_path)

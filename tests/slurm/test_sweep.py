@@ -22,6 +22,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
 
 
+@pytest.mark.long
 def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
     rates = ("0.01", "1e20", "0.02")
     words = (f"sweep.lr={','.join(rates)}", "parallel=2", "wait=true")

@@ -195,6 +195,7 @@ def test_losses_are_the_same_on_one_two_and_three_ranks(tmp_path: Path) -> None:
         assert rows[-1]["val_bpb"] == pytest.approx(found[0][-1]["val_bpb"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_an_evaluation_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Of the same weights: the sum of the same losses in another order. It prints text of the model."""
     run_dir = launched(tmp_path / "run", 1, *SMALL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,22 +75,22 @@ def test_rows_have_the_parts_of_a_step_and_a_profile_is_written(tmp_path: Path) 
     assert "aten::addmm" in (tmp_path / "profile/summary.txt").read_text()
 
 
-def test_a_rank_that_is_slow_is_named(tmp_path: Path) -> None:
+def test_the_time_of_each_rank_and_the_first_thing_to_change(tmp_path: Path) -> None:
     code = """
 import sys, time, recipes.toy as toy
 from recipes.core.train import loop
 backward = loop.Step.backward
 def late(step, losses):
-    time.sleep(0.03 + 0.03 * step._run.world.rank)
+    time.sleep(0.04 + 0.1 * step._run.world.rank)
     backward(step, losses)
 loop.Step.backward = late
 start = toy.entry.begin("toy")
 toy.session.run(toy.main, start)
 """
-    words = [*TOY[3:-2], "log_every_steps=10", "max_steps=100", f"run_dir={tmp_path}"]
+    words = [*TOY[3:], f"run_dir={tmp_path}"]
     ended = helpers.run_ranks(code, words, 2)
     assert ended.status == 0, ended.out
     last, summary = helpers.rows(tmp_path)[-1], helpers.read(tmp_path, "summary")
-    assert last["rank_step_s"][1] > 0.02 + last["rank_step_s"][0]
-    assert summary["efficiency"].startswith(f"rank 1 on {socket.gethostname()} needs ")
+    assert last["rank_step_s"][1] > 0.05 + last["rank_step_s"][0]
+    assert "of each step waits for the gradients of other ranks" in summary["efficiency"]  # rank 0 waits
     assert f"efficiency: {summary['efficiency']}\n" in ended.out

@@ -152,6 +152,7 @@ def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopp
     assert f"resume={tmp_path}: there is no checkpoint in that folder: give a run directory that has one" in ended.out
 
 
+@pytest.mark.long
 def test_a_resume_names_the_code_that_has_changed(tmp_path: Path) -> None:
     """Each attempt keeps its difference from the commit."""
     repo = tmp_path / "repo"
