@@ -43,7 +43,7 @@ def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
 
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """SGD or LARS. Norms and biases have weight decay only with ``decay_norms``; under LARS they have no rate of their own."""
+    """SGD or LARS. Norms and biases have weight decay only with ``decay_norms``; LARS does not scale their rate."""
     weights, others = optimisation.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
     if cfg.optimizer is Optimizer.lars:
         return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)

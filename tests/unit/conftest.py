@@ -16,7 +16,7 @@ def _no_pause_between_calls_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path of the profile of cluster=here, which the test writes, in a repository of its own."""
+    """The path at which the test writes the profile of cluster=here. Its repository is a temporary folder."""
     root = tmp_path / "repository"
     (root / "env/clusters").mkdir(parents=True)
     (root / "recipes").symlink_to(ROOT / "recipes")

@@ -62,7 +62,7 @@ def _missing(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
     """Nodes without a report, and nodes that did not write their final report."""
     count = len(verdict.hosts)
     silent = [node for node in range(count) if node not in reports]
-    # If only one of several nodes is seen, the others probably wrote to a folder of their own.
+    # If only one of several nodes is seen, the others probably wrote to another folder.
     is_shared = not len(silent) == count - 1 > 1
     for node in silent:
         what = "did not answer: it hangs, was never started, or does not see run_dir"

@@ -39,6 +39,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     left_over = allocation.left_over(environ, fields)
     environ = {name: value for name, value in environ.items() if name not in left_over}
     repository = source.home(ROOT)
+    jobs.require_printable(ROOT, repository)
     settings = command_line.parse(words, recipe=recipe)
     image = container.of_job(settings, environ)
     typed = settings.absolute(settings.typed, repository)

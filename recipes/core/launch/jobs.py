@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import files
+from recipes.core import errors, files
 from recipes.core.config import job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
@@ -101,6 +101,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     workers = getattr(settings.config, "num_workers", 0)
     workers = CPU_WORKERS if workers < 0 else workers
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
+    require_printable(root, base)
     words = settings.absolute(settings.typed, base)
     elements = [settings.absolute(run, base) for run in settings.sweep]
     if elements and "run_dir" in words:
@@ -154,3 +155,16 @@ def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:
     if job.mail:
         options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
     return options | job_keys.extra_options(profile.get("extra", "")) | job_keys.extra_options(job.extra)
+
+
+def require_printable(*folders: Path) -> None:
+    """Raises ConfigError for a folder with an unprintable character in its name.
+
+    A line break in a folder's name could end a line of a script, and the shell would run the rest of the name as a
+    command.
+    """
+    for folder in folders:
+        if not str(folder).isprintable():
+            raise ConfigError(
+                f"folder {errors.shown(folder)}: has a character in its name that cannot be printed: rename it"
+            )

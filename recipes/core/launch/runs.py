@@ -97,9 +97,9 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
     hint, so_far = str(summary.get("efficiency") or ""), None
     if name in ("running", "requeued"):
-        keys = table.keys(folder)
-        so_far = rows.best(rows.rows(folder), keys)
-        hint = efficiency.of_run(folder, keys) if name == "running" else ""
+        keys, found = table.keys(folder), rows.rows(folder)
+        so_far = rows.best(found, keys)
+        hint = efficiency.of_run(folder, found, keys) if name == "running" else ""
     best = (
         (summary["best"] if isinstance(summary.get("best"), dict) else None)
         or ({so_far[0]: so_far[1]} if so_far else None)

@@ -40,9 +40,8 @@ class RankInfo:
     master_addr: str = ""  # "" for one process that needs no rendezvous
     master_port: int = 0  # 0 for one process that needs no rendezvous
     in_slurm: bool = False  # inside a Slurm job, with any launcher
-    run_id: str | None = (
-        None  # "<job>" or "<array>_<task>", with ".<step>" for steps after the first; None outside Slurm
-    )
+    # "<job>" or "<array>_<task>", with ".<step>" for steps after the first; None outside Slurm
+    run_id: str | None = None
     restart_count: int = 0  # number of earlier attempts of this job
 
 

@@ -44,7 +44,8 @@ def verdict(
     used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
     if part.get("data_wait", 0.0) >= WAITS:
         return f"{part['data_wait']:.0%} of each step waits for data: {_faster_data(asked, keys, hosts)}"
-    seconds = [value for value in all_rows.numbers(last.get("rank_step_s")) if 0 <= value < math.inf]
+    seconds = all_rows.numbers(last.get("rank_step_s"))
+    seconds = seconds if all(0 <= value < math.inf for value in seconds) else []
     is_short = not seconds or statistics.median_low(seconds) < SHORT_S
     if line := _of_ranks(seconds, number(keys.get("global_batch_size")), hosts, steps >= STEPS and not is_short):
         return line
@@ -89,11 +90,11 @@ def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_t
     return f"{name} needs {longest / usual:.1f} times as long per step as the median rank; {fix}"
 
 
-def of_run(folder: Path, keys: Mapping[str, Any]) -> str:
-    """The verdict on a run directory. keys: of its config.yaml."""
+def of_run(folder: Path, rows: Sequence[Mapping[str, Any]], keys: Mapping[str, Any]) -> str:
+    """The verdict on a run directory, by its rows, and its keys in config.yaml."""
     facts = attempts.facts(folder)
     hosts = facts.get("hosts")
-    return verdict(all_rows.rows(folder), facts, keys, hosts if isinstance(hosts, list) else [])
+    return verdict(rows, facts, keys, hosts if isinstance(hosts, list) else [])
 
 
 def time_spent(folder: Path, now: float) -> dict[str, float]:
@@ -101,7 +102,7 @@ def time_spent(folder: Path, now: float) -> dict[str, float]:
 
     now: the time of the run's end, or time.time() while it runs. {} if the times are unknown, or if a clock was set back.
     """
-    every = [row for line in _lines(folder) if math.isfinite(number((row := all_rows.parse(line)).get("time")))]
+    every = [row for row in all_rows.every(folder) if math.isfinite(number(row.get("time")))]
     begun = [(one, one.facts()) for n in reversed(attempts.numbers(folder)) if (one := Attempt(folder, n)).has_begun]
     if not begun or not every:
         return {}
@@ -120,10 +121,3 @@ def time_spent(folder: Path, now: float) -> dict[str, float]:
         for name, (before, after) in zip(found, pairwise(moments), strict=True):
             found[name] += after - before
     return found
-
-
-def _lines(folder: Path) -> list[bytes]:
-    try:
-        return (folder / "metrics.jsonl").read_bytes().splitlines()
-    except OSError:
-        return []

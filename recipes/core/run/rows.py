@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,19 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     incomplete lines are skipped.
     """
     found: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", "rb", opener=files.without_waiting) as file:
-        for line in file:
-            row = parse(line)
-            step = row.get("step")
-            if type(step) is int and 0 <= step < HIGHEST_STEP:
-                while found and found[-1]["step"] >= step:
-                    found.pop()
-                found.append(row)
+    for row in every(run_dir):
+        step = row.get("step")
+        if type(step) is int and 0 <= step < HIGHEST_STEP:
+            while found and found[-1]["step"] >= step:
+                found.pop()
+            found.append(row)
     return found
+
+
+def every(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a run in the order of the file, also those that a later attempt replaced; {} for a damaged line."""
+    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", "rb", opener=files.without_waiting) as file:
+        yield from map(parse, file)
 
 
 def best(found: Sequence[dict[str, Any]], keys: Mapping[str, Any]) -> tuple[str, float, int] | None:

@@ -68,27 +68,15 @@ def read(folder: Path) -> Measured:
     hidden = efficiency.shares(every).get("forward_backward", 0.0) * BACKWARD * samples / speed
     on_gpu = summary.get("device") == "cuda"
     return Measured(
-        folder,
-        str(summary.get("recipe")),
-        int(ranks),
-        int(nodes),
-        samples,
-        speed,
-        statistics.median(work),
-        hidden * on_gpu,
-        4 * parameters,
-    )
+        folder, str(summary.get("recipe")), int(ranks), int(nodes), samples, speed, statistics.median(work), hidden * on_gpu, 4 * parameters,
+    )  # fmt: skip
 
 
 def read_link(folder: Path) -> Link:
     """The all_reduce of a run of recipes.collectives with mode=bench. Raises InputError."""
     summary = files.read_json(folder / "summary.json") or {}
-    ranks, found = (
-        number(summary.get("world_size")),
-        [one.get("all_reduce") for name in ("busbw", "latency_us") if isinstance(one := summary.get(name), dict)]
-        or [None] * 2,
-    )
-    busbw, latency = map(number, found)
+    ranks, parts = number(summary.get("world_size")), (summary.get("busbw"), summary.get("latency_us"))
+    busbw, latency = (number(part.get("all_reduce")) if isinstance(part, dict) else 0.0 for part in parts)
     if not (busbw > 0 and latency > 0 and ranks > 1):
         fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
         raise InputError(f"{folder}: has no bandwidth of all_reduce: {fix}")

@@ -1,5 +1,6 @@
 """Where the time of a training goes: the speed of a run, the parts of its steps, and the pace of the progress line."""
 
+import itertools
 import struct
 from collections import Counter, defaultdict
 from typing import Any
@@ -10,7 +11,6 @@ from recipes.core.place import processes
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.world import World
-import itertools
 
 PROGRESS_EVERY_S = 0.5
 PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is the loop's own work

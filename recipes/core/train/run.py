@@ -24,7 +24,7 @@ from recipes.core.data.sampling import Shard, Source
 from recipes.core.errors import InputError, Kind, MachineError, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, signals, source, watchdog
+from recipes.core.run import directory, efficiency, rows, signals, source, watchdog
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.report import trackers
@@ -132,9 +132,8 @@ class Run:
             raise RunError("run.resume(): called twice: call it once, before the loop over loop.steps()")
         if isinstance(state.model, DistributedDataParallel):
             raise RunError("State(): give it the network itself, not the result of world.parallel()")
-        size = self.settings.config.shard_size
-        if self.settings.config.strategy == "fsdp" and size and self.ranks % size:
-            raise InputError(f"shard_size={size}: must divide the number of ranks, {self.ranks}")
+        if self.settings.config.strategy == "fsdp":
+            sharding.require_size(self.settings.config.shard_size, self.ranks)
         self.state, self.sampler = state, batches.order
         state.meta = {
             "recipe": self.settings.recipe,
@@ -340,7 +339,7 @@ class Run:
                 cfg = self.settings.config
                 summary |= {"parameters": trained, "global_batch_size": cfg.global_batch_size, "strategy": cfg.strategy}
             summary |= {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
-            if line := efficiency.of_run(self.dir, self.settings.saved):
+            if line := efficiency.of_run(self.dir, rows.rows(self.dir), self.settings.saved):
                 summary["efficiency"] = line
                 self.say(f"efficiency: {line}")
             files.write_json(self.dir / "summary.json", {**summary, **results})

@@ -20,9 +20,8 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     shard_size: ranks over which a copy is divided; each further group of that size has another copy. 0: all ranks. Raises InputError if
     shard_size does not divide the number of ranks.
     """
+    require_size(shard_size, ranks)
     size = shard_size or ranks
-    if ranks % size:
-        raise InputError(f"shard_size={shard_size}: must divide the number of ranks, {ranks}")
     shape, names = ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for parameter in model.parameters():  # fully_shard takes no channels_last weights
@@ -30,6 +29,12 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def require_size(shard_size: int, ranks: int) -> None:
+    """Raises InputError if shard_size does not divide the number of ranks. 0: all ranks."""
+    if shard_size and ranks % shard_size:
+        raise InputError(f"shard_size={shard_size}: must divide the number of ranks, {ranks}")
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -194,6 +194,10 @@ def test_a_line_break_in_a_folder_name_runs_no_command(bench: Bench) -> None:
     (bench.folder / "link").symlink_to(bad)
     refused(bench, bench.run("sbatch/mnist_1x1.sh", f"data_dir={bench.folder}/link"), "data_dir=", "cannot be printed")
     assert "canary" not in bench.files
+    moved = bad / "repository"
+    shutil.copytree(bench.root, moved)
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", cwd=str(moved)), "cannot be printed")
+    assert not list(bench.folder.rglob("canary"))
 
 
 def test_output_of_a_sites_python_is_not_executed(bench: Bench) -> None:

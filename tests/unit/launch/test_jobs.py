@@ -32,6 +32,14 @@ def test_paths_are_relative_to_the_folder_of_the_submission() -> None:
     assert job.arguments == ("data_dir=/base/sub/d", "run_dir=/base/r", "network=infiniband", "resume=/base/sub/c.pt")
 
 
+@pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])
+def test_a_folder_with_an_unprintable_name_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        describe(root=Path(bad))
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        describe("data_dir=d", base=Path(bad))
+
+
 def test_a_job_that_resumes_a_cpu_run_requests_no_gpu(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "config.yaml").write_text(f"device: cpu\ndata_dir: {tmp_path}/data\n")

@@ -91,5 +91,5 @@ def test_a_run_directory_is_judged_by_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "attempts/0000/opened.json").write_text(json.dumps({"time": 1.0, "hosts": ["a", "b"], **ASKED}))
     text = "".join(json.dumps(row) + "\n" for row in rows(memory_gb=3.0))
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert efficiency.of_run(tmp_path, {}).startswith("3.0 of 32 GB")
+    assert efficiency.of_run(tmp_path, helpers.rows(tmp_path), {}).startswith("3.0 of 32 GB")
     assert len(helpers.rows(tmp_path)) == 4
