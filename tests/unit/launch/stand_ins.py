@@ -45,6 +45,7 @@ class Bench:
 
     def __init__(self, folder: Path, root: Path) -> None:
         self.folder, self.root = folder, root
+        self.run_dir = f"run_dir={folder}/run"  # a word for `run`
         shutil.copytree(ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "env", root / "env")
         shutil.copytree(ROOT / "sbatch", root / "sbatch")

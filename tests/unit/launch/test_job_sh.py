@@ -20,19 +20,18 @@ from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe
 
 def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
     word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
-    status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5")
+    status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, bench.run_dir, SLURM_CPUS_PER_TASK="5")
     assert "before the run began" in stderr  # nothing ran: srun is a stub
     assert status == errors.EXIT_CRASH
     assert bench.srun == [
-        "--cpus-per-task=5", *scripts.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, "run_dir=/nosuch",
+        "--cpus-per-task=5", *scripts.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, bench.run_dir,
     ]  # fmt: skip
     assert not {"canary", "d", "x"} & bench.files
 
 
 def test_the_arguments_of_a_program_are_no_keys_of_the_job(bench: Bench) -> None:
-    run_dir = f"run_dir={bench.folder}/run"
-    bench.run("sbatch/script_2x8.sh", f"script={__file__}", run_dir, "--", "cluster=mine", "$(touch canary)")
-    keys = [run_dir, f"program={__file__}", "args=cluster=mine '$(touch canary)'"]
+    bench.run("sbatch/script_2x8.sh", f"script={__file__}", bench.run_dir, "--", "cluster=mine", "$(touch canary)")
+    keys = [bench.run_dir, f"program={__file__}", "args=cluster=mine '$(touch canary)'"]
     assert bench.srun
     assert bench.srun[-4:] == [f"workdir={bench.root}", *keys]
     assert (bench.folder / "cluster").read_text() == "none\n"
@@ -91,13 +90,13 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
     of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "PYTHONSAFEPATH": "1"}
     of_profile |= {f"SLURM_STD{name}MODE": "/tmp/x" for name in ("IN", "OUT", "ERR")}
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", **cpus, **gpus, **of_profile)
+    bench.run("sbatch/mnist_1x1.sh", bench.run_dir, **cpus, **gpus, **of_profile)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
     assert not names & {*cpus, *gpus, *of_profile}
     # Neighbouring ranks are on one socket, unless the user asks for another distribution.
     assert "SLURM_DISTRIBUTION=block:block" in (bench.folder / "env").read_text()
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", SLURM_DISTRIBUTION="cyclic")
+    bench.run("sbatch/mnist_1x1.sh", bench.run_dir, SLURM_DISTRIBUTION="cyclic")
     assert "SLURM_DISTRIBUTION=cyclic" in (bench.folder / "env").read_text()
 
 
@@ -112,12 +111,12 @@ def test_the_profiles_modules_are_loaded(bench: Bench, text: str, monkeypatch: p
     (clusters / "here.env").write_text("T_X=1\n")
     helpers.use_root(monkeypatch, bench.root)
     assert profiles.cluster_profile("here").get("modules", []) == PROFILES[text]
-    bench.run("sbatch/mnist_2x8.sh", "epochs=2", "cluster=here", "run_dir=/nosuch", **MODULE)
+    bench.run("sbatch/mnist_2x8.sh", "epochs=2", "cluster=here", bench.run_dir, **MODULE)
     log = bench.folder / "modules"
     loaded = log.read_text().splitlines() if log.exists() else []
     assert loaded == [f"load {module}" for module in PROFILES[text]]
     assert bench.srun
-    assert bench.srun[-2:] == ["epochs=2", "run_dir=/nosuch"]  # the script uses cluster= itself
+    assert bench.srun[-2:] == ["epochs=2", bench.run_dir]  # the script uses cluster= itself
     assert (bench.folder / "cluster").read_text() == "here\n"
 
 
@@ -204,9 +203,9 @@ def test_output_of_a_sites_python_is_not_executed(bench: Bench) -> None:
     (bench.folder / "sitecustomize.py").write_text(
         "import atexit\nprint('hello; touch canary')\natexit.register(print, 'bye; touch canary')\n"
     )
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", PYTHONPATH=str(bench.folder))
+    bench.run("sbatch/mnist_1x1.sh", bench.run_dir, PYTHONPATH=str(bench.folder))
     assert bench.srun
-    assert bench.srun[-1] == "run_dir=/nosuch"
+    assert bench.srun[-1] == bench.run_dir
     assert not list(bench.folder.rglob("canary"))
 
 
@@ -259,10 +258,10 @@ def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
 
 def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
     (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("snapshot=false", root=bench.root)))
-    bench.run(bench.folder / "job.sh", "run_dir=/nosuch")
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", RECIPES_SNAPSHOT="false")
+    bench.run(bench.folder / "job.sh", bench.run_dir)
+    bench.run("sbatch/mnist_1x1.sh", bench.run_dir, RECIPES_SNAPSHOT="false")
     assert not (bench.root / "runs/code").exists()
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
+    bench.run("sbatch/mnist_1x1.sh", bench.run_dir)
     assert (bench.root / "runs/code").exists()
 
 
@@ -275,7 +274,7 @@ def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench)
     (code / "sbatch/job.sh").write_text((bench.root / "sbatch/job.sh").read_text() + "\necho of the snapshot >&2\n")
     (code / source.STAMP).write_text(json.dumps({"root": str(bench.root), "commit": None}))
     (bench.root / "recipes/mnist.py").unlink()
-    words = ("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
+    words = ("sbatch/mnist_1x1.sh", bench.run_dir)
     assert bench.run(*words)[0] == errors.EXIT_CONFIG
     _, stderr = bench.run(*words, SLURM_RESTART_COUNT="1")
     assert (bench.folder / "pwd").read_text() == f"{code}\n", stderr
@@ -287,7 +286,7 @@ def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench)
 
 def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:
     bench.stub("srun", 'rm "$NOTES/bin/python"; exit 75')
-    status, stderr = bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
+    status, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir)
     assert status == 75
     assert stderr.splitlines()[-1].startswith(
         f"mnist: ended with status 75 and is not requeued: {bench.folder}/bin/python no"

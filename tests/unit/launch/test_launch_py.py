@@ -99,5 +99,5 @@ def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
         f"the active environment {bench.folder}/active is used, not environment: {bench.folder}/envs of cluster=here\n"
     )
     assert stderr == expected
-    _, stderr = bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", RECIPES_CLUSTER="here")
+    _, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir, RECIPES_CLUSTER="here")
     assert expected.replace(f"{bench.folder}/active", f"{bench.folder}") in stderr
