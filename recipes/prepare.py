@@ -33,6 +33,7 @@ from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
 from recipes.core.data.datasets import DataFile, Dataset
 from recipes.core.data.packed import write
+from recipes.core.data.progress import Progress
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.run import as_json
 
@@ -165,7 +166,14 @@ def download(url: str, fix: str = FIX) -> bytes:
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "slurm-torch-recipes"})
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return bytes(answer.read())
+            content, size = bytearray(), int(answer.headers.get("Content-Length") or 0)
+            progress = Progress(url, size >> 20, "MiB", _say)
+            while block := answer.read(1 << 20):
+                content += block
+                progress.at(len(content) >> 20)
+            if len(content) < size:
+                raise http.client.IncompleteRead(b"", size - len(content))
+            return bytes(content)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise MachineError(f"{url}: {errors.one_line(error)}: {fix}") from None
 
@@ -271,8 +279,10 @@ def prepare_finetune(keys: FinetuneKeys) -> None:
     faults = count = 0
     for source, positions in parts:
         pictures = labelled.Pictures(source, positions, lambda image: None)
+        progress = Progress("decoded", len(pictures), "images", _say)
         count += len(pictures)
         for i in range(len(pictures)):
+            progress.at(i)
             try:
                 pictures[i]
             except InputError as error:

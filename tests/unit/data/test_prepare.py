@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes import prepare
-from recipes.core.data import datasets
+from recipes.core.data import datasets, progress
 from recipes.core.data.datasets import DataFile
 from tests.unit.data.common import not_root
 from tests.unit.data.serving import Answer, Server, content, dropped, serving, status
@@ -138,6 +138,16 @@ def test_a_server_that_misbehaves_is_named_and_leaves_no_file(
     code, _, err = run(server.url)
     assert (code, words in err, f"{server.url}{IMAGES}.gz" in err) == (status, True, True), err
     assert there(tmp_path / "data") == {}
+
+
+def test_a_download_says_how_far_it_is(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 0)
+    server.answers["large"] = content(data := bytes(5 << 19))
+    assert prepare.download(url := f"{server.url}large") == data
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(", about")[0] for line in lines[1:3]] == [f"{url}: {n} of 2 MiB" for n in (1, 2)]
 
 
 def test_offline_the_reason_and_the_fix_are_named(run: Run) -> None:

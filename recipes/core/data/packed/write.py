@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from recipes.core.data.classfolder import Listing
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
+from recipes.core.data.progress import Progress
 from recipes.core.errors import InputError
 
 LOCK = "packing.lock"
-REPORT_S = 10.0
 SAMPLES_PER_SHARD = 2048
 Say = Callable[[str], None]
 Encode = Callable[[bytes], tuple[bytes, int, int]]  # `pillow.encode` of a size and quality
@@ -100,14 +99,12 @@ def _write_split(split: str, listing: Listing, target: Path, encode: Encode, wor
     """Writes a split's shards and index, and returns its part of index.json. Raises InputError if too many images are unreadable."""
     numbers = range(-(-len(listing) // SAMPLES_PER_SHARD))
     shards: list[_Shard] = []
-    said, stopped = time.monotonic(), threading.Event()
+    progress, stopped = Progress(split, len(listing), "images", say), threading.Event()
     pool = ThreadPoolExecutor(workers)
     try:
         for shard in pool.map(lambda number: _write_shard(split, number, listing, target, encode, stopped), numbers):
             shards.append(shard)
-            if time.monotonic() - said >= REPORT_S:
-                said = time.monotonic()
-                say(f"{split}: {min(len(shards) * SAMPLES_PER_SHARD, len(listing))} of {len(listing)} images")
+            progress.at(min(len(shards) * SAMPLES_PER_SHARD, len(listing)))
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
