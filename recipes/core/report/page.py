@@ -2,6 +2,7 @@
 
 import contextlib
 import html
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ COLUMNS = {
     "optimizer": ("Optimiser", "share of a step, rank 0", True), "tflops": ("Arithmetic", "TFLOP/s per rank", True),
     "mfu": ("Model FLOP/s utilisation", "share of the GPU's peak", True), "memory_gb": ("Memory", "GB per node", True),
     "gpu_memory_gb": ("GPU memory", "GB, highest so far", True), "cpus_used": ("CPUs", "busy CPUs per node", True),
+    "gpu_energy_kj": ("GPU energy", "kJ of all GPUs since the last value", True),
 }  # fmt: skip
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">
@@ -103,7 +105,25 @@ def _training(shown: Sequence[Shown]) -> list[str]:
             series.append((errors.shown(one.run.folder), points, one.style))
         labels = ("optimiser step", errors.shown(unit))
         found += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
+    found += figure.figure(
+        "Throughput over time",
+        ("hours since the first row", "samples/s, all ranks"),
+        [*itertools.chain.from_iterable(map(_by_time, shown))],
+        zero=True,
+    )
     return ["<h2>Training</h2>", above, f'<div class="figures">{found or "There are no metrics."}</div>']
+
+
+def _by_time(one: Shown) -> list[Series]:
+    """Throughput of each attempt by hours since the first row."""
+    timed = [row for row in one.rows if math.isfinite(number(row.get("time"))) and "samples_per_second" in row]
+    name, found = errors.shown(one.run.folder), []
+    for _, rows_of in itertools.groupby(timed, lambda row: row.get("attempt")):
+        hours = [
+            ((number(row["time"]) - number(timed[0]["time"])) / 3600, row["samples_per_second"]) for row in rows_of
+        ]
+        found.append((name, [(x, number(y)) for x, y in hours], one.style))
+    return found
 
 
 def _scaling(shown: Sequence[Shown]) -> list[str]:

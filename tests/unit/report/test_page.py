@@ -140,6 +140,16 @@ def test_one_run(tmp_path: Path) -> None:
     assert len(found.source) < 50_000
 
 
+def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
+    times = [1e9, 1e9 + 3600, 1e9 + 4 * 3600, 1e9 + 5 * 3600]
+    rows = [row(step // 3, step, time=time) for step, time in enumerate(times, 1)]
+    last = page(tmp_path, make(tmp_path / "run", rows)).figures[-1]
+    assert last.attrib["aria-label"].startswith("Throughput over time: samples/s, all ranks against hours since the")
+    drawn = [path.attrib["d"] for path in last.iter() if path.attrib.get("class") == "line c0 d0"]
+    assert [d.count("M") + d.count("L") for d in drawn] == [2, 2]
+    assert "not finite" not in page(tmp_path, tmp_path / "run").source
+
+
 def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
     rows = [row(0, step) for step in range(1, 40)] + [row(1, step, 7.0) for step in range(31, 60)]
     folder = make(tmp_path / "run", [*rows, *(row(3, step, 7.5) for step in range(51, 81))], state="failed")
