@@ -19,19 +19,9 @@ DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
 RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
 OF_TRAINING = ("loss", "samples_per_second")  # results that are not of an evaluation
-# Other numbers in summary.json and metrics.jsonl.
-NO_RESULTS = {
-    "epoch",
-    "lr",
-    "wall_seconds",
-    "time",
-    "tflops",
-    "mfu",
-    "memory_gb",
-    "cpus_used",
-    "gpu_memory_gb",
-    *efficiency.SHARES,
-}
+NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
+    "epoch", "lr", "wall_seconds", "time", "tflops", "mfu", "memory_gb", "cpus_used", "gpu_memory_gb", "gpu_energy_kj", *efficiency.SHARES,
+}  # fmt: skip
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 LONGEST_PATH = 4096
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table

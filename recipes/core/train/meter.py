@@ -1,6 +1,7 @@
 """Where the time of a training goes: the speed of a run, the parts of its steps, and the pace of the progress line."""
 
 import itertools
+import math
 import struct
 from collections import Counter, defaultdict
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from recipes.core.place import processes
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
+from recipes.core.train import energy
 from recipes.core.train.world import World
 
 PROGRESS_EVERY_S = 0.5
 PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is the loop's own work
 ON_GPU = ("forward_backward", "optimizer")
-OF_RANK = struct.Struct("ddQQ")  # seconds per step, CPUs, bytes of memory, bytes of the GPU
+OF_RANK = struct.Struct("dddQQ")  # seconds per step, CPUs, joules of the GPU, bytes of memory, bytes of the GPU
 
 
 class Meter:
@@ -32,7 +34,7 @@ class Meter:
         self._parts = defaultdict[str, float](float)  # seconds in this interval
         self._events: list[tuple[str, torch.cuda.Event]] | None = None  # of the step that is measured
         self._busy_s, self._busy_steps = 0.0, 0  # since the last `of_ranks`
-        self._usage = processes.usage()
+        self._usage, self._joules = processes.usage(), energy.total_j(device)
 
     def sample(self) -> None:
         """Measures the next step, which ends an interval, on the GPU. No effect on a CPU, where each step is measured."""
@@ -96,19 +98,24 @@ class Meter:
         """What the ranks have used since the last call: for a row of metrics. A collective.
 
         rank_step_s: seconds of each rank per step, without the wait for other ranks. memory_gb: of the node that uses most, with loader
-        processes. cpus_used: CPUs kept busy per node. gpu_memory_gb: highest so far of any GPU.
+        processes. cpus_used: CPUs kept busy per node. gpu_memory_gb: highest so far of any GPU. gpu_energy_kj: of all GPUs; left out if unknown.
         """
         usage, gpu = processes.usage(), self._device.type == "cuda"
         used_s = max(0.0, usage.cpu_s - self._usage.cpu_s) / max(1e-9, usage.time_s - self._usage.time_s)
         peak = torch.cuda.max_memory_allocated(self._device) if gpu else 0
-        own = OF_RANK.pack(self._busy_s / max(1, self._busy_steps), used_s, usage.memory, peak)
-        self._busy_s, self._busy_steps, self._usage = 0.0, 0, usage
+        joules = energy.total_j(self._device)
+        step_s = self._busy_s / max(1, self._busy_steps)
+        own = OF_RANK.pack(step_s, used_s, joules - self._joules, usage.memory, peak)
+        self._busy_s, self._busy_steps, self._usage, self._joules = 0.0, 0, usage, joules
         world.pulse.beat(watchdog.WAITING)
         found = [OF_RANK.unpack(one) for one in world.gather(own)]
         memory = Counter[str]()
         for host, one in zip(world.hosts, found, strict=True):
-            memory[host] += one[2]
+            memory[host] += one[3]
         told: dict[str, Any] = {"rank_step_s": [float(f"{one[0]:.4g}") for one in found]}
         told["memory_gb"] = round(max(memory.values()) / 1e9, 3)
         told["cpus_used"] = round(sum(one[1] for one in found) / len(memory), 2)
-        return told | ({"gpu_memory_gb": round(max(one[3] for one in found) / 1e9, 3)} if gpu else {})
+        if gpu:
+            told["gpu_memory_gb"] = round(max(one[4] for one in found) / 1e9, 3)
+        spent_j = sum(one[2] for one in found)
+        return told | ({"gpu_energy_kj": round(spent_j / 1e3, 3)} if math.isfinite(spent_j) else {})

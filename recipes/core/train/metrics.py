@@ -14,15 +14,12 @@ from torch import Tensor
 
 from recipes.core import files
 from recipes.core.errors import RunError
+from recipes.core.run import table
 
 
 # Names of a row of metrics.jsonl that are not results of an evaluation.
-RESERVED = frozenset(
-    [
-        *("attempt", "step", "total_steps", "epoch", "time", "loss", "lr", "samples_per_second", "best", "steps"),
-        *("data_wait", "forward_backward", "communication", "optimizer", "tflops", "mfu"),
-        *("rank_step_s", "memory_gb", "cpus_used", "gpu_memory_gb", "efficiency"),
-    ]
+RESERVED = table.NO_RESULTS.union(
+    ("attempt", "step", "total_steps", "loss", "samples_per_second", "best", "steps", "rank_step_s", "efficiency")
 )
 
 

@@ -38,6 +38,7 @@ def test_parts_of_a_step_are_shares_of_its_time() -> None:
     assert told["rank_step_s"] == [7.5, 7.5]  # without the 1.5 s in which it has waited
     assert 0.1 < told["memory_gb"] < 20
     assert told["cpus_used"] >= 0
+    assert "gpu_energy_kj" not in told  # no GPU: unknown
 
 
 def test_arithmetic_of_a_known_network() -> None:
