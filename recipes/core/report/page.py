@@ -117,7 +117,7 @@ def _training(shown: Sequence[Shown]) -> list[str]:
 def _by_time(one: Shown) -> list[Series]:
     """Throughput of each attempt by hours since the first row."""
     timed = [row for row in one.rows if math.isfinite(number(row.get("time"))) and "samples_per_second" in row]
-    name, found = errors.shown(one.run.folder), []
+    name, found = errors.shown(one.run.folder), list[Series]()
     for _, rows_of in itertools.groupby(timed, lambda row: row.get("attempt")):
         hours = [
             ((number(row["time"]) - number(timed[0]["time"])) / 3600, row["samples_per_second"]) for row in rows_of
