@@ -37,7 +37,7 @@ PYTHON, TORCH = of_pyproject('requires-python = "'), of_pyproject('"torch')
 FIGURES = [
     ("README.md", f"`fast` {100 * FOUND['accuracy']['mean']:.1f} % (5 seeds, {100 * min(FAST):.1f} to {100 * max(FAST):.1f} %)"),
     ("README.md", f"after {FOUND['accuracy']['fast, seconds of training']:g} s of training; `accurate` {100 * FOUND['accuracy']['accurate']:.1f} %"),
-    ("README.md", f"reaches {100 * PEER:.1f} % there"),
+    ("README.md", f"reaches {100 * PEER:.1f} % on the same images"),
     ("README.md", f"on one H100: {FOUND['speed']['eager']}; compiled {FOUND['speed']['compiled']}"),
     ("README.md", f"On an H100, {PASSED} of its\n{len(checks.TOGETHER + checks.ALONE)} checks have passed"),
     ("README.md", f"Linux, Python {PYTHON}\nor later, torch {TORCH} or later"),
