@@ -48,10 +48,10 @@ FIGURES = [
     ("docs/resume-and-failures.md", f"`timeout_s` + {watchdog.MARGIN_S:.0f} s"),
     ("docs/resume-and-failures.md", f"less than {queue.SHORT_S / 60:.0f} minutes"),
     ("docs/doctor.md", f"at most {doctor.OVER_S:.0f} s more than `seconds={DoctorKeys().seconds:.0f}`"),
-    ("docs/watching.md", f"from {efficiency.WAITS:.0%} of a step on".replace("%", " %")),
-    ("docs/watching.md", f"needs {efficiency.SLOW_RANK} times as long per step as the median rank (after {efficiency.STEPS} steps)"),
-    ("docs/watching.md", f"idle for {efficiency.IDLE_GPU:.0%} of a step".replace("%", " %")),
-    ("docs/watching.md", f"gradients from {efficiency.COMMUNICATES:.0%} of a step on".replace("%", " %")),
+    ("docs/watching.md", f"for data for at least {efficiency.WAITS:.0%} of a step".replace("%", " %")),
+    ("docs/watching.md", f"needs at least {efficiency.SLOW_RANK} times as long per step as the median rank (after {efficiency.STEPS} steps)"),
+    ("docs/watching.md", f"idle for at least {efficiency.IDLE_GPU:.0%} of a step".replace("%", " %")),
+    ("docs/watching.md", f"gradients for at least {efficiency.COMMUNICATES:.0%} of a step".replace("%", " %")),
 ]  # fmt: skip
 
 
