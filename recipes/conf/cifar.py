@@ -39,7 +39,7 @@ class Config(TrainKeys):
     momentum: float = key(0.9, "Nesterov momentum; with airbench94 and airbench96, of the filters only", low=0, high=1)
     weight_decay: float = key(
         5e-4,
-        "weight decay of weights, not of norms and biases; with airbench94 and airbench96, decay per sample of the batch, of head and biases only",
+        "weight decay of weights, not of norms and biases; with airbench94 and airbench96, weight decay per sample of the batch, only for the head and the biases",
         low=0,
     )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
@@ -54,8 +54,8 @@ class Config(TrainKeys):
     cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
     tta: bool = key(True, "test-time augmentation: also evaluate the mirror image of each image, and add the outputs")
     tta_shift: int = key(
-        0, "with tta: also evaluate each image shifted by this number of pixels, up and left, and down and right; both together count "
-        "as much as the image itself; 0: no shifts", low=0, high=8,
+        0, "with tta: also evaluate each image twice, shifted by this number of pixels up and left, and down and right; both shifted images "
+        "together count as much as the image itself; 0: no shifts", low=0, high=8,
     )  # fmt: skip
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)

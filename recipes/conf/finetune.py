@@ -16,7 +16,7 @@ class Config(TrainKeys):
         values=("images", "fake"),
     )  # fmt: skip
     labels: str = key(
-        "", "a CSV with the columns file (below data_dir), label, and perhaps split (train or val), in place of class folders", path=True
+        "", "a CSV in place of class folders, with the columns file (path relative to data_dir), label and, optionally, split (train or val)", path=True
     )  # fmt: skip
     multi_label: bool = key(False, "an image may have several labels: in the CSV, separated by ;")
     val_fraction: float = key(
@@ -31,10 +31,10 @@ class Config(TrainKeys):
         "true", "weights to start from: true, or their name, such as IMAGENET1K_V2; false: random", pattern=NAME
     )
     train: str = key(
-        "all", "all: every weight; head: only the last layer; lora: the last layer, and a small product beside each other matrix",
+        "all", "all: every weight; head: only the last layer; lora: the last layer, and for each other weight matrix a product of two small matrices that is added to it",
         values=("all", "head", "lora"),
     )  # fmt: skip
-    lora_rank: int = key(8, "columns of each matrix of train=lora", low=1, high=1024)
+    lora_rank: int = key(8, "rank of the matrices of train=lora", low=1, high=1024)
     head_epochs: float = key(0.0, "epochs at the start in which only the last layer is trained", low=0)
     epochs: int = default(TrainKeys, "epochs", 10)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 64)
@@ -54,7 +54,7 @@ class Config(TrainKeys):
     )
     min_crop: float = key(0.35, "minimum fraction of the image area in a random crop", low=0.01, high=1)
     augment: str = key(
-        "RandAugment", "a transform of torchvision.transforms.v2, with its default arguments; none",
+        "RandAugment", "a transform of torchvision.transforms.v2, with its default arguments, or none",
         values=("none", "RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix"),
     )  # fmt: skip
     erasing: float = key(0.0, "probability that a random rectangle of a training image is erased", low=0, high=1)

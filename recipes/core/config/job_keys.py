@@ -29,7 +29,9 @@ class JobKeys:
     launcher: Launcher = key(
         Launcher.slurm, "slurm: submit; local: start the ranks on this machine; print: print the sbatch script"
     )
-    nodes: int | None = key(None, "number of nodes; default: 1; with gpus=, any", low=1, high=65536, sbatch="--nodes")
+    nodes: int | None = key(
+        None, "number of nodes; default: 1, or any number with gpus=", low=1, high=65536, sbatch="--nodes"
+    )
     gpus_per_node: int | None = key(
         None, "GPUs per node, one rank per GPU; default: that of the profile, else 1", low=0, high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
@@ -41,7 +43,7 @@ class JobKeys:
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = key(
-        None, "CPUs per rank; default: that of the profile, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers= (6 if that is -1)", low=1, high=4096,
+        None, "CPUs per rank; default: that of the profile, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers= (6 if num_workers is -1)", low=1, high=4096,
         sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = key(

@@ -27,7 +27,7 @@ class RunKeys:
     variant: str = key("", "named preset of recipe keys, from recipes/conf/RECIPE.py", pattern=NAME, not_inherited=True)
     config: str = key("", "a YAML file of keys; typed keys take precedence", path=True, not_inherited=True)
     network: str = key("", "fabric: NAME for env/NAME.env, or the path of your own env file")
-    device: Device = key(Device.auto, "auto: GPUs; outside Slurm, the CPU if there is none; cuda; cpu")
+    device: Device = key(Device.auto, "auto (GPUs; outside Slurm, the CPU if there is no GPU), cuda or cpu")
     backend: Backend = key(Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo")
     cpu_threads: int = key(
         0, "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
@@ -123,7 +123,7 @@ class TrainKeys:
     )  # fmt: skip
     dtype: Dtype = key(
         Dtype.float32,
-        "float32; tf32: float32, whose factors GPUs round to 10 bits; bfloat16 (autocast); float16 (autocast, the loss is scaled), for GPUs older than A100; auto: bfloat16 on GPUs that support it",
+        "float32; tf32: float32, but GPUs round the factors of a product to 10 bits; bfloat16 (autocast); float16 (autocast, the loss is scaled), for GPUs older than A100; auto: bfloat16 on GPUs that support it",
     )
     clip_grad_norm: float = key(
         0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True
