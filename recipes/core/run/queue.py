@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,11 @@ def _call(
     *command: str,
     environ: Mapping[str, str] = os.environ,
     timeout_s: float = ANSWER_S,
-    pauses_s: Sequence[float] = AGAIN_S,
+    again: bool = True,
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs a command of Slurm, and again after each of ``pauses_s`` if it fails. Raises OSError and subprocess.TimeoutExpired."""
+    """Runs a command of Slurm, and ``again`` after each of AGAIN_S if it fails. Raises OSError and subprocess.TimeoutExpired."""
     end = time.monotonic() + timeout_s
-    for pause_s in (*pauses_s, math.inf):
+    for pause_s in (*(AGAIN_S if again else ()), math.inf):
         done = subprocess.run(
             command, env=dict(environ), capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
             encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
@@ -174,7 +174,7 @@ def mine() -> dict[str, Line] | None:
     """This user's jobs that Slurm still knows, by their IDs; one call. None if Slurm is not there or does not answer."""
     try:
         asked = _call(
-            "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%S|%N|%L|%Q|%r", pauses_s=()
+            "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%S|%N|%L|%Q|%r", again=False
         )
     except (OSError, subprocess.SubprocessError):
         return None
