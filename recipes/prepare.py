@@ -162,7 +162,7 @@ def _fetched(file: DataFile, source: str) -> bytes:
 
 def download(url: str, fix: str = FIX) -> bytes:
     """The content of ``url``. TLS is verified; proxies and SSL_CERT_FILE are honoured. Raises MachineError, with ``fix``."""
-    _say(f"from {url}")
+    _say(f"downloading {url}")
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "slurm-torch-recipes"})
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
@@ -180,7 +180,7 @@ def download(url: str, fix: str = FIX) -> bytes:
 
 def _say_next(dataset: Dataset, data_dir: Path) -> None:
     _say(f"{dataset.name} is in {data_dir / dataset.folder}")
-    _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
+    _say(f"next: python launch.py recipe={dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
 
 
 def prepare_cifar10(keys: PrepareKeys) -> None:
@@ -221,7 +221,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         if split.skipped:
             _say(f"{name}: {split.skipped} images skipped; index.json names them")
     _say(f"imagenet is in {target}, {len(copy.classes)} classes")
-    _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
+    _say(f"next: python launch.py recipe=imagenet data_dir={shlex.quote(str(target))}")
 
 
 def prepare_text(keys: TextKeys) -> None:
@@ -235,13 +235,17 @@ def prepare_text(keys: TextKeys) -> None:
     _say_next(datasets.TEXT, data_dir)
 
 
-def prepare_weights(keys: WeightsKeys) -> None:
-    """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError."""
+def prepare_weights(keys: WeightsKeys, data_dir: str = "FOLDER") -> None:
+    """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError.
+
+    data_dir: folder of the images, for the command that it prints.
+    """
     from recipes.core.train import models
 
     if keys.arch.startswith(models.TIMM):
         name = keys.arch.removeprefix(models.TIMM)
         _fetch_from_hub(keys.arch, name, models.require_timm(name, offline=False))
+        _say_next_finetune(keys.arch, "true", data_dir)
         return
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
@@ -254,7 +258,11 @@ def prepare_weights(keys: WeightsKeys) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(path, content)
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
-    _say(f"next: python -m recipes.finetune arch={keys.arch} pretrained={chosen.name}")
+    _say_next_finetune(keys.arch, chosen.name, data_dir)
+
+
+def _say_next_finetune(arch: str, pretrained: str, data_dir: str) -> None:
+    _say(f"next: python launch.py recipe=finetune arch={arch} pretrained={pretrained} data_dir={shlex.quote(data_dir)}")
 
 
 def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
@@ -268,7 +276,6 @@ def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
     if licence not in FREE_LICENCES:
         _say(f"{arch}: the licence of these weights is {licence}: read it before you use them")
     _say(f"{arch}'s weights are in the cache of the Hugging Face hub ($HF_HOME)")
-    _say(f"next: python -m recipes.finetune arch={arch}")
 
 
 def prepare_finetune(keys: FinetuneKeys) -> None:
@@ -291,10 +298,11 @@ def prepare_finetune(keys: FinetuneKeys) -> None:
     if faults:
         raise InputError(f"{faults} of {count} images cannot be read: remove or replace them")
     _say(f"{count} images in {len(parts[0][0].classes)} classes can be read")
+    data_dir = str(datasets.folder_of(keys.data_dir).absolute())
     if keys.pretrained == "false":
-        _say(f"next: python -m recipes.finetune arch={keys.arch} pretrained=false")
+        _say_next_finetune(keys.arch, "false", data_dir)
     else:
-        prepare_weights(WeightsKeys(keys.arch, keys.pretrained))
+        prepare_weights(WeightsKeys(keys.arch, keys.pretrained), data_dir)
 
 
 def _say(text: str) -> None:

@@ -140,7 +140,7 @@ BENCH = {"--ntasks-per-node=8": "--ntasks-per-node=1", "1M..1G": "1K..4K"}
 # In place of Apptainer, pyxis and Docker: each notes that it was called, and starts the command after the image.
 STAND_INS = "PATH=$IMAGES:$PATH"
 SHOWN = {"make": "make -n"}
-NEXT = "^next: python -m recipes"
+NEXT = "^next: python launch.py recipe="
 
 TABLE: dict[str, How] = {
     # CONTRIBUTING.md

@@ -77,6 +77,8 @@ def word(
         return ("running" if state == "running" else "starting"), ""
     if has_job and not asked:
         return "unknown", "Slurm does not answer"
+    if state == "running" and job and job.state == "CANCELLED":
+        return "cancelled", "it had no time to record its end"
     if state == "running":
         return "lost", "it ended without a final status" if alive is False or has_job else "see its heartbeat: explain"
     if job and job.state == "CANCELLED":
@@ -96,7 +98,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     refused = "" if done else judge.why_not_begun(folder)
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
     hint, so_far = str(summary.get("efficiency") or ""), None
-    if name in ("running", "requeued"):
+    if row:
         keys, found = table.keys(folder), rows.rows(folder)
         so_far = rows.best(found, keys)
         hint = efficiency.of_run(folder, found, keys) if name == "running" else ""

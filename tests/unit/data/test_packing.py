@@ -313,7 +313,7 @@ def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
         assert err == ""
         assert "val: 1 images skipped; index.json names them" in out.splitlines()
         assert ("imagenet: already there; verifying it" in out) is not first
-        assert out.splitlines()[-1] == f"next: python -m recipes.imagenet data_dir='{tmp_path}/a b'"
+        assert out.splitlines()[-1] == f"next: python launch.py recipe=imagenet data_dir='{tmp_path}/a b'"
     index = json.loads((tmp_path / "a b/index.json").read_bytes())
     assert (index["size"], index["quality"]) == (24, 80)
     skipped = {"file": "val/n00/bad.jpg", "why": "cannot be read (No such file or directory)"}

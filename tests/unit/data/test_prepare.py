@@ -65,7 +65,7 @@ def test_files_are_fetched_once_and_then_verified(run: Run, server: Server, tmp_
     assert code == 0
     assert there(tmp_path / "data") == PLAIN
     assert f"is in {tmp_path}/data/MNIST/raw" in out
-    assert f"next: python -m recipes.mnist data_dir={tmp_path}/data" in out
+    assert f"next: python launch.py recipe=mnist data_dir={tmp_path}/data" in out
     code, out, _ = run(server.url)
     assert code == 0
     assert out.count("already there, verified") == 2

@@ -112,7 +112,7 @@ def test_all_kinds_of_sources_give_the_same_files(
     assert index["source"].startswith(str(source))
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[-1] == f"next: python -m recipes.cifar data_dir='{tmp_path}/my data'"
+    assert out.splitlines()[-1] == f"next: python launch.py recipe=cifar data_dir='{tmp_path}/my data'"
     assert all((source / name).is_file() for name in contents)
 
 

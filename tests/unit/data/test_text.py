@@ -64,7 +64,7 @@ def test_documents_are_packed_one_after_another(tmp_path: Path, run: Prepare) ->
     lines = [json.dumps({"text": document}) for document in ("two\n", "drei ä", "\ud800")]
     put(tmp_path, a_txt="one<|endoftext|>\nrest\n<|endoftext|>\n", b_jsonl="\n".join(lines) + "\n\n", c_md="not read")
     status, out = run()
-    assert (status, out.splitlines()[-1]) == (0, f"next: python -m recipes.gpt data_dir={tmp_path}/data")
+    assert (status, out.splitlines()[-1]) == (0, f"next: python launch.py recipe=gpt data_dir={tmp_path}/data")
     data = text.open_text(str(tmp_path / "data"), verify=True)
     expected = ids("one", "\nrest\n", "two\n", "drei ä", "?")
     assert all_tokens(data) == expected

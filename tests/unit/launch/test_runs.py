@@ -43,6 +43,7 @@ def status(state: str, **more: Any) -> dict[str, Any]:
         (status("running"), None, "", True, False, ("running", "")),
         (status("running"), None, "", None, True, ("lost", "it ended without a final status")),
         (status("running"), Line("NODE_FAIL", "", "", None, False, ""), "", None, True, ("lost", "it ended without a final status")),
+        (status("running"), Line("CANCELLED", "", "", None, False, ""), "", None, True, ("cancelled", "it had no time to record its end")),
         ({}, None, "data_dir= is missing", None, True, ("refused", "data_dir= is missing")),
         ({}, Line("CANCELLED", "", "", None, False, ""), "", None, True, ("cancelled", "before it began")),
         ({}, None, "", None, True, ("cancelled", "it never began")),
