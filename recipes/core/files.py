@@ -161,10 +161,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def read_bounded(path: Path, limit: int) -> bytes:
     """The content of an ordinary file of at most ``limit`` bytes. Raises OSError, and ValueError with the reason in words."""
-    with open(path, "rb", opener=without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    with open(path, "rb", buffering=1 << 16, opener=without_waiting) as file:  # a given size saves a call for each file
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError("not an ordinary file")
-        content = file.read(limit + 1)
+        content = file.read(min(found.st_size, limit) + 1)  # as many bytes are allocated at first
     if len(content) > limit:
         raise ValueError(f"larger than {limit} bytes")
     return content

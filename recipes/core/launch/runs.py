@@ -248,7 +248,7 @@ def _age(seconds: float) -> str:
 
 
 def _short(folder: str) -> str:
-    return min(folder, os.path.relpath(folder), key=len)
+    return folder.removeprefix(f"{os.getcwd()}/")
 
 
 def compare(folders: Sequence[Path]) -> int:
