@@ -4,9 +4,9 @@
     python -m recipes.doctor                                                 # this machine alone, for example a login node
     python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
-    python -m recipes.doctor network=my.env                                  # the same, with the variables of an env file
+    python -m recipes.doctor network=my.env                                  # examines with the variables of an env file
 
-Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, also if a check hangs.
+Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, even if a check hangs.
 One process examines a node, and writes a report into run_dir, since the network may be broken. In a batch job, the nodes only report
 (``recipes.doctor report``), and the shell judges after srun (``recipes.doctor judge``). It never imports torch: checks that
 need torch or can hang run in their own processes.

@@ -126,8 +126,8 @@ def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path)
     forced = {"GLOO_SOCKET_IFNAME": "docker0", "NCCL_SOCKET_IFNAME": "docker0"}
     ended, verdict = fabric.doctor(tmp_path, PATIENT_S, **forced)
     assert ended.status == 3, ended.out
-    assert "note  node1: GLOO_SOCKET_IFNAME=docker0, and the route to node2 goes by fast0" in ended.out
-    assert "note  node2: GLOO_SOCKET_IFNAME=docker0, and the route to node1 goes by fast0" in ended.out
+    assert "note  node1: GLOO_SOCKET_IFNAME=docker0, but the route to node2 uses fast0" in ended.out
+    assert "note  node2: GLOO_SOCKET_IFNAME=docker0, but the route to node1 uses fast0" in ended.out
     # Whichever rank connects finds nobody at its own address; the other one waits.
     hangs = r"\[\] the bandwidth test of all nodes stopped at its start \((Gloo connectFullMesh failed|python did not answer in) .*\)"
     assert re.fullmatch(hangs, bad(verdict)), bad(verdict)

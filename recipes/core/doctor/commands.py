@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from recipes.core.files import ROOT
 
 _running: set["subprocess.Popen[str]"] = set()
-_starting = threading.RLock()  # held from a command's start until it is in that set
+_starting = threading.RLock()  # held from a command's start until the command is in the set above
 
 
 def run(
@@ -46,8 +46,8 @@ def run(
 
 
 def kill_all() -> None:
-    """Kills the commands that still run, and prevents further ones. Called when this process ends: each command is a session of its
-    own and would outlive it."""
+    """Kills the commands that still run, and prevents further ones. Called when this process ends, since each command has its own
+    session and would outlive it."""
     _starting.acquire(timeout=2)  # never released
     for process in list(_running):
         if process.returncode is None:

@@ -1,7 +1,7 @@
 """An examination: one process on each node checks it and the links to some others, and one process judges all reports.
 
-The judge is the process that started the doctor where there is one (`judge_later`: the shell of a batch job, after srun). Under a
-bare srun it is the first node, and where that is silent the lowest one that reported.
+In a batch job, the shell judges after srun has ended (`judge_later`). Under a
+bare srun, the first node judges, or if it is silent, the lowest node that reported.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from recipes.core.run import directory
 
 # Shares of ``seconds`` after which each part is abandoned.
 CHECKS, REACH, GO, LINKS, VERDICT, STAND_IN = 0.4, 0.55, 0.6, 0.85, 0.92, 0.96
-SLACK_S = 3.0  # that the other nodes give the first one beyond its own limit
-LEAVE_S = 2.0  # for the other nodes to end before the one that gave the verdict
+SLACK_S = 3.0  # the other nodes wait so much longer than the limit of the first one
+LEAVE_S = 2.0  # time for the other nodes to end before the node that gave the verdict
 
 
 def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
-    """Examines this node, and judges all nodes if this process is the judge. Returns its exit status: 3 of the judge, if a node is bad.
+    """Examines this node, and judges all nodes if this process is the judge. Returns its exit status: 3 from the judge if a node is bad.
 
     Only the first rank of a node does anything. seconds: the time limit of the whole. judge_later: another process judges the reports.
     """
@@ -98,7 +98,7 @@ def _probe_peers(reports: Reports, info: RankInfo, end: float, timeout_s: float)
 
 
 def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -> dict[str, Any]:
-    """``measure`` in the first node's report: all nodes that answered and are not bad measure bandwidth, unless node 0 is bad."""
+    """``measure`` in the first node's report: the nodes that measure bandwidth answered and are not bad. None do if node 0 is bad."""
     examined = {node: report for node, report in sorted(reports.items()) if stage_of(report) >= Stage.examined}
     bad = judge.verdict_of(_hosts(info), examined).bad_nodes
     nodes = [node for node in examined if node not in bad]
@@ -109,7 +109,7 @@ def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -
 
 
 def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: float) -> dict[str, Any]:
-    """This node's part of the bandwidth test, in a process that is killed at ``end``: the last step it reached, and what it measured."""
+    """Runs this node's part of the bandwidth test in a process, at most until ``end``. Returns its last step and what it measured."""
     nodes = members.get("nodes", [])
     if info.node_rank not in nodes:
         return {}
@@ -138,7 +138,7 @@ def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: flo
 
 
 def _hosts(info: RankInfo) -> tuple[str, ...]:
-    """The host of each node by node_rank, "" where unknown."""
+    """The host of each node by node_rank; "" if unknown."""
     return info.nodes or ("",) * info.num_nodes
 
 

@@ -17,7 +17,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, source, table
 from recipes.core.run import queue as slurm_queue
 
-QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor its status for so long, where Slurm does not know
+QUIET_S = 120.0  # if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so long
 MOST_EXPLAINED = 3  # patterns
 
 
@@ -114,7 +114,7 @@ def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool
 def batch_logs(run_dir: Path, slurm: slurm_queue.Outlook) -> list[Path]:
     """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm, which no rank's log has.
 
-    With --error of sbatch there are two: job.yaml names one, and Slurm the other while it knows the job.
+    With sbatch's --error there are two logs. job.yaml names one, and Slurm names the other as long as it knows the job.
     """
     described = read_json(run_dir / "job.yaml") or {}
     named = [described.get("log")] if slurm.id and described.get("job_id") == slurm.id else []

@@ -12,7 +12,7 @@ from recipes.core.doctor.verdict import Finding, Verdict
 from recipes.core.errors import shown
 
 LONG = 300  # characters of a finding in a line
-# Facts that all nodes must have alike: where a fact is in a report, and its name.
+# Facts that must be equal on all nodes: the keys of a fact in a report, and its name.
 ALIKE = (
     ("torch", "torch", "torch"),
     ("torch", "cuda", "CUDA"),
@@ -42,7 +42,7 @@ FAULTS = {
 def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
     """The verdict on the reports, sorted by node_rank, of the nodes that have examined themselves (`examine.run`).
 
-    hosts: of each node that was started, by node_rank, "" where unknown.
+    hosts: the host of each node that was started, by node_rank; "" if unknown.
     """
     verdict = Verdict(hosts=[host or reports.get(node, {}).get("host", "") for node, host in enumerate(hosts)])
     rules = (_missing, _own_findings, _compare, _slow_gpus, _slow_copies, _links, _speeds, _collectives)
@@ -66,11 +66,11 @@ def _missing(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
     is_shared = not len(silent) == count - 1 > 1
     for node in silent:
         what = "did not answer: it hangs, was never started, or does not see run_dir"
-        fix = "log in there, or leave it out; give a run_dir= on a file system that all nodes share"
+        fix = "log in to the node, or exclude it; give a run_dir= on a file system that all nodes share"
         verdict.add([node], what, fix, leave_out=is_shared)
     if gone := [node for node, report in reports.items() if report.get("early")]:
         what = "answered at first, but not after the bandwidth test: it hangs, or has died"
-        verdict.add(gone, what, "log in there, or leave it out", leave_out=not len(gone) == count > 1)
+        verdict.add(gone, what, "log in to the node, or exclude it", leave_out=not len(gone) == count > 1)
 
 
 def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -96,7 +96,7 @@ def _compare(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
         usual, often = counted[0]
         is_majority = often > counted[1][1]
         others = f"{shown(usual)} on {often} others" if is_majority else "and the nodes have no majority"
-        fix = "use the same on all nodes: NCCL requires it, and nothing else is tested"
+        fix = "use the same on all nodes: NCCL requires it, and a mixture is not tested"
         for value, _ in counted[is_majority:]:
             nodes = [node for node, one in values.items() if one == value]
             verdict.add(nodes, f"{title} is {shown(value)}, {others}", fix, is_majority)
@@ -113,7 +113,7 @@ def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> No
     for node, gpu in tested:
         if gpu["tflops"] < SLOW * middle:
             what = f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s, where the median is {middle:.0f}"
-            fix = "nvidia-smi -q -d PERFORMANCE there: heat, a power cap, or another process"
+            fix = "run nvidia-smi -q -d PERFORMANCE there: look for heat, a power cap, or another process"
             verdict.add([node], what, fix)
 
 
@@ -129,11 +129,11 @@ def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
         slow = [node for node, speed in speeds.items() if len(speeds) > 2 and speed < SLOW * usual]
         for node in slow:
             what = f"copies from its GPU {index} to the next are slow: {speeds[node]:.0f} GB/s, where the median is {usual:.0f}"
-            verdict.add([node], what, "nvidia-smi nvlink -s, and nvidia-smi topo -m, there")
+            verdict.add([node], what, "run nvidia-smi nvlink -s and nvidia-smi topo -m there")
 
 
 def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """Links that fail. The node of which the larger share of links fails is the bad one; of two equal ones the later."""
+    """Links that fail. The bad node of a link is the one with the larger share of failing links; if both are equal, the later one."""
     tried: Counter[int] = Counter()
     failed: Counter[int] = Counter()
     faults: list[tuple[int, Mapping[str, Any]]] = []
@@ -185,15 +185,15 @@ def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
             what = (
                 f"its network is slow{of_which}: {median(values):.3g} GB/s with others, where the median is {usual:.3g}"
             )
-            verdict.add([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable")
+            verdict.add([node], what, "run ethtool DEV or ibstat there: check link speed, errors and cable")
 
 
 def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """The bandwidth test of all nodes: a wrong sum; and where it did not end, the nodes that are behind the others."""
+    """Findings of the bandwidth test of all nodes: wrong sums and, if it did not end, the nodes that are behind the others."""
     measured = {node: report["bandwidth"] for node, report in reports.items() if report.get("bandwidth")}
     for node, found in measured.items():
         if found.get("correct") is False:
-            fix = "memory or a link corrupts data: leave it out"
+            fix = "its memory or a link corrupts data: exclude the node"
             verdict.add([node], "an all_reduce has a wrong sum there", fix)
     cut = [node for node, found in measured.items() if not found.get("ended")]
     if not cut:
@@ -202,7 +202,7 @@ def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
     behind = [node for node in cut if measured[node]["at"] != usual]
     found = measured[(behind or cut)[0]]
     what = f"the bandwidth test of all nodes stopped at {found['at']} ({found.get('error') or 'no error'})"
-    fix = "NCCL_DEBUG=INFO python -m recipes.collectives over these nodes shows where; see the notes above"
+    fix = "run NCCL_DEBUG=INFO python -m recipes.collectives on these nodes to see where; see the notes above"
     verdict.add(behind, what, fix)
 
 

@@ -118,7 +118,7 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             continue
         free = json.loads(out)
         if name == "/dev/shm" and free is not None and free < SHM_BYTES:
-            fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
+            fix = "loader processes and NCCL share memory there: use docker run --ipc=host, or delete files there"
             findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20))
     return {}, findings
 
@@ -155,7 +155,7 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact names.
         is_listed = any(chosen.interface.startswith(one) for one in value.lstrip("^=").split(","))
         if value and here.has_others and is_listed == value.startswith("^"):
-            what = f"{name}={value}, and the route to {chosen.peer} goes by {chosen.interface}"
+            what = f"{name}={value}, but the route to {chosen.peer} uses {chosen.interface}"
             findings.append(Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False))
     own = _mbit_per_s(folders / chosen.interface)
     cards = [one for one in folders.glob("*") if (one / "device").exists() and _text(one / "operstate") == "up"]
@@ -163,7 +163,7 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
     if fastest and here.has_others and _mbit_per_s(fastest) > own > 0 and not _ports(here):
         name = fastest.name
         what = f"the ranks use {chosen.interface} with {own} Mbit/s, and {name} has {_mbit_per_s(fastest)}"
-        fix = f"if {name} reaches the other nodes: NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
+        fix = f"if {name} reaches the other nodes, set NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
         findings.append(Finding(what, fix, bad=False))
     return {"interface": chosen.interface}, findings
 
@@ -196,11 +196,11 @@ def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
     for folder in ports:
         port, state = f"{folder.parts[-3]}:{folder.name}", _text(folder / "state").rpartition(": ")[2]
         if state not in ("ACTIVE", ""):
-            fix = f"check its cable, switch and subnet manager; if NCCL should not use it: NCCL_IB_HCA=^{port}"
+            fix = f"check its cable, switch and subnet manager; if NCCL should not use it, set NCCL_IB_HCA=^{port}"
             findings.append(Finding(f"InfiniBand port {port} is {state}", fix, bad=False))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
-        fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
+        fix = "set ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
         what = f"locked memory is limited to {limit // 1024} KB, and RDMA locks what it sends"
         findings.append(Finding(what, fix, bad=here.has_others))
     return {}, findings
@@ -218,7 +218,7 @@ def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
     seen = [] if why else json.loads(out.splitlines()[-1])
     found = []
     if few := shortage(here.environ, len(seen)):
-        found.append(Finding(few, "compare nvidia-smi -L there"))
+        found.append(Finding(few, "compare with nvidia-smi -L there"))
     elif here.info.in_slurm and not seen:
         fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
         found.append(Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False))
@@ -244,7 +244,7 @@ def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
         found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
-        fix = "another process uses it, possibly of an ended job: see nvidia-smi there"
+        fix = "another process, possibly of an ended job, uses it: see nvidia-smi there"
         found.append(Finding(what, fix, bad=False))
     return found
 

@@ -24,7 +24,7 @@ class Link:
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:
-    """The nodes that a node probes: the first, the next, and the one half of all nodes further. Each node is probed by some."""
+    """The nodes that a node probes: the first, the next, and the node num_nodes/2 places further on. Some node probes each node."""
     chosen = (0, (node_rank + 1) % num_nodes, (node_rank + num_nodes // 2) % num_nodes)
     return sorted(set(chosen) - {node_rank})
 
@@ -65,7 +65,7 @@ def probe(peer: int, host: str, port: int, timeout_s: float) -> Link:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """What the other side sends until it ends its side; at most `LARGE` bytes and what has come with them. Raises OSError."""
+    """What the other side sends until it closes its side, up to about `LARGE` bytes. Raises OSError."""
     data = bytearray()
     while len(data) <= LARGE and (part := connection.recv(1 << 16)):
         data += part

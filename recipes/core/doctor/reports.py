@@ -42,7 +42,7 @@ class Reports:
         write_json(self.folder / self._file, {**report, "stage": stage})
 
     def collect(self, nodes: Iterable[int], stage: Stage, end: float) -> dict[int, dict[str, Any]]:
-        """The reports of ``nodes`` as soon as all have reached ``stage``; at ``end`` (time.monotonic), those that are there."""
+        """The reports of ``nodes``, when all have reached ``stage``; at ``end`` (time.monotonic), those that exist."""
         wanted = {f"{node}.json": node for node in nodes}
         found: dict[int, dict[str, Any]] = {}
         read_at: dict[str, int] = {}

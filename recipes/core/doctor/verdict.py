@@ -14,7 +14,7 @@ FIGURES = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per
 class Finding:
     """A fault of one node or several. what: one line that can stand after a host name. fix: what to type or do.
 
-    bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it; false where the job itself is at fault.
+    bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it; false if the job itself is at fault.
     nodes: those that have it, by node_rank; none in the report of a node, and if no single node is to blame.
     """
 

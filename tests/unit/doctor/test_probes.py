@@ -160,7 +160,7 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
         assert probes.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
     for name, value in (("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "^eth"), ("GLOO_SOCKET_IFNAME", "eth9")):
         one = only(probes.interfaces(here(tmp_path, two, **{name: value})))
-        assert one.what == f"{name}={value}, and the route to two goes by eth1"
+        assert one.what == f"{name}={value}, but the route to two uses eth1"
     assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
 
 
