@@ -63,7 +63,7 @@ class ImagenetKeys(PrepareKeys):
 @dataclass(frozen=True)
 class TextKeys(PrepareKeys):
     source: str = key("", "folder of .txt, .jsonl (field text) and .parquet (column text), a file, or a quoted pattern")
-    tokenizer: str = key("bytes", "bytes; gpt2 or o200k_base: tiktoken's", values=("bytes", "gpt2", "o200k_base"))
+    tokenizer: str = key("bytes", "bytes; or gpt2 or o200k_base of tiktoken", values=("bytes", "gpt2", "o200k_base"))
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
 
 
@@ -253,7 +253,7 @@ def prepare_weights(keys: WeightsKeys, data_dir: str = "FOLDER") -> None:
         fix = f"copy the file to {path}"
         content = download(chosen.url, fix)
         if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
-            raise MachineError(f"{chosen.url} has other content than its name says: {fix}")
+            raise MachineError(f"{chosen.url} does not have the SHA-256 in its name: {fix}")
         with files.writing_to(path.parent, "TORCH_HOME"):
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(path, content)

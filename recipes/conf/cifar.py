@@ -26,7 +26,7 @@ class Config(TrainKeys):
     global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
     lr: float = key(
         0.4,
-        "peak learning rate for a global batch of lr_batch_size; with airbench94 and airbench96, of the filters only",
+        "peak learning rate for a global batch of lr_batch_size; airbench94, airbench96: for the filters only",
         low=0,
     )
     lr_batch_size: int = key(
@@ -36,10 +36,10 @@ class Config(TrainKeys):
     warmup: float = key(
         0.2, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
     )
-    momentum: float = key(0.9, "Nesterov momentum; with airbench94 and airbench96, of the filters only", low=0, high=1)
+    momentum: float = key(0.9, "Nesterov momentum; airbench94, airbench96: for the filters only", low=0, high=1)
     weight_decay: float = key(
         5e-4,
-        "weight decay of weights, not of norms and biases; with airbench94 and airbench96, weight decay per sample of the batch, only for the head and the biases",
+        "weight decay of weights, but not of norms and biases; airbench94, airbench96: per sample of the batch, for head and biases only",
         low=0,
     )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
@@ -54,8 +54,8 @@ class Config(TrainKeys):
     cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
     tta: bool = key(True, "test-time augmentation: also evaluate the mirror image of each image, and add the outputs")
     tta_shift: int = key(
-        0, "with tta: also evaluate each image twice, shifted by this number of pixels up and left, and down and right; both shifted images "
-        "together count as much as the image itself; 0: no shifts", low=0, high=8,
+        0, "with tta=true: also evaluate two copies of each image, shifted up and left, and down and right, by this number of pixels; both "
+        "together have the weight of the image itself; 0: no shifts", low=0, high=8,
     )  # fmt: skip
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
@@ -63,7 +63,7 @@ class Config(TrainKeys):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.arch is not Arch.resnet18 and self.weight_decay * self.global_batch_size > MOST_DECAY:
-            fix = f"with arch={self.arch.name} it is per sample of the batch: give variant=fast, or weight_decay=2e-6"
+            fix = f"too large: arch={self.arch.name} applies it per sample of the batch: give variant=fast, or weight_decay=2e-6"
             raise ConfigError(f"weight_decay={self.weight_decay}: {fix}")
 
 

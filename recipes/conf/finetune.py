@@ -12,11 +12,11 @@ from recipes.core.errors import ConfigError
 @dataclass(frozen=True)
 class Config(TrainKeys):
     dataset: str = key(
-        "images", "images: class folders in data_dir, with or without train/ and val/, or labels=; fake: random images",
+        "images", "images: class folders in data_dir, or in its train/ and val/, or the files in labels=; fake: random images",
         values=("images", "fake"),
     )  # fmt: skip
     labels: str = key(
-        "", "a CSV in place of class folders, with the columns file (path relative to data_dir), label and, optionally, split (train or val)", path=True
+        "", "use this CSV, not class folders; columns: file (below data_dir), label, and optionally split (train or val)", path=True
     )  # fmt: skip
     multi_label: bool = key(False, "an image may have several labels: in the CSV, separated by ;")
     val_fraction: float = key(
@@ -31,7 +31,7 @@ class Config(TrainKeys):
         "true", "weights to start from: true, or their name, such as IMAGENET1K_V2; false: random", pattern=NAME
     )
     train: str = key(
-        "all", "all: every weight; head: only the last layer; lora: the last layer, and for each other weight matrix a product of two small matrices that is added to it",
+        "all", "all: every weight; head: only the last layer; lora: the last layer, and a low-rank addition to each other matrix",
         values=("all", "head", "lora"),
     )  # fmt: skip
     lora_rank: int = key(8, "rank of the matrices of train=lora", low=1, high=1024)
@@ -40,7 +40,7 @@ class Config(TrainKeys):
     global_batch_size: int = default(TrainKeys, "global_batch_size", 64)
     lr: float = default(TrainKeys, "lr", 3e-4)
     layer_decay: float = key(
-        0.75, "factor of the learning rate from each block to the one before it; 1: the same for all", low=0, high=1
+        0.75, "each block's learning rate is this factor times that of the next block; 1: all are equal", low=0, high=1
     )
     warmup: float = key(
         0.1, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
@@ -74,10 +74,10 @@ class Config(TrainKeys):
         if self.multi_label and not self.best_metric:
             object.__setattr__(self, "best_metric", "val_map")
         if self.mixup and self.cutmix:
-            raise ConfigError(f"cutmix={self.cutmix}: beside mixup={self.mixup}: give one of the two")
+            raise ConfigError(f"cutmix={self.cutmix}: not with mixup={self.mixup}; give one of the two")
         for name in ("mixup", "cutmix", "class_weights"):
             if self.multi_label and getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)}: is for one label per image, not for multi_label=true")
+                raise ConfigError(f"{name}={getattr(self, name)}: not with multi_label=true; leave one of them out")
 
 
 # Random images, to try the recipe: there is nothing to learn.

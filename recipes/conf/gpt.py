@@ -8,17 +8,17 @@ from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import Dtype, Mode, TrainKeys
 from recipes.core.errors import ConfigError
 
-HEAD = 64  # columns of an attention head, and of the model for each block
-# Tokens of a step: the best batch grows about as tokens**0.4 (Bergsma et al., 2025), and the tokens as depth**3.
+HEAD = 64  # columns of an attention head; the default width has so many columns per block
+# Tokens per step. The best batch size grows about as tokens**0.4 (Bergsma et al., 2025), and the tokens of the training as depth**3.
 TOKENS_PER_BLOCK = 32_768
-TOKENS_PER_PARAMETER = 20  # of the training (Hoffmann et al., 2022), for the matrices of the blocks
-EMBED_LR, HEAD_LR = 0.2, 0.004  # AdamW's for a width of 768 (nanochat); they fall as width**-0.5
+TOKENS_PER_PARAMETER = 20  # tokens of the training per parameter in the matrices of the blocks (Hoffmann et al., 2022)
+EMBED_LR, HEAD_LR = 0.2, 0.004  # rates of AdamW for a width of 768 (nanochat); they fall as width**-0.5
 
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("text",)
-    small_part: ClassVar[int] = 1  # a sequence is many positions
+    small_part: ClassVar[int] = 1  # one sequence is enough work for a GPU: it has many positions
 
     dataset: str = key(
         "text", "text: your own; bytes: sentences generated in memory, no download", values=("text", "bytes")
@@ -31,9 +31,7 @@ class Config(TrainKeys):
         0, "sequences per step over all ranks; 0: 32,768 tokens for each block of the model", low=0, high=2**30
     )
     tokens: int = key(0, "tokens to train on, in at most epochs= epochs; 0: 20 per parameter of the blocks", low=0)
-    max_steps: int = key(
-        0, "maximum number of optimiser steps; 0: the number that follows from tokens=", low=0, may_change=True
-    )
+    max_steps: int = key(0, "maximum number of optimiser steps; 0: as many as tokens= requires", low=0, may_change=True)
     epochs: int = default(TrainKeys, "epochs", 4)
     lr: float = key(0.02, "peak learning rate of Muon, for the matrices of the blocks", low=0)
     momentum: float = key(0.95, "Nesterov momentum of Muon", low=0, high=1)
@@ -41,9 +39,7 @@ class Config(TrainKeys):
     embed_lr: float = key(0.0, "peak learning rate of AdamW for the embedding; 0: 0.2 * sqrt(768 / width)", low=0)
     head_lr: float = key(0.0, "peak learning rate of AdamW for the head; 0: 0.004 * sqrt(768 / width)", low=0)
     warmup: float = key(0.02, "fraction of the steps in which the learning rate rises", low=0, high=1)
-    cooldown: float = key(
-        0.4, "fraction of the steps, at the end, in which the learning rate falls to zero", low=0, high=1
-    )
+    cooldown: float = key(0.4, "last fraction of the steps, in which the rate falls to zero", low=0, high=1)
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
     best_metric: str = default(TrainKeys, "best_metric", "val_bpb")
     best_mode: Mode = default(TrainKeys, "best_mode", Mode.min)
@@ -59,7 +55,7 @@ class Config(TrainKeys):
         if heads % kv_heads:
             raise ConfigError(f"kv_heads={kv_heads}: must divide the number of heads, width/{HEAD} = {heads}")
         batch = self.global_batch_size or max(1, TOKENS_PER_BLOCK * self.depth // self.seq_len)
-        # Of a block: queries, keys and values, the output of the attention, and two matrices of the MLP.
+        # A block has matrices for queries, keys and values, and the output of the attention, and two matrices of the MLP.
         parameters = self.depth * (width * (width + 2 * kv_heads * HEAD) + width**2 + 8 * width**2)
         tokens = self.tokens or TOKENS_PER_PARAMETER * parameters
         embed_lr, head_lr = (rate * (768 / width) ** 0.5 for rate in (EMBED_LR, HEAD_LR))

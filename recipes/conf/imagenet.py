@@ -28,7 +28,7 @@ class Config(TrainKeys):
     )
     decoder: Decoder = key(
         Decoder.auto,
-        "auto: torchcodec if it is installed, else torchvision: both give the same pixels as PIL; opencv: faster, slightly different pixels (not antialiased)",
+        "auto: torchcodec if installed, else torchvision (both return PIL's pixels); opencv: faster, other pixels (not antialiased)",
     )
     num_workers: int = key(
         -1, "threads per rank that decode images; -1: one fewer than the CPUs of a rank, at most 16; 0: decode in the main thread",

@@ -23,8 +23,8 @@ PATH_SHOWN = 300  # characters of a path that a message shows
 _SETTING = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_.,:/@%+=^-]*|"[ !#%-\[\]^_a-~]*")')
 _COMMENT = re.compile(r"[ \t]*(#.*)?")
 FORM = (
-    "must be NAME=value or a comment; a value with other characters than letters, digits and _.,:/@%+=^- is in double"
-    " quotes; values are ASCII without $, backquotes and backslashes, which are not expanded"
+    "must be NAME=value or a comment; put a value with other characters than letters, digits and _.,:/@%+=^- in double"
+    " quotes; use ASCII without $, backquotes and backslashes, since nothing is expanded"
 )
 
 _SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")

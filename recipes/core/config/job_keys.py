@@ -33,7 +33,7 @@ class JobKeys:
         None, "number of nodes; default: 1, or any number with gpus=", low=1, high=65536, sbatch="--nodes"
     )
     gpus_per_node: int | None = key(
-        None, "GPUs per node, one rank per GPU; default: that of the profile, else 1", low=0, high=1024,
+        None, "GPUs per node, one rank per GPU; default: the profile's value, else 1", low=0, high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
     )  # fmt: skip
     gpu_type: str = key(
@@ -43,8 +43,8 @@ class JobKeys:
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = key(
-        None, "CPUs per rank; default: that of the profile, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers= (6 if num_workers is -1)", low=1, high=4096,
-        sbatch="--cpus-per-task",
+        None, "CPUs per rank; default: the profile's value, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers= "
+        "(6 if num_workers=-1)", low=1, high=4096, sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = key(
         "", "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
@@ -107,9 +107,9 @@ class JobKeys:
         low=0, high=100000, sbatch="--array=…%N",
     )  # fmt: skip
     doctor: bool = key(False, "examine the nodes first; if some are bad, requeue the job without them")
-    max_resubmits: int = key(2, "maximum number of requeues without bad nodes, by doctor=true", low=0, high=100)
+    max_resubmits: int = key(2, "how often doctor=true may requeue the job without bad nodes", low=0, high=100)
     forget: str = key(
-        "", "node that the doctor found bad within a day and that jobs may use again; all: every node",
+        "", "use this node again, although the doctor found it bad in the last 24 hours; all: every such node",
         pattern=NAME, form="the name of a node, or all",
     )  # fmt: skip
     wait: bool = key(False, "wait for the job, print its log, and exit with the job's status")

@@ -13,7 +13,7 @@ MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seco
 
 
 def read(argv: Sequence[str]) -> dict[str, str]:
-    """The words by their names, those of the ``config=`` file among them. Raises ConfigError for one that is not ``key=value``."""
+    """The values of the words and of the ``config=`` file, by their names. Raises ConfigError for a word that is not ``key=value``."""
     words = split(argv)
     if "config" not in words:
         return words
@@ -72,5 +72,5 @@ def load_yaml(path: Path, given: str) -> dict[str, Any]:
     names = [key.value for key, _ in root.value]
     if len(names) > len(content):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{given}: '{shown(twice)}' is there twice; remove one of the lines")
+        raise ConfigError(f"{given}: '{shown(twice)}' is set twice; remove one of the lines")
     return content

@@ -119,7 +119,7 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
             )
     for name in ("gpus_per_node", "ranks_per_node"):
         if "gpus" in words and name in words:
-            raise ConfigError(f"{name}={shown(words[name])}: beside gpus={shown(words['gpus'])}; give one of the two")
+            raise ConfigError(f"{name}={shown(words[name])}: not with gpus={shown(words['gpus'])}; give one of the two")
     variant = words.get("variant", "")
     if variant and variant not in variants:
         rule = declare.choice(variant, variants) if variants else f"recipe {recipe} has no variants; leave it out"

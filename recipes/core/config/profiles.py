@@ -50,7 +50,7 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
     for_sed += [f"environment: {profile['environment']}"] if "environment" in profile else []
     lines = {" ".join(line.split("#")[0].split()) for line in path.read_text(encoding="utf-8").splitlines()}
     if missing := [line for line in for_sed if line not in lines]:
-        raise ConfigError(f"{path}: must have a line '{missing[0]}', without quotes or brackets, for batch scripts")
+        raise ConfigError(f"{path}: batch scripts require a line '{missing[0]}' without quotes and brackets; add it")
     return profile
 
 

@@ -38,8 +38,8 @@ def load(recipe: str) -> tuple[type, Differences]:
         for name, keys in differences.items():
             if unknown := [key for key in keys if key not in known]:
                 raise ConfigError(
-                    f"recipes/conf/{recipe}.py: {kind}={shown(name)}: sets '{shown(unknown[0])}', which is no key of the "
-                    f"recipe and no run key{declare.nearest(unknown[0], known)}"
+                    f"recipes/conf/{recipe}.py: {kind}={shown(name)}: sets '{shown(unknown[0])}', which is neither a key of the "
+                    f"recipe nor a run key{declare.nearest(unknown[0], known)}"
                 )
     return module.Config, variants
 

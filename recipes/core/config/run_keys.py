@@ -76,7 +76,7 @@ class RunKeys:
 
 @dataclass(frozen=True)
 class RecipeKeys:
-    """The base of a recipe's keys where it does not train. A recipe that trains uses `TrainKeys`.
+    """The base of the keys of a recipe that does not train. A recipe that trains uses `TrainKeys`.
 
     starts_a_run: whether `recipes.core.train.session` runs it, so that `launch.py check` can start it up to its first step.
     """
@@ -123,7 +123,7 @@ class TrainKeys:
     )  # fmt: skip
     dtype: Dtype = key(
         Dtype.float32,
-        "float32; tf32: float32, but GPUs round the factors of a product to 10 bits; bfloat16 (autocast); float16 (autocast, the loss is scaled), for GPUs older than A100; auto: bfloat16 on GPUs that support it",
+        "float32; tf32: GPUs round the factors of products to 10 bits; bfloat16: autocast; float16: autocast with a loss scale, for GPUs older than A100; auto: bfloat16 on GPUs that support it",
     )
     clip_grad_norm: float = key(
         0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True

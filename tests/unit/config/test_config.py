@@ -147,7 +147,7 @@ def test_keys_that_contradict_each_other_are_refused() -> None:
         ("imagenet", "stage_dir=/x", "dataset=fake has no files to copy"),
     ):
         assert refusal(word, "dataset=fake", recipe=recipe) == f"{word}: {wanted}"
-    decay = "weight_decay=0.0005: with arch=airbench94 it is per sample of the batch: give variant=fast, or weight_decay=2e-6"
+    decay = "weight_decay=0.0005: too large: arch=airbench94 applies it per sample of the batch: give variant=fast, or weight_decay=2e-6"
     assert refusal("arch=airbench94", recipe="cifar") == decay
 
 
@@ -223,10 +223,10 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
         ('modules:\n  - "gcc/12"\n', ["here.yaml", "- gcc/12"]),
         ("env_files:\n  - clusters/no.env\n", ["no.env"]),
         ("- a\n- b\n", ["here.yaml", "is not a mapping"]),
-        ("partition: a\npartition: b\n", ["here.yaml", "'partition' is there twice"]),
+        ("partition: a\npartition: b\n", ["here.yaml", "'partition' is set twice"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
-        ('environment: "/opt/e"\n', ["here.yaml", "'environment: /opt/e', without quotes"]),
+        ('environment: "/opt/e"\n', ["here.yaml", "'environment: /opt/e' without quotes"]),
         ("gpus: --gres=gpu\n", ["here.yaml", "'gpus: --gres=gpu' must be --gres, --gpus-per-node or"]),
         ("data_dir: data\n", ["here.yaml", "'data_dir: data' must be an absolute path"]),
         ("environment: a;b\n", ["here.yaml", "'environment: a;b' must be the absolute path"]),
