@@ -103,7 +103,7 @@ def images(folder: bytes) -> Iterator[bytes]:
 
 
 def _walk(folder: bytes) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
-    """As `os.walk`, through links, without hidden files and folders. Raises InputError where a folder cannot be read."""
+    """As `os.walk`, through links, without hidden files and folders. Raises InputError if a folder cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The files of each dataset: names, sizes, SHA-256, where they are searched, and the IDX format. Standard library only."""
+"""The files of each dataset: names, sizes, SHA-256, the folders in which they are searched, and the IDX format. Standard library only."""
 
 import gzip
 import hashlib
@@ -58,7 +58,7 @@ def folder_of(data_dir: str | Path) -> Path:
 
 
 def kind(path: Path, key: str = "data_dir") -> str:
-    """``file`` or ``folder``, links followed; "" for neither. Raises InputError with ``key`` where permission is missing."""
+    """``file`` or ``folder``, links followed; "" for neither. Raises InputError with ``key`` if permission is missing."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -16,7 +16,7 @@ from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line
 
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
-ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # and those without a length
+ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # JPEG markers without a length
 MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
 RATIOS = (3 / 4, 4 / 3)  # width to height of a random crop; as TRIES, from torchvision's RandomResizedCrop
 TRIES = 10
@@ -25,9 +25,9 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Decoder:
-    """decode: gives a JPEG's upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for other content.
+    """decode: returns a JPEG's upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for other content.
 
-    resize: writes its first argument into the second one, at that one's size.
+    resize: scales the image in its first argument to the size of the second one, and writes it there.
     """
 
     name: str
@@ -42,8 +42,8 @@ Crop = Callable[[Decoder, Pixels, int, Pixels], None]
 def make_decoder(name: str) -> Decoder:
     """torchcodec, torchvision: the same pixels as Pillow and torchvision's transforms, within 1. opencv: faster, but other pixels.
 
-    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. auto: torchcodec where it is installed, else
-    torchvision, whose decoders are deprecated since 0.29. Raises InputError where a library is missing.
+    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. auto: torchcodec if it is installed, else
+    torchvision, whose decoders are deprecated since 0.29. Raises InputError if a library is missing.
     """
     if name == "auto":
         try:
@@ -117,7 +117,7 @@ def _opencv() -> Decoder:
 
 
 def decode_any(decoder: Decoder, data: bytes) -> Pixels:
-    """The pixels of an image, by Pillow where the decoder cannot read it. Raises Unreadable."""
+    """The pixels of an image, by Pillow if the decoder cannot read it. Raises Unreadable."""
     try:
         if data[:2] != b"\xff\xd8":
             raise ValueError("not a JPEG")
@@ -129,7 +129,7 @@ def decode_any(decoder: Decoder, data: bytes) -> Pixels:
 
 
 def _announced(data: bytes) -> int:
-    """The number of pixels in a JPEG's header, 0 without one. A decoder allocates memory for them before it reads further."""
+    """The number of pixels that a JPEG's header states; 0 without a header. A decoder allocates memory for so many before it reads on."""
     at = data.find(b"\xff", 2)
     while 0 <= at <= len(data) - 9:
         if data[at + 1] in FRAMES:
@@ -142,7 +142,7 @@ def _announced(data: bytes) -> int:
 def random_box(uniform: Sequence[float], height: int, width: int, least: float) -> tuple[int, int, int, int]:
     """The y, x, height and width of torchvision's RandomResizedCrop, from uniform numbers: two for each try, and two for the position.
 
-    least: smallest fraction of the area. Where no try fits: the largest centred box with a valid ratio.
+    least: smallest fraction of the area. If no try fits, the box is the largest centred one with a valid ratio.
     """
     area, low, span = height * width, math.log(RATIOS[0]), math.log(RATIOS[1] / RATIOS[0])
     for i in range(0, 2 * TRIES, 2):
@@ -176,7 +176,7 @@ def centre_crop(shorter: int) -> Crop:
     def crop(decoder: Decoder, pixels: Pixels, i: int, out: Pixels) -> None:
         height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
         if height * width > MOST_PIXELS:
-            raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
+            raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long")
         if (height, width) != pixels.shape[:2]:
             whole = np.empty((height, width, 3), np.uint8)
             decoder.resize(pixels, whole)

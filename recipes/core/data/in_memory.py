@@ -85,7 +85,7 @@ class AugmentedImages:
     reach: largest shift in pixels; the border is padded with 0, or with the mirrored image (``reflect``).
     flip: half of the images are mirrored left to right. cutout: side, in pixels, of a square that is replaced by ``fill``.
 
-    An image is one contiguous run of bytes of the padded set, whose start makes the shift: copying complete rows is
+    A shifted image is one contiguous run of bytes of the padded set; the start of the run sets the shift. Copying complete rows is
     fastest. Everything is drawn from (seed, epoch) for the whole set, so it does not depend on the number of ranks.
     """
 

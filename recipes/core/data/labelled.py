@@ -95,7 +95,7 @@ Part = tuple[Listing | Table | Fake, Sequence[int]]
 def open_parts(dataset: str, data_dir: str, table: str, several: bool, fraction: float, seed: int) -> tuple[Part, Part]:
     """Training and validation set, each with the positions of its images.
 
-    table: a CSV, or "" for class folders: ``train/`` and ``val/`` of them, or one for each class, of which the share ``fraction`` is for
+    table: a CSV, or "" for class folders. If these or the CSV have no validation part, the share ``fraction`` of the images is for
     validation, drawn from ``seed``. Raises InputError (one line: file, fault, fix).
     """
     if dataset == "fake":
@@ -149,7 +149,7 @@ def _of_table(table: Table, fraction: float, seed: int) -> tuple[Part, Part]:
     train, val = ([i for i, split in enumerate(table.splits) if (split == "val") == is_val] for is_val in (False, True))
     for name, part in (("train", train), ("val", val)):
         if not part:
-            raise InputError(f"labels={table.place!r}: no row has split {name}: give some, or leave the column out")
+            raise InputError(f"labels={table.place!r}: no row has split {name}: add such rows, or remove the column")
     known = {label for i in train for label in table.labels[i]}
     for i in val:
         if strange := set(table.labels[i]) - known:

@@ -36,7 +36,7 @@ MOST_SKIPPED, FRACTION = 10, 0.01
 class LoadedShard(Shard):
     """A shard with its images, on the rank's device.
 
-    images: uint8 (b, 3, S, S), in channels_last. labels: int64 (b,), IGNORE where the image cannot be read, which is 0 then.
+    images: uint8 (b, 3, S, S), in channels_last. labels: int64 (b,). An image that cannot be read is all 0, and its label is IGNORE.
     flip: bool (b,), which images are to be mirrored.
     """
 
@@ -80,7 +80,7 @@ class Loader(OfBatches):
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on.
 
-        Closing the generator ends its threads. Raises InputError where too many images are unreadable, MachineError where a
+        Closing the generator ends its threads. Raises InputError if too many images are unreadable, MachineError if a
         read hangs.
         """
         size = self._size(epoch)
@@ -113,7 +113,7 @@ class Loader(OfBatches):
                 yield pixels, labels
 
     def _decoded(self, jobs: Iterable["_Job"]) -> Generator[tuple[Any, Tensor, Tensor], None, None]:
-        """Of each job: ``extra``, images and labels, as `LoadedShard` has them. Raises InputError if too many samples are unreadable."""
+        """Yields each job's ``extra``, images and labels, as in `LoadedShard`. Raises InputError if too many samples are unreadable."""
         seen = bad = 0
         with contextlib.closing(_worked(jobs, self.decoder, self._workers)) as finished:
             for job in finished:
@@ -138,8 +138,8 @@ class Loader(OfBatches):
 class _Job:
     """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3).
 
-    extra: for the caller. bad: why an image is unreadable, by its position in the batch. chunks: the tasks, by their first position. at:
-    the position that each of them is at.
+    extra: a value for the caller. bad: why each unreadable image is so, by its position in the batch. chunks: the tasks, by their first
+    position. at: the position that each task has reached.
     """
 
     source: Images
@@ -165,7 +165,7 @@ class _Job:
 
 
 def _worked(jobs: Iterable[_Job], decoder: Decoder, workers: int) -> Generator[_Job, None, None]:
-    """Gives the jobs in their order, finished; with workers, further ones are decoded meanwhile."""
+    """Yields the finished jobs in their order. With workers, further jobs are decoded meanwhile."""
     if not workers:
         for job in jobs:
             job.run(decoder, 0, len(job.samples))

@@ -40,7 +40,7 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
         height, width = resized(image.height, image.width, size)
         small = image.resize((width, height), Image.Resampling.LANCZOS)
     if max(small.size) > LONGEST:
-        raise Unreadable(f"is {image.width} x {image.height} pixels: too long for its width")
+        raise Unreadable(f"is {image.width} x {image.height} pixels: its longer side is too long")
     if plain and small is image:
         return data, image.height, image.width
     small.info = {}  # comments and profiles would be stored too

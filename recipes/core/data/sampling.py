@@ -121,7 +121,7 @@ class GlobalBatches:
 
 
 class OfBatches:
-    """What a `Source` has from the `GlobalBatches` that it loads."""
+    """A `Source` that takes its order and number of batches from the `GlobalBatches` that it loads."""
 
     _batches: GlobalBatches
 

@@ -45,7 +45,7 @@ class Text:
     def split(self, seq_len: int) -> tuple[range, range]:
         """The sequences to train on, and those to evaluate: the last 1 %, at least one sequence. Raises InputError.
 
-        Sequence i predicts the ``seq_len`` tokens after token ``i * seq_len``: each token once, except the first one and a rest at the end.
+        Sequence i predicts the ``seq_len`` tokens after token ``i * seq_len``. All but the first and the last few are predicted, once.
         """
         count = (len(self) - 1) // seq_len
         training = count - max(1, min(len(self) // 100, MOST_VALIDATION) // seq_len)
@@ -58,7 +58,7 @@ class Text:
         rows = [self._tokens(i * seq_len, (i + 1) * seq_len + 1) for i in sequences]
         found = np.array(rows, np.int64).reshape(-1, seq_len + 1)
         if found.size and found.max() >= len(self.vocabulary):
-            raise InputError(f"the text is damaged: token {found.max()} of {len(self.vocabulary)}: prepare it again")
+            raise InputError(f"the text has token {found.max()} of only {len(self.vocabulary)}: prepare it again")
         return found
 
     def _tokens(self, begin: int, end: int) -> Tokens:
@@ -93,7 +93,7 @@ def open_text(data_dir: str, verify: bool = False) -> Text:
         if not path.is_file() or path.stat().st_size != size:
             raise InputError(f"{str(path)!r} is not a file of {size} bytes: {again}")
         if verify and files.sha256(path) != sha256:
-            raise InputError(f"{str(path)!r} is damaged (its SHA-256 is another): {again}")
+            raise InputError(f"{str(path)!r} is damaged (SHA-256 mismatch): {again}")
         shards.append(np.memmap(path, dtype, "r") if size else np.empty(0, dtype))
     return Text(shards, vocabulary, end, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
 
@@ -111,7 +111,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
         folder.mkdir(parents=True, exist_ok=True)
         with files.locked(folder / "preparing.lock"):
             if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
-                raise InputError(f"tokenizer={tokenizer}: {str(folder)!r} has other tokens: give another data_dir=")
+                raise InputError(f"tokenizer={tokenizer}: {str(folder)!r} used another: give another data_dir=")
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
             files.remove_temporary(folder)
             pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),))
@@ -144,7 +144,7 @@ def _groups(source: str) -> list[list[Path]]:
 
 
 def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str) -> dict[str, Any]:
-    """Writes the documents of ``sources``, unless they are there, and a record beside them: the part of index.json. Raises InputError."""
+    """Writes the documents of ``sources`` and, beside them, their part of index.json, unless both exist. Raises InputError."""
     facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in sources]
     identity = hashlib.sha256(json.dumps([tokenizer, facts]).encode()).hexdigest()
     record = files.read_json(path.with_suffix(".json")) or {}
@@ -204,6 +204,6 @@ def _documents(path: Path) -> Iterator[str]:
     except ModuleNotFoundError:
         raise InputError(f"{str(path)!r}: needs pyarrow: pip install '.[text]'") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = "give UTF-8 text; a line of .jsonl and a row of .parquet need a text in the field text"
+        fix = "give UTF-8 text; each line of a .jsonl and each row of a .parquet must have a string in the field text"
         line = f", line {number}" if number else ""
         raise InputError(f"{str(path)!r}{line}: {errors.one_line(error, 120)}: {fix}") from None

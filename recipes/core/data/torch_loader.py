@@ -140,7 +140,7 @@ class StreamLoader(_Loaded):
 
 @dataclass
 class _Part(IterableDataset[Any]):
-    """This rank's batches of one epoch of a stream. Of several workers, each makes every n-th batch; `DataLoader` takes them in turn.
+    """This rank's batches of one epoch of a stream. With n workers, each makes every n-th batch, and `DataLoader` takes them in turn.
 
     lists: the positions of the samples of each batch, in the order of the stream.
     """
@@ -188,7 +188,7 @@ class _Collated(Dataset[Any]):
 
 
 class _Reader:
-    """``batches`` by what is given to `read`. The workers stay from one call to the next."""
+    """Reads the batches whose indices `read` gets. Its worker processes stay alive between two calls."""
 
     def __init__(self, batches: _Collated, workers: int, device: torch.device) -> None:
         self.batches, self._workers, self._wanted = batches, workers, list[Index]()
@@ -199,7 +199,7 @@ class _Reader:
         return iter(self._loader)
 
     def repeats(self) -> bool:
-        """Whether two reads of the first sample are equal. In a worker, if there are any: it must not share a file that this process opens."""
+        """Whether two reads of the first sample are equal. A worker reads them, if there are any, since it must not share an open file."""
         twice = _whole_batches(self.batches, min(1, self._workers), torch.device("cpu"), [(0, [0]), (0, [0])])
         return all(map(_equal, *map(tree_leaves, twice)))
 
@@ -207,7 +207,7 @@ class _Reader:
 def _whole_batches(
     dataset: Dataset[Any], workers: int, device: torch.device, wanted: list[Index] | None = None
 ) -> DataLoader[Any]:
-    """A `DataLoader` of a data set whose items are batches. wanted: what it is asked for; None for a stream."""
+    """A `DataLoader` of a data set whose items are batches. wanted: the indices of the batches; None for a stream."""
     # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.
     return DataLoader(
         dataset, batch_size=None, sampler=wanted, num_workers=workers, collate_fn=unchanged, pin_memory=device.type == "cuda",
@@ -216,7 +216,7 @@ def _whole_batches(
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, or its error in one line: `DataLoader` would add a traceback to one that a worker raises."""
+    """The result of ``make``, or its error in one line, since `DataLoader` would add a traceback to an error that a worker raises."""
     try:
         return make()
     except InputError as error:
@@ -252,7 +252,7 @@ def seeded(seed: int, epoch: int, number: int) -> Iterator[None]:
 
 
 def _on(device: torch.device, data: Any) -> Any:
-    """The batch on the device. Raises it if it is an error of a sample."""
+    """The batch on the device. Raises ``batch`` if it is the error of a sample."""
     if isinstance(data, Exception):
         raise data
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)

@@ -81,7 +81,7 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
         (("file,label", "a/0.png,dog;cat"), False, "line 2: label 'dog;cat' must be one class: give one, or multi_label=true"),
         (("file,label", "a/0.png,"), False, "line 2: label '' must be one class"),
         (("file,label,split", "a/0.png,dog,test"), True, "line 2: split 'test' must be train or val"),
-        (("file, label, split", "a/0.png, dog, train"), False, "no row has split val: give some, or leave the column out"),
+        (("file, label, split", "a/0.png, dog, train"), False, "no row has split val: add such rows, or remove the column"),
         (("file,label", f"{'x' * 300}.png,dog"), False, "line 2: .* does not exist"),
         (("image,class", "a/0.png,dog"), False, "must have a first line with the columns file,label"),
         (("file,label,split", "a/0.png,dog,train", "a/1.png,cat,val"), False, "the class 'cat' of 'a/1.png' has split val only"),

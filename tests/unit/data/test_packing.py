@@ -159,7 +159,7 @@ BAD = {
     "truncated png": (encoded(SMALL, "PNG")[:-60], "is damaged"),
     "16 bits": (encoded(GREY16, "PNG"), "has more than 8 bits per value"),
     "bomb": (bomb(), "has more than 178 million pixels"),
-    "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: too long"),
+    "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: its longer side is too long"),
 }
 
 

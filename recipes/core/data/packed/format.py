@@ -55,7 +55,7 @@ def shard_name(split: str, number: int) -> str:
 
 
 def read_index(folder: Path) -> PackedCopy:
-    """Reads index.json. Raises InputError (one line: file, fault, fix) where it is missing or damaged."""
+    """Reads index.json. Raises InputError (one line: file, fault, fix) if it is missing or damaged."""
     path, again = folder / INDEX, datasets.prepare_command("imagenet", folder)
     try:
         content = path.read_bytes()

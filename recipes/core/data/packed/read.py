@@ -70,7 +70,7 @@ class Packed:
 
 
 def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
-    """Opens a file for reading. Raises InputError where it is missing or has another size."""
+    """Opens a file for reading. Raises InputError if it is missing or has another size."""
     path = folder / file.name
     try:
         opened = open(path, "rb", buffering=0)  # noqa: SIM115

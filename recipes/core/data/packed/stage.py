@@ -19,7 +19,7 @@ LOCK = ".lock"
 
 
 def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], None]) -> Path:
-    """Copies a packed copy to a folder below ``stage_dir``, once for each node, and gives that folder.
+    """Copies a packed copy to a folder below ``stage_dir``, once for each node, and returns that folder.
 
     Every rank of the node calls it: the first one copies, the others wait. An interrupted copy continues, complete files are
     kept, and each file's SHA-256 is verified while it is copied. report: gets the bytes of complete files and of all files: after each
@@ -57,7 +57,7 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], No
 
 
 def _copy(file: DataFile, folder: Path, target: Path) -> None:
-    """Raises OSError where the target cannot be written, InputError where the source is not what index.json says."""
+    """Raises OSError if the target cannot be written, InputError if the source differs from index.json."""
     path = folder / file.name
     try:
         content = path.read_bytes()

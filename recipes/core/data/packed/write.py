@@ -61,7 +61,7 @@ def pack(
 
 
 def _verified(target: Path, size: int, quality: int) -> PackedCopy:
-    """The finished copy in ``target``. Raises InputError where it is damaged or was packed with other options."""
+    """The finished copy in ``target``. Raises InputError if it is damaged or was packed with other options."""
     copy = format.read_index(target)
     start_again = f"remove {shlex.quote(str(target))} and run the same command to pack again"
     if (copy.size, copy.quality) != (size, quality):
@@ -127,7 +127,7 @@ def _write_split(split: str, listing: Listing, target: Path, encode: Encode, wor
 def _write_shard(
     split: str, number: int, listing: Listing, target: Path, encode: Encode, stopped: threading.Event
 ) -> _Shard:
-    """Writes the images of one shard, until ``stopped`` is set: it raises CancelledError then."""
+    """Writes the images of one shard. Raises CancelledError when ``stopped`` is set."""
     records, digest = bytearray(), hashlib.sha256()
     skipped: list[dict[str, str]] = []
     size = 0
