@@ -42,7 +42,7 @@ export SLURM_DISTRIBUTION="${SLURM_DISTRIBUTION-block:block}"
 
 load() { # MODULE...
     type module >/dev/null 2>&1 || . /etc/profile # other login shells, such as csh, do not read this file
-    type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"
+    type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command 'module'"
     for module; do
         module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed on $(hostname)"
     done
@@ -59,7 +59,7 @@ require_own() {
         by=2 # others; the user's own group and root's are trusted
         case $group in root | "$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone of your own" 3
-        [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: chmod go-w it, or export RECIPES_TRUST_GROUP=1 if only its group can" 3
+        [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can" 3
         [ "$at" != / ] && [ "$at" != "$repository" ]
     do at=$(dirname "$at"); done
 }
@@ -75,7 +75,7 @@ begin() {
     if [ -d "$code" ]; then
         code=$(readlink -f "$code")
         require_own "$code" "$repository"
-        [ -f "$code/sbatch/job.sh" ] || stop "$code was removed in part: submit the job again with the same run_dir=" 3
+        [ -f "$code/sbatch/job.sh" ] || stop "$code is incomplete: submit the job again with the same run_dir=" 3
         if [ ! "${BASH_SOURCE[0]}" -ef "$code/sbatch/job.sh" ]; then
             . "$code/sbatch/job.sh" || exit
             begin "$recipe" "$@"

@@ -13,7 +13,7 @@
 #SBATCH --output=%x-%j.out
 
 . sbatch/job.sh 2>/dev/null || { echo "script_2x8.sh: $PWD is not the repository: cd to its top folder and run sbatch there" >&2; exit 2; }
-begin script "$@" # sets step, inside and words
+begin script "$@" # sets step, inside and words for the next line
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
     "${inside[@]}" -u -m recipes.script "${words[@]}"
 finish script $?

@@ -194,7 +194,7 @@ def test_a_job_of_a_few_minutes_is_not_stopped_at_its_start(slurm: Cluster, repo
     wait_for_training(slurm, job, run_dir)
     slurm.run("scancel", "--signal=USR2", job)
     wait_for_training(slurm, job, run_dir, step=rows(run_dir)[-1]["step"] + 20)
-    assert any(line.startswith("mnist: this job has only a few minutes: it saves by") for line in log_lines(log))
+    assert any(line.startswith("mnist: this job has only a few minutes: it ignores SIGUSR2") for line in log_lines(log))
     assert slurm.jobs(job)[0]["Restarts"] == "0"
     slurm.run("scancel", job)
     ended(slurm, job, log)

@@ -40,7 +40,7 @@ def forget(root: Path, node: str) -> None:
 
 
 def exclude(job: Job, but: str) -> Job:
-    """``job`` without the bad nodes; prints a line that names them. but: a node to use again; ``all`` for every node."""
+    """``job`` without the bad nodes. Prints a line that names them. but: a bad node to use again; ``all``: every bad node."""
     cluster = queue.cluster_name() if (job.root / FILE).exists() else ""
     bad = {node: at for node, at in known(job.root, cluster).items() if but not in ("all", node)}
     if bad:  # Slurm refuses to exclude a node that has left the cluster

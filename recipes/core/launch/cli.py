@@ -54,7 +54,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
             raise ConfigError(f"{ROOT} is a snapshot of the code for a job: use launch.py in {home}")
         os.umask(int(settings.run.umask, 8))
         if words := settings.words_from_run():
-            print(f"from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
+            print(f"keys from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
         if cluster := os.environ.get("SBATCH_CLUSTERS"):  # the other commands of Slurm read SLURM_CLUSTERS
             os.environ.setdefault("SLURM_CLUSTERS", cluster)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
@@ -95,7 +95,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
     if settings.job.container:
         recipe, found = 0, None
-        print("recipe: not tried: its Python is that of container=", flush=True)
+        print("recipe: not tried: it runs with the Python in container=", flush=True)
     elif program := getattr(settings.config, "program", ""):
         recipe, found = 0, None
         print(f"script: not tried: {program} is not started here", flush=True)

@@ -34,11 +34,11 @@ class Job:
     cpus_per_rank: int
     root: Path  # the repository, where the job runs
     directives: tuple[tuple[str, str], ...]  # further options of sbatch with their values
-    ranks: int  # total number, on the nodes that Slurm chooses; 0 if `nodes` and `ranks_per_node` give it
+    ranks: int  # total number, on nodes that Slurm chooses; 0 if it is nodes times ranks_per_node
     elements: tuple[tuple[str, ...], ...]  # further arguments of each element of a job array
     # Exported for sbatch/job.sh: the site, the container, and the code and the Python of the job if they are chosen at submission.
     variables: Mapping[str, str]
-    gpus_by: str  # the option of sbatch with which the site requires GPUs to be requested; "" for any
+    gpus_by: str  # the option of sbatch that must request GPUs at this site; "" for any option
 
     @property
     def gpu_for_each_task(self) -> bool:
@@ -136,16 +136,16 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
     job = settings.job
     for name in ("master", "node_rank"):
         if value := getattr(job, name):
-            raise ConfigError(f"{name}={value}: is for launcher=local; with launcher=slurm srun numbers the nodes")
+            raise ConfigError(f"{name}={value}: is for launcher=local; leave it out: srun numbers the nodes")
     if "," in job.gpus:
         total = sum(map(int, job.gpus.split(",")))
-        raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm finds the nodes by itself: give gpus={total}")
+        raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm chooses the nodes: give gpus={total}")
     if job.gpus and int(job.gpus) < max(1, job.nodes or 0):
         raise ConfigError(f"gpus={job.gpus}: must be at least nodes={max(1, job.nodes or 0)}, one GPU per node")
     if job.parallel and not settings.sweep:
         raise ConfigError(f"parallel={job.parallel}: requires a sweep of several runs: sweep.KEY=A,B,C")
     if job.gpus and gpus_by not in ("", "--gpus-per-task") and settings.run.device is not Device.cpu:
-        raise ConfigError(f"gpus={job.gpus}: {gpus_by} of cluster={job.cluster} requires nodes= and gpus_per_node=")
+        raise ConfigError(f"gpus={job.gpus}: cluster={job.cluster} requires {gpus_by}: give nodes= and gpus_per_node=")
 
 
 def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from recipes.core import errors
 from recipes.core.config import recipe_conf
 from recipes.core.errors import ConfigError
 
-# What a recipe decides itself: its classes, its functions but main, and in main the evaluation.
+# The parts that are specific to a recipe: its classes, its functions except main, and the evaluation in main.
 OWN = re.compile(r"^(?=( {0,4})(?:class \w+[(:]|def (?!main\b)\w+\(|evaluate = ))", re.MULTILINE)
 TEST = '''"""The recipe {name} trains two steps on random data. Run it with: python -m pytest tests/test_{name}.py"""
 
@@ -33,7 +33,7 @@ def new(words: Sequence[str], root: Path) -> int:
         raise ConfigError("new: give the new recipe's name (small letters, digits and _), and perhaps from=RECIPE")
     name, source = given[1], given[2] or "finetune"
     if keyword.iskeyword(name) or (root / "recipes" / name).is_dir():
-        raise ConfigError(f"new {name}: is a word of Python, or a folder in recipes/: give another name")
+        raise ConfigError(f"new {name}: is a Python keyword, or a folder in recipes/: give another name")
     recipe_conf.require(source, f"from={errors.shown(source)}")
     cls, _ = recipe_conf.load(source)
     if not getattr(cls, "epochs", 0):
@@ -59,7 +59,7 @@ def new(words: Sequence[str], root: Path) -> int:
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """``text`` with the recipe's name replaced where it is a name of the recipe, not of a data set or a function."""
+    """``text`` with the recipe's name replaced, except where the same word names a data set or a function."""
     before = r'(?:entry\.begin\("|recipes\.conf\.|-m recipes\.|recipe=|sbatch/|[Rr]ecipe |job-name=|begin |finish |^)'
     text = re.sub(rf"({before}){old}(?=\b|_\dx\d)", rf"\g<1>{new}", text, flags=re.MULTILINE)
     return re.sub(rf"\b{old}(?=_\dx\d\.sh)", new, text)

@@ -55,7 +55,7 @@ def word(
     """The state of a run, and a note.
 
     job: its line in the queue; None if it is not there. refused: why its newest launch did not begin. alive: whether its process on this
-    machine runs, None if that cannot be seen. has_job: whether it was submitted to Slurm. asked: whether Slurm has answered.
+    machine runs, None if that cannot be seen. has_job: whether it was submitted to Slurm. asked: whether Slurm answered.
     """
     state, reason = status.get("state"), str(status.get("reason") or "")
     if job and job.state in queue.WAITING:
@@ -80,7 +80,7 @@ def word(
     if state == "running" and job and job.state == "CANCELLED":
         return "cancelled", "it had no time to record its end"
     if state == "running":
-        return "lost", "it ended without a final status" if alive is False or has_job else "see its heartbeat: explain"
+        return "lost", "it ended without a final status" if alive is False or has_job else "recipes.doctor explain"
     if job and job.state == "CANCELLED":
         return "cancelled", "before it began"
     return ("cancelled" if has_job else "lost"), "it never began"
@@ -173,7 +173,7 @@ def command(argv: Sequence[str], root: Path) -> int:
     """Runs ``launch.py runs|logs|cancel|resume|compare …``. Returns the exit status. Raises InputError and MachineError."""
     name, *words = argv
     if "--json" in words and name != "runs":
-        raise InputError(f"--json: {name} has none; runs --json and recipes.report --json have")
+        raise InputError(f"--json: launch.py {name} does not support it; use runs --json or recipes.report --json")
     if name == "runs":
         return show(words, root)
     options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -221,7 +221,7 @@ def _sortable(value: Any) -> tuple[bool, Any]:
 
 
 def lines_of(runs: Sequence[Run], now: float) -> list[str]:
-    """A table of at most 80 columns where the terminal is no wider. now: time.time()."""
+    """A table. If stdout is a terminal, its lines are cut to the terminal's width. now: time.time()."""
     head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts", "note"]
     rows = [
         [

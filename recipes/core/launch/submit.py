@@ -1,7 +1,7 @@
 """Submits a job to Slurm through submitit. Does not import torch.
 
-submitit's own script replaces itself with the submitted text through exec: the process of the batch shell is then that
-of this text, and receives the signals for the batch shell. No handler of submitit remains.
+submitit's own script replaces itself with the submitted text by exec. The batch shell's process then runs this text,
+and receives the signals for the batch shell. No handler of submitit remains.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     failed = (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError)
     folder = files.private_folder((job.root / "runs/submitit").resolve())  # a job executes the pickles in it
     mark = f"recipes-{secrets.token_hex(8)}"
-    directives = (("comment", mark), *job.directives)  # a comment that was given replaces it
+    directives = (("comment", mark), *job.directives)  # a comment in extra= replaces it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)
     elements = job.elements or ((),)
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()

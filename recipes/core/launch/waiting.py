@@ -40,7 +40,7 @@ def _wait(submitted: Submitted, show: bool) -> int:
 
 
 def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
-    """Waits until the job has ended or can never start. Returns it; None if Slurm does not know it any more. log: printed meanwhile."""
+    """Waits until the job has ended or can never start. Returns it; None if Slurm no longer knows it. log: a file to print meanwhile."""
     interval_s, silent, printed, said = 0.5, False, 0, ""
     while True:
         job, is_over = None, False

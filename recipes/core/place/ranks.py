@@ -52,7 +52,7 @@ def detect(environ: Environ) -> RankInfo:
     1. RANK with WORLD_SIZE and LOCAL_RANK, as torchrun sets them, also inside a Slurm step. MASTER_ADDR and MASTER_PORT
        are required if WORLD_SIZE > 1. If GROUP_RANK and LOCAL_WORLD_SIZE are missing (variables set by hand from those of
        a Slurm task), the layout is Slurm's. If only GROUP_RANK is missing, it is equal nodes of LOCAL_WORLD_SIZE ranks,
-       filled one after the other. Anything else is an error.
+       numbered node by node. Anything else is an error.
     2. Open MPI's mpirun, whose variables mean the same. MASTER_ADDR is required if there are several nodes.
     3. A task of srun. Nodes may have different numbers of tasks.
        With `-m arbitrary` on several nodes MASTER_ADDR must be set, since no variable says where rank 0 is.
@@ -90,7 +90,7 @@ def _from_env(environ: Environ) -> RankInfo:
     rank = number(environ, "RANK", below=("WORLD_SIZE", world_size))
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if world_size > 1 and not environ.get(name):
-            raise ConfigError(f"{name} is not set, but WORLD_SIZE={world_size}: set it to that of rank 0 on every rank")
+            raise ConfigError(f"{name} is not set, but WORLD_SIZE={world_size}: set it to rank 0's, on every rank")
     return _info(environ, _env_layout(environ, rank, world_size))
 
 
@@ -112,8 +112,8 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
     else:
         if world_size % local_size or rank % local_size != local_rank:
             raise ConfigError(
-                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: must be those of "
-                "equal nodes that are filled one after the other: start with srun or torchrun, or set GROUP_RANK and GROUP_WORLD_SIZE"
+                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: must be from "
+                "nodes with equal numbers of ranks, numbered node by node: use srun or torchrun, or set GROUP_RANK and GROUP_WORLD_SIZE"
             )
         node_rank, num_nodes = rank // local_size, world_size // local_size
         require_equal(environ, "GROUP_WORLD_SIZE", num_nodes)

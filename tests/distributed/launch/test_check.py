@@ -35,7 +35,7 @@ def check(*words: str, repo: Path = ROOT, cwd: Path = ROOT, before: tuple[str, .
 
 def parts(ended: Ended) -> dict[str, str]:
     """The result of each part, by its name."""
-    lines = [line for line in ended.lines[:-1] if not line.startswith("from the run ")]
+    lines = [line for line in ended.lines[:-1] if not line.startswith("keys from the run ")]
     found = [re.fullmatch(r"(\w+): +(.+)", line) for line in lines]
     assert all(found), ended.out
     return {match[1]: match[2] for match in found if match}

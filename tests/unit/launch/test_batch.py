@@ -85,7 +85,7 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code").mkdir(parents=True)
     (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
-    line = f"run_dir={tmp_path}/run: has nothing of this job's earlier start: give a folder that all nodes share"
+    line = f"run_dir={tmp_path}/run: has no files of this job's earlier start: give a folder that all nodes share"
     with pytest.raises(ConfigError, match=f"^{line}$"):
         batch.begin("mnist", words, environ)
     assert line.endswith(helpers.failure(tmp_path / "run", 0)["error"])

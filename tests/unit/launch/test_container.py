@@ -144,7 +144,7 @@ def test_a_missing_container_runtime_is_reported(tmp_path: Path) -> None:
     lines = container.exports(container.Container("x.sif", "apptainer"), {})
     shell = "; ".join(['stop() { echo "$1"; exit "$2"; }', "hostname() { echo node1; }", *lines])
     ran = subprocess.run(["/bin/bash", "-c", shell], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert (ran.returncode, "container=: no apptainer on node1" in ran.stdout) == (3, True), ran
+    assert (ran.returncode, "container=: node1 has no apptainer" in ran.stdout) == (3, True), ran
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])

@@ -253,7 +253,7 @@ def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
     refused(bench, ran, "cluster=example", "gcc/12")
     (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("cluster=example", root=bench.root)))
     refused(bench, bench.run(bench.folder / "job.sh", MODULE_ENDS="1", **MODULE), "cluster=example", "gcc/12")
-    refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=example"), "cluster=example", "has no command module")
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=example"), "cluster=example", "has no command 'module'")
 
 
 def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
@@ -281,7 +281,7 @@ def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench)
     assert stderr.count("of the snapshot") == 1
     (code / "sbatch/job.sh").unlink()
     status, stderr = bench.run(*words, SLURM_RESTART_COUNT="1")
-    assert (status, stderr.startswith(f"{code} was removed in part: ")) == (errors.EXIT_MACHINE, True)
+    assert (status, stderr.startswith(f"{code} is incomplete: ")) == (errors.EXIT_MACHINE, True)
 
 
 def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:

@@ -15,7 +15,7 @@ def test_typed_options_take_precedence_over_the_profile(site: Path) -> None:
     site.write_text("gpus: --gres\nextra: --mem=64G --switches=2\n")
     typed = describe("cluster=here", "extra=--exclusive --switches=1")
     assert dict(typed.directives) == {"mem": "64G", "switches": "1", "exclusive": ""}
-    with pytest.raises(ConfigError, match="gpus=10: --gres of cluster=here requires nodes= and gpus_per_node="):
+    with pytest.raises(ConfigError, match="gpus=10: cluster=here requires --gres: give nodes= and gpus_per_node="):
         describe("cluster=here", "gpus=10")
     assert describe("cluster=here", "gpus=10", "device=cpu").ranks == 10
 

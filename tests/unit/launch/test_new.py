@@ -55,8 +55,8 @@ def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None
     [
         ([], "give the new recipe's name"),
         (["Birds"], "give the new recipe's name"),
-        (["class"], "new class: is a word of Python"),
-        (["core"], "new core: is a word of Python, or a folder in recipes/"),
+        (["class"], "new class: is a Python keyword"),
+        (["core"], "new core: is a Python keyword, or a folder in recipes/"),
         (["toy"], r"new toy: .*/recipes/toy\.py exists: give another name"),
         (["birds", "notfrom=toy"], "give the new recipe's name"),
         (["birds", "from=none"], "from=none: must be one of"),

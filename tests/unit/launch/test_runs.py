@@ -204,5 +204,5 @@ def test_damaged_values_are_left_out_of_the_table(root: Path, value: Any, capsys
     for words in ([str(folder)], [str(folder), "--json"], ["--sort=step"]):
         assert runs.show(words, root) == 0
     assert "NaN" not in capsys.readouterr().out
-    with pytest.raises(InputError, match="--json: compare has none"):
+    with pytest.raises(InputError, match=r"--json: launch\.py compare does not support it"):
         runs.command(["compare", "--json", "x", "y"], root)
