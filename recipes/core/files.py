@@ -26,7 +26,7 @@ from recipes.core.errors import DiskFull, MachineError
 ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
 
 
-def private_folder(folder: Path, fix: str = "chmod 700 it, or use a clone of your own") -> Path:
+def private_folder(folder: Path, fix: str = "run chmod 700 on it, or use a clone of your own") -> Path:
     """Creates ``folder`` with mode 700 and returns it.
 
     For files that must be this user's own, such as those that jobs execute. Raises MachineError, with ``fix``, if it belongs
@@ -47,8 +47,8 @@ def private_folder(folder: Path, fix: str = "chmod 700 it, or use a clone of you
 def who_else_can_change(path: Path) -> str:
     """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds; "" if none does.
 
-    Root and the owner of this clone are trusted, and so is a group with the name of the user. Folders above the clone do not count for
-    what is in it: who can change them can exchange all of its code. A sticky folder, such as /tmp, protects what others own in it. With
+    Root and the owner of this clone are trusted, and so is a group with the name of the user. For a path in the clone, folders above
+    the clone do not count: who can change those can exchange all of the code. A sticky folder, such as /tmp, protects its content. With
     RECIPES_TRUST_GROUP=1 in the environment every group is trusted. Links are resolved. Raises OSError.
     """
     path, trusted = Path(os.path.realpath(path)), _trusted()
@@ -183,7 +183,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds an exclusive lock on the file ``path`` within the ``with`` block, where the file system has locks.
+    """Holds an exclusive lock on the file ``path`` within the ``with`` block, if the file system has locks.
 
     The kernel releases it when the process ends. The file is created if necessary and is not removed. wait: called
     twice a second while another process holds the lock. Without ``wait``, MachineError is raised if another process holds

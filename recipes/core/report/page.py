@@ -93,7 +93,7 @@ def _training(shown: Sequence[Shown]) -> list[str]:
     if len(shown) == 1:
         begun = [(number(facts.get("step")), one.number) for one, facts, _ in shown[0].history if one.has_begun]
         marks = [mark for mark in begun[1:] if math.isfinite(mark[0])]
-        above = f'<p class="note">{"Dashed lines: a later attempt began, with its number." if marks else ""}</p>'
+        above = f'<p class="note">{"Each dashed line marks the start of a later attempt, with its number." if marks else ""}</p>'
     else:
         line = '<li><svg viewBox="0 0 28 8" aria-hidden="true"><path class="line {0}" d="M2 4H26"/></svg>{1}</li>'
         names = "".join(line.format(one.style, _text(one.run.folder)) for one in shown)
@@ -195,7 +195,7 @@ def _details(one: Shown, now: float) -> list[str]:
         _table(
             ["part of a step", "share"], parts, "Time of a step, rank 0 (communication is a part of forward backward)"
         ),
-        _table(["rank", "host", "seconds per step"], of_ranks[:MOST_RANKS], "Ranks, without waiting for each other"),
+        _table(["rank", "host", "seconds per step"], of_ranks[:MOST_RANKS], "Ranks (without the wait for other ranks)"),
         _table(["time of the run", "duration"], spent, "Time of all attempts"),
         _table(["attempt", "job", "start", "began at step", "state", "kind", "reason"], ends, "Attempts"),
         _table(["attempt", "rank", "host", "kind", "error"], failed, first),

@@ -19,7 +19,7 @@ MOST_VALUES, LONGEST = 1000, 500  # that MLflow accepts: values in one call, cha
 
 @dataclass(frozen=True)
 class New:
-    """What a tracker does not have yet. id: of the run in the tracker. summary: {} until the run is done. first: no call precedes it."""
+    """What a tracker does not have yet. id: the run's in the tracker. summary: {} until the run is done. first: for a first export."""
 
     folder: Path
     project: str
@@ -38,9 +38,9 @@ def export(folder: Path, to: str, project: str) -> str:
     place = to if to == "tensorboard" else f"{to} {project}"
     known = files.read_json(folder / POSITION) or {}
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
-    # A run that is resumed writes the rows from its newest checkpoint on again.
+    # A resumed run writes the rows after its newest checkpoint again.
     final = [row for row in every if is_done or row["step"] < status.get("step", 0) or row["step"] <= last["step"]]
-    held = f"; rows that a resume would replace: {len(every) - len(final)}" if len(final) < len(every) else ""
+    held = f"; {len(every) - len(final)} rows wait: a resume may replace them" if len(final) < len(every) else ""
     if json.dumps(next((row for row in final if row["step"] == last["step"]), None)) != last["row"]:
         raise InputError(f"{folder}: {place} has rows that a resume replaced: remove {POSITION} to export all again")
     values = [(row["step"], _numbers(row)) for row in final if row["step"] > last["step"]]

@@ -12,7 +12,7 @@ WORD = "--json"
 
 
 def called(argv: Sequence[str], main: Callable[[list[str], dict[str, Any]], int]) -> int:
-    """Calls ``main`` with ``argv`` and a dictionary for its results. With ``--json``, prints these and ``exit_status``. Returns the status."""
+    """Calls ``main`` with ``argv`` and a dictionary for its results. ``--json`` prints these and ``exit_status``. Returns it."""
     told: dict[str, Any] = {}
     own = command_line.before_dashes(argv)
     if WORD not in own:

@@ -22,7 +22,7 @@ from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
 from recipes.core.run import directory
 
 VARIABLE = "RECIPES_ATTEMPT"  # set by the parent of the ranks: the folder of the attempt that it has opened
-REPEATED_S = 1.5  # the other ranks wait this long before they print their refusal
+REPEATED_S = 1.5  # the other ranks wait this long before they print why they are refused
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def records(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def print_refusal(line: str, is_first: bool) -> None:
-    """Prints why a rank is refused. With a parent, which prints the judgement, only the first rank does. Without one, the others wait."""
+    """Prints why a rank is refused. If a parent prints the judgement, only the first rank prints; else all do, the first one first."""
     if is_first or not given(os.environ):
         time.sleep(0.0 if is_first else REPEATED_S)
         print(line, file=sys.stderr, flush=True)

@@ -84,7 +84,7 @@ def note_next(run_dir: Path, word: Next, attempt: int) -> None:
 
 
 def inside(run_dir: Path, name: str) -> Path:
-    """The folder for an evaluation or for the doctor: ``name`` in the run directory of a training, which may run; else ``run_dir``."""
+    """The folder for an evaluation or the doctor: ``run_dir``, or if a training uses this run directory, its folder ``name``."""
     return run_dir / name if (run_dir / "config.yaml").exists() else run_dir  # only a training writes this file
 
 

@@ -17,9 +17,9 @@ RECENT = 50  # rows that are judged
 # Thresholds: a cause is reported from this value on.
 WAITS, COMMUNICATES, IDLE_GPU = 0.15, 0.25, 0.3  # shares of a step
 UNEVEN = 1.3  # most samples of a rank, relative to the fewest
-SLOW_RANK, STEPS = 1.5, 100  # seconds of a rank's step, relative to the median rank; only after so many steps
+SLOW_RANK, STEPS = 1.5, 100  # a slow rank's time per step, relative to the median rank's; judged after so many steps
 SHORT_S = 0.02  # in shorter steps, chance and the launch of operations decide how long ranks wait for each other
-MEMORY_GB, MEMORY_USED, CPUS, CPUS_USED = 8.0, 0.33, 4, 0.25  # asked for at least, and used less than this share of it
+MEMORY_GB, MEMORY_USED, CPUS, CPUS_USED = 8.0, 0.33, 4, 0.25  # judged if so much is requested, and a smaller share used
 
 
 def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -51,9 +51,9 @@ def verdict(
         return line
     busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
     if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
-        return f"the GPUs are idle for {1 - busy:.0%} of each step: a larger global_batch_size=, or compile=true"
+        return f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, or compile=true"
     if part.get("communication", 0.0) >= COMMUNICATES and not is_short:
-        fix = "a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
+        fix = "use a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
         return f"{part['communication']:.0%} of each step waits for the gradients of other ranks: {fix}"
     memory, cpus = number(asked.get("memory_mb")) / 1e3, number(asked.get("cpus"))
     if memory >= MEMORY_GB and used["memory_gb"] < MEMORY_USED * memory:
@@ -69,8 +69,8 @@ def _faster_data(asked: Mapping[str, Any], keys: Mapping[str, Any], hosts: Seque
     cpus, ranks = number(asked.get("cpus")), max(1, max(map(hosts.count, hosts), default=1))
     workers, most = number(keys.get("num_workers")), cpus // ranks if cpus > 0 else math.inf
     if math.isfinite(workers) and workers >= 0 and 2 * max(1.0, workers) <= most:
-        return f"num_workers={min(most, 2 * max(1.0, workers)):.0f}, or a packed copy of the data"
-    return "more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
+        return f"use num_workers={min(most, 2 * max(1.0, workers)):.0f}, or a packed copy of the data"
+    return "use more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
 
 
 def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_time: bool) -> str:
@@ -80,7 +80,7 @@ def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_t
         return ""
     most, least = math.ceil(batch / ranks) if batch > 0 else 1, batch // ranks if batch > 0 else 1
     if most >= UNEVEN * least:
-        return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: a multiple of {ranks} as global_batch_size="
+        return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: make global_batch_size= a multiple of {ranks}"
     longest, rank = max((value, rank) for rank, value in enumerate(seconds))
     usual = statistics.median_low(seconds)
     if longest < SLOW_RANK * usual or not by_time:

@@ -18,7 +18,7 @@ from recipes.core.run.attempt import Attempt
 
 # The state of an attempt that ended before it began. The status.json of another attempt is not changed.
 NOT_BEGUN = "not begun"
-# With these kinds, a rank of a program of the user may have any exit status, also one that has a meaning for a recipe.
+# With these kinds, a user's program may have ended with any exit status, even one that has another meaning for a recipe.
 OF_PROGRAM = (Kind.error, Kind.killed)
 
 
@@ -26,7 +26,7 @@ OF_PROGRAM = (Kind.error, Kind.killed)
 class End:
     """How the processes of an attempt ended, as their parent saw it.
 
-    exit_status: of srun, or of the first rank to fail; 0 if all exited with 0. first: the first process that failed, with ``rank``,
+    exit_status: that of srun, or of the first rank to fail; 0 if all exited with 0. first: the first process that failed, with ``rank``,
     ``host`` and ``exit_status``; None if the parent cannot know. reason, kind: why, for ``first``. stopped: whether the launch was
     stopped by a signal, and no rank failed before that.
     """
@@ -42,7 +42,7 @@ class End:
 class Evidence:
     """What the files of a run say about one attempt.
 
-    begun: whether it has owned the run. hosts: by rank. records: of the ranks that failed, earliest first. status: the content of
+    begun: whether it has owned the run. hosts: by rank. records: error records of ranks, earliest first. status: the content of
     ``status.json``, of this or of another attempt. taken_by: the launch of a later attempt that has begun, or "". run_dir: as text.
     of_program: whether the ranks are a program of the user, which is done when every rank has exited with status 0.
     """

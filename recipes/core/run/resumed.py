@@ -89,14 +89,14 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
     before, after = ({name: convert.plain(getattr(of, name)) for name in names} for of in (then, now))
     if changed := differences(before, after, declare.may_change(recipe_class)):
         raise ConfigError(
-            f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
+            f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys ({'; '.join(changed)}): "
             "give the earlier values, or another run_dir"
         )
     status, named = directory.read_status(resumes) or {}, re.search(r"step-(\d+)\.pt$", settings.run.resume)
     is_last = int(named[1]) == status.get("step") if named else Path(settings.run.resume).name != "best"
     is_finished = status.get("state") == "done" and is_last  # from an earlier step, steps are left
     if not settings.run.force and (problem := change_of_length(then, now, is_finished)):
-        raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")
+        raise ConfigError(f"{problem}: leave the key out, or give force=true (run {resumes})")
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:

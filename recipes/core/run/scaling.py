@@ -14,7 +14,7 @@ from recipes.core.errors import InputError
 from recipes.core.run import efficiency, rows
 from recipes.core.run.rows import number
 
-BACKWARD = 2 / 3  # share of the backward pass in forward and backward, which hides the ring on a GPU
+BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
 ASSUMED = (
     "assumed: a rank's work is in proportion to its samples, each rank has the CPUs and the GPU of the measured run, and the ring's latency"
     " and bandwidth stay as measured; on GPUs the backward pass hides the ring, on CPUs nothing does"
@@ -55,7 +55,7 @@ def read(folder: Path) -> Measured:
     work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
     if summary.get("strategy") == "fsdp":
         raise InputError(
-            f"{folder}: was trained with strategy=fsdp, whose messages the model does not have: give a run with ddp"
+            f"{folder}: was trained with strategy=fsdp, which the prediction does not support: give a run with strategy=ddp"
         )
     if not all(value > 0 for value in sizes) or not work:
         raise InputError(

@@ -40,7 +40,7 @@ class StopFlag:
 
 
 def handled() -> tuple[signal.Signals, ...]:
-    """SIGNALS without SIGHUP if the parent process has it ignored, as nohup does; else all SIGNALS."""
+    """SIGNALS, without SIGHUP if the parent process ignores it, as under nohup."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 

@@ -92,6 +92,6 @@ def home(code: Path) -> Path:
 
 
 def go_home(code: Path) -> None:
-    """Makes the repository, to which typed paths are relative, the working folder. A snapshot's modules are still imported from it."""
+    """Changes to the repository, since typed paths are relative to it. Modules are still imported from the snapshot, if this is one."""
     if stamp(code):
         os.chdir(home(code))

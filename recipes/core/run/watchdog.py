@@ -149,7 +149,7 @@ def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     note: Mapping[str, Any] = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
     rank, host = note.get("rank", 0), note.get("host", "this host")
     line = f"made no progress for {timeout_s:g} s at {place(step, phase)}"
-    print(f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: it is ended", file=sys.stderr, flush=True)
+    print(f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: killing it", file=sys.stderr, flush=True)
     if attempt := attempts.given({attempts.VARIABLE: note.get("attempt", "")}):
         with contextlib.suppress(OSError):
             attempts.record(attempt, rank=rank, host=host, kind=Kind.hang, error=line)

@@ -78,7 +78,7 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) 
     folder, process = started[way]
     ended = helpers.finish(process, timeout_s=30)
     assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
-    assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): it is ended" in ended.lines
+    assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): killing it" in ended.lines
     record = helpers.failure(folder, 3, 1)
     assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "hang")
     assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
@@ -92,7 +92,7 @@ def test_a_rank_that_hangs_before_its_steps_is_ended_after_six_times_as_long(sta
     _, process = started["hangs before its steps"]
     ended = helpers.finish(process, timeout_s=60)
     assert ended.status == -signal.SIGABRT
-    assert "toy: rank 3 on node7 made no progress for 9 s at step 0 (outside the steps): it is ended" in ended.lines
+    assert "toy: rank 3 on node7 made no progress for 9 s at step 0 (outside the steps): killing it" in ended.lines
 
 
 def test_a_rank_that_gets_on_is_left_alone(started: Started) -> None:
