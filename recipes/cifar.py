@@ -141,7 +141,7 @@ def make_optimizer(cfg: Config, net: nn.Module, lr: float, batch_size: int) -> t
 def lr_factors(cfg: Config, batches: GlobalBatches, total_steps: int, groups: int) -> list[Callable[[int], float]]:
     """The learning rate of a step as a fraction of its peak, for each group of the optimiser.
 
-    One cycle: it rises linearly, then falls linearly to zero. That of the bias of AirBench's first layer falls to zero in three epochs.
+    It rises linearly, then falls linearly to zero. The rate for the bias of AirBench's first layer falls to zero in three epochs.
     """
 
     def factor(length: int, step: int) -> float:

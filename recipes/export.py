@@ -2,11 +2,11 @@
 
     python -m recipes.export runs/finetune/1234 onnx           # torch's exporter; the outputs are compared with the model's
     python -m recipes.export runs/finetune/1234 safetensors    # the weights
-    python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio; then perhaps project=NAME
+    python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio; add project=NAME if you like
 
-A model: first a run directory or a checkpoint, then the format, then perhaps out=FILE. Default of out=: model.onnx or model.safetensors in the
-run directory. The names of the classes and the preprocessing are in the file's metadata. Metrics: run directories or folders of them; a later
-call adds only the new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
+To write a model, give a run directory or a checkpoint, the format, and optionally out=FILE (default: model.onnx or model.safetensors in
+the run directory). The file's metadata has the classes and the preprocessing. To export metrics, give run directories, or folders of them;
+a later call adds only the new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
 """
 
 import json

@@ -4,7 +4,7 @@
     python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake
     sbatch sbatch/finetune_1x4.sh data_dir=/data/birds best_metric=val_f1          # a folder of images for each class
 
-Expected accuracy: not measured, on GPUs neither.
+Expected accuracy: not measured.
 """
 
 from recipes.core.run import entry

@@ -5,7 +5,7 @@
     sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12
     python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200                   # text of a trained model
 
-The rules; keys override them, except the 64 (recipes/conf/gpt.py): width is 64 * depth, in heads of 64; up to 4 heads of
+The rules (recipes/conf/gpt.py; a key overrides each, but a head always has 64 columns): width is 64 * depth; up to 4 heads of
 queries share one of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
 blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's fall as width**-0.5.
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Three matrices, since Muon treats each by itself; one product, which is faster.
+        # The three matrices are separate, since Muon treats each by itself. One product with all of them is faster than three.
         together = torch.cat([layer.weight for layer in (self.query, self.key, self.value)])
         heads, shared = (layer.out_features // HEAD for layer in (self.query, self.key))
         qk, v = F.linear(x, together).unflatten(-1, (-1, HEAD)).split([heads + shared, shared], 2)

@@ -71,14 +71,14 @@ def run(
     Returns its exit status, or minus the signal that ended it, and why it was to stop; "" if it was not. Raises InputError.
     """
     reason, stops, null = "", set(signals.handled()), subprocess.DEVNULL
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})  # sigtimedwait takes them
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})  # sigtimedwait receives them
     die = processes.die_with(os.getpid())
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*signals.SIGNALS, signal.SIGCHLD})
         die()
 
-    # It has the signals blocked, so they stay pending in it.
+    # The canary has the signals blocked, so those that are sent to it stay pending.
     canary = subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=null, stderr=null, preexec_fn=die)
     try:
         child = subprocess.Popen(command, cwd=workdir or None, env=environ, preexec_fn=prepare)

@@ -305,4 +305,4 @@ def test_a_checkpoint_of_another_recipe_is_refused(start: Start, made: Path, tmp
     ended = helpers.finish(start(tmp_path / "run", *words, ranks=1))
     assert ended.status == 2, ended.out
     [line] = [line for line in ended.lines if line.startswith("mnist: checkpoint")]
-    assert line == f"mnist: checkpoint {there}: is of recipe broken, not mnist"
+    assert line == f"mnist: checkpoint {there}: is of recipe broken, not mnist: use that recipe"

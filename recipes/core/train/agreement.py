@@ -19,7 +19,7 @@ STOP = "stop"  # key in the store: why the first rank that was notified stops
 
 
 class Agreement:
-    """A sum over all ranks of losses, of the ranks that were notified to stop, and of what rank 0 requests: a save, and the steps to the next sum.
+    """One sum over all ranks: the losses, how many ranks were notified to stop, and rank 0's requests (a save; the steps to the next sum).
 
     Creating it is a collective. The sum is asynchronous until `read`, so that a step loop can prepare its next step meanwhile.
     """

@@ -125,7 +125,7 @@ def size_of(content: Any) -> int:
 
 
 def size_in_training(state: State) -> int:
-    """The most bytes of the tensors in a checkpoint of ``state`` in training, if its optimiser keeps two averages of each weight."""
+    """The bytes of the tensors in a checkpoint during training, if the optimiser keeps two averages of each weight: an upper limit."""
     averages = 0 if state.optimizer.state else 2 * size_of(list(state.model.parameters()))
     return size_of(content_of(state, {}, [])) + averages
 

@@ -25,7 +25,9 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cpu")
     host, on_node = socket.gethostname(), gpus.granted_gpus(environ)
     if few := gpus.shortage(environ, seen):
-        raise MachineError(f"{host}: {few}: compare nvidia-smi -L there; sbatch --exclude={host} excludes that node")
+        raise MachineError(
+            f"{host}: {few}: compare with nvidia-smi -L there; sbatch --exclude={host} excludes that node"
+        )
     if seen == 0:
         if info.in_slurm:
             named = gpus.named_gpus(environ)
@@ -40,11 +42,9 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cuda", info.local_rank)
     if seen == 1 and gpus.has_its_own(environ, info.local_world_size):
         return torch.device("cuda", 0)
-    fix = "start fewer ranks there, ask for more GPUs (of MIG slices, one per task), or give device=cpu"
+    fix = "start fewer ranks there, ask for more GPUs (with MIG, for one slice per task), or give device=cpu"
     if 1 < seen < info.local_world_size <= on_node:
-        fix = (
-            f"Slurm granted {on_node}, and --gpu-bind= or --gpus-per-task= shows each rank a part of them: leave it out"
-        )
+        fix = f"Slurm granted {on_node}, and --gpu-bind= or --gpus-per-task= shows each rank only some of them: leave that option out"
     raise MachineError(f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; {fix}")
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def total_j(device: torch.device) -> float:
-    """Joules since the driver was loaded; NaN where NVML does not know them: on a CPU, a slice of a GPU, or a GPU of another maker."""
+    """Joules since the driver was loaded; NaN if NVML does not know them: on a CPU, a slice of a GPU, or a GPU of another maker."""
     nvml = _nvml() if device.type == "cuda" else None
     if nvml is None:
         return math.nan

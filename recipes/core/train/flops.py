@@ -14,8 +14,8 @@ PEAKS = {
 
 
 class Flops:
-    """Counts the floating-point operations of modules that are convolutions or linear layers, until `stop`: those of the forward pass, and of the
-    backward pass as many again for a weight that is trained, and for an input that has a gradient."""
+    """Counts floating-point operations of convolutions and linear layers until `stop`. The backward pass has as many as the forward pass
+    for each weight that is trained, and as many again for each input that has a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found, kinds = 0, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

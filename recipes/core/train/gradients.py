@@ -10,7 +10,7 @@ from recipes.core.errors import RunError
 from recipes.core.train.checkpoint import State
 from recipes.core.train.run import Run
 
-# Of the loss with dtype=float16, as in torch.amp.GradScaler: its start, and the steps without overflow after which it doubles.
+# The loss scale with dtype=float16, as in torch.amp.GradScaler: its start, and the steps without overflow after which it doubles.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 # GradScaler itself is not used: it has to call optimizer.step(), which a recipe does.
 

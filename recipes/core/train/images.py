@@ -23,7 +23,7 @@ def threads(run: Run, num_workers: int) -> int:
 
 
 def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Images, Images]:
-    """The training and the validation set. Called by all ranks: an InputError or MachineError of one is raised on all."""
+    """The training and the validation set. Called by all ranks: if one raises InputError or MachineError, all do."""
     if dataset == "fake":
         return image_sets.Fake(1_281_167), image_sets.Fake(2000)
 

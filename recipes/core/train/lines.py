@@ -24,7 +24,7 @@ def of_results(results: Mapping[str, Any]) -> str:
 
 
 def bar(step: int, total: int, text: str, columns: int) -> str:
-    """A progress bar with ``text``, shorter than a terminal of ``columns``; without the bar where it does not fit."""
+    """A progress bar with ``text``, shorter than a terminal of ``columns``; without the bar if it does not fit."""
     share = step / max(1, total)
     line = f"{share:4.0%}  {text}"
     length = min(LONGEST_BAR, columns - len(line) - 3)

@@ -26,7 +26,7 @@ from recipes.core.train.meter import Meter
 from recipes.core.train.profiling import profiling
 from recipes.core.train.run import Run
 
-# Between two sums over the ranks, whichever is shorter; at least one step. A sum costs up to a millisecond.
+# Maximum distance of two sums over the ranks (the shorter one counts; at least one step). A sum costs up to a millisecond.
 AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
 EARLIER_ROW = {"total_steps": 0, "samples_per_second": 0.0}  # of a checkpoint of an earlier version
 Evaluate = Callable[[], Mapping[str, Any]]
@@ -184,7 +184,7 @@ class _StepEnds:
         self.meter = Meter(run.world.clock, run.world.device)
         self.per_epoch, self.first_step = batches.per_epoch, run.step + 1
         self.total = run.step if run.has_stalled(self.per_epoch) else total_steps(cfg, batches)
-        self.sums: Agreement | None = None  # until the next step has read it
+        self.sums: Agreement | None = None  # the last sum, until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
         self.shown: float | None = None  # the loss of the last row
         self.flops = 0.0  # of a sample; 0 if unknown
@@ -202,8 +202,8 @@ class _StepEnds:
         run.end_dry_run()
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and part < self.cfg.small_part:
-            given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples a GPU"
-            run.say(f"warning: {given}, which wait for the host more than they compute: a larger one, or fewer GPUs")
+            given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples per GPU"
+            run.say(f"warning: {given}, which mostly wait for the host: give a larger batch size, or fewer GPUs")
         if self.cfg.evaluate:
             if self._evaluate():
                 run.say(lines.of_results(run.results))
@@ -218,7 +218,7 @@ class _StepEnds:
         if state.step < self.total:
             return True
         longer = "max_steps" if 0 < self.cfg.max_steps == self.total else "epochs"
-        fix = "patience=0 continues it" if run.has_stalled(self.per_epoch) else f"raise {longer}= to continue"
+        fix = "give patience=0 to continue" if run.has_stalled(self.per_epoch) else f"raise {longer}= to continue"
         run.say(f"already finished: step {state.step} of {self.total}; {fix}")
         if not late and not run.was_done:
             self._evaluate()
@@ -233,7 +233,7 @@ class _StepEnds:
         self.meter.step_ends(step.shard.global_size)
         run.world.pulse.beat(watchdog.WAITING, state.step)
         self.losses.append(step.loss)
-        # The ranks decide by the sums of a step before, so that no step waits for them. A row of metrics does wait.
+        # The ranks decide by the sums of an earlier step, so that no step waits for them. Only a row of metrics waits.
         _, stop, save = self._read()
         last = state.step == self.total
         ends_epoch = last or step.ends_epoch
@@ -319,7 +319,7 @@ class _StepEnds:
     def _evaluate(self) -> bool:
         """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short.
 
-        That is so if `Run.stop_is_near` has returned True to it on any rank: what it returns is then ignored. A collective.
+        It was cut short if `Run.stop_is_near` has returned True to it on any rank; its results are then ignored. A collective.
         """
         run = self.run
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
@@ -327,7 +327,7 @@ class _StepEnds:
         try:
             results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
         except Exception:
-            # A metric that cannot be computed from the part that was evaluated before a stop: it is ignored, as a part is.
+            # After a stop, a metric may fail on the part that was evaluated. Its error is ignored, as the results of that part are.
             if not run.stop_is_near(at_once=True):
                 raise
             results = {}

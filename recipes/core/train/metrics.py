@@ -64,7 +64,7 @@ def require_results(call: str, results: object, reserved: Collection[str] = ()) 
             ) from None
         if name in reserved:
             raise RunError(
-                f"{call} returned {name}=: metrics.jsonl has another {name}: give it another name, such as val_{name}"
+                f"{call} returned {name}=: metrics.jsonl already uses this name: rename it, for example to val_{name}"
             )
     return results
 

@@ -48,11 +48,11 @@ def classifier(
     path = cached(chosen)
     if fault := fault_of(path):
         raise MachineError(
-            f"pretrained={weights}: {path} {fault}: on a machine with internet, python -m recipes.prepare weights arch={arch} "
+            f"pretrained={weights}: {path} {fault}: on a machine with internet, run python -m recipes.prepare weights arch={arch} "
             f"weights={chosen.name} (it writes into $TORCH_HOME)"
         )
     state = torch.load(path, map_location="cpu", weights_only=True)
-    # In place of torchvision's own way, which would execute the code in the file, or unpack a zip archive.
+    # torchvision's own function would execute the code in the file, or unpack a zip archive.
     vars(chosen)["get_state_dict"] = lambda *args, **kwargs: state
     net = torchvision.models.get_model(arch, weights=chosen)
     del vars(chosen)["get_state_dict"]
@@ -92,7 +92,7 @@ def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
         net: nn.Module = timm.create_model(name, pretrained=bool(weights), num_classes=classes)
     except Exception as error:  # of the hub, of safetensors, of the file system
         raise MachineError(
-            f"pretrained=true: {errors.one_line(error, 120)}: on a machine with internet, python -m recipes.prepare weights "
+            f"pretrained=true: {errors.one_line(error, 120)}: on a machine with internet, run python -m recipes.prepare weights "
             f"arch={TIMM}{name} (it writes into $HF_HOME)"
         ) from None
     return net
@@ -113,7 +113,7 @@ def require_timm(name: str, offline: bool = True) -> Any:
 
 
 def mean_and_std(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of the pixels (0 to 1; red, green, blue), as the weights of ``arch`` require them."""
+    """Mean and standard deviation of the pixels (0 to 1; red, green, blue) that the weights of ``arch`` require."""
     if arch.startswith(TIMM):
         name = arch.removeprefix(TIMM)
         found = require_timm(name).get_pretrained_cfg(name)
@@ -155,7 +155,7 @@ def trained(net: nn.Module) -> str:
 
 
 def add_lora(net: nn.Module, rank: int) -> None:
-    """Freezes all weights but the head's, and adds to each other matrix the trained product of two of ``rank`` columns (Hu et al., 2021).
+    """Freezes all weights but the head's. Adds a trained product of two matrices of ``rank`` columns to each other one (Hu et al., 2021).
 
     ``parametrize.remove_parametrizations`` would make it one matrix again. A filter of a convolution is a row of its matrix.
     """
@@ -200,11 +200,11 @@ def fault_of(path: Path) -> str:
     if not path.is_file():
         return "is not there"
     if not files.sha256(path).startswith(path.stem.rpartition("-")[2]):
-        return "is damaged (its SHA-256 is not the one in its name)"
+        return "is damaged (its SHA-256 differs from the one in its name)"
     try:
         torch.load(path, map_location="cpu", weights_only=True)  # torchvision itself would execute the pickled code
     except Exception as error:
-        return f"is no file of weights ({errors.one_line(error, 80)})"
+        return f"is not a file of weights ({errors.one_line(error, 80)})"
     return ""
 
 

@@ -80,9 +80,9 @@ def introduce(run: Run, start: Start) -> None:
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {backend}{again}")
     run.say(f"run directory: {run.dir}")
     if keys := run.settings.words_from_run():
-        run.say(f"from the run: {keys}")
+        run.say(f"keys from the resumed run: {keys}")
     if world.rank == 0 and (dropped := resumed.own_env_file(run.settings)):
-        run.say(f"not from the run: network={shown(dropped, 4096)}: type it again if you trust the file")
+        run.say(f"network={shown(dropped, 4096)} of the resumed run is not used: type it again if you trust the file")
     name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     if used := os.environ.get(name, "").removeprefix("="):
         proven = start.interface and start.interface.interface == used

@@ -45,7 +45,7 @@ def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> 
 
 
 def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -> float:
-    """``lr``, which is for ``lr_batch_size`` samples (0: any number), in proportion to the batch size (Goyal et al., 2017)."""
+    """``lr``, the rate for ``lr_batch_size`` samples (0: any number), scaled to the batch size (Goyal et al., 2017)."""
     share = _of_batch(lr_batch_size, batches)
     if share != 1:
         run.say(
@@ -74,8 +74,8 @@ def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> li
 
 
 def layer_groups(net: nn.Module, lr: float, layer_decay: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups as of `decay_groups`, with smaller rates for the layers near the input: ``lr`` for the head, ``layer_decay`` times that of
-    the next block for each block before it (Howard and Ruder, 2018). A block is a member of the outermost ``nn.Sequential``. ``depth`` in a group: 0 for the head, 1 for the block before it.
+    """Groups as of `decay_groups`, with smaller rates near the input: ``lr`` for the head, and for each block ``layer_decay`` times
+    the rate of the next one (Howard and Ruder, 2018). Blocks are as in `_block`. ``depth``: 0 for the head, 1 for the last block.
     """
     decay = {p: group["weight_decay"] for group in decay_groups(net, weight_decay) for p in group["params"]}
     of_heads, blocks = models.heads(net), dict[str, list[nn.Parameter]]()
@@ -115,7 +115,7 @@ def averaged(
         raise InputError("ema=: strategy=fsdp has no averaged weights: leave ema= out")
     share = _of_batch(of_batch_size, batches)
     if share != 1:
-        run.say(f"ema: {decay**share:.4g} a step of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")
+        run.say(f"ema: decay {decay**share:.4g} for steps of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")
     return _Average(net, decay**share)
 
 

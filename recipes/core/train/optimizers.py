@@ -146,12 +146,12 @@ class MuonAdamW(_Grouped):
 
 
 def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
-    """The orthogonal matrix next to each tensor (N, …) as a matrix of N rows, roughly: by a Newton-Schulz iteration.
+    """The roughly nearest orthogonal matrix to each tensor (N, …), taken as a matrix of N rows, by a Newton-Schulz iteration.
 
     With strategy=fsdp each rank computes it for the whole tensor, and returns its own part.
     """
     divided, tensors = tensors, [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-    places = defaultdict(list)  # those of one shape are one batch of matrices
+    places = defaultdict(list)  # matrices of the same shape form one batch
     for place, tensor in enumerate(tensors):
         places[tensor.shape].append(place)
     found = list(tensors)

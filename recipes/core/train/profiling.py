@@ -37,4 +37,4 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
     with profile(schedule=plan, on_trace_ready=write) as recorded:
         yield recorded.step
     if run.step - first <= WAIT + WARM_UP:
-        run.say(f"warning: profile=: nothing is recorded of the first {WAIT + WARM_UP} steps: train more")
+        run.say(f"warning: profile=: the first {WAIT + WARM_UP} steps are not recorded: train more steps")

@@ -22,7 +22,7 @@ from recipes.core.train.device import check_mig, choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import TEARDOWN_S, TORCH_TIMEOUT, World
 
-EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait so much less than rank 0, but at least this share
+EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait less than rank 0 by this, but at least this share
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def _check_keys(
     """Raises InputError if a key or value differs that would change the result; for an evaluation, if a key of the model differs."""
     recipe, before = content["meta"].get("recipe"), content["meta"]["config"]
     if recipe != run.settings.recipe:
-        raise InputError(f"checkpoint {path}: is of recipe {recipe}, not {run.settings.recipe}")
+        raise InputError(f"checkpoint {path}: is of recipe {recipe}, not {run.settings.recipe}: use that recipe")
     if run.settings.config.evaluate:
         changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & set(now)))
     else:
@@ -166,9 +166,8 @@ def _check_keys(
         changed = resumed.differences(before, now, may_change)
         changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
     if changed:
-        raise InputError(
-            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): use these values, or another run_dir (another length only: force=true)"
-        )
+        fix = "use its values, or another run_dir; to change only the length, add force=true"
+        raise InputError(f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): {fix}")
 
 
 def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None:
@@ -185,5 +184,5 @@ def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None
     if other:
         host = world.hosts[0]
         raise InputError(
-            f"{world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys and data on all ranks"
+            f"{world.host}: its keys differ from those of rank 0 on {host} ({'; '.join(other)}): use the same keys and data on all ranks"
         )

@@ -218,7 +218,7 @@ class Run:
         return reason
 
     def save_is_due(self) -> bool:
-        """Whether rank 0 requests the checkpoint of checkpoint_every_s=. Each is requested once: it is saved up to a step later."""
+        """Whether rank 0 requests a checkpoint by checkpoint_every_s=. It requests each one once; all ranks save it up to a step later."""
         now, every_s = self.world.clock.now(), self.keys.checkpoint_every_s
         due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
         self._saved_at = now if due else self._saved_at
@@ -302,7 +302,7 @@ class Run:
         """
         if self.state and not self.complete:
             raise RunError(
-                "main() has not reached the end of the loop over loop.steps(): leave out its break or return; max_steps= ends it"
+                "main() has left the loop over loop.steps() before its end: remove the break or return, and give max_steps= instead"
             )
         results = metrics.require_results("main()", results)
         self.world.pulse.beat(watchdog.OUTSIDE)

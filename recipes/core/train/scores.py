@@ -113,7 +113,7 @@ def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
 
 
 def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
-    """The average precision of each class that occurs: as scikit-learn's, the precision at each hit, averaged; equal scores count together.
+    """The average precision of each class that occurs, as in scikit-learn: the mean precision at its hits. Equal scores count together.
 
     logits, labels: (N, classes).
     """
@@ -123,7 +123,7 @@ def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
             continue
         scores, order = scores.sort(descending=True)
         hits = positive[order].cumsum(0)
-        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # of those with an equal score
+        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # of each group of equal scores
         ranks = torch.arange(1, len(scores) + 1)[last]
         gained = torch.diff(hits[last], prepend=torch.zeros(1))
         found.append(float((gained * hits[last] / ranks).sum() / hits[-1]))

@@ -66,7 +66,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
                 failure.leave(code)
     except (InputError, MachineError) as error:
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
-        # The record comes first, since the end of another rank may end this one.
+        # Write the record first, since this rank may be ended as soon as another rank ends.
         attempts.refuse(os.environ, code, str(error), start.ranks.rank)
         attempts.print_refusal(f"{start.settings.recipe}: {error}", start.ranks.rank == 0)
     except torch.distributed.DistError as error:

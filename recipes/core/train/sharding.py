@@ -24,7 +24,7 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     size = shard_size or ranks
     shape, names = ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    for parameter in model.parameters():  # fully_shard takes no channels_last weights
+    for parameter in model.parameters():  # fully_shard does not accept channels_last weights
         parameter.data = parameter.data.contiguous()
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
@@ -89,7 +89,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for part in _parts(model)[1:]:  # the first is the whole model, which keeps its rest for the backward pass
+        for part in _parts(model)[1:]:  # not the whole model, which keeps its own weights for the backward pass
             part.set_reshard_after_forward(True, recurse=False)
         reshard(model)
 

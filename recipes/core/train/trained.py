@@ -66,7 +66,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     module = importlib.import_module(f"recipes.{recipe}")
     if not (classes and hasattr(module, "make_net") and hasattr(module, "transforms")):
         raise InputError(
-            f"{path}: recipe {recipe} does not keep what a prediction needs; finetune, and copies of it, do"
+            f"{path}: recipe {recipe} does not keep what a prediction needs: give a run of finetune, or of a copy of it"
         )
     cfg = convert.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
@@ -77,7 +77,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
         net.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
         raise InputError(
-            f"{path}: {recipe}.make_net() makes another network now ({' '.join(str(error).split())[:120]})"
+            f"{path}: {recipe}.make_net() makes another network now ({' '.join(str(error).split())[:120]}): use the code of the training"
         ) from None
     for part in net.modules():
         if parametrize.is_parametrized(part):
@@ -88,7 +88,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
 
 
 def _checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path means: of a run directory, its best one, else its newest. Raises InputError."""
+    """The checkpoint at ``path``: the file itself, or the best one of a run directory, else its newest. Raises InputError."""
     if path.is_file() and path.name not in ("best", "latest"):
         return path
     folder, pointer = (path.parent, path.name) if path.is_file() else (path / "checkpoints", "best")

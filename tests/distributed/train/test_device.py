@@ -80,7 +80,7 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             rank(1, 2, True),
             {**GRANTED_2, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
             1,
-            ["MIG slices, one per task"],
+            ["one slice per task"],
         ),
         ("auto", rank(in_slurm=True), {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""}, 0, ["names none: unset it"]),
         # --gpu-bind=closest: each rank sees the GPUs of its socket.
@@ -89,7 +89,7 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             rank(1, 4, True),
             {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1"},
             2,
-            ["--gpu-bind=", "leave it out"],
+            ["--gpu-bind=", "leave that option out"],
         ),
         # One GPU on the node and two ranks: not one bound to each.
         ("auto", rank(1, 2, True), {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, ["2 ranks and 1 GPUs"]),

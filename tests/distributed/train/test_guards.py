@@ -98,7 +98,7 @@ def test_ranks_with_different_keys_or_data_are_refused(tmp_path: Path) -> None:
     host = socket.gethostname()
     every = [f"{name}=7 here, {name}=0 there" for name in ("checkpoint_every_steps", "keep_every_steps")]
     saves = "; ".join([*every, "keep_best=False here, keep_best=True there"])
-    words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there; data=1 here, data=0 there; {saves}): use the same keys and data on all ranks"
+    words = f"{host}: its keys differ from those of rank 0 on {host} (lr=0.5 here, lr=0.01 there; data=1 here, data=0 there; {saves}): use the same keys and data on all ranks"
     assert f"broken: {words}" in ended.lines
 
 

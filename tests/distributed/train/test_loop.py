@@ -211,9 +211,7 @@ def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_
 def test_a_result_must_not_have_the_name_of_another_value_of_its_row(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     trained.metric = "loss"
-    with pytest.raises(
-        RunError, match=r"evaluate\(\) returned loss=: metrics.jsonl has another loss: give it another name"
-    ):
+    with pytest.raises(RunError, match=r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it"):
         trained.run(epochs=1)
 
 
@@ -279,7 +277,7 @@ def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> No
     trained = Trained(tmp_path)
     trained.leave_at = 3
     with pytest.raises(
-        RunError, match=r"^main\(\) has not reached the end of the loop over loop\.steps\(\): leave out its"
+        RunError, match=r"^main\(\) has left the loop over loop\.steps\(\) before its end: remove the break"
     ):
         trained.run(resumes=True, epochs=3)
     assert helpers.read(tmp_path, "status")["state"] == "running"

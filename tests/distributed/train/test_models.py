@@ -53,8 +53,8 @@ def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path)
     good = named_by_hash({"a": torch.ones(2)})
     assert models.fault_of(good) == ""
     good.write_bytes(good.read_bytes() + b"x")
-    assert "its SHA-256 is not the one in its name" in models.fault_of(good)
-    assert "is no file of weights" in models.fault_of(named_by_hash({"a": Path("of any class")}))
+    assert "its SHA-256 differs from the one in its name" in models.fault_of(good)
+    assert "is not a file of weights" in models.fault_of(named_by_hash({"a": Path("of any class")}))
     assert models.fault_of(tmp_path / "none-12345678.pth") == "is not there"
 
 

@@ -91,8 +91,8 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
 def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
     ended = mnist(stopped)
     assert ended.status == 0, ended.out
-    [line] = [line for line in ended.lines if line.startswith("from the run: ")]
-    told = set(line.removeprefix("from the run: ").split(", "))
+    [line] = [line for line in ended.lines if line.startswith("keys from the resumed run: ")]
+    told = set(line.removeprefix("keys from the resumed run: ").split(", "))
     assert {"dataset=digits", "lr=0.002", "device=cpu", "cpu_threads=1", "keep_checkpoints=0"} <= told, line
     whole, again = (helpers.rows(folder) for folder in (finished, stopped))
     assert [row["step"] for row in again] == list(range(1, 13))
@@ -126,7 +126,7 @@ def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(s
     assert ended.status == 0, ended.out
     ended = mnist(tmp_path / "other", *RUN, f"resume={alone}", "epochs=9")
     assert ended.status == 2, ended.out
-    assert "one_rank.pt: was saved with other keys (epochs=4 becomes 9): use these values" in ended.out
+    assert "one_rank.pt: was saved with other keys (epochs=4 becomes 9): use its values" in ended.out
     ended = mnist(tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt")
     assert ended.status == 0, ended.out
     assert "dataset=digits" not in ended.out.partition("from the run")[2].partition("\n")[0]  # typed
