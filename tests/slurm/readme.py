@@ -248,7 +248,15 @@ TABLE: dict[str, How] = {
     # AGENTS.md
     "python launch.py check recipe=mnist nodes=2 device=cpu": slurm("dataset=fake", runs=0, says="^nothing was submitted$"),
     "python launch.py check recipe=mnist nodes=2 device=cpu --json": slurm("dataset=fake", runs=0, says='^{"parts": .*"exit_status": 0}$'),
-    # docs/run-directory.md, docs/tutorial.md
+    # docs/tutorial.md
+    "python launch.py check recipe=mnist nodes=2 ranks_per_node=2 device=cpu dataset=digits epochs=40":
+        slurm(swap={"ranks_per_node=2": "ranks_per_node=1"}, runs=0, says="^nothing was submitted$"),
+    "python launch.py recipe=mnist nodes=2 ranks_per_node=2 device=cpu dataset=digits epochs=40 time=2:00:00":
+        slurm(swap={"ranks_per_node=2": "ranks_per_node=1", "epochs=40": "max_steps=2"}),
+    "python launch.py logs last": tool(swap={"last": "runs/cifar/1234_0"}, says="^cifar: 1 rank on 1 node"),
+    "python -m recipes.report runs/mnist html=runs.html": tool(swap={"runs/mnist": "runs/cifar"}, says=r"^runs.html: \d runs$"),
+    "python -m recipes.doctor explain runs/mnist/1234": tool(swap={"mnist": "imagenet"}, says="^rank 0 on .* failed first: "),
+    # docs/run-directory.md
     "python launch.py logs 1234": tool(swap={"1234": "runs/cifar/1234_0"}, says="^cifar: 1 rank on 1 node"),
     # docs/watching.md
     "python launch.py compare 1234 1235":
@@ -263,8 +271,8 @@ TABLE: dict[str, How] = {
     "python launch.py runs --failed --sort=updated": tool(says="^runs/imagenet/1234 +failed "),
     "python launch.py logs 1234 rank=3 follow": tool(swap={"1234 rank=3 follow": "runs/cifar/1234_0 rank=0"}, says="^cifar: 1 rank on 1 node"),
     "python launch.py cancel 1234": tool(swap={"1234": "runs/cifar/1234_0"}, says="is not running: done$"),
-    "python launch.py resume 1234 epochs=60":
-        tool(swap={"1234": "runs/cifar/1234_0"}, status=2, says="was not submitted to Slurm: start it again with: python -m recipes.cifar"),
+    "python launch.py resume last epochs=60":
+        tool(swap={"last": "runs/cifar/1234_0"}, status=2, says="was not submitted to Slurm: start it again with: python -m recipes.cifar"),
     "python launch.py resume 1234 epochs=20":
         tool(swap={"1234": "runs/cifar/1234_0"}, status=2, says="was not submitted to Slurm: start it again with: python -m recipes.cifar"),
     # docs/fine-tuning.md, recipes/finetune.py
@@ -332,7 +340,7 @@ TABLE: dict[str, How] = {
         tool("size=24", {"PACKED": "$NEW", "FOLDER": "$DATA", "[size=256] [workers=N] …": "workers=1"}, says=NEXT),
     "python -m recipes.report": tool(says="^runs/cifar/1234_0 +done "),
     "python -m recipes.report runs/cifar/1234_*": tool(says="^runs/cifar/1234_1 +done "),
-    "python -m recipes.report runs/cifar html=runs.html": tool(says="^runs.html: 2 runs$"),
+    "python -m recipes.report runs/cifar html=runs.html": tool(says=r"^runs.html: \d runs$"),
     # The library of a tracker may not be installed.
     "python -m recipes.export runs/cifar to=tensorboard": tool("|| test $? = 2", says=r" to runs/cifar/|pip install '.\[trackers\]'$"),
     "python -m recipes.report --json runs/cifar": tool(says='"state": "done"'),

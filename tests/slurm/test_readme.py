@@ -178,7 +178,8 @@ def check(site: Site, line: str) -> str:
     assert re.search(how.says, ended.out, re.MULTILINE), said
     if shown := readme.commands()[line]:
         assert re.fullmatch(re.escape(shown).replace("…", ".*"), ended.out), f"{said}\ninstead of\n{shown}"
-    run_dirs = {Path(found) for found in re.findall(r"^run directory: (.+)$", ended.out, re.MULTILINE)}
+    started = "" if " logs " in command else ended.out  # `logs` shows the line of an earlier run
+    run_dirs = {Path(found) for found in re.findall(r"^run directory: (.+)$", started, re.MULTILINE)}
     for job in re.findall(r"^(?:Submitted batch )?job (\d+)", ended.out, re.MULTILINE):
         assert site.slurm
         state = site.slurm.wait_job(job, TIMEOUT_S)
