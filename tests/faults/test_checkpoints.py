@@ -16,7 +16,7 @@ import torch
 
 from recipes.core import files
 from recipes.core.errors import InputError
-from recipes.core.train import checkpoint
+from recipes.core.train import checkpoint, sharding
 from tests import helpers, states
 from tests.faults import conftest
 from tests.faults.conftest import Start
@@ -174,6 +174,43 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
     renamed = points.index("after replace")
     assert (newest[renamed - 1], newest[renamed]) == (1, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", "step-00000002.pt"]
+
+
+@pytest.mark.fault(29)
+@pytest.mark.parametrize("after", ["rows of rank 1", "file of rank 0"])
+def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoint_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    """strategy=fsdp: a later attempt writes the same step with another number of ranks."""
+    monkeypatch.setattr(
+        sharding,
+        "taken_apart",
+        lambda content: ({**content, "model": {"w": {sharding.NUMBER: 0}}}, [content["model"]["w"]]),
+    )
+    content = {
+        "optimizer": {},
+        "scheduler": {},
+        "ema": None,
+        "sampler": {},
+        "rng": [],
+        "meta": {"step": 2, "config": {}},
+    }
+
+    def save(attempt: int, ranks: int, files_written: int) -> None:
+        for number in [*range(1, ranks), 0][:files_written]:
+            share = checkpoint.Share(number, ranks, attempt)
+            saver = checkpoint.Saver(tmp_path, tmp_path, lambda path, step: None, keep=1, share=share)
+            saver.save({**content, "model": {"w": torch.full((6 // ranks,), float(10 * attempt + number))}})
+            saver.wait()
+
+    save(0, 2, 2)
+    save(1, 3, 1 if after == "rows of rank 1" else 3)
+    (path,) = checkpoint.candidates(tmp_path)
+    w = sharding.whole(checkpoint.read(path))["model"]["w"].tolist()
+    assert w == ([0.0] * 3 + [1.0] * 3 if after == "rows of rank 1" else [10.0, 10.0, 11.0, 11.0, 12.0, 12.0])
+    content["meta"] = {"step": 3, "config": {}}
+    save(1, 3, 3)
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000003.pt", *checkpoint.Share(0, 3, 1).names(3)}
 
 
 # Room and rights.

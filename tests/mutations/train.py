@@ -54,8 +54,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",
-        "self._copy.take(dict(content)), best",
-        "dict(content), best",
+        "self._copy.take(kept), int(",
+        "kept, int(",
         "a checkpoint contains weights of later steps",
         "tests/distributed/train/test_saving.py::test_changes_after_the_call_are_not_saved",
     ),

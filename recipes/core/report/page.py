@@ -215,7 +215,8 @@ def _checkpoints(folder: Path) -> list[list[object]]:
     for path in sorted(folder.glob("step-*.pt")):
         with contextlib.suppress(OSError):  # a run that is running removes old checkpoints
             step = path.stem.removeprefix("step-").lstrip("0")
-            found.append([step, files.size_text(path.stat().st_size), marks.get(path.name)])
+            size = sum(one.stat().st_size for one in folder.glob(f"{path.stem}.*"))  # with the rows of other ranks
+            found.append([step, files.size_text(size), marks.get(path.name)])
     return found
 
 

@@ -1,6 +1,7 @@
-"""Checkpoints: one file each, written atomically and in the background, and read without executing anything in them.
+"""Checkpoints: written atomically and in the background, and read without executing anything in them.
 
-A file is the zip archive that torch.save writes. A reader verifies the CRC-32 of each part of the archive.
+A checkpoint is one file, the zip archive that torch.save writes. A reader verifies the CRC-32 of each part of the archive. With
+strategy=fsdp, the other ranks that divide the model write a file each, before rank 0 writes the file that names them.
 """
 
 import contextlib
@@ -26,6 +27,9 @@ from recipes.core.errors import InputError
 from recipes.core.train import sharding
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
+ROWS = re.compile(
+    r"step-(\d{8,})\.\d+-\d+of\d+\.rows"
+)  # attempt, number, count: no attempt replaces a file of an earlier one
 
 
 @dataclass
@@ -130,17 +134,39 @@ def size_in_training(state: State) -> int:
     return size_of(content_of(state, {}, [])) + averages
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a rank writes of each checkpoint. number: 0 for the file that has the name of the checkpoint; the others write their rows.
+
+    count: ranks that divide the model. attempt: number of the attempt. wrote: tells that this rank's rows of a step are on disk.
+    await_rows: waits until those of all others are, and raises MachineError if they are not in time.
+    """
+
+    number: int = 0
+    count: int = 1
+    attempt: int = 0
+    wrote: Callable[[int], None] = lambda step: None
+    await_rows: Callable[[int], None] = lambda step: None
+
+    def names(self, step: int) -> list[str]:
+        """The files of the other ranks."""
+        return [f"step-{step:08d}.{self.attempt}-{number}of{self.count}.rows" for number in range(1, self.count)]
+
+
+ALONE = Share()
+
+
 class Saver:
-    """Writes checkpoints into ``folder`` in its own thread, one at a time. Only rank 0 has a Saver.
+    """Writes checkpoints into ``folder`` in its own thread, one at a time. Each rank that writes a file of a checkpoint has a Saver.
 
     staging: as for `write`. keep, keep_every_steps: as for `prune`. saved: called from that thread with the path and the step of a
-    checkpoint that is on disk, before older checkpoints are removed.
+    checkpoint that is on disk, before older checkpoints are removed; on rank 0 only.
     """
 
     def __init__(
-        self, folder: Path, staging: Path, saved: Callable[[Path, int], None], keep: int, keep_every_steps: int = 0
-    ) -> None:
-        self._folder, self._staging, self._saved = folder, staging, saved
+        self, folder: Path, staging: Path, saved: Callable[[Path, int], None], keep: int, keep_every_steps: int = 0, share: Share = ALONE
+    ) -> None:  # fmt: skip
+        self._folder, self._staging, self._saved, self._share = folder, staging, saved, share
         self._keep, self._keep_every_steps = keep, keep_every_steps
         self._copy, self._pool = HostCopy(), ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # raises its error at `check`
@@ -151,9 +177,11 @@ class Saver:
         Raises MachineError (one line) if there is not enough space or the previous write failed.
         """
         self.wait()
+        whole, rows = sharding.taken_apart(dict(content))
+        kept = {"rows": rows} if self._share.number else {**whole, "rows": rows} if rows else whole
         with files.writing_to(self._folder.parent, "run_dir"):
-            files.check_free(self._folder, size_of(content))
-        self._writing = self._pool.submit(self._write, self._copy.take(dict(content)), best)
+            files.check_free(self._folder, size_of(kept))
+        self._writing = self._pool.submit(self._write, self._copy.take(kept), int(content["meta"]["step"]), best)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the current write is on disk, at most ``timeout_s``. Raises MachineError (one line) if it failed."""
@@ -166,11 +194,19 @@ class Saver:
             done, self._writing = self._writing, None
             done.result()
 
-    def _write(self, content: Mapping[str, Any], best: bool) -> None:
+    def _write(self, content: dict[str, Any], step: int, best: bool) -> None:
+        names = self._share.names(step)
         with files.writing_to(self._folder.parent, "run_dir"):
             self._copy.wait()
+            if self._share.number:
+                _write_file(self._folder / names[self._share.number - 1], content, self._staging)
+                self._share.wrote(step)
+                return
+            if "rows" in content:
+                self._share.await_rows(step)
+                content["parts"] = names
             path = write(self._folder, content, self._staging, best=best)
-            self._saved(path, int(content["meta"]["step"]))
+            self._saved(path, step)
             prune(self._folder, self._keep, self._keep_every_steps)
 
 
@@ -181,11 +217,15 @@ def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None,
     it cannot be written, and MachineError if a later attempt has removed ``staging``.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
-    torch.serialization.set_crc32_options(True)  # the default, which a recipe can change
-    files.write_whole(path, lambda file: torch.save(content, file), staging)
+    _write_file(path, content, staging)
     for name in ("best", "latest") if best else ("latest",):
         point(path, name, staging)
     return path
+
+
+def _write_file(path: Path, content: Mapping[str, Any], staging: Path | None) -> None:
+    torch.serialization.set_crc32_options(True)  # the default, which a recipe can change
+    files.write_whole(path, lambda file: torch.save(content, file), staging)
 
 
 def point(path: Path, pointer: str, staging: Path | None = None) -> None:
@@ -199,15 +239,18 @@ def prune(folder: Path, keep: int, keep_every_steps: int) -> None:
 
     Checkpoints of later steps are not touched. They exist after a run was resumed from an earlier step.
     """
-    if not keep:
-        return
     there = candidates(folder)
     stay = {named(folder, "latest"), named(folder, "best")}
     newest = next((step_of(path) for path in there), 0)
-    for path in [path for path in there if step_of(path) <= newest][keep:]:
+    for path in [path for path in there if step_of(path) <= newest][keep:] if keep else []:
         if path.name not in stay and not (keep_every_steps and step_of(path) % keep_every_steps == 0):
             with contextlib.suppress(OSError):
                 path.unlink()
+    steps = {step_of(path) for path in candidates(folder)}
+    for path in folder.glob("step-*.rows"):  # rows of checkpoints that were removed, or not completed
+        found = ROWS.fullmatch(path.name)
+        if found and int(found[1]) < newest and int(found[1]) not in steps:
+            path.unlink(missing_ok=True)
 
 
 def step_of(path: Path) -> int:
@@ -235,12 +278,32 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read(path: Path | str) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU. Raises InputError (one line) if the file is damaged or not a checkpoint.
+    """The content of a checkpoint, on the CPU. Raises InputError (one line) if a file is damaged or not a checkpoint.
+
+    The files of several ranks are mapped into memory, and each divided tensor is a `sharding.Divided`.
+    """
+    path = Path(path)
+    content = _read_file(path)
+    keys = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
+    meta = content["meta"] if isinstance(content, dict) and keys <= content.keys() else None
+    if not (isinstance(meta, dict) and isinstance(meta.get("config"), dict) and isinstance(meta.get("step"), int)):
+        raise InputError(f"checkpoint {path}: was not written by these recipes")
+    if "parts" not in content:
+        return content
+    parts = content.pop("parts")
+    if not all(isinstance(name, str) and ROWS.fullmatch(name) for name in parts):
+        raise InputError(f"checkpoint {path}: names files that are none of a checkpoint")
+    rows = [content.pop("rows"), *(_read_file(path.with_name(name))["rows"] for name in parts)]
+    joined: dict[str, Any] = sharding.put_together(content, rows)
+    return joined
+
+
+def _read_file(path: Path) -> Any:
+    """The content of a file. Raises InputError.
 
     With ``weights_only`` no code in the file is executed; this is safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch
     does not verify the archive's CRC-32s when it loads, so it would not detect a flipped bit in a weight; zipfile does.
     """
-    path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
@@ -249,16 +312,11 @@ def read(path: Path | str) -> dict[str, Any]:
             # torch.load would take a part with attributes for a folder and leave its tensor uninitialised.
             if unpacked > path.stat().st_size or any(part.external_attr for part in parts) or archive.testzip():
                 raise zipfile.BadZipFile
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=ROWS.fullmatch(path.name) is not None)
     except OSError as error:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged archive can make torch.load raise any exception
         raise InputError(f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})") from None
-    keys = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
-    meta = content["meta"] if isinstance(content, dict) and keys <= content.keys() else None
-    if not (isinstance(meta, dict) and isinstance(meta.get("config"), dict) and isinstance(meta.get("step"), int)):
-        raise InputError(f"checkpoint {path}: was not written by these recipes")
-    return content
 
 
 def restore(path: Path, state: State, content: Mapping[str, Any], to_train: bool) -> None:

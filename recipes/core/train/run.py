@@ -30,11 +30,12 @@ from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.report import trackers
 from recipes.core.train import agreement, checkpoint, metrics, resume, sharding
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.checkpoint import State
+from recipes.core.train.checkpoint import Share, State
 from recipes.core.train.device import device_name
 from recipes.core.train.resume import Context
 from recipes.core.train.world import World
 
+ROWS_S = 0.05  # between two questions whether other ranks have written their rows of a checkpoint
 STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
 
@@ -55,7 +56,9 @@ class Run:
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
     checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
-    saver: checkpoint.Saver | None = field(init=False, default=None)  # on rank 0 only
+    saver: checkpoint.Saver | None = field(
+        init=False, default=None
+    )  # on rank 0; with strategy=fsdp on all that share a copy of the model
     begun: bool = False
     stopping: str = ""
     results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
@@ -73,9 +76,14 @@ class Run:
         trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
         self._saved_at = self.world.clock.now()
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
-        if self.world.rank == 0:
+        cfg, rank = self.settings.config, self.world.rank
+        count = (cfg.shard_size or self.world.size) if cfg.strategy == "fsdp" else 1
+        if rank < count:
             keep, every = self.keys.keep_checkpoints, self.keys.keep_every_steps
-            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, self._saved, keep, every)
+            share = Share(rank, count, self.attempt.number, self._wrote_rows, self._await_rows)
+            self.saver = checkpoint.Saver(
+                self.dir / "checkpoints", self.attempt.staging, self._saved, keep, every, share
+            )
 
     @property
     def dir(self) -> Path:
@@ -238,13 +246,10 @@ class Run:
         self.world.pulse.beat(watchdog.WAITING)
         gathered = self.world.gather(checkpoint.rng_state(self.world.device))
         self.world.pulse.beat(watchdog.SAVING)
-        content = None
-        if isinstance(self.state.model, FSDPModule):  # all ranks gather it for rank 0
+        if isinstance(self.state.model, FSDPModule):
             sharding.reshard(self.state.model)
-            with self.world.meeting():
-                content = sharding.whole(checkpoint.content_of(self.state, self.sampler, gathered), bool(self.saver))
         if self.saver:
-            self.saver.save(content or checkpoint.content_of(self.state, self.sampler, gathered), best)
+            self.saver.save(checkpoint.content_of(self.state, self.sampler, gathered), best)
             if wait:
                 self.saver.wait()
         if wait:
@@ -256,6 +261,21 @@ class Run:
         self._export()
         self.progress("")
         print(f"checkpoint {path}", flush=True)
+
+    def _wrote_rows(self, step: int) -> None:
+        self.world.store.set(f"rows/{step}/{self.world.rank}", "")
+
+    def _await_rows(self, step: int) -> None:
+        """Waits until the other ranks that share the model have written their rows. Called in the thread of rank 0's saver."""
+        end = time.monotonic() + self.keys.timeout_s
+        for rank in range(1, self.settings.config.shard_size or self.world.size):
+            while not self.world.store.check([f"rows/{step}/{rank}"]):
+                if time.monotonic() > end:
+                    host = self.world.hosts[rank]
+                    raise MachineError(
+                        f"rank {rank} on {host} has not written its part of step {step} in {self.keys.timeout_s:g} s"
+                    )
+                time.sleep(ROWS_S)
 
     def _export(self) -> None:
         """tensorboard=true: adds the rows up to the newest checkpoint to TensorBoard's events. A failure is a warning."""

@@ -1,7 +1,8 @@
-"""strategy=fsdp: weights, gradients and optimiser state are divided over the ranks by torch's `fully_shard`. Checkpoints hold them whole."""
+"""strategy=fsdp: weights, gradients and optimiser state are divided over the ranks by torch's `fully_shard`, each tensor by its rows."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from recipes.core.errors import InputError
+
+NUMBER = "divided tensor"  # key of a dictionary that stands for a divided tensor in a checkpoint
 
 
 def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -> None:
@@ -46,37 +49,67 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def whole(content: Any, keep: bool) -> Any:
-    """``content`` with whole tensors in host memory in place of divided ones; empty ones unless ``keep``. A collective."""
+@dataclass(frozen=True)
+class Divided:
+    """A tensor that was read from a checkpoint of several ranks. parts: the rows of each rank, in order."""
 
-    def gathered(tensor: DTensor) -> Tensor:
-        found = tensor.full_tensor()
-        return found.cpu() if keep else found.new_empty(0, device="cpu")
+    parts: Sequence[Tensor]
 
-    return tree_map_only(DTensor, gathered, content)
+    def whole(self) -> Tensor:
+        return torch.cat([*self.parts])
 
 
-def weights_of(model: nn.Module, whole_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights, divided as those of ``model`` are."""
+def taken_apart(content: Any) -> tuple[Any, list[Tensor]]:
+    """``content`` with {NUMBER: i} in place of each divided tensor, and this rank's rows of these tensors."""
+    own: list[Tensor] = []
+
+    def numbered(tensor: DTensor) -> dict[str, int]:
+        own.append(tensor.to_local())
+        return {NUMBER: len(own) - 1}
+
+    return tree_map_only(DTensor, numbered, content), own
+
+
+def put_together(content: Any, of_ranks: Sequence[Sequence[Tensor]]) -> Any:
+    """The opposite of `taken_apart`, with a `Divided` for each divided tensor. of_ranks: the rows that each rank had."""
+
+    def is_number(one: Any) -> bool:
+        return isinstance(one, dict) and one.keys() == {NUMBER}
+
+    def joined(one: Any) -> Any:
+        return Divided([rows[one[NUMBER]] for rows in of_ranks]) if is_number(one) else one
+
+    return tree_map(joined, content, is_leaf=is_number)
+
+
+def whole(content: Any) -> Any:
+    """``content`` with whole tensors in place of divided ones that were read from a checkpoint."""
+    return tree_map_only(Divided, Divided.whole, content)
+
+
+def weights_of(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights from a checkpoint, divided as those of ``model`` are."""
     like = model.state_dict()
-    return {name: as_part(value, like.get(name)) for name, value in whole_weights.items()}
+    return {name: as_part(value, like.get(name)) for name, value in saved.items()}
 
 
-def state_of(optimizer: torch.optim.Optimizer, whole_state: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole state of ``optimizer``, with tensors of a parameter's shape divided as the parameter is."""
+def state_of(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of ``optimizer`` from a checkpoint, with tensors of a parameter's shape divided as the parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         i: {name: as_part(value, parameters[i]) for name, value in of_one.items()}
-        for i, of_one in whole_state["state"].items()
+        for i, of_one in saved["state"].items()
     }
-    return {**whole_state, "state": state}
+    return {**saved, "state": state}
 
 
 def as_part(value: Any, like: Tensor | None) -> Any:
-    """This rank's part of a whole tensor, if ``like`` is a divided one of the same shape."""
+    """This rank's rows of a tensor, if ``like`` is a divided one of the same shape; else the whole tensor."""
+    value = value.whole() if isinstance(value, Divided) else value
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    part = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return part.clone()  # not a view, which would keep the whole tensor
 
 
 @contextlib.contextmanager

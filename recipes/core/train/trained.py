@@ -14,7 +14,7 @@ from recipes.core.config import convert, recipe_conf
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, shown
-from recipes.core.train import checkpoint
+from recipes.core.train import checkpoint, sharding
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
         )
     cfg = convert.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
-    weights = content["model"]
+    weights = sharding.whole(content["model"])
     if content.get("ema"):
         weights = {k.removeprefix("module."): v for k, v in content["ema"].items() if k.startswith("module.")}
     try:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.core.errors import InputError
+from recipes.core.train import checkpoint, sharding
 from tests import helpers
 
 TOY = ("device=cpu", "log_every_steps=1", "global_batch_size=60")
@@ -33,9 +35,8 @@ def train(run_dir: Path, ranks: int, *words: str) -> tuple[dict[int, float], lis
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    name = (run_dir / "checkpoints/latest").read_text().strip()
-    content: dict[str, Any] = torch.load(run_dir / "checkpoints" / name, weights_only=True)
-    return content
+    found: dict[str, Any] = sharding.whole(checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0])["model"])
+    return found
 
 
 def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> None:
@@ -48,16 +49,33 @@ def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> No
         assert max(held) <= 0.3 * copies * whole[0]
 
 
-def test_a_checkpoint_is_whole_and_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Path) -> None:
+def test_a_checkpoint_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Path) -> None:
     unbroken, _ = train(tmp_path / "one", 2, "max_steps=12", "strategy=fsdp", "force=true")
     train(tmp_path / "bits", 2, "max_steps=6", "strategy=fsdp")
     assert train(tmp_path / "bits", 2, "max_steps=12", "force=true")[0] == unbroken  # to the bit
-    same = weights(tmp_path / "one"), weights(tmp_path / "bits")
-    torch.testing.assert_close(same[1]["model"], same[0]["model"], rtol=0, atol=0)
+    torch.testing.assert_close(weights(tmp_path / "bits"), weights(tmp_path / "one"), rtol=0, atol=0)
     train(tmp_path / "other", 4, "max_steps=4", "strategy=fsdp")
     train(tmp_path / "other", 2, "max_steps=8", "force=true")
     losses, _ = train(tmp_path / "other", 3, "max_steps=12", "force=true", "strategy=ddp")
     assert losses == pytest.approx(unbroken, abs=1e-6)
+
+
+def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path) -> None:
+    words = ("strategy=fsdp", "shard_size=2", "checkpoint_every_steps=4", "force=true")
+    unbroken, _ = train(tmp_path / "unbroken", 4, "max_steps=12", *words)
+    train(tmp_path / "run", 4, "max_steps=8", *words)
+    folder = tmp_path / "run/checkpoints"
+    names = ["step-00000004.0-1of2.rows", "step-00000004.pt", "step-00000008.0-1of2.rows", "step-00000008.pt"]
+    assert sorted(path.name for path in folder.glob("step-*")) == names  # one copy of the model
+    rows_of = [torch.load(folder / name, weights_only=True)["rows"] for name in names[2:]]
+    assert checkpoint.size_of(rows_of[0]) == pytest.approx(checkpoint.size_of(rows_of[1]), rel=0.1)
+    rows = folder / names[2]
+    rows.write_bytes(bytes([*rows.read_bytes()[:-400], *bytes(400)]))
+    assert train(tmp_path / "run", 4, "max_steps=12", *words)[0] == unbroken  # from step 4
+    assert "step-00000008.0-1of2.rows: is damaged" in (tmp_path / "run/logs/rank0.log").read_text()
+    (folder / "step-00000012.1-1of2.rows").unlink()
+    with pytest.raises(InputError, match=r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"):
+        checkpoint.read(folder / "step-00000012.pt")
 
 
 @pytest.mark.parametrize(
