@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from recipes.core import files
+
 VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Request` as JSON
 
 
@@ -21,11 +23,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Found:
-    """What a dry run found. None: the run does not have it. checkpoint_bytes: the most bytes of tensors in a checkpoint."""
+    """What a dry run found. None: the run does not have it. checkpoint_bytes: the most bytes of tensors in a checkpoint.
+
+    rank_bytes: of weights, gradients and optimiser state on a rank of the job.
+    """
 
     parameters: int | None = None
     samples: int | None = None
     checkpoint_bytes: int | None = None
+    rank_bytes: int | None = None
     resumed_from_step: int | None = None
     evaluates: bool = False
 
@@ -38,7 +44,8 @@ class Found:
             begin = "evaluates its weights" if step is None else f"evaluates step {step}"
         else:
             begin = "starts from the beginning" if step is None else f"continues from step {step}"
-        return f"{samples}{self.parameters:,} parameters, {begin}"
+        held = f" ({files.size_text(self.rank_bytes)} a rank with gradients and optimiser)" if self.rank_bytes else ""
+        return f"{samples}{self.parameters:,} parameters{held}, {begin}"
 
 
 def asked(environ: Mapping[str, str]) -> Request | None:

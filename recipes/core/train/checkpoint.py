@@ -129,9 +129,13 @@ def size_of(content: Any) -> int:
 
 
 def size_in_training(state: State) -> int:
-    """The bytes of the tensors in a checkpoint during training, if the optimiser keeps two averages of each weight: an upper limit."""
-    averages = 0 if state.optimizer.state else 2 * size_of(list(state.model.parameters()))
-    return size_of(content_of(state, {}, [])) + averages
+    """Bytes of the tensors in a checkpoint of ``state`` in training. Of an unknown optimiser, it assumes two averages of each weight."""
+    size = size_of(content_of(state, {}, []))
+    if state.optimizer.state:
+        return size
+    groups = state.optimizer.param_groups
+    kept = [2 if group.get("betas") or "momentum" not in group else bool(group["momentum"]) for group in groups]
+    return size + sum(count * size_of(group["params"]) for count, group in zip(kept, groups, strict=True))
 
 
 @dataclass(frozen=True)

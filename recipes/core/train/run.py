@@ -180,7 +180,11 @@ class Run:
             found = replace(found, parameters=count, evaluates=evaluates)
         if self.state and not evaluates:
             size = checkpoint.size_in_training(self.state)
+            gradients = checkpoint.size_of([p for p in self.state.model.parameters() if p.requires_grad])
+            divided = self.settings.config.strategy == "fsdp"
+            share = (self.settings.config.shard_size or self.ranks) if divided else 1
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
+            found = replace(found, rank_bytes=(size + gradients) // share)
         files.write_json(Path(self.dry_run.file), asdict(found))
         raise DryRunEnd
 

@@ -76,7 +76,10 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     said = parts(ended)
     assert list(said) == ["keys", "recipe", "disk"]
     assert said["keys"] == "ok: mnist, 2 ranks"
-    assert re.fullmatch(r"ok: 1,43\d training samples, [\d,]+ parameters, continues from step 3", said["recipe"])
+    assert re.fullmatch(
+        r"ok: 1,43\d training samples, [\d,]+ parameters \(3\.9 MB a rank with gradients and optimiser\), continues from step 3",
+        said["recipe"],
+    )
     assert re.fullmatch(
         rf"ok: 3 checkpoints of up to [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"]
     )

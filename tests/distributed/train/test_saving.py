@@ -193,6 +193,9 @@ def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
     assert checkpoint.size_of(state) == checkpoint.size_of(first)
     begun = checkpoint.State(net, torch.optim.Adam(net.parameters()), cast(Any, nn.Module()))  # keeps two averages
     assert checkpoint.size_in_training(begun) == 3 * checkpoint.size_of(net.state_dict())
+    for momentum, averages in ((0.9, 1), (0.0, 0)):
+        begun.optimizer = torch.optim.SGD(net.parameters(), momentum=momentum)
+        assert checkpoint.size_in_training(begun) == (1 + averages) * checkpoint.size_of(net.state_dict())
     place = first["model"]["0.weight"].data_ptr()
     with torch.no_grad():
         net[0].weight.fill_(7)
