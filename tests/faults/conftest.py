@@ -45,6 +45,7 @@ def start(repo: Path) -> Iterator[Start]:
         launcher = [str(repo / "launch.py"), "recipe=broken", "launcher=local", f"ranks_per_node={ranks}"]
         own = launcher if ranks else ["-m", "recipes.broken"]
         # Tests make runs shorter and longer: force=true.
+        words = (*words, *os.environ.get("FAULT_KEYS", "").split())
         command = [*before, sys.executable, *own, "device=cpu", f"run_dir={run_dir}", "force=true", *words]
         process = (helpers.start if before else helpers.fork)(
             command, cwd=repo, environ=helpers.clean_environment(**environ)

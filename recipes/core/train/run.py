@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Mode, RunKeys
+from recipes.core.config.run_keys import Mode, RunKeys, TrainKeys
 from recipes.core.data.sampling import Shard, Source
 from recipes.core.errors import InputError, Kind, MachineError, RunError
 from recipes.core.files import ROOT
@@ -76,11 +76,10 @@ class Run:
         trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
         self._saved_at = self.world.clock.now()
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
-        cfg, rank = self.settings.config, self.world.rank
-        count = (cfg.shard_size or self.world.size) if cfg.strategy == "fsdp" else 1
-        if rank < count:
+        rank = self.world.rank
+        if rank < self.shared_by:
             keep, every = self.keys.keep_checkpoints, self.keys.keep_every_steps
-            share = Share(rank, count, self.attempt.number, self._wrote_rows, self._await_rows)
+            share = Share(rank, self.shared_by, self.attempt.number, self._wrote_rows, self._await_rows)
             self.saver = checkpoint.Saver(
                 self.dir / "checkpoints", self.attempt.staging, self._saved, keep, every, share
             )
@@ -103,6 +102,13 @@ class Run:
     def ranks(self) -> int:
         """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
         return self.dry_run.ranks if self.dry_run else self.world.size
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that share a copy of the model."""
+        cfg = self.settings.config
+        is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp"
+        return (cfg.shard_size or self.ranks) if is_divided else 1
 
     def close_rows(self) -> None:
         if self.rows:
@@ -181,10 +187,8 @@ class Run:
         if self.state and not evaluates:
             size = checkpoint.size_in_training(self.state)
             gradients = checkpoint.size_of([p for p in self.state.model.parameters() if p.requires_grad])
-            divided = self.settings.config.strategy == "fsdp"
-            share = (self.settings.config.shard_size or self.ranks) if divided else 1
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
-            found = replace(found, rank_bytes=(size + gradients) // share)
+            found = replace(found, rank_bytes=(size + gradients) // self.shared_by)
         files.write_json(Path(self.dry_run.file), asdict(found))
         raise DryRunEnd
 
@@ -272,7 +276,7 @@ class Run:
     def _await_rows(self, step: int) -> None:
         """Waits until the other ranks that share the model have written their rows. Called in the thread of rank 0's saver."""
         end = time.monotonic() + self.keys.timeout_s
-        for rank in range(1, self.settings.config.shard_size or self.world.size):
+        for rank in range(1, self.shared_by):
             while not self.world.store.check([f"rows/{step}/{rank}"]):
                 if time.monotonic() > end:
                     host = self.world.hosts[rank]
