@@ -67,7 +67,7 @@ def send_and_recv(world: World) -> Answer:
 
 
 def isend_and_irecv(world: World) -> Answer:
-    """the same with calls that do not block: starts both, then waits for both; NCCL requires the same order"""
+    """the same with calls that do not block: starts both, then waits for both; with NCCL, rank 0 must still send first"""
     received, (previous, following) = empty(world), neighbours(world)
     mine = numbers(world, world.rank)
     for work in in_turn(world, lambda: dist.isend(mine, following), lambda: dist.irecv(received, previous)):
@@ -133,7 +133,7 @@ def all_gather(world: World) -> Answer:
 
 
 def reduce_scatter(world: World) -> Answer:
-    """each rank has a part for every rank; each rank receives the sum of its parts; the first half of an all_reduce"""
+    """each rank has a part for every rank; each rank receives the sum of the parts for it; the first half of an all_reduce"""
     parts = torch.cat([numbers(world, world.rank) * (other + 1) for other in range(world.size)])
     received = empty(world)
     dist.reduce_scatter_tensor(received, parts)

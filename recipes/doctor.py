@@ -3,7 +3,7 @@
     srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # all nodes of an allocation; exit status 0 or 3
     python -m recipes.doctor                                                 # this machine alone, for example a login node
     python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
-    python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
+    python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; or give a folder of runs
     python -m recipes.doctor network=my.env                                  # examines with the variables of an env file
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, even if a check hangs.

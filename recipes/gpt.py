@@ -5,7 +5,7 @@
     sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12
     python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200                   # text of a trained model
 
-The rules (recipes/conf/gpt.py; a key overrides each, but a head always has 64 columns): width is 64 * depth; up to 4 heads of
+The rules (recipes/conf/gpt.py; each has a key that overrides it, except the 64 columns of a head): width is 64 * depth; up to 4 heads of
 queries share one of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
 blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's fall as width**-0.5.
 

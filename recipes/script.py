@@ -3,7 +3,7 @@
     python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20    # what comes after -- belongs to the program
     sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20                 # the same, as a ready script
 
-Each rank of the job is this process, which does not import torch. It starts the program and passes signals on to it: docs/your-script.md.
+Each rank of the job runs this module, which does not import torch. It starts the program and passes signals on to it: docs/your-script.md.
 """
 
 import contextlib

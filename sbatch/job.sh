@@ -136,7 +136,7 @@ find_python() {
     active=${VIRTUAL_ENV:-$conda}
     case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # the one that was activated later
     if [ -n "$active" ] && [ -n "$environment" ] && [ ! "$active" -ef "$environment" ]; then
-        echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
+        echo "the active environment $active is used, not that of cluster=${RECIPES_CLUSTER:-} (environment: $environment)" >&2
     fi
     active=${active:-$environment}
     python=${RECIPES_PYTHON:-${active:+$active/bin/python}}

@@ -39,7 +39,7 @@ class Config(TrainKeys):
     momentum: float = key(0.9, "Nesterov momentum; airbench94, airbench96: for the filters only", low=0, high=1)
     weight_decay: float = key(
         5e-4,
-        "weight decay of weights, but not of norms and biases; airbench94, airbench96: per sample of the batch, for head and biases only",
+        "weight decay of weights, but not of norms and biases; airbench94, airbench96: multiplied by the batch size, for head and biases only",
         low=0,
     )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
@@ -54,8 +54,8 @@ class Config(TrainKeys):
     cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
     tta: bool = key(True, "test-time augmentation: also evaluate the mirror image of each image, and add the outputs")
     tta_shift: int = key(
-        0, "with tta=true: also evaluate two copies of each image, shifted up and left, and down and right, by this number of pixels; both "
-        "together have the weight of the image itself; 0: no shifts", low=0, high=8,
+        0, "with tta=true: also evaluate two copies of each image, shifted by this number of pixels up and left, and down and right; each "
+        "counts half as much as the image itself; 0: no shifts", low=0, high=8,
     )  # fmt: skip
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)

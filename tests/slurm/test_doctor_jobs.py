@@ -53,7 +53,7 @@ def without(bad: str, slurm: Cluster, job: str, log: Path) -> None:
     jobs.wait_requeued(slurm, job, log, 60)
     jobs.start_again(slurm, job)
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
-    assert f"mnist: bad nodes: {bad}; requeued without them (1 more at most)" in log.read_text().splitlines()
+    assert f"mnist: bad nodes: {bad}; requeued without them (at most 1 more)" in log.read_text().splitlines()
     assert log.read_text().index("1 of 1 nodes bad") < log.read_text().index("healthy: 1 node")
     assert (slurm.jobs(job)[0]["ExcNodeList"], slurm.jobs(job)[0]["NodeList"]) == (bad, "node2")
 

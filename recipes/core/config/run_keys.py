@@ -123,7 +123,7 @@ class TrainKeys:
     )  # fmt: skip
     dtype: Dtype = key(
         Dtype.float32,
-        "float32; tf32: GPUs round the factors of products to 10 bits; bfloat16: autocast; float16: autocast with a loss scale, for GPUs older than A100; auto: bfloat16 on GPUs that support it",
+        "float32; tf32: GPUs round what they multiply to 10 bits of mantissa; bfloat16: autocast; float16: autocast with a loss scale, for GPUs older than A100; auto: bfloat16 on GPUs that support it",
     )
     clip_grad_norm: float = key(
         0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True

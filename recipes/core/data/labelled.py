@@ -172,6 +172,6 @@ def _divided(source: Listing | Table | Fake, fraction: float, seed: int) -> tupl
         val |= {positions[i] for i in chosen.tolist()}
     if not val:
         raise InputError(
-            f"{source.place}: has too few images for a validation set: give val/, or a column split in labels="
+            f"{source.place}: has too few images for a validation set: give a folder val/, or a column named split in labels="
         )
     return (source, [i for i in range(len(source)) if i not in val]), (source, sorted(val))

@@ -58,7 +58,9 @@ class Text:
         rows = [self._tokens(i * seq_len, (i + 1) * seq_len + 1) for i in sequences]
         found = np.array(rows, np.int64).reshape(-1, seq_len + 1)
         if found.size and found.max() >= len(self.vocabulary):
-            raise InputError(f"the text has token {found.max()} of only {len(self.vocabulary)}: prepare it again")
+            raise InputError(
+                f"the text has token {found.max()}, but only {len(self.vocabulary)} are known: prepare it again"
+            )
         return found
 
     def _tokens(self, begin: int, end: int) -> Tokens:
@@ -111,7 +113,9 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
         folder.mkdir(parents=True, exist_ok=True)
         with files.locked(folder / "preparing.lock"):
             if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
-                raise InputError(f"tokenizer={tokenizer}: {str(folder)!r} used another: give another data_dir=")
+                raise InputError(
+                    f"tokenizer={tokenizer}: {str(folder)!r} was made with another: give another data_dir="
+                )
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
             files.remove_temporary(folder)
             pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),))

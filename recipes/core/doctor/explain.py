@@ -151,7 +151,7 @@ def _lines(reason: str, rank: int | None, read: Sequence[logs.Log]) -> list[str]
             by_pattern.setdefault(pattern, []).append(log)
     patterns = sorted(by_pattern, key=lambda pattern: pattern.level)  # of one level, the own ones of that rank first
     files = f"{len(read)} file{'s' * (len(read) != 1)}"
-    lines = [reason or (f"closest to a cause: {patterns[0].name}" if patterns else f"no known cause in {files}")]
+    lines = [reason or (f"best clue in the logs: {patterns[0].name}" if patterns else f"no known cause in {files}")]
     for pattern in patterns[:MOST_EXPLAINED]:
         log, count = by_pattern[pattern][0], len(by_pattern[pattern])
         lines.append(f"{pattern.level.name}: {pattern.name} ({count} file{'s' * (count != 1)}): {pattern.means}")

@@ -95,7 +95,7 @@ def _compare(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
             continue
         usual, often = counted[0]
         is_majority = often > counted[1][1]
-        others = f"{shown(usual)} on {often} others" if is_majority else "and the nodes have no majority"
+        others = f"but {shown(usual)} on {often} others" if is_majority else "and the nodes have no majority"
         fix = "use the same on all nodes: NCCL requires it, and a mixture is not tested"
         for value, _ in counted[is_majority:]:
             nodes = [node for node, one in values.items() if one == value]

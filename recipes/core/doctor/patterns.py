@@ -94,7 +94,7 @@ PATTERNS = (
     # Consequences
     P("collective timed out", "Watchdog caught collective operation timeout | flight recorder dump signal from another rank",
       "a rank did not reach this collective: it ended, is slow, or took another branch of the code",
-      "find the rank that does not wait in it: its log has the lowest SeqNum, or none", CONSEQUENCE),
+      "find the rank that did not reach the collective: its log has the lowest SeqNum, or none", CONSEQUENCE),
     P("lost another rank", "Connection closed by peer | Connection reset by peer | Connection closed by remote peer | ncclRemoteError"
       " | got 0 bytes | Broken pipe | Did the remote server shutdown",
       "another rank ended, or did not arrive", "look at the rank that failed first", CONSEQUENCE),

@@ -191,7 +191,7 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
     """The number of ranks of each machine from gpus=8,2. Raises ConfigError."""
     ranks = tuple(int(n) for n in job.gpus.split(","))
     if 0 in ranks:
-        raise ConfigError(f"gpus={job.gpus}: each machine must have at least one rank; leave the others out")
+        raise ConfigError(f"gpus={job.gpus}: each machine must have at least one rank; leave out the 0")
     if job.node_rank >= len(ranks):
         raise ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
     if len(ranks) > 1 and not job.master:

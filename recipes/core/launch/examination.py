@@ -106,7 +106,7 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
     except (OSError, subprocess.SubprocessError) as error:
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
         return f"not requeued without them ({why}): {by_hand}"
-    return f"requeued without them ({most - count - 1} more at most)"
+    return f"requeued without them (at most {most - count - 1} more)"
 
 
 def _require_other_nodes(script: Path, excluded: str, fields: Mapping[str, str], environ: Mapping[str, str]) -> None:

@@ -80,7 +80,7 @@ def word(
     if state == "running" and job and job.state == "CANCELLED":
         return "cancelled", "it had no time to record its end"
     if state == "running":
-        return "lost", "it ended without a final status" if alive is False or has_job else "recipes.doctor explain"
+        return "lost", "it ended without a final status" if alive is False or has_job else "see recipes.doctor explain"
     if job and job.state == "CANCELLED":
         return "cancelled", "before it began"
     return ("cancelled" if has_job else "lost"), "it never began"

@@ -296,7 +296,7 @@ def read(path: Path | str) -> dict[str, Any]:
         return content
     parts = content.pop("parts")
     if not all(isinstance(name, str) and ROWS.fullmatch(name) for name in parts):
-        raise InputError(f"checkpoint {path}: names files that are none of a checkpoint")
+        raise InputError(f"checkpoint {path}: lists files that are not parts of a checkpoint")
     rows = [content.pop("rows"), *(_read_file(path.with_name(name))["rows"] for name in parts)]
     joined: dict[str, Any] = sharding.put_together(content, rows)
     return joined

@@ -203,7 +203,7 @@ class _StepEnds:
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and part < self.cfg.small_part:
             given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples per GPU"
-            run.say(f"warning: {given}, which mostly wait for the host: give a larger batch size, or fewer GPUs")
+            run.say(f"warning: {given}: the GPUs mostly wait for the host: give a larger batch size, or fewer GPUs")
         if self.cfg.evaluate:
             if self._evaluate():
                 run.say(lines.of_results(run.results))

@@ -94,7 +94,7 @@ def test_tokenizers_and_formats_of_other_libraries(
     assert (data.decode(all_tokens(data)), data._shards[0].dtype) == ("w1 w65536 w69998 w0 ", "<u4")
     assert run("tokenizer=bytes") == (
         2,
-        f"error: tokenizer=bytes: '{tmp_path}/data/text' used another: give another data_dir=\n",
+        f"error: tokenizer=bytes: '{tmp_path}/data/text' was made with another: give another data_dir=\n",
     )
 
 
@@ -190,7 +190,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     shard.write_bytes(b"\xff\xff" + content[2:])
     with pytest.raises(InputError, match=r"00000\.bin' is damaged \(SHA-256 mismatch"):
         text.open_text(where, verify=True)
-    with pytest.raises(InputError, match="token 65535 of only 257"):
+    with pytest.raises(InputError, match="token 65535, but only 257 are known"):
         text.open_text(where).take([0], 3)
     shard.write_bytes(content[:-2])
     with pytest.raises(InputError, match=r"00000\.bin' is not a file of 20 bytes: run python -m recipes\.prepare text"):

@@ -68,7 +68,7 @@ def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
         rank0__log="[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n",
         rank2__log=f"step 4\nnode7:11:12 [0] NCCL INFO x\n{OOM}",
     )
-    assert found[0] == "closest to a cause: CUDA out of memory"
+    assert found[0] == "best clue in the logs: CUDA out of memory"
     assert found[1].startswith("cause: CUDA out of memory (1 file): the GPU has")
     assert found[3] == f"  rank2.log: {OOM.strip()}"
     assert found[4].startswith("consequence: lost another rank (1 file): ")
@@ -77,7 +77,7 @@ def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
 
 def test_only_the_newest_attempt_in_a_log_counts(tmp_path: Path) -> None:
     found = said(tmp_path, rank0__log=f"\fstep 1\n{OOM}\fstep 7\n{DISK}")
-    assert found[0] == "closest to a cause: file system failed"
+    assert found[0] == "best clue in the logs: file system failed"
     assert f"  rank0.log: {DISK.strip()}" in found
     assert "CUDA" not in "\n".join(found)
     assert said(tmp_path, rank0__log=f"{OOM}\fstep 7\n") == [
@@ -111,7 +111,7 @@ def test_pipes_circular_links_and_unreadable_files_are_skipped(tmp_path: Path) -
     (tmp_path / "again").symlink_to(tmp_path)
     (tmp_path / "zero.log").symlink_to("/dev/zero")
     found = said(tmp_path, a__txt=DISK)
-    assert found[0] == "closest to a cause: file system failed"
+    assert found[0] == "best clue in the logs: file system failed"
     assert found[-2:] == ["a.txt ends:", f"  | {DISK.strip()}"]
 
 
@@ -152,4 +152,4 @@ def test_the_source_code_in_a_traceback_is_not_what_a_log_says(tmp_path: Path) -
             "ValueError: no such thing",
         ]
         assert said(tmp_path, job__out="".join(f"{prefix}{line}\n" for line in text))[0] == "no known cause in 1 file"
-    assert said(tmp_path, job__out="\n".join([*text, OOM]))[0] == "closest to a cause: CUDA out of memory"
+    assert said(tmp_path, job__out="\n".join([*text, OOM]))[0] == "best clue in the logs: CUDA out of memory"

@@ -86,7 +86,7 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     assert set(bad(found)) == {f"node{i}" for i in (9, 12, 20, 22, 33, 40, 63)}
     assert set(found.exclude) == set(bad(found))
     assert "its network is slow" in bad(found)["node9"]
-    assert "NCCL is 2.18.3, 2.30.1 on" in bad(found)["node12"]
+    assert "NCCL is 2.18.3, but 2.30.1 on" in bad(found)["node12"]
     assert "GPU 3 (GPU-20-3) is slow" in bad(found)["node20"]
     assert bad(found)["node33"].endswith(" links of node33 fail)")
     assert "cannot connect to node" in bad(found)["node33"]
@@ -142,7 +142,7 @@ def test_the_one_node_that_differs_is_named(part: str, name: str, usual: object,
     reports[2]["facts"][part][name] = other
     found = judged(reports, 4)
     (entry,) = found.entries
-    assert (entry.nodes, entry.what, entry.bad) == ([2], f"{called} is {other}, {usual} on 3 others", True)
+    assert (entry.nodes, entry.what, entry.bad) == ([2], f"{called} is {other}, but {usual} on 3 others", True)
     assert found.exclude == ["node2"]
 
 

@@ -71,7 +71,7 @@ def test_a_job_is_requeued_without_the_bad_nodes(
     (stubs.folder / "runs").mkdir()
     refused = {attempts.VARIABLE: str(helpers.attempt(script_job.run_dir, step=None).folder)}
     assert script_job.examine(SLURM_CLUSTER_NAME="c", **refused) == errors.EXIT_MACHINE
-    line = "bad nodes: n2,n3; requeued without them (1 more at most)"
+    line = "bad nodes: n2,n3; requeued without them (at most 1 more)"
     assert line in capfd.readouterr().err
     assert line in helpers.failure(script_job.run_dir, 0)["error"]
     assert set(bad_nodes.known(stubs.folder, "c")) == {"n2", "n3"}
@@ -88,7 +88,7 @@ def test_max_resubmits_limits_the_requeues(
 ) -> None:
     for left in ("1 more", "0 more"):
         script_job.examine()
-        assert f"requeued without them ({left} at most)" in capfd.readouterr().err
+        assert f"requeued without them (at most {left})" in capfd.readouterr().err
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "7"}) == 2
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "8"}) == 0
     assert script_job.examine() == errors.EXIT_MACHINE
