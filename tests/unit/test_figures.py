@@ -22,6 +22,8 @@ FOUND = {name: one.get("figures", {}) for name, one in H100["checks"].items()}
 FAST = FOUND["accuracy"]["fast"]
 PEER = statistics.fmean(H100["reference"]["airbench94_muon"]["accuracy"])
 PASSED = sum(one["result"] == "pass" for one in H100["checks"].values())
+CPU: dict[str, Any] = json.loads((ROOT / "docs/measured/cpu.json").read_text())
+DIGITS, LOSSES = [100 * found for found in CPU["mnist"]["val_top1"]], CPU["toy"]["loss"]
 USUAL = RunKeys()
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
@@ -37,6 +39,9 @@ PYTHON, TORCH = of_pyproject('requires-python = "'), of_pyproject('"torch')
 FIGURES = [
     ("README.md", f"`fast` {100 * FOUND['accuracy']['mean']:.1f} % (5 seeds, {100 * min(FAST):.1f} to {100 * max(FAST):.1f} %)"),
     ("README.md", f"after {FOUND['accuracy']['fast, seconds of training']:g} s of training; `accurate` {100 * FOUND['accuracy']['accurate']:.1f} %"),
+    ("README.md", f"The loss falls from {LOSSES[0]:.2f} to {LOSSES[1]:.3f} in 20 epochs"),
+    ("README.md", f"{statistics.fmean(DIGITS):.1f} % in 4 epochs (mean of {len(DIGITS)} seeds, {min(DIGITS):.2f} to {max(DIGITS):.2f} %)"),
+    ("README.md", f"{CPU['gpt']['val_bpb']:.3f} bits per byte (1 seed)"),
     ("README.md", f"reaches {100 * PEER:.1f} % on the same images"),
     ("README.md", f"on one H100: {FOUND['speed']['eager']}; compiled {FOUND['speed']['compiled']}"),
     ("README.md", f"On an H100, {PASSED} of its\n{len(checks.TOGETHER + checks.ALONE)} checks have passed"),

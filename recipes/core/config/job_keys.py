@@ -43,8 +43,8 @@ class JobKeys:
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = key(
-        None, "CPUs per rank; default: the profile's value, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers= "
-        "(-1 counts as 6)", low=1, high=4096, sbatch="--cpus-per-task",
+        None, "CPUs per rank; default: the profile's value; else 8 with a GPU; else cpu_threads= plus num_workers= "
+        "(num_workers=-1 counts as 6)", low=1, high=4096, sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = key(
         "", "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",

@@ -129,7 +129,7 @@ class TrainKeys:
         0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True
     )
     best_metric: str = key(
-        "", "result of the evaluation by which checkpoints are compared; default: val_top1, if there is one",
+        "", "result of the evaluation by which checkpoints are compared; if empty: val_top1, if there is one",
         pattern=NAME, may_change=True,
     )  # fmt: skip
     best_mode: Mode = key(Mode.max, "max: a larger best_metric is better; min: a smaller one (a loss)", may_change=True)
