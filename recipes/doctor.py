@@ -8,7 +8,7 @@
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, even if a check hangs.
 One process examines a node, and writes a report into run_dir, since the network may be broken. In a batch job, the nodes only report
-(``recipes.doctor report``), and the shell judges after srun (``recipes.doctor judge``). It never imports torch: checks that
+(``recipes.doctor report``), and the shell judges after srun (``recipes.doctor judge``). The doctor never imports torch: checks that
 need torch or can hang run in their own processes.
 """
 

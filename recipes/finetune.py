@@ -89,7 +89,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     classes = train_set.source.classes
     run.say(f"{len(train_set):,} images in {len(classes)} classes, {len(val_set):,} to evaluate")
     if not cfg.multi_label and (empty := (val_set.counts() == 0).nonzero().flatten().tolist()):
-        run.say(f"warning: no image to evaluate of {len(empty)} classes, such as {errors.shown(classes[empty[0]])}")
+        run.say(f"warning: no image for evaluation in {len(empty)} classes, such as {errors.shown(classes[empty[0]])}")
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     batches.require_full(run.ranks, cfg.accumulate)
     loader = TorchLoader(train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn)

@@ -6,8 +6,8 @@
     python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200                   # text of a trained model
 
 The rules (recipes/conf/gpt.py; each has a key that overrides it, except the 64 columns of a head): width is 64 * depth; up to 4 heads of
-queries share one of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
-blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's fall as width**-0.5.
+queries share one head of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
+blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's rates fall as width**-0.5.
 
 Measured with dataset=bytes on two CPU cores (1 seed): val_bpb 0.747 after 484 steps, and 0.776 after 150. After 150 steps without rotary
 positions: 1.36; without the causal mask, a deliberate bug: 0.01. Not measured on a GPU.

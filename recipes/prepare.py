@@ -253,7 +253,7 @@ def prepare_weights(keys: WeightsKeys, data_dir: str = "FOLDER") -> None:
         fix = f"copy the file to {path}"
         content = download(chosen.url, fix)
         if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
-            raise MachineError(f"{chosen.url} does not have the SHA-256 in its name: {fix}")
+            raise MachineError(f"{chosen.url} has another SHA-256 than its name says: {fix}")
         with files.writing_to(path.parent, "TORCH_HOME"):
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(path, content)

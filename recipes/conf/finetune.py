@@ -12,7 +12,7 @@ from recipes.core.errors import ConfigError
 @dataclass(frozen=True)
 class Config(TrainKeys):
     dataset: str = key(
-        "images", "images: class folders in data_dir, or in its train/ and val/, or the files in labels=; fake: random images",
+        "images", "images: class folders in data_dir, or in its train/ and val/, or the files that labels= lists; fake: random images",
         values=("images", "fake"),
     )  # fmt: skip
     labels: str = key(
@@ -31,7 +31,7 @@ class Config(TrainKeys):
         "true", "weights to start from: true, or their name, such as IMAGENET1K_V2; false: random", pattern=NAME
     )
     train: str = key(
-        "all", "all: every weight; head: only the last layer; lora: the last layer, and a low-rank addition to each other matrix",
+        "all", "all: every weight; head: only the last layer; lora: the last layer, and a low-rank addition to every other matrix",
         values=("all", "head", "lora"),
     )  # fmt: skip
     lora_rank: int = key(8, "rank of the matrices of train=lora", low=1, high=1024)

@@ -26,7 +26,7 @@ class RunKeys:
     )  # fmt: skip
     variant: str = key("", "named preset of recipe keys, from recipes/conf/RECIPE.py", pattern=NAME, not_inherited=True)
     config: str = key("", "a YAML file of keys; typed keys take precedence", path=True, not_inherited=True)
-    network: str = key("", "fabric: NAME for env/NAME.env, or the path of your own env file")
+    network: str = key("", "network settings: NAME for env/NAME.env, or the path of your own env file")
     device: Device = key(Device.auto, "auto (GPUs; outside Slurm, the CPU if there is no GPU), cuda or cpu")
     backend: Backend = key(Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo")
     cpu_threads: int = key(

@@ -102,7 +102,7 @@ class GlobalBatches:
         if smallest < least:
             pieces = f" of {accumulate} pieces" if accumulate > 1 else ""
             raise InputError(
-                f"global_batch_size={self.global_batch_size}: a batch of {smallest} of {self.num_samples} samples leaves some of "
+                f"global_batch_size={self.global_batch_size}: with {self.num_samples} samples, the last batch has {smallest} and leaves some of "
                 f"{ranks} ranks{pieces} without any; give at least {2 * least}, or fewer ranks"
             )
 

@@ -88,7 +88,7 @@ class TorchLoader(_Loaded):
         self._evaluation: _Reader | None = None
         if batches.rank == 0 and not self._training.repeats():
             warn(
-                "dataset[0] differs between two reads with the same random numbers: a resumed run will see other samples. Draw them from "
+                "dataset[0] differs between two reads with the same random numbers: a resumed run will see other samples. Draw the numbers from "
                 "the global generators of torch, random or numpy"
             )
 

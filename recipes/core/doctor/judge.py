@@ -201,7 +201,7 @@ def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
     usual, _ = Counter(found["at"] for found in measured.values()).most_common(1)[0]
     behind = [node for node in cut if measured[node]["at"] != usual]
     found = measured[(behind or cut)[0]]
-    what = f"the bandwidth test of all nodes stopped at {found['at']} ({found.get('error') or 'no error'})"
+    what = f"the bandwidth test of all nodes stopped after {found['at']} ({found.get('error') or 'no error'})"
     fix = "run NCCL_DEBUG=INFO python -m recipes.collectives on these nodes to see where; see the notes above"
     verdict.add(behind, what, fix)
 

@@ -51,7 +51,7 @@ PATTERNS = (
       "the network interface does not reach the other node, a firewall blocks the connection, or the node's name is not in DNS",
       "run `srun --ntasks-per-node=1 python -m recipes.doctor` on the same nodes: it finds the broken link"),
     P("port is taken", "Address already in use | EADDRINUSE",
-      "another process, often of an earlier run, listens on rank 0's port", "set another MASTER_PORT for all ranks; `ss -ltnp` finds it"),
+      "another process, often of an earlier run, listens on rank 0's port", "set another MASTER_PORT for all ranks; `ss -ltnp` finds the process"),
     P("InfiniBand call failed", "ibv_modify_qp failed | Call to ibv_reg_mr | Call to ibv_create | ibv_open_device failed",
       "the limit on locked memory is too low, or two adapters do not reach each other",
       "`srun bash -c 'ulimit -l'` must print unlimited; set NCCL_IB_HCA to the adapters of one fabric; test with NCCL_IB_DISABLE=1"),

@@ -145,7 +145,7 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         chosen = network.choose(here.info)
     except network.NetworkError as error:
         down = [folder.name for folder in sorted(folders.glob("*")) if _text(folder / "operstate") == "down"]
-        what = f"{error.what}; down there: {', '.join(down)}" if down else error.what
+        what = f"{error.what}; interfaces that are down: {', '.join(down)}" if down else error.what
         return {}, [Finding(what, error.fix)]
     if not chosen:
         return {}, []

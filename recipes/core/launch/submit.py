@@ -70,7 +70,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
         except failed as error:
             raise MachineError(refusal(str(error))) from None
         except OSError as error:
-            raise MachineError(f"{folder}: cannot be written ({error.strerror}): free space there") from None
+            raise MachineError(f"{folder}: cannot be written ({error.strerror}): make room there") from None
     runs = []
     for number, (words, one) in enumerate(zip(elements, accepted, strict=True)):
         of_run = f"{run_dir}/{number}" if run_dir and job.elements else run_dir

@@ -90,7 +90,9 @@ def _from_env(environ: Environ) -> RankInfo:
     rank = number(environ, "RANK", below=("WORLD_SIZE", world_size))
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if world_size > 1 and not environ.get(name):
-            raise ConfigError(f"{name} is not set, but WORLD_SIZE={world_size}: set it to rank 0's, on every rank")
+            raise ConfigError(
+                f"{name} is not set, but WORLD_SIZE={world_size}: set {name} to rank 0's value on every rank"
+            )
     return _info(environ, _env_layout(environ, rank, world_size))
 
 

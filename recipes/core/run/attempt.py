@@ -156,7 +156,7 @@ def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> N
             os.fsync(file.fileno())
     except FileExistsError:
         raise MachineError(
-            f"{attempt.folder}: another step of this job has begun this attempt: wait for its end"
+            f"{attempt.folder}: another Slurm step of this job has begun this attempt: wait for its end"
         ) from None
 
 

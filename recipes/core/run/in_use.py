@@ -52,7 +52,9 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
         # The attempt is an earlier start of this job or another step of it. Only the process shows whether that step
         # still runs.
         if facts.get("launch") == directory.launch_id(environ) and runs:
-            return _used(run_dir, f"another step of this job (process {facts['process']['pid']})", "wait for its end")
+            return _used(
+                run_dir, f"another Slurm step of this job (process {facts['process']['pid']})", "wait for its end"
+            )
         return ""
     cluster, own_cluster = facts.get("cluster"), environ.get("SLURM_CLUSTER_NAME", "")
     if cluster is not None and (not own_cluster or cluster in ("", own_cluster)):

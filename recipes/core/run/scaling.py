@@ -16,7 +16,7 @@ from recipes.core.run.rows import number
 
 BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
 ASSUMED = (
-    "assumed: a rank's work is in proportion to its samples, each rank has the CPUs and the GPU of the measured run, and the ring's latency"
+    "assumed: a rank's work is in proportion to its samples, each rank has the CPUs and the GPU of the measured run, and the all_reduce ring's latency"
     " and bandwidth stay as measured; on GPUs communication overlaps with the backward pass, on CPUs it does not"
 )
 

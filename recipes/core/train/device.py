@@ -45,7 +45,9 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
     fix = "start fewer ranks there, ask for more GPUs (with MIG, for one slice per task), or give device=cpu"
     if 1 < seen < info.local_world_size <= on_node:
         fix = f"Slurm granted {on_node}, and --gpu-bind= or --gpus-per-task= shows each rank only some of them: leave that option out"
-    raise MachineError(f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; {fix}")
+    raise MachineError(
+        f"{host}: {info.local_world_size} ranks and {seen} GPUs: there can be only one rank per GPU; {fix}"
+    )
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:

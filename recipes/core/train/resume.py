@@ -166,7 +166,7 @@ def _check_keys(
         changed = resumed.differences(before, now, may_change)
         changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
     if changed:
-        fix = "use its values, or another run_dir; to change only the length, add force=true"
+        fix = "use its values, or another run_dir; to change only epochs= or max_steps=, add force=true"
         raise InputError(f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): {fix}")
 
 

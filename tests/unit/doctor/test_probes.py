@@ -147,7 +147,7 @@ def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Pat
         (tmp_path / "sys/class/net" / name / "operstate").write_text(f"{state}\n")
     _, (found,) = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in found.what
-    assert found.what.endswith("; down there: eth0")
+    assert found.what.endswith("; interfaces that are down: eth0")
     assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
 

@@ -233,7 +233,7 @@ def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> Non
     assert judged(reports, 4).exclude == ["node0"]
     reports[0]["bandwidth"]["at"] = "meeting the others"
     lines = verdict.lines(judged(reports, 4))
-    what = "BAD   the nodes together: the bandwidth test of all nodes stopped at meeting the others (did not answer in 30 s): "
+    what = "BAD   the nodes together: the bandwidth test of all nodes stopped after meeting the others (did not answer in 30 s): "
     assert any(line.startswith(what) for line in lines)
     assert lines[-1] == "not healthy, and no single node is to blame"
 

@@ -149,7 +149,7 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
     folder, where = place / "run", to if to == "tensorboard" else f"{to} mnist"
     train(folder, 0, 0, 9, "running", saved=6)
     assert f"{folder}: 5 rows to " in call(folder, to)
-    assert call(folder, to) == f"{folder}: nothing new for {where}; 4 rows wait: a resume may replace them"
+    assert call(folder, to) == f"{folder}: nothing new for {where}; 4 rows are held back: a resume may replace them"
     close(
         READERS[to](folder, place),
         {name: [one for one in of_rows(folder)[name] if one[0] < 6] for name in of_rows(folder)},

@@ -50,7 +50,7 @@ def test_an_attempt_owns_the_run_until_a_later_one_begins(tmp_path: Path) -> Non
 
 def test_two_steps_cannot_begin_the_same_attempt(tmp_path: Path) -> None:
     attempt = helpers.attempt(tmp_path)
-    with pytest.raises(MachineError, match="another step of this job has begun this attempt"):
+    with pytest.raises(MachineError, match="another Slurm step of this job has begun this attempt"):
         attempts.begin(attempt, 0, own=False)
 
 

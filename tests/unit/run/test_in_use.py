@@ -65,7 +65,7 @@ def test_an_ended_process_or_another_one_with_its_id_does_not_count(
 
 def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(tmp_path: Path, other: dict[str, Any]) -> None:
     an_attempt(tmp_path, **{**other, "job": "7", "launch": "7.0", "cluster": ""})
-    assert "another step of this job" in look(tmp_path, SLURM_JOB_ID="7")
+    assert "another Slurm step of this job" in look(tmp_path, SLURM_JOB_ID="7")
     assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == ""
 
 
