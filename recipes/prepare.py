@@ -250,7 +250,7 @@ def prepare_weights(keys: WeightsKeys, data_dir: str = "FOLDER") -> None:
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
     if models.fault_of(path):
-        fix = f"copy the file to {path}"
+        fix = f"fetch it elsewhere, copy it to {path}"
         content = download(chosen.url, fix)
         if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
             raise MachineError(f"{chosen.url} has another SHA-256 than its name says: {fix}")

@@ -39,7 +39,7 @@ class Config(TrainKeys):
     momentum: float = key(0.9, "Nesterov momentum; airbench94, airbench96: for the filters only", low=0, high=1)
     weight_decay: float = key(
         5e-4,
-        "weight decay of weights, but not of norms and biases; airbench94, airbench96: multiplied by the batch size, for head and biases only",
+        "weight decay of weights, but not of norms and biases; airbench94, airbench96: only of head and biases, and multiplied by the batch size",
         low=0,
     )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)

@@ -14,7 +14,7 @@ class Config(RecipeKeys):
     hint: ClassVar[str] = "; arguments of your program come after --: script=FILE -- --their --args"
 
     # Not declared as a path: .venv/bin/python is a link that must not be resolved.
-    program: str = key("", "your program: a .py file, or an executable; type script=FILE")
+    program: str = key("", "your program: a .py file, or an executable; type it as script=FILE")
     args: str = key("", "arguments of the program, quoted as in a shell; type them after --")
     workdir: str = key(
         "", "working directory of the program; default: the folder in which you type the command", path=True

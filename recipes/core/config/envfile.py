@@ -70,7 +70,7 @@ def parse(text: str, name: str) -> dict[str, str]:
             raise ConfigError(f"{where}: {FORM}")
         variable, value = setting.groups()
         if variable in settings:
-            raise ConfigError(f"{where}: {variable} is already set; keep one of the two")
+            raise ConfigError(f"{where}: {variable} is set on an earlier line too; keep one of them")
         if _REFUSED.fullmatch(variable):
             raise ConfigError(
                 f"{where}: {variable} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"

@@ -141,7 +141,7 @@ def _misplaced(name: str, value: str) -> str:
     if not options:
         return f"{given}: is a key of launch.py: python launch.py {given} …"
     if options.startswith("--"):
-        options = f"give sbatch or srun {options}" + ("" if " " in options else f"={shown(value)}")
+        options = f"give sbatch or srun {options}" + ("" if set(" =") & set(options) else f"={shown(value)}")
     return f"{given}: is a job key, which a recipe cannot set; {options}, or use launch.py"
 
 

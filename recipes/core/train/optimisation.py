@@ -115,7 +115,9 @@ def averaged(
         raise InputError("ema=: strategy=fsdp has no averaged weights: leave ema= out")
     share = _of_batch(of_batch_size, batches)
     if share != 1:
-        run.say(f"ema: decay {decay**share:.4g} for steps of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")
+        run.say(
+            f"ema: decay {decay**share:.4g} for batches of {share * of_batch_size:g} ({decay:g} for {of_batch_size})"
+        )
     return _Average(net, decay**share)
 
 

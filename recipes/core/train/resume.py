@@ -52,7 +52,7 @@ def at(run: Context, place: int, name: str) -> Path:
     """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name. Raises InputError."""
     if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
         raise InputError(
-            f"rank 0 has chosen {shown(name)}, which is not a checkpoint: another program uses its port: set another MASTER_PORT"
+            f"rank 0 has chosen {shown(name)}, which is not a checkpoint: another program uses rank 0's port: set another MASTER_PORT"
         )
     return places(run)[place] / name
 

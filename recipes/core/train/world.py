@@ -129,7 +129,7 @@ class World:
         try:
             return cast(T, json.loads(text))
         except (ValueError, RecursionError):
-            fix = "another program uses its port: set another MASTER_PORT"
+            fix = "another program uses rank 0's port: set another MASTER_PORT"
             raise MachineError(f"rank 0 sent {shown(text)}: {fix}") from None
 
     def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
