@@ -56,9 +56,7 @@ class Run:
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
     checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
-    saver: checkpoint.Saver | None = field(
-        init=False, default=None
-    )  # on rank 0; with strategy=fsdp on all that share a copy of the model
+    saver: checkpoint.Saver | None = field(init=False, default=None)  # on the first `shared_by` ranks
     begun: bool = False
     stopping: str = ""
     results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
