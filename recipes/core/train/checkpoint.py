@@ -295,11 +295,14 @@ def read(path: Path | str) -> dict[str, Any]:
     if "parts" not in content:
         return content
     parts = content.pop("parts")
-    if not all(isinstance(name, str) and ROWS.fullmatch(name) for name in parts):
+    if not isinstance(parts, list) or not all(isinstance(name, str) and ROWS.fullmatch(name) for name in parts):
         raise InputError(f"checkpoint {path}: lists files that are not parts of a checkpoint")
-    rows = [content.pop("rows"), *(_read_file(path.with_name(name))["rows"] for name in parts)]
-    joined: dict[str, Any] = sharding.put_together(content, rows)
-    return joined
+    of_ranks = [content, *(_read_file(path.with_name(name)) for name in parts)]
+    try:
+        joined: dict[str, Any] = sharding.put_together(content, [one["rows"] for one in of_ranks])
+    except (KeyError, IndexError, TypeError):
+        raise InputError(f"checkpoint {path}: its files do not belong together") from None
+    return {name: value for name, value in joined.items() if name != "rows"}
 
 
 def _read_file(path: Path) -> Any:

@@ -73,7 +73,10 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
     rows.write_bytes(bytes([*rows.read_bytes()[:-400], *bytes(400)]))
     assert train(tmp_path / "run", 4, "max_steps=12", *words)[0] == unbroken  # from step 4
     assert "step-00000008.0-1of2.rows: is damaged" in (tmp_path / "run/logs/rank0.log").read_text()
-    (folder / "step-00000012.1-1of2.rows").unlink()
+    torch.save({}, last := folder / "step-00000012.1-1of2.rows")
+    with pytest.raises(InputError, match="its files do not belong together"):
+        checkpoint.read(folder / "step-00000012.pt")
+    last.unlink()
     with pytest.raises(InputError, match=r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"):
         checkpoint.read(folder / "step-00000012.pt")
 
