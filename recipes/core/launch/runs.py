@@ -98,7 +98,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     refused = "" if done else judge.why_not_begun(folder)
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
     hint, so_far = str(summary.get("efficiency") or ""), None
-    if row:
+    if name in ("running", "requeued", "stopped", "cancelled"):  # of others, only the last row is read
         keys, found = table.keys(folder), rows.rows(folder)
         so_far = rows.best(found, keys)
         hint = efficiency.of_run(folder, found, keys) if name == "running" else ""
