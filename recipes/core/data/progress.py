@@ -15,7 +15,7 @@ class Progress:
         self._began = self._said = time.monotonic()
 
     def at(self, done: int) -> None:
-        """Called as often as the amount of work that is done grows."""
+        """Call it whenever more of the work is done."""
         now = time.monotonic()
         if now - self._said < EVERY_S:
             return

@@ -315,7 +315,7 @@ def _needs_buffers(model: nn.Module) -> bool:
 
 
 def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
-    """None (the default group); in debug mode (DETAIL), one without checks, with which DDP crashes (torch 2.15, gloo: SIGSEGV)."""
+    """None, the default group. In debug mode (DETAIL), a group without checks: DDP crashes on one with checks (torch 2.15, gloo: SIGSEGV)."""
     if torch.distributed.get_debug_level() != torch.distributed.DebugLevel.DETAIL:
         return None
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
