@@ -110,7 +110,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        "    return recipe or disk or slurm\n",
+        "    return recipe or memory or disk or slurm\n",
         "    return recipe\n",
         "check returns 0 for a job that Slurm refuses",
         "tests/unit/launch/test_cli.py::test_check_returns_the_status_of_the_failed_part",

@@ -39,6 +39,9 @@ class JobKeys:
     gpu_type: str = key(
         "", "type of GPU, if the site has several, such as a100", pattern=NAME, sbatch="--gpus-per-node=TYPE:NUMBER",
     )  # fmt: skip
+    gpu_memory_gb: float = key(
+        0.0, "memory of each GPU in GB; check refuses a model whose training needs more; 0: not known", low=0
+    )
     ranks_per_node: int | None = key(
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )

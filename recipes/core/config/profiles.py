@@ -19,7 +19,7 @@ TEXTS = {
 # Defaults of job keys and run keys, which check the values.
 DEFAULTS = (
     "partition", "account", "qos", "constraint", "reservation", "extra", *job_keys.IN_IMAGE, "gpus_per_node",
-    "gpu_type", "cpus_per_rank", "time", "network",
+    "gpu_type", "gpu_memory_gb", "cpus_per_rank", "time", "network",
 )  # fmt: skip
 
 

@@ -114,6 +114,22 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
     return ""
 
 
+def memory(found: Found, is_divided: bool, gpu_memory_gb: float) -> str:
+    """A phrase on the memory that a rank needs, without activations. Raises ConfigError if a GPU has less.
+
+    is_divided: whether strategy=fsdp divides the model. Each rank then also needs all weights, in float32, for an evaluation.
+    """
+    assert found.rank_bytes is not None and found.parameters is not None
+    needed = found.rank_bytes + 4 * found.parameters * is_divided
+    if needed > gpu_memory_gb * 1e9:
+        fix = "divide it over more ranks (nodes=, shard_size=)" if is_divided else "give strategy=fsdp"
+        raise ConfigError(
+            f"gpu_memory_gb={gpu_memory_gb:g}: the training needs {files.size_text(needed)} on each GPU, "
+            f"without activations: {fix}, or train a smaller model"
+        )
+    return f"{files.size_text(needed)} of {gpu_memory_gb:g} GB on each GPU, without activations"
+
+
 def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
     """A phrase on the free space on the disk of the run directory and on the size of the checkpoints. Writes nothing.
 

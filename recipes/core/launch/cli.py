@@ -101,13 +101,17 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
         print(f"script: not tried: {program} is not started here", flush=True)
     else:
         recipe, found = checks.part(parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
+    memory, gpu_gb = 0, settings.job.gpu_memory_gb
+    if gpu_gb and found and found.rank_bytes and settings.run.device is not Device.cpu:
+        is_divided = settings.config.strategy == "fsdp"
+        memory, _ = checks.part(parts, "memory", lambda: checks.memory(found, is_divided, gpu_gb))
     disk, _ = checks.part(parts, "disk", lambda: checks.disk_space(place, keep, found))
     slurm = 0
     if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
         print("slurm:  not tried: there is no sbatch on this machine", flush=True)
     elif job:
         slurm, _ = checks.part(parts, "slurm", lambda: checks.expected_start(job))
-    return recipe or disk or slurm
+    return recipe or memory or disk or slurm
 
 
 def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:

@@ -1,9 +1,11 @@
 """The parts of `launch.py check`."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from recipes.core.errors import ConfigError
 from recipes.core.launch import checks
 from recipes.core.run import command_line, dryrun
 from recipes.core.run.dryrun import Request
@@ -32,3 +34,20 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
     assert checks.arguments(settings, Path("/t/run"), Path("/base")) == {
         "lr": "0.5", "stage_dir": "", "backend": "auto", "resume": "/base/c.pt", "device": "cpu", "run_dir": "/t/run",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("is_divided", "gb", "expected"),
+    [
+        (False, 1.6, "1600.0 MB of 1.6 GB"),
+        (False, 1.5, "gpu_memory_gb=1.5: the training needs 1600.0 MB on each GPU, .*: give strategy=fsdp, or"),
+        (True, 1.9, "the training needs 2000.0 MB .*: divide it over more ranks"),
+    ],
+)
+def test_a_model_that_does_not_fit_on_a_gpu_is_refused(is_divided: bool, gb: float, expected: str) -> None:
+    found = dryrun.Found(parameters=10**8, rank_bytes=16 * 10**8)
+    try:
+        line = checks.memory(found, is_divided, gb)
+    except ConfigError as error:
+        line = str(error)
+    assert re.search(expected, line), line
