@@ -3,7 +3,7 @@
     python -m recipes.prepare text source=/data/articles data_dir=/data tokenizer=gpt2
     python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes   # a text that is made in memory
     sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12
-    python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200                   # text of a trained model
+    python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200 prompt="The king" # text of a trained model
 
 The rules (recipes/conf/gpt.py; each has a key that overrides it, except the 64 columns of a head): width is 64 * depth; up to 4 heads of
 queries share one head of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
@@ -189,7 +189,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         scheduler.step()
     if cfg.sample and not run.stopping:
         with sharding.unsharded(net), autocast:  # all ranks generate the same, so that none waits
-            first = torch.tensor([data.end], device=world.device)
+            first = torch.tensor([data.end, *data.encode(cfg.prompt)], device=world.device)
             tokens = generate(net, first, cfg.sample, cfg.seq_len, len(data.vocabulary), cfg.seed)
         run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), 10 * cfg.sample)}")
     return run.results

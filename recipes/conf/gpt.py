@@ -44,6 +44,7 @@ class Config(TrainKeys):
     best_metric: str = default(TrainKeys, "best_metric", "val_bpb")
     best_mode: Mode = default(TrainKeys, "best_mode", Mode.min)
     sample: int = key(100, "tokens of text to generate and print at the end", low=0, high=2**20, may_change=True)
+    prompt: str = key("", "start of the text that sample= generates", may_change=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

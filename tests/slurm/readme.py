@@ -325,8 +325,8 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes": here("max_steps=2", says="^sample: "),
     "sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12":
         slurm("device=cpu max_steps=2 dataset=bytes", {**ONE_EACH, "depth=12": "depth=1"}),
-    "python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200":
-        here("device=cpu dataset=bytes depth=1 max_steps=1", {" evaluate=true": ""}, says="^sample: ", only="there is no run"),
+    'python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200 prompt="The king"':
+        here("device=cpu dataset=bytes depth=1 max_steps=1", {" evaluate=true": ""}, says="^sample: The king", only="there is no run"),
     "python -m recipes.doctor": tool(says="^healthy: 1 node"),
     "python -m recipes.doctor network=my.env": tool(says="^healthy: 1 node"),
     "python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev": here("max_steps=1"),

@@ -70,6 +70,15 @@ class Text:
         rest = begin + len(found)
         return found if rest == end else np.append(found, self._tokens(rest, end))
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a short text, by byte-pair merges. They can differ from tiktoken's at line breaks and repeated spaces."""
+        ids = {token: i for i, token in enumerate(self.vocabulary) if token}
+        parts = [bytes([byte]) for byte in text.encode()]
+        while pairs := [(ids[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids]:
+            _, at = min(pairs)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        return [ids[part] for part in parts]
+
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(self.vocabulary[token] for token in tokens).decode(errors="replace")
 

@@ -202,12 +202,12 @@ def test_an_evaluation_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
     found = [helpers.read(run_dir, "summary")["val_bpb"]]
     for ranks in (1, 2, 3):
         ended = helpers.run_fork(
-            [*helpers.LOCAL, "recipe=gpt", "dataset=bytes", f"ranks_per_node={ranks}", f"run_dir={run_dir}", "evaluate=true", "sample=20", "cpu_threads=1"]
+            [*helpers.LOCAL, "recipe=gpt", "dataset=bytes", f"ranks_per_node={ranks}", f"run_dir={run_dir}", "evaluate=true", "sample=20", "prompt=The dog", "cpu_threads=1"]
         )  # fmt: skip
         assert ended.status == 0, ended.out
         [path] = (run_dir / "evaluation").glob("**/summary.json")
         found.append(helpers.read(path.parent, "summary")["val_bpb"])
-        assert len([line for line in ended.lines if line.startswith("sample: ")]) == 1
+        assert len([line for line in ended.lines if line.startswith("sample: The dog")]) == 1
     assert found == pytest.approx([found[0]] * 4, rel=1e-14)
 
 

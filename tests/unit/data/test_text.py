@@ -290,3 +290,11 @@ def test_a_job_without_its_text_is_not_submitted(tmp_path: Path) -> None:
     settings = command_line.parse(["recipe=gpt", f"data_dir={tmp_path}"], environ={})
     with pytest.raises(InputError, match=r"lacks index\.json .*python -m recipes\.prepare text"):
         checks.find_data(settings, ROOT, tmp_path)
+
+
+def test_a_prompt_becomes_the_tokens_of_the_byte_pair_merges() -> None:
+    """The pair with the lowest number is merged first, as in tiktoken: "he" before "th"."""
+    words = [bytes([i]) for i in range(256)] + [b"he", b"th", b"the", b" t", b" the", b""]
+    found = text.Text([], words, 261, "").encode("the the tã")
+    assert found == [258, 260, 259, *"ã".encode()]
+    assert text.Text([], words, 261, "").encode("") == []

@@ -138,7 +138,11 @@ def test_every_job_key_reaches_slurm() -> None:
         options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
         expectations = [asked for words, asked in ASKED for word in words if word.split("=")[0].endswith(field.name)]
         known = options and any(asked.get(option) for asked in expectations for option in options)
-        assert known or field.name in ("extra", "gpu_memory_gb") or field.name in {word.split("=")[0] for word in IN_SCRIPT}, field.name
+        assert (
+            known
+            or field.name in ("extra", "gpu_memory_gb")
+            or field.name in {word.split("=")[0] for word in IN_SCRIPT}
+        ), field.name
     for word, line in IN_SCRIPT.items():
         job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
         assert line in scripts.sbatch_script(job), word
