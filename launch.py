@@ -10,6 +10,7 @@ the oldest on login nodes, can read this file.
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,4 +62,5 @@ def _choose_python(argv: "list[str]") -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: launch.py … | head
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
 
 def run_here(settings: Settings) -> int:
     """launcher=local: runs one process per rank on this machine. Returns the exit status of the run."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the run continues without a reader
     layout = local_layout(settings)
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
     if settings.job.container:  # perhaps from the site's profile

@@ -18,7 +18,7 @@ from tests.unit.launch.stand_ins import Bench
 def test_python_3_6_can_read_launch_py() -> None:
     tree = ast.parse((ROOT / "launch.py").read_text(), feature_version=(3, 6))
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"importlib.util", "os", "subprocess", "sys"}
+    assert imported == {"importlib.util", "os", "signal", "subprocess", "sys"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for hint in (node.returns, *(argument.annotation for argument in node.args.args)):
