@@ -26,7 +26,7 @@ def main(argv: "list[str]") -> int:
     if sys.version_info < (3, 10):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:2]))
         fix = "activate your environment, or run make install"
-        print(f"launch.py: requires Python 3.10 or later, this is {version}: {fix}", file=sys.stderr)
+        print(f"launch.py: requires Python 3.10 or later, but this is {version}: {fix}", file=sys.stderr)
         return 3
     from recipes.core.launch import cli
 

@@ -58,9 +58,8 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     os.umask(int(settings.run.umask, 8))
     cfg: Config = settings.config
     # A thread, since a signal handler does not run while a call hangs.
-    limit = threading.Timer(
-        cfg.seconds + OVER_S, _end, [errors.EXIT_MACHINE, "did not end within seconds= and is ended"]
-    )
+    late = "the examination exceeded seconds= and was stopped"
+    limit = threading.Timer(cfg.seconds + OVER_S, _end, [errors.EXIT_MACHINE, late])
     limit.daemon = True
     limit.start()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     if kind not in FORMATS:
         raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
     if more and not (len(more) == 1 and more[0].startswith("out=")):
-        raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow")
+        raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow {kind}")
     from recipes.core.train import trained  # it imports torch
 
     os.umask(0o077)
@@ -80,7 +80,8 @@ def to_onnx(model: Any) -> tuple[bytes, str]:
     apart = float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max())
     if not apart <= TOLERANCE:  # also NaN
         raise InputError(
-            f"onnx: the outputs are {apart:.1e} from the model's, more than {TOLERANCE:g}: nothing was written"
+            f"onnx: the outputs differ from the model's by {apart:.1e} (relative), "
+            f"more than {TOLERANCE:g}: nothing was written"
         )
     return content, f"; its outputs are within {apart:.1e} of the model's"
 

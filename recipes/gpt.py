@@ -155,7 +155,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
     autocast = optimisation.autocast(run, cfg)
     size, per_step = sum(p.numel() for p in net.parameters()), cfg.global_batch_size * cfg.seq_len
-    run.say(f"{size:,} parameters; {steps} steps of {per_step:,} tokens; the text has {len(data):,}")
+    run.say(f"{size:,} parameters; {steps} steps of {per_step:,} tokens; the text has {len(data):,} tokens")
 
     def sequences(indices: Tensor) -> Tensor:
         return torch.from_numpy(data.take(indices.tolist(), cfg.seq_len)).to(world.device, non_blocking=True)

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", help="run directory or checkpoint")
     parser.add_argument("images", nargs="+", help="images, or folders of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument("--csv", metavar="FILE", help="write a table")
+    parser.add_argument("--csv", metavar="FILE", help="write a CSV table of all probabilities")
     args = parser.parse_intermixed_args(argv)
     import torch
 

@@ -39,7 +39,10 @@ from recipes.core.run import as_json
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
 TIMEOUT_S = 30.0  # to connect, and for each read
-FIX = "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, or give source="
+FIX = (
+    "run this command on a machine with internet access (such as a login node), "
+    "set HTTPS_PROXY if the site has a proxy, or give source="
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class ImagenetKeys(PrepareKeys):
 
 @dataclass(frozen=True)
 class TextKeys(PrepareKeys):
-    source: str = key("", "folder of .txt, .jsonl (field text) and .parquet (column text), a file, or a quoted pattern")
+    source: str = key(
+        "",
+        "folder of .txt, .jsonl (field 'text') and .parquet (column 'text') files, one such file, "
+        "or a glob pattern in quotes",
+    )
     tokenizer: str = key("bytes", "bytes; or gpt2 or o200k_base of tiktoken", values=("bytes", "gpt2", "o200k_base"))
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
 
@@ -250,7 +257,7 @@ def prepare_weights(keys: WeightsKeys, data_dir: str = "FOLDER") -> None:
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
     if models.fault_of(path):
-        fix = f"fetch it elsewhere, copy it to {path}"
+        fix = f"download the file on another machine, and copy it to {path}"
         content = download(chosen.url, fix)
         if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
             raise MachineError(f"{chosen.url} has another SHA-256 than its name says: {fix}")
@@ -270,7 +277,7 @@ def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
     try:
         timm.create_model(name, pretrained=True)
     except Exception as error:  # no internet, a full disk
-        fix = "run this where there is internet, or copy the folder $HF_HOME from there"
+        fix = "run this command on a machine with internet, and copy its folder $HF_HOME here"
         raise MachineError(f"arch={arch}: {errors.one_line(error, 120)}: {fix}") from None
     licence = timm.get_pretrained_cfg(name).license or "unknown"
     if licence not in FREE_LICENCES:

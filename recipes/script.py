@@ -156,9 +156,9 @@ def main(start: Start) -> int:
     rank, attempt = start.ranks.rank, attempts.given(os.environ)
     if not attempt:
         fix = "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE"
-        raise InputError(f"this rank was not started by a job script or, on one machine, by launch.py: {fix}")
+        raise InputError(f"requires a job script, or launch.py on a single machine: {fix}")
     if not (attempt.folder / "opened.json").exists():
-        raise MachineError(f"{HOST}: run_dir={attempt.run_dir}: is not seen here: give a folder that all nodes share")
+        raise MachineError(f"{HOST}: does not see run_dir={attempt.run_dir}: give a folder that all nodes share")
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())  # `run` passes on what comes from now on
     os.umask(int(start.settings.run.umask, 8))
     if rank == 0:
@@ -187,7 +187,7 @@ def main(start: Start) -> int:
         returncode, stop = run(command, cfg.workdir, environ, beat)
         moment, (kind, code, ended) = time.time(), describe(returncode)
         if code == errors.EXIT_REQUEUE and not stop:
-            stop = f"exit status {code} of the program"
+            stop = f"exit status {code} of the program (saved, to be continued)"
             record(Kind.stopped, code, stop)
         if stop:
             if rank == 0:

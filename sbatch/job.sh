@@ -32,7 +32,7 @@ unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set if the job was submitted i
 # two of them differ. Others would give each rank only its own GPU, so that NCCL could not copy directly between GPUs.
 unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
 unset SLURM_GPU_BIND SLURM_TRES_BIND
-# A user's profile may set these for srun: another folder would be other code, and the ranks' output would miss the log.
+# A user's profile may set these for srun. In another folder, the ranks would run other code, and their output could miss the log.
 unset SLURM_WORKING_DIR SLURM_TIMELIMIT SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_STDINMODE
 unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
 export PYTHONUTF8=1                             # paths are UTF-8 in every locale
@@ -88,7 +88,7 @@ begin() {
     unset RECIPES_CODE
     words=()
     for word; do
-        [ "$word" != -- ] || dashes=-- # the rest is for a program of the user
+        [ "$word" != -- ] || dashes=-- # the arguments after -- are for the user's program
         case $dashes$word in
             cluster=*) export RECIPES_CLUSTER="${word#cluster=}" ;;
             *) words+=("$word") ;;
@@ -100,7 +100,7 @@ begin() {
     lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.launch.batch begin "$recipe" "${words[@]}" 3>&1 >&2) || exit
     # shellcheck disable=SC2034 # the scripts use these variables
     step=() inside=("$python")
-    eval "$lines" # changes to the snapshot of the code, and sets the words with absolute paths
+    eval "$lines" # changes to the folder of the snapshot, and sets the arguments, with absolute paths
     words=("$@")
 }
 
@@ -111,7 +111,7 @@ examine() {
 
 # finish RECIPE STATUS: requeues a job that was stopped, and returns the exit status of the run.
 finish() {
-    [ -x "$python" ] || stop "$1: ended with status $2 and is not requeued: $python no longer exists: make it again, then submit with the same run_dir=" "$2"
+    [ -x "$python" ] || stop "$1: ended with status $2 and is not requeued, since $python no longer exists: install it again, then submit with the same run_dir=" "$2"
     "$python" -m recipes.core.launch.batch finish "$1" "$2" "${words[@]}"
 }
 
@@ -144,7 +144,7 @@ find_python() {
     [ -n "$python" ] || [ ! -x "$1/.venv/bin/python" ] || python=$1/.venv/bin/python
     python=${python:-${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}}
     [ -n "$python" ] || stop "no Python environment: activate yours, or make one here with: make install"
-    [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
+    [ -x "$python" ] || stop "there is no $python on $(hostname): install the environment in a folder that all nodes can read" 3
     unset RECIPES_PYTHON
-    export PATH="${python%/*}:$PATH" # before what modules put there
+    export PATH="${python%/*}:$PATH" # takes precedence over folders that modules add to PATH
 }

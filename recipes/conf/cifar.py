@@ -20,13 +20,14 @@ class Config(TrainKeys):
     dataset: str = key("cifar10", "cifar10; fake: random images", values=("cifar10", "fake"))
     arch: Arch = key(
         Arch.resnet18,
-        "resnet18 (adapted to images of 32 px); airbench94 (a fifth of its compute; used by variant=fast) or airbench96 (variant=accurate)",
+        "resnet18 (adapted to images of 32 px), airbench94 (a fifth of the compute of resnet18; set by "
+        "variant=fast) or airbench96 (set by variant=accurate)",
     )
     epochs: int = default(TrainKeys, "epochs", 30)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
     lr: float = key(
         0.4,
-        "peak learning rate for a global batch of lr_batch_size; airbench94, airbench96: for the filters only",
+        "peak learning rate for a global batch of lr_batch_size; airbench94 and airbench96 use it for the filters only",
         low=0,
     )
     lr_batch_size: int = key(
@@ -36,15 +37,17 @@ class Config(TrainKeys):
     warmup: float = key(
         0.2, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
     )
-    momentum: float = key(0.9, "Nesterov momentum; airbench94, airbench96: for the filters only", low=0, high=1)
+    momentum: float = key(0.9, "Nesterov momentum; with airbench94 and airbench96, only of the filters", low=0, high=1)
     weight_decay: float = key(
         5e-4,
-        "weight decay of weights, but not of norms and biases; airbench94, airbench96: only of head and biases, and multiplied by the batch size",
+        "weight decay; resnet18: norms and biases have none; airbench94, airbench96: only the head and the biases "
+        "have it, multiplied by the batch size",
         low=0,
     )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     ema: float = key(
-        0.0, "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
+        0.0, "decay of the averaged weights (EMA) per lr_batch_size samples (per step if lr_batch_size=0); "
+        "evaluations use these weights; 0: no averaging",
         low=0, high=0.999999,
     )  # fmt: skip
     crop: int = key(
@@ -54,8 +57,8 @@ class Config(TrainKeys):
     cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
     tta: bool = key(True, "test-time augmentation: also evaluate the mirror image of each image, and add the outputs")
     tta_shift: int = key(
-        0, "with tta=true: also evaluate two copies of each image, shifted by this number of pixels up and left, and down and right; each "
-        "counts half as much as the image itself; 0: no shifts", low=0, high=8,
+        0, "with tta=true: also evaluate two shifted copies of each image, one up and left, the other down and right, "
+        "by this number of pixels; each copy has half the weight of the image itself; 0: no copies", low=0, high=8,
     )  # fmt: skip
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
@@ -63,7 +66,10 @@ class Config(TrainKeys):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.arch is not Arch.resnet18 and self.weight_decay * self.global_batch_size > MOST_DECAY:
-            fix = f"too large: arch={self.arch.name} applies it per sample of the batch: give variant=fast, or weight_decay=2e-6"
+            fix = (
+                f"is too large, since arch={self.arch.name} multiplies it by the batch size; "
+                "give variant=fast, or weight_decay=2e-6"
+            )
             raise ConfigError(f"weight_decay={self.weight_decay}: {fix}")
 
 

@@ -18,7 +18,9 @@ Mode = Enum("Mode", "learn bench")
 
 @dataclass(frozen=True)
 class Config(RecipeKeys):
-    mode: Mode = key(Mode.learn, "learn: explain and check each operation; bench: time operations over sizes")
+    mode: Mode = key(
+        Mode.learn, "learn: explain and check each operation; bench: measure the speed of operations at several sizes"
+    )
     operations: str = key(
         "", f"bench: operations, separated by commas; default: {', '.join(OPERATIONS)}", pattern=r"[a-z_]+(,[a-z_]+)*",
         form="names separated by commas",
@@ -27,7 +29,12 @@ class Config(RecipeKeys):
         "4..64M", "bench: sizes of the whole array in bytes, as FROM..TO; each size is four times the previous one",
         pattern=rf"{SIZE}\.\.{SIZE}", form="FROM..TO, such as 4..64M or 1M..1G",
     )  # fmt: skip
-    seconds: float = key(1.0, "bench: seconds of timing per size and operation, approximately", low=0.01, high=3600)
+    seconds: float = key(
+        1.0,
+        "bench: approximate duration of the measurement of an operation at one size, in seconds",
+        low=0.01,
+        high=3600,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,22 +16,29 @@ class Config(TrainKeys):
         values=("images", "fake"),
     )  # fmt: skip
     labels: str = key(
-        "", "use this CSV, not class folders; columns: file (below data_dir), label, and optionally split (train or val)", path=True
+        "", "CSV to use instead of class folders; columns: file (its path in data_dir), label, "
+        "and optionally split (train or val)", path=True
     )  # fmt: skip
-    multi_label: bool = key(False, "an image may have several labels: in the CSV, separated by ;")
+    multi_label: bool = key(False, "an image may have several labels, separated by ; in the CSV")
     val_fraction: float = key(
-        0.2, "share of each class for validation if the data has no val/ and no column split", low=0.01, high=0.9
+        0.2,
+        "fraction of each class to use for validation if the data has neither val/ nor a column named split",
+        low=0.01,
+        high=0.9,
     )
-    num_workers: int = key(4, "processes per rank that read images; 0: the main process", low=0, high=1024)
+    num_workers: int = key(4, "processes per rank that read images; 0: the main process reads them", low=0, high=1024)
     arch: str = key(
         "resnet50", "any classification model of torchvision, or timm/NAME",
         pattern=r"(timm/)?[a-zA-Z][a-zA-Z0-9_.-]{0,127}", form="the name of a model, or timm/NAME",
     )  # fmt: skip
     pretrained: str = key(
-        "true", "weights to start from: true, or their name, such as IMAGENET1K_V2; false: random", pattern=NAME
+        "true",
+        "weights to start from: true (the model's default ones), a name such as IMAGENET1K_V2, or false (random)",
+        pattern=NAME,
     )
     train: str = key(
-        "all", "all: every weight; head: only the last layer; lora: the last layer, and a low-rank addition to every other matrix",
+        "all", "what to train; all: every weight; head: only the last layer; "
+        "lora: the last layer, and a low-rank addition to the matrix of every other linear or convolution layer",
         values=("all", "head", "lora"),
     )  # fmt: skip
     lora_rank: int = key(8, "rank of the matrices of train=lora", low=1, high=1024)
@@ -46,7 +53,7 @@ class Config(TrainKeys):
         0.1, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
     )
     weight_decay: float = key(0.05, "weight decay of weights; norms, biases and position embeddings have none", low=0)
-    label_smoothing: float = key(0.1, "label smoothing; not with multi_label", low=0, high=1)
+    label_smoothing: float = key(0.1, "label smoothing; ignored with multi_label=true", low=0, high=1)
     class_weights: bool = key(False, "weight each class in inverse proportion to its number of training images")
     px: int = key(224, "side in pixels of the images", low=32, high=1024)
     val_resize: int = key(
@@ -68,16 +75,18 @@ class Config(TrainKeys):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.val_resize < self.px:
-            raise ConfigError(f"val_resize={self.val_resize}: must be at least px, {self.px}")
+            raise ConfigError(f"val_resize={self.val_resize}: must be at least px={self.px}")
         if self.multi_label and not (self.labels and self.dataset == "images"):
             raise ConfigError("multi_label=true: requires labels=FILE.csv")
         if self.multi_label and not self.best_metric:
             object.__setattr__(self, "best_metric", "val_map")
         if self.mixup and self.cutmix:
-            raise ConfigError(f"cutmix={self.cutmix}: not with mixup={self.mixup}; give one of the two")
+            raise ConfigError(f"cutmix={self.cutmix}: cannot be used with mixup={self.mixup}; leave one of them out")
         for name in ("mixup", "cutmix", "class_weights"):
             if self.multi_label and getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)}: not with multi_label=true; leave one of them out")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: cannot be used with multi_label=true; leave one of them out"
+                )
 
 
 # Random images, to try the recipe: there is nothing to learn.

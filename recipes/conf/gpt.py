@@ -21,16 +21,17 @@ class Config(TrainKeys):
     small_part: ClassVar[int] = 1  # one sequence is enough work for a GPU: it has many positions
 
     dataset: str = key(
-        "text", "text: your own; bytes: sentences generated in memory, no download", values=("text", "bytes")
+        "text", "text: your own text; bytes: sentences generated in memory, no download", values=("text", "bytes")
     )
-    depth: int = key(12, "number of blocks; keys with default 0 follow from it", low=1, high=256)
-    width: int = key(0, "width of the model, a multiple of 64; 0: 64 for each block", low=0, high=2**16)
-    kv_heads: int = key(0, "heads of keys and values; 0: one for each group of up to 4 query heads", low=0, high=2**10)
+    depth: int = key(
+        12, "number of blocks; width=, kv_heads=, global_batch_size=, tokens=, max_steps=, embed_lr= and "
+        "head_lr= follow from it if they are 0", low=1, high=256,
+    )  # fmt: skip
+    width: int = key(0, "width of the model, a multiple of 64; 0: 64 * depth", low=0, high=2**16)
+    kv_heads: int = key(0, "number of key/value heads; 0: one for each group of up to 4 query heads", low=0, high=2**10)
     seq_len: int = key(1024, "tokens of a sequence", low=2, high=2**20)
-    global_batch_size: int = key(
-        0, "sequences per step over all ranks; 0: 32,768 tokens for each block of the model", low=0, high=2**30
-    )
-    tokens: int = key(0, "tokens to train on, in at most epochs= epochs; 0: 20 per parameter of the blocks", low=0)
+    global_batch_size: int = key(0, "sequences per step over all ranks; 0: 32,768 * depth / seq_len", low=0, high=2**30)
+    tokens: int = key(0, "tokens to train on, limited by epochs=; 0: 20 per parameter of the blocks", low=0)
     max_steps: int = key(0, "maximum number of optimiser steps; 0: as many as tokens= requires", low=0, may_change=True)
     epochs: int = default(TrainKeys, "epochs", 4)
     lr: float = key(0.02, "peak learning rate of Muon, for the matrices of the blocks", low=0)
@@ -39,7 +40,9 @@ class Config(TrainKeys):
     embed_lr: float = key(0.0, "peak learning rate of AdamW for the embedding; 0: 0.2 * sqrt(768 / width)", low=0)
     head_lr: float = key(0.0, "peak learning rate of AdamW for the head; 0: 0.004 * sqrt(768 / width)", low=0)
     warmup: float = key(0.02, "fraction of the steps in which the learning rate rises", low=0, high=1)
-    cooldown: float = key(0.4, "last fraction of the steps, in which the rate falls to zero", low=0, high=1)
+    cooldown: float = key(
+        0.4, "fraction of the steps, at the end, in which the learning rate falls to zero", low=0, high=1
+    )
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
     best_metric: str = default(TrainKeys, "best_metric", "val_bpb")
     best_mode: Mode = default(TrainKeys, "best_mode", Mode.min)

@@ -28,7 +28,8 @@ class Config(TrainKeys):
     )
     decoder: Decoder = key(
         Decoder.auto,
-        "auto: torchcodec if installed, else torchvision (both return PIL's pixels); opencv: faster, other pixels (not antialiased)",
+        "auto: torchcodec if it is installed, else torchvision (with both, pixels differ from Pillow's by at most 1); "
+        "opencv: faster, but the pixels differ, since it resizes without antialiasing",
     )
     num_workers: int = key(
         -1, "threads per rank that decode images; -1: one fewer than the CPUs of a rank, at most 16; 0: decode in the main thread",
@@ -39,7 +40,9 @@ class Config(TrainKeys):
         pattern=r"[a-z][a-z0-9_]{0,63}", form="the name of a model",
     )  # fmt: skip
     pretrained: str = key(
-        "", "start from torchvision's weights: true, or their name, such as IMAGENET1K_V2", pattern=NAME
+        "",
+        "torchvision's weights to start from: true (the newest), or a name such as IMAGENET1K_V2; empty: random",
+        pattern=NAME,
     )
     epochs: int = default(TrainKeys, "epochs", 90)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 1024)
@@ -64,12 +67,13 @@ class Config(TrainKeys):
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
     ema: float = key(
-        0.0, "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
+        0.0, "decay of the averaged weights (EMA) per lr_batch_size samples (per step if lr_batch_size=0); "
+        "evaluations use these weights; 0: no averaging",
         low=0, high=0.999999,
     )  # fmt: skip
     px: int = key(224, "side in pixels of the training images", low=32, high=1024)
     small_px: int = key(
-        0, "side in pixels of the first training images; it grows to px; 0: px from the start", low=0, high=1024
+        0, "side in pixels of the training images at the start; it grows to px; 0: always px", low=0, high=1024
     )
     val_px: int = key(224, "side in pixels of the validation images", low=32, high=1024)
     val_resize: int = key(
@@ -84,9 +88,9 @@ class Config(TrainKeys):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.val_resize < self.val_px:
-            raise ConfigError(f"val_resize={self.val_resize}: must be at least val_px, {self.val_px}")
+            raise ConfigError(f"val_resize={self.val_resize}: must be at least val_px={self.val_px}")
         if self.small_px and not 32 <= self.small_px <= self.px:
-            raise ConfigError(f"small_px={self.small_px}: must be 32 to px, {self.px}; or 0 for px")
+            raise ConfigError(f"small_px={self.small_px}: must be from 32 to px={self.px}, or 0")
         if self.stage_dir and self.dataset == "fake":
             raise ConfigError(f"stage_dir={self.stage_dir}: dataset=fake has no files to copy")
 

@@ -11,7 +11,7 @@ from recipes.core.errors import ConfigError, shown
 
 @dataclass(frozen=True)
 class Config(RecipeKeys):
-    hint: ClassVar[str] = "; arguments of your program come after --: script=FILE -- --their --args"
+    hint: ClassVar[str] = "; write the arguments of your program after --, as in script=FILE -- --their --args"
 
     # Not declared as a path: .venv/bin/python is a link that must not be resolved.
     program: str = key("", "your program: a .py file, or an executable; type it as script=FILE")

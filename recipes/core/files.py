@@ -88,7 +88,7 @@ def own_folder(folder: Path) -> None:
     """Creates ``folder``, or finds that it is this user's. Raises OSError, and MachineError if it, or a link in its place, is another's."""
     folder.mkdir(parents=True, exist_ok=True)
     if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
-        raise MachineError(f"run_dir: {folder} belongs to another user: give another run_dir")
+        raise MachineError(f"run_dir={folder}: belongs to another user; give another run_dir=")
 
 
 def without_waiting(path: str, flags: int) -> int:
@@ -124,7 +124,9 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path 
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, FileNotFoundError) and staging and not staging.exists() and path.parent.exists():
-            raise MachineError(f"{path.parent.parent}: a later attempt writes here; this one ends") from None
+            raise MachineError(
+                f"{path.parent.parent}: a later attempt writes to this run directory, so this attempt ends"
+            ) from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -240,7 +242,7 @@ def writing_to(folder: Path, key: str) -> Iterator[None]:
         yield
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        fix = f"{'make room there, or ' if is_full else ''}give another {key}="
+        fix = f"{'free some space there, or ' if is_full else ''}give another {key}="
         line = f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}"
         raise (DiskFull if is_full else MachineError)(line) from None
 

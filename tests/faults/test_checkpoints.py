@@ -111,7 +111,7 @@ def test_a_run_resumes_from_the_newest_valid_checkpoint_and_refuses_if_none_is_v
     assert refused.status == 2, refused.out
     [line] = [line for line in refused.lines if line.startswith("broken: ") and " rank on " not in line]
     assert "no checkpoint can be read" in line
-    assert "move them to another folder" in line
+    assert "to start from step 0, move the checkpoints to another folder" in line
     assert "Traceback" not in refused.out
     assert {path: path.read_bytes() for path in before} == before
     oldest.write_bytes(whole)

@@ -35,7 +35,7 @@ def go(marks: Path) -> None:
     (marks / "go").touch()
 
 
-def noted(run_dir: Path, name: str, ends: str = "saves at one of the next steps") -> Callable[[], bool]:
+def noted(run_dir: Path, name: str, ends: str = "the run saves at one of the next steps") -> Callable[[], bool]:
     """Whether rank 0 has said that it has got a signal; on each node the first rank speaks."""
     return lambda: f"rank 0 on {HOST}: {name}: {ends}" in conftest.log(run_dir, 0)
 

@@ -254,7 +254,7 @@ def out_of_memory(place: Place) -> Figures:
     if place.dry:
         raise NotPossible("a CPU's memory does not end at a size")
     out = place.run(*place.recipe("cifar", "dataset=fake", "global_batch_size=50000"), status=1)
-    assert "use a smaller global_batch_size=, or accumulate=" in out, out[-1000:]
+    assert "use a smaller global_batch_size=, or a larger accumulate=" in out, out[-1000:]
     return {}
 
 

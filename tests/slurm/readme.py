@@ -201,7 +201,8 @@ TABLE: dict[str, How] = {
         slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu", "20": "2"}),
     "python launch.py script=single.py nodes=1 gpus_per_node=1": slurm("device=cpu"),
     "python launch.py check script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20":
-        slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu"}, runs=0, says="^script: not tried: .*/ddp.py is not started here$"),
+        slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu"}, runs=0,
+              says="^script: not checked: launch.py check does not start .*/ddp.py$"),
     "python launch.py script=ddp.py launcher=local ranks_per_node=2 device=cpu": here(says="^epoch 10  loss 0.0"),
     "sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20":
         slurm(swap={**ONE_EACH, "script=": "device=cpu script=", "20": "2"}),
@@ -265,10 +266,12 @@ TABLE: dict[str, How] = {
         tool(swap={"1234 1235": "runs/cifar/1234_0 runs/cifar/1234_1"}, says="^curves: python -m recipes.report runs/cifar/1234_0 "),
     "python -m recipes.mnist dataset=digits profile=10 device=cpu": here("max_steps=16", {"profile=10": "profile=1"}),
     "python launch.py scale recipe=cifar nodes=1,2,4 max_steps=200":
-        slurm(f"{CIFAR} dataset=fake", {"nodes=1,2,4 max_steps=200": "nodes=1,2"}, runs=2, says="^when they are done: python launch.py scale "),
+        slurm(f"{CIFAR} dataset=fake", {"nodes=1,2,4 max_steps=200": "nodes=1,2"}, runs=2,
+              says="^when these jobs are done, print the table: python launch.py scale "),
     "python launch.py scale runs/scale/20260101-120000": tool(swap={"scale/20260101-120000": "cifar/1234_1"}, says="^ +ranks +nodes "),
     "python launch.py scale 1234 link=runs/collectives/1235 ranks=8,64,512,4096":
-        tool(swap={"1234 link=runs/collectives/1235": "1234_1 link=runs/cifar/1234_0"}, status=2, says="has no bandwidth of all_reduce"),
+        tool(swap={"1234 link=runs/collectives/1235": "1234_1 link=runs/cifar/1234_0"}, status=2,
+             says="has no measured bandwidth and latency of all_reduce"),
     "python launch.py runs": tool(says="^runs/cifar/1234_1 +done +1/1 "),
     "python launch.py runs --failed --sort=updated": tool(says="^runs/imagenet/1234 +failed "),
     "python launch.py logs 1234 rank=3 follow": tool(swap={"1234 rank=3 follow": "runs/cifar/1234_0 rank=0"}, says="^cifar: 1 rank on 1 node"),

@@ -53,8 +53,8 @@ def without(bad: str, slurm: Cluster, job: str, log: Path) -> None:
     jobs.wait_requeued(slurm, job, log, 60)
     jobs.start_again(slurm, job)
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
-    assert f"mnist: bad nodes: {bad}; requeued without them (at most 1 more)" in log.read_text().splitlines()
-    assert log.read_text().index("1 of 1 nodes bad") < log.read_text().index("healthy: 1 node")
+    assert f"mnist: bad nodes: {bad}; requeued without them (requeues left: 1)" in log.read_text().splitlines()
+    assert log.read_text().index("1 of 1 nodes is bad") < log.read_text().index("healthy: 1 node")
     assert (slurm.jobs(job)[0]["ExcNodeList"], slurm.jobs(job)[0]["NodeList"]) == (bad, "node2")
 
 
@@ -82,7 +82,7 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(slurm: Cluster, repo:
     assert done.returncode == 3, done.stdout + done.stderr
     job = done.stdout.split(":", 1)[0].removeprefix("job ")
     reported = re.search(
-        r"^mnist: (bad nodes: node1; not requeued without them \(.+\): submit it with exclude=node1 .+)$",
+        r"^mnist: (bad nodes: node1; a requeue that excludes them failed \(.+\): submit the job with exclude=node1 .+)$",
         done.stdout,
         re.MULTILINE,
     )

@@ -16,7 +16,7 @@ from tests.slurm.jobs import ENDLESS, PYTHON, read
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 ONE = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
-RESUME = "to resume, start it again with the same run_dir="
+RESUME = "to resume, start the run again with the same run_dir="
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: 
         assert " failed first: the loss at step " in found[failed][0]
         assert not any(other in line for line in found[failed] for other in (stopped, running, done))
         assert found[waits] == [
-            f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} starts it"
+            f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} lets it start"
         ]
         assert [read(runs / job / "status.json")["kind"] for job in (stopped, failed)] == ["stopped", "error"]
         assert read(runs / stopped / "status.json")["next"] == "requeued"
@@ -77,7 +77,7 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: 
         slurm.wait_job(running)
         found = explained(slurm, repo, f"runs/mnist/{stopped}", f"runs/mnist/{running}")
         assert found[stopped] == [
-            f"{saved}; job {stopped} is held (JobHeldAdmin): scontrol release {stopped} starts it"
+            f"{saved}; job {stopped} is held (JobHeldAdmin): scontrol release {stopped} lets it start"
         ]
         assert found[running][0].endswith(f"; job {running} is cancelled; the job was cancelled: {RESUME}")
         assert read(runs / running / "status.json")["next"] == "cancelled"

@@ -135,7 +135,8 @@ def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path)
     ended = fabric.train(tmp_path, "timeout_s=8", **forced)
     assert ended.status != 0
     assert re.search(
-        r"^mnist: (node1: rank 0|node2: rank 1) cannot join the group of 2 \(RuntimeError: Gloo connectFullMesh failed with .*"
+        r"^mnist: (node1: rank 0|node2: rank 1) cannot join the process group of 2 ranks \(RuntimeError: "
+        r"Gloo connectFullMesh failed with .*"
         r"Connection refused, remote=\[172\.17\.0\.1\]:",
         ended.out,
         re.MULTILINE,

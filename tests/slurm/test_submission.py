@@ -116,8 +116,9 @@ def test_a_run_directory_on_the_nodes_own_disks_is_refused(slurm: Cluster, repo:
     options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
     job = sbatch(slurm, repo, log, *options, "sbatch/mnist_2x8.sh", *MINI, "timeout_s=10", f"run_dir={run_dir}")
     assert ended(slurm, job, log, 90) == ("FAILED", "3:0"), log.read_text()
-    line = f"node2: run_dir={run_dir}: what rank 0 on node1 writes there is not seen here: give a folder that all nodes share"
-    lines = [text for text in log_lines(log) if "not seen here" in text]
+    unseen = "this node does not see the files that rank 0 on node1 writes"
+    line = f"node2: run_dir={run_dir}: {unseen}: give a folder that all nodes share"
+    lines = [text for text in log_lines(log) if unseen in text]
     assert lines[0] == f"mnist: {line}", log.read_text()
     assert lines[-1] == f"mnist: {line}", log.read_text()
     assert not [text for text in log_lines(log) if text.startswith("epoch")]

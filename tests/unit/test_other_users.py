@@ -172,7 +172,7 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
     folder = tmp_path / "run" / name
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
-    with pytest.raises(MachineError, match="belongs to another user: give another run_dir"):
+    with pytest.raises(MachineError, match="belongs to another user; give another run_dir="):
         files.own_folder(folder) if name == "logs" else attempts.open_next(tmp_path / "run", "toy", {})
 
 

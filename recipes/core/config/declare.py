@@ -98,7 +98,7 @@ def check(keys: Any) -> None:
             if meta.get("values") and value not in meta["values"]:
                 raise ConfigError(f"{given}: {choice(value, meta['values'])}")
             if value.startswith("~") and os.path.expanduser(value) == value:
-                raise ConfigError(f"{given}: this user has no home folder; write the absolute path")
+                raise ConfigError(f"{given}: the home folder that ~ stands for is unknown; write the absolute path")
 
 
 def names_of(cls: type) -> set[str]:

@@ -23,8 +23,8 @@ PATH_SHOWN = 300  # characters of a path that a message shows
 _SETTING = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_.,:/@%+=^-]*|"[ !#%-\[\]^_a-~]*")')
 _COMMENT = re.compile(r"[ \t]*(#.*)?")
 FORM = (
-    "must be NAME=value or a comment; put a value with other characters than letters, digits and _.,:/@%+=^- in double"
-    " quotes; use ASCII without $, backquotes and backslashes, since nothing is expanded"
+    "must be NAME=value or a comment; a value may have letters, digits and _.,:/@%+=^-, and between double quotes"
+    " any other ASCII characters except $, backquotes, backslashes and double quotes (nothing is expanded)"
 )
 
 _SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")
@@ -76,7 +76,9 @@ def parse(text: str, name: str) -> dict[str, str]:
                 f"{where}: {variable} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
             )
         if any(_SECRET_PART.fullmatch(part) for part in variable.upper().split("_")):
-            raise ConfigError(f"{where}: {variable} looks like a secret; files are shared: export it in your own shell")
+            raise ConfigError(
+                f"{where}: {variable} looks like a secret, and env files are shared; export it in your own shell"
+            )
         settings[variable] = value.strip('"')
     return settings
 
@@ -107,7 +109,7 @@ def require_harmless(settings: Mapping[str, str], name: str) -> None:
         if not _HARMLESS.fullmatch(variable) or _NEVER.fullmatch(variable) or is_path:
             raise ConfigError(
                 f"{shown(name, PATH_SHOWN)}: {variable} may choose which code runs or which file is written: "
-                "set it in env/clusters/ of your clone, or export it in your own shell"
+                "set it in an env file in env/clusters/ of your clone, or export it in your own shell"
             )
 
 

@@ -22,7 +22,9 @@ def help_text(recipe: str = "", with_job_keys: bool = False) -> str:
         name = recipe or "NAME"
         lines.append(f"python launch.py recipe={name} key=value …         submits a job")
         lines.append(f"python launch.py check recipe={name} key=value …   validates a job without submitting it")
-        lines.append("python launch.py runs | logs RUN | cancel RUN | resume RUN   your runs: docs/run-directory.md")
+        lines.append(
+            "python launch.py runs | logs RUN | cancel RUN | resume RUN   manages runs (docs/run-directory.md)"
+        )
         lines.append("python launch.py new NAME from=RECIPE           copies a recipe")
         lines.append("python launch.py script=FILE key=value … -- ARGUMENT …   runs a program of your own")
         groups.insert(0, ("job keys", JobKeys))

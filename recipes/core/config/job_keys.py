@@ -30,7 +30,7 @@ class JobKeys:
         Launcher.slurm, "slurm: submit; local: start the ranks on this machine; print: print the sbatch script"
     )
     nodes: int | None = key(
-        None, "number of nodes; default: 1, or any number with gpus=", low=1, high=65536, sbatch="--nodes"
+        None, "number of nodes; default: 1; with gpus=, Slurm chooses it", low=1, high=65536, sbatch="--nodes"
     )
     gpus_per_node: int | None = key(
         None, "GPUs per node, one rank per GPU; default: the profile's value, else 1", low=0, high=1024,
@@ -46,8 +46,8 @@ class JobKeys:
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = key(
-        None, "CPUs per rank; default: the profile's value; else 8 with a GPU; else cpu_threads= plus num_workers= "
-        "(num_workers=-1 counts as 6)", low=1, high=4096, sbatch="--cpus-per-task",
+        None, "CPUs per rank; default: the profile's value; if it has none: 8 with GPUs; with device=cpu, cpu_threads= "
+        "(0 counts as 1) plus num_workers= (-1 counts as 6)", low=1, high=4096, sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = key(
         "", "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
@@ -55,11 +55,11 @@ class JobKeys:
     )  # fmt: skip
     node_rank: int = key(
         0, "index of this machine in gpus=, from 0, for launcher=local on several machines",
-        low=0, sbatch="srun sets it",
+        low=0, sbatch="leave it out under srun",
     )  # fmt: skip
     master: str = key(
         "", "HOST:PORT of the first machine, for launcher=local on several machines", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
-        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="srun sets it",
+        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="leave it out under srun",
     )  # fmt: skip
     time: str = key("01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time")
     partition: str = key("", "Slurm partition(s)", pattern=NAMES, sbatch="--partition")
@@ -83,7 +83,9 @@ class JobKeys:
         "", "address that Slurm notifies when the job ends, fails or is requeued", pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
         form="an address or a user name", sbatch="--mail-user",
     )  # fmt: skip
-    extra: str = key("", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="(any)")
+    extra: str = key(
+        "", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="give these options to sbatch"
+    )
     name: str = key("", "name of the job; default: the recipe's name", pattern=NAME, sbatch="--job-name")
     cluster: str = key(
         "", "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
@@ -104,7 +106,7 @@ class JobKeys:
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
         sbatch="export RECIPES_CONTAINER_MOUNTS",
     )  # fmt: skip
-    snapshot: bool = key(True, "run a copy of the code as submitted; false: run the repository's own files")
+    snapshot: bool = key(True, "run a copy of the code, made at submission; false: run the repository's own files")
     parallel: int = key(
         0, "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
         low=0, high=100000, sbatch="--array=…%N",
@@ -137,16 +139,18 @@ def extra_options(text: str) -> dict[str, str]:
     given = f"extra={shown(text)}"
     options = {f.name: re.findall(r"--([a-z-]+)", f.metadata.get("sbatch", "")) for f in dataclasses.fields(JobKeys)}
     ours = {option: f"give {name}=" for name, own in options.items() for option in own}
-    ours |= dict.fromkeys(OUR_OPTIONS, "launch.py decides it")
+    ours |= dict.fromkeys(OUR_OPTIONS, "it is reserved for launch.py")
     found: dict[str, str] = {}
     for word in text.split():
         option = re.fullmatch(r"--([a-z][a-z0-9-]+)(?:=([^'\"\\\\]+))?", word)
         if not option:
-            raise ConfigError(f"{given}: '{shown(word)}' is not --option or --option=value, in plain characters")
+            raise ConfigError(
+                f"{given}: '{shown(word)}' must be --option or --option=value, without quotes and backslashes"
+            )
         name, value = option.groups(default="")
         # sbatch accepts an abbreviated option.
         if known := next((known for known in ours if known.startswith(name)), ""):
-            raise ConfigError(f"{given}: extra= must not contain --{name}: {ours[known]}")
+            raise ConfigError(f"{given}: must not contain --{name}; {ours[known]}")
         found[name] = value
     return found
 

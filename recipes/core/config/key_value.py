@@ -20,7 +20,9 @@ def read(argv: Sequence[str]) -> dict[str, str]:
     file = words.pop("config")
     from_file = read_yaml(Path(os.path.expanduser(file)), f"config={shown(file)}")
     if "config" in from_file:
-        raise ConfigError(f"config={shown(from_file['config'])}: a config= file cannot name another")
+        raise ConfigError(
+            f"config={shown(from_file['config'])}: a config= file must not contain the key config; remove it"
+        )
     return {**from_file, **words}
 
 
@@ -40,7 +42,9 @@ def split(argv: Sequence[str]) -> dict[str, str]:
     for word in argv:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"(sweep\.)?[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"'{shown(word)}' is not key=value; write key=value, without dashes and blanks")
+            raise ConfigError(
+                f"'{shown(word)}' is not key=value; write key=value, without dashes in the key or blanks around ="
+            )
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise ConfigError(f"{name}={shown(value)}: is not UTF-8; write it in UTF-8, or set PYTHONUTF8=1")
         words[name] = value

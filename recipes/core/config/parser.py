@@ -119,10 +119,12 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
             )
     for name in ("gpus_per_node", "ranks_per_node"):
         if "gpus" in words and name in words:
-            raise ConfigError(f"{name}={shown(words[name])}: not with gpus={shown(words['gpus'])}; give one of the two")
+            raise ConfigError(
+                f"{name}={shown(words[name])}: cannot be used with gpus={shown(words['gpus'])}; give one of the two"
+            )
     variant = words.get("variant", "")
     if variant and variant not in variants:
-        rule = declare.choice(variant, variants) if variants else f"recipe {recipe} has no variants; leave it out"
+        rule = declare.choice(variant, variants) if variants else f"recipe {recipe} has no variants; leave variant= out"
         raise ConfigError(f"variant={shown(variant)}: {rule}")
     cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
     profile = profiles.cluster_profile(cluster) if cluster else {}
@@ -142,7 +144,7 @@ def _misplaced(name: str, value: str) -> str:
         return f"{given}: is a key of launch.py: python launch.py {given} …"
     if options.startswith("--"):
         options = f"give sbatch or srun {options}" + ("" if set(" =") & set(options) else f"={shown(value)}")
-    return f"{given}: is a job key, which a recipe cannot set; {options}, or use launch.py"
+    return f"{given}: is a job key, which only launch.py accepts; {options}, or use launch.py"
 
 
 def parse_keys(cls: type, argv: Sequence[str]) -> Any:
@@ -168,6 +170,8 @@ def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[s
             # Path.resolve() raises where links lead in a circle
             path = os.path.realpath(base / Path(value).expanduser())
             if declare.CONTROL.search(path) or any("\ud800" <= c <= "\udfff" for c in path):
-                raise ConfigError(f"{name}={shown(value)}: {shown(path)} cannot be printed; rename the folder")
+                raise ConfigError(
+                    f"{name}={shown(value)}: {shown(path)} has characters that cannot be printed; rename it"
+                )
             found[name] = path
     return found

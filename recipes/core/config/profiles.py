@@ -50,7 +50,9 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
     for_sed += [f"environment: {profile['environment']}"] if "environment" in profile else []
     lines = {" ".join(line.split("#")[0].split()) for line in path.read_text(encoding="utf-8").splitlines()}
     if missing := [line for line in for_sed if line not in lines]:
-        raise ConfigError(f"{path}: batch scripts require a line '{missing[0]}' without quotes and brackets; add it")
+        raise ConfigError(
+            f"{path}: write {missing[0]} on its own line, without quotes or brackets: batch scripts need this form"
+        )
     return profile
 
 

@@ -25,7 +25,7 @@ class RunKeys:
         path=True, not_inherited=True,
     )  # fmt: skip
     variant: str = key("", "named preset of recipe keys, from recipes/conf/RECIPE.py", pattern=NAME, not_inherited=True)
-    config: str = key("", "a YAML file of keys; typed keys take precedence", path=True, not_inherited=True)
+    config: str = key("", "a YAML file of keys; the command line takes precedence", path=True, not_inherited=True)
     network: str = key("", "network settings: NAME for env/NAME.env, or the path of your own env file")
     device: Device = key(Device.auto, "auto (GPUs; outside Slurm, the CPU if there is no GPU), cuda or cpu")
     backend: Backend = key(Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo")
@@ -35,7 +35,9 @@ class RunKeys:
     )  # fmt: skip
     resume: str = key(
         "auto",
-        "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a checkpoint; best, latest: that checkpoint of the run directory; or the path of a checkpoint or of another run directory",
+        "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a "
+        "checkpoint; best or latest: resume from checkpoints/best or checkpoints/latest; or the path of a checkpoint "
+        "or of another run directory",
         pattern=".+",
         form=f"one of {', '.join(RESUME_WORDS)}, or a path",
         not_inherited=True,
@@ -52,7 +54,7 @@ class RunKeys:
     keep_best: bool = key(True, "keep the checkpoint with the best best_metric; checkpoints/best names it")
     max_requeues: int = key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
     stop_before_s: float = key(
-        60.0, "seconds before the time limit at which the ranks save and stop, at most a quarter of the limit; 0: off",
+        60.0, "how many seconds before the time limit the ranks save and stop, at most a quarter of the limit; 0: off",
         low=0,
     )  # fmt: skip
     timeout_s: float = key(
@@ -65,13 +67,16 @@ class RunKeys:
     )
     umask: str = key(
         "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
-        pattern="0?0[2367][2367]", form="three octal digits, the first 0, which forbid others to write, such as 077 or 027",
+        pattern="0?0[2367][2367]",
+        form="three octal digits: 0, then two digits from 2, 3, 6 and 7 (only you can write), such as 077 or 027",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         declare.check(self)
         if self.backend is Backend.nccl and self.device is Device.cpu:
-            raise ConfigError("backend=nccl: needs GPUs, but device=cpu: leave backend= out, or give backend=gloo")
+            raise ConfigError(
+                "backend=nccl: requires GPUs, but device=cpu is given; leave backend= out, or give backend=gloo"
+            )
 
 
 @dataclass(frozen=True)
@@ -123,13 +128,15 @@ class TrainKeys:
     )  # fmt: skip
     dtype: Dtype = key(
         Dtype.float32,
-        "float32; tf32: GPUs round what they multiply to 10 bits of mantissa; bfloat16: autocast; float16: autocast with a loss scale, for GPUs older than A100; auto: bfloat16 on GPUs that support it",
+        "float32; tf32: float32, but GPUs round the factors of products to 10 bits of mantissa; "
+        "bfloat16: autocast; float16: autocast with a loss scale, for GPUs older than A100; "
+        "auto: bfloat16 if all GPUs support it, else float32",
     )
     clip_grad_norm: float = key(
         0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True
     )
     best_metric: str = key(
-        "", "result of the evaluation by which checkpoints are compared; if empty: val_top1, if there is one",
+        "", "name of the evaluation result by which checkpoints are compared; empty: val_top1 (if the recipe has it)",
         pattern=NAME, may_change=True,
     )  # fmt: skip
     best_mode: Mode = key(Mode.max, "max: a larger best_metric is better; min: a smaller one (a loss)", may_change=True)
@@ -138,7 +145,7 @@ class TrainKeys:
         low=0, may_change=True,
     )  # fmt: skip
     deterministic: bool = key(
-        False, "use deterministic algorithms only: on GPUs, the same run gives the same result to the bit; slower",
+        False, "use deterministic algorithms only; on GPUs, equal runs then have results that are equal to the bit, but are slower",
         may_change=True,
     )  # fmt: skip
     strategy: str = key(
@@ -160,7 +167,7 @@ class TrainKeys:
     )  # fmt: skip
     tensorboard: bool = key(
         False,
-        "write TensorBoard's events, into tensorboard/ of the run directory, with each checkpoint",
+        "write events for TensorBoard to tensorboard/ in the run directory at each checkpoint",
         may_change=True,
     )
     log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)

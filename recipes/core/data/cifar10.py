@@ -49,7 +49,7 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
     else:
         train = classfolder.scan(source / "train")
         if len(train.classes) > len(CIFAR10_CLASSES):
-            raise InputError(f"source={str(source)!r}: {len(train.classes)} classes in train/, CIFAR-10 has ten")
+            raise InputError(f"source={str(source)!r}: train/ has {len(train.classes)} classes, but CIFAR-10 has ten")
         classes = train.classes
         found = {"train": _from_listing(train), "test": _from_listing(classfolder.scan(source / "test", classes))}
     for split, (labels, pixels) in found.items():
@@ -71,14 +71,18 @@ def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
     root = source.parent
     if source.name == ARCHIVE:
         if not utils.check_integrity(str(source), CIFAR10.tgz_md5):
-            raise InputError(f"{source} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
+            raise InputError(
+                f"{source} is damaged (its MD5 is not the one that torchvision expects): "
+                "remove it, or give another source="
+            )
         utils.extract_archive(str(source), str(scratch))
         root = scratch
     try:
         parts = {split: CIFAR10(str(root), train=split == "train") for split in ("train", "test")}
     except RuntimeError:
         raise InputError(
-            f"{root / BATCHES} is incomplete or damaged (by torchvision's MD5s): give another source="
+            f"{root / BATCHES} is incomplete, or its MD5s differ from those that torchvision expects: "
+            "give another source="
         ) from None
     return {split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes()) for split, part in parts.items()}
 

@@ -80,7 +80,7 @@ def scan(
     if strange := [name for name in own if name not in positions]:
         raise InputError(
             f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: "
-            "give both the same class folders"
+            "add it to the training set, or remove it here"
         )
     listing = Listing(folder, known)
     for done, name in enumerate(own):

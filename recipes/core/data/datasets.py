@@ -83,7 +83,7 @@ def content_fault(content: bytes, file: DataFile) -> str | None:
     """As `fault_of`, for the content of a file."""
     size, sha256 = len(content), hashlib.sha256(content).hexdigest()
     if size != file.size:
-        return f"has {'more' if size > file.size else size} bytes instead of {file.size}"
+        return f"has more than {file.size} bytes" if size > file.size else f"has {size} bytes instead of {file.size}"
     if sha256 != file.sha256:
         return f"has invalid content (SHA-256 {sha256[:8]}… instead of {file.sha256[:8]}…)"
     return None
@@ -101,7 +101,7 @@ def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
     if missing := [name for name, path in found.items() if not path]:
         raise InputError(
             f"data_dir={str(base)!r} lacks {', '.join(missing)} (plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself): "
-            f"on a machine with internet, or with source=FOLDER, run {prepare_command(dataset.name, base)}"
+            f"on a machine with internet, or with source=FOLDER added, run {prepare_command(dataset.name, base)}"
         )
     return [path for path in found.values() if path]
 
@@ -149,5 +149,5 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
         return shape, content[end:]
     except (InputError, OSError, EOFError, zlib.error) as error:
         name = "cifar10" if path.parent.name == CIFAR10.folder else "mnist"
-        fix = f"to replace it: python -m recipes.prepare {name}, with the same data_dir="
+        fix = f"to replace it, run python -m recipes.prepare {name} with the same data_dir="
         raise InputError(f"{path}: {errors.shown(error)}; {fix}") from None

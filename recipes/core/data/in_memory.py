@@ -47,7 +47,7 @@ def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
         if len(images) != len(labels):
             raise InputError(f"{labels_path}: {len(labels)} labels for {len(images)} images")
         if len(labels) and int(labels.max()) > 9:
-            raise InputError(f"{labels_path}: is damaged (label {int(labels.max())} of ten classes)")
+            raise InputError(f"{labels_path}: is damaged (it has label {int(labels.max())}, but there are ten classes)")
         return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
     paths = datasets.find_files(dataset, data_dir)

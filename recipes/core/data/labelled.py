@@ -154,8 +154,8 @@ def _of_table(table: Table, fraction: float, seed: int) -> tuple[Part, Part]:
     for i in val:
         if strange := set(table.labels[i]) - known:
             raise InputError(
-                f"labels={table.place!r}: the class {table.classes[min(strange)]!r} of {table.name(i)!r} has split val only: "
-                "give some of its images the split train"
+                f"labels={table.place!r}: all images of class {table.classes[min(strange)]!r}, "
+                f"such as {table.name(i)!r}, have split val: give some of them the split train"
             )
     return (table, train), (table, val)
 

@@ -128,8 +128,8 @@ class Loader(OfBatches):
                         self._warn(f"{name!r} cannot be read ({reason}) and is skipped")
                 if job.bad and bad > max(MOST_SKIPPED, FRACTION * seen):
                     raise InputError(
-                        f"data_dir: {bad} of {seen} images of {source.place!r} cannot be read (the last: {name!r}: {reason}): "
-                        "check that the data is complete"
+                        f"data_dir: {bad} of {seen} images of {source.place!r} cannot be read (such as {name!r}: "
+                        f"{reason}): check that the data is complete"
                     )
                 yield job.extra, self._to(job.host.permute(0, 3, 1, 2)), self._to(labels)
 
@@ -201,7 +201,8 @@ def _finished(job: _Job) -> _Job:
             if clock.now() > end:
                 name = job.source.name(job.samples[job.at.get(begin, begin)])
                 raise MachineError(
-                    f"{job.source.place!r}: reading did not return for {STALL_S:g} s, near {name!r}: check its file system"
+                    f"{job.source.place!r}: a read near {name!r} did not return for {STALL_S:g} s: "
+                    "check the file system"
                 )
         chunk.result()
     return job

@@ -100,10 +100,10 @@ class GlobalBatches:
         """
         smallest, least = self.size(self.per_epoch - 1), ranks * accumulate
         if smallest < least:
-            pieces = f" of {accumulate} pieces" if accumulate > 1 else ""
+            needed = f"{least}, one for each rank{' and part of accumulate=' if accumulate > 1 else ''}"
             raise InputError(
-                f"global_batch_size={self.global_batch_size}: with {self.num_samples} samples, the last batch has {smallest} and leaves some of "
-                f"{ranks} ranks{pieces} without any; give at least {2 * least}, or fewer ranks"
+                f"global_batch_size={self.global_batch_size}: with {self.num_samples} samples, the last batch has {smallest}, but it needs {needed}; "
+                f"give at least {2 * least}, or use fewer ranks"
             )
 
     def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Shard]:

@@ -98,7 +98,7 @@ def open_text(data_dir: str, verify: bool = False) -> Text:
         ):
             raise ValueError
     except (KeyError, ValueError, TypeError, AttributeError):
-        raise InputError(f"{str(folder / 'index.json')!r} is damaged, or not of a text: {again}") from None
+        raise InputError(f"{str(folder / 'index.json')!r} is damaged, or does not describe a text: {again}") from None
     for number, (tokens, sha256) in enumerate(facts):
         path, size = folder / f"{number:05d}.bin", tokens * np.dtype(dtype).itemsize
         if not path.is_file() or path.stat().st_size != size:
@@ -123,7 +123,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
         with files.locked(folder / "preparing.lock"):
             if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
                 raise InputError(
-                    f"tokenizer={tokenizer}: {str(folder)!r} was made with another: give another data_dir="
+                    f"tokenizer={tokenizer}: {str(folder)!r} was made with another tokenizer: give another data_dir="
                 )
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
             files.remove_temporary(folder)
@@ -133,7 +133,10 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
                     shards.append(shard)
                     say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
             except BrokenProcessPool:
-                raise MachineError("a worker ended, most likely for lack of memory: give a smaller workers=") from None
+                raise MachineError(
+                    "a worker process died, probably because the memory was used up: "
+                    "reduce the number of workers with workers="
+                ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
             index = {**VERSION, "tokenizer": tokenizer, "dtype": dtype, "end": end, "shards": shards}
@@ -192,7 +195,7 @@ def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
     except ModuleNotFoundError:
         raise InputError(f"tokenizer={name}: needs tiktoken: pip install '.[text]'") from None
     except Exception as error:  # no internet
-        fix = "run this where there is internet, or set TIKTOKEN_CACHE_DIR to a folder that has its file"
+        fix = "run this on a machine with internet, or set TIKTOKEN_CACHE_DIR to a folder with the tokenizer's file"
         raise MachineError(f"tokenizer={name}: {errors.one_line(error)}: {fix}") from None
     tokens = {found.encode_single_token(token): token for token in found.token_byte_values()}
     return found.encode_ordinary, [tokens.get(i, b"") for i in range(found.n_vocab)], found.eot_token

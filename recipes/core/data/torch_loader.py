@@ -42,7 +42,10 @@ class LoadedBatch(Shard):
         others = {type(leaf).__name__ for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)}
         if count > 1 and others:
             named = ", ".join(sorted(others))
-            raise InputError(f"accumulate={count}: a batch has {named}, which cannot be cut: make tensors in collate=")
+            raise InputError(
+                f"accumulate={count}: a batch has {named}, which cannot be divided: "
+                "the function in collate= must return tensors"
+            )
         return super().pieces(count, empty)
 
 
@@ -88,8 +91,8 @@ class TorchLoader(_Loaded):
         self._evaluation: _Reader | None = None
         if batches.rank == 0 and not self._training.repeats():
             warn(
-                "dataset[0] differs between two reads with the same random numbers: a resumed run will see other samples. Draw the numbers from "
-                "the global generators of torch, random or numpy"
+                "dataset[0] differs between two reads with the same random seed, so a resumed run will see "
+                "other samples; draw random numbers only from the global generators of torch, random and numpy"
             )
 
     def _reader(self, dataset: Dataset[Any]) -> "_Reader":

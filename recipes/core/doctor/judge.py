@@ -95,8 +95,8 @@ def _compare(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
             continue
         usual, often = counted[0]
         is_majority = often > counted[1][1]
-        others = f"but {shown(usual)} on {often} others" if is_majority else "and the nodes have no majority"
-        fix = "use the same on all nodes: NCCL requires it, and a mixture is not tested"
+        others = f"but {shown(usual)} on {often} others" if is_majority else "and no value has a majority of the nodes"
+        fix = "use the same on all nodes: NCCL can fail on nodes that differ"
         for value, _ in counted[is_majority:]:
             nodes = [node for node, one in values.items() if one == value]
             verdict.add(nodes, f"{title} is {shown(value)}, {others}", fix, is_majority)
@@ -112,7 +112,9 @@ def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> No
     middle = median(gpu["tflops"] for _, gpu in tested) if tested else 0.0
     for node, gpu in tested:
         if gpu["tflops"] < SLOW * middle:
-            what = f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s, where the median is {middle:.0f}"
+            what = (
+                f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s; the median is {middle:.0f}"
+            )
             fix = "run nvidia-smi -q -d PERFORMANCE there: look for heat, a power cap, or another process"
             verdict.add([node], what, fix)
 
@@ -128,7 +130,10 @@ def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
         usual = median(speeds.values())
         slow = [node for node, speed in speeds.items() if len(speeds) > 2 and speed < SLOW * usual]
         for node in slow:
-            what = f"copies from its GPU {index} to the next are slow: {speeds[node]:.0f} GB/s, where the median is {usual:.0f}"
+            what = (
+                f"copies from its GPU {index} to the next GPU are slow: {speeds[node]:.0f} GB/s; "
+                f"the median is {usual:.0f}"
+            )
             verdict.add([node], what, "run nvidia-smi nvlink -s and nvidia-smi topo -m there")
 
 
@@ -183,7 +188,7 @@ def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         if len(values) > 1 and median(values) < SLOW * usual:
             of_which = f" from its GPU {gpu}" if len(speeds) > 1 else ""
             what = (
-                f"its network is slow{of_which}: {median(values):.3g} GB/s with others, where the median is {usual:.3g}"
+                f"its network is slow{of_which}: {median(values):.3g} GB/s with other nodes; the median is {usual:.3g}"
             )
             verdict.add([node], what, "run ethtool DEV or ibstat there: check link speed, errors and cable")
 
@@ -193,8 +198,8 @@ def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
     measured = {node: report["bandwidth"] for node, report in reports.items() if report.get("bandwidth")}
     for node, found in measured.items():
         if found.get("correct") is False:
-            fix = "its memory or a link corrupts data: exclude the node"
-            verdict.add([node], "an all_reduce has a wrong sum there", fix)
+            fix = "exclude the node, whose memory or link corrupts data"
+            verdict.add([node], "an all_reduce returned a wrong sum there", fix)
     cut = [node for node, found in measured.items() if not found.get("ended")]
     if not cut:
         return
@@ -202,7 +207,10 @@ def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
     behind = [node for node in cut if measured[node]["at"] != usual]
     found = measured[(behind or cut)[0]]
     what = f"the bandwidth test of all nodes stopped after {found['at']} ({found.get('error') or 'no error'})"
-    fix = "run NCCL_DEBUG=INFO python -m recipes.collectives on these nodes to see where; see the notes above"
+    fix = (
+        "run NCCL_DEBUG=INFO python -m recipes.collectives on these nodes to find the fault; "
+        "see also the other findings"
+    )
     verdict.add(behind, what, fix)
 
 

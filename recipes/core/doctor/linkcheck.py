@@ -41,7 +41,7 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     say(at="the creation of the process group")
     for gpu in range(gpus):
-        device, of_gpu = torch.device("cpu"), f" of GPUs {gpu}" if gpus > 1 else ""
+        device, of_gpu = torch.device("cpu"), f" with GPU {gpu} of each node" if gpus > 1 else ""
         if backend == "nccl":
             device = torch.device("cuda", gpu)
             torch.cuda.set_device(device)
@@ -49,12 +49,12 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
         dist.all_reduce(late)
         if gpu and int(late):
             break  # a job so large that there is no time for all GPUs
-        say(at=f"meeting the others{of_gpu}")
+        say(at=f"the first collective{of_gpu}")
         seconds, is_correct = all_reduce(device, rank, size)
         say(at=f"an all_reduce{of_gpu}", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, correct=is_correct)
         for mask in masks(size):
             pair(nodes, rank, mask, device, gpu)
-            say(at=f"pairs of nodes, {mask} apart{of_gpu}")
+            say(at=f"the exchange between nodes {mask} places apart{of_gpu}")
             dist.barrier()
     say(at="the end", ended=True)
     dist.barrier()

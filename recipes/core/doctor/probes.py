@@ -74,7 +74,7 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
             findings += found
         except Exception as error:  # a fault of one check must not hide what the others find
             what = f"the check of its {name} failed ({one_line(error, 150)})"
-            findings.append(Finding(what, "log in there and look", bad=False))
+            findings.append(Finding(what, f"log in to the node and check its {name}", bad=False))
     pool.shutdown(wait=False, cancel_futures=True)
     return facts, findings
 
@@ -118,7 +118,7 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             continue
         free = json.loads(out)
         if name == "/dev/shm" and free is not None and free < SHM_BYTES:
-            fix = "loader processes and NCCL share memory there: use docker run --ipc=host, or delete files there"
+            fix = "delete files there, or use docker run --ipc=host; loader processes and NCCL need that space"
             findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20))
     return {}, findings
 
@@ -162,7 +162,7 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
     fastest = max(cards, key=_mbit_per_s, default=None)
     if fastest and here.has_others and _mbit_per_s(fastest) > own > 0 and not _ports(here):
         name = fastest.name
-        what = f"the ranks use {chosen.interface} with {own} Mbit/s, and {name} has {_mbit_per_s(fastest)}"
+        what = f"the ranks use {chosen.interface} with {own} Mbit/s, but {name} has {_mbit_per_s(fastest)} Mbit/s"
         fix = f"if {name} reaches the other nodes, set NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
         findings.append(Finding(what, fix, bad=False))
     return {"interface": chosen.interface}, findings
@@ -200,8 +200,10 @@ def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
             findings.append(Finding(f"InfiniBand port {port} is {state}", fix, bad=False))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
-        fix = "set ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
-        what = f"locked memory is limited to {limit // 1024} KB, and RDMA locks what it sends"
+        fix = (
+            "the site must set LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
+        )
+        what = f"locked memory is limited to {limit // 1024} KB, but RDMA must lock the memory that it sends"
         findings.append(Finding(what, fix, bad=here.has_others))
     return {}, findings
 
@@ -213,12 +215,12 @@ def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
     granted = granted_gpus(here.environ)
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], 60)
     if why and granted:
-        fix = f"run there: {sys.executable} -m recipes.core.doctor.gpucheck gpus"
+        fix = f"run {sys.executable} -m recipes.core.doctor.gpucheck gpus on that node"
         return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
     seen = [] if why else json.loads(out.splitlines()[-1])
     found = []
     if few := shortage(here.environ, len(seen)):
-        found.append(Finding(few, "compare with nvidia-smi -L there"))
+        found.append(Finding(few, "check which GPUs nvidia-smi -L lists there"))
     elif here.info.in_slurm and not seen:
         fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
         found.append(Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False))
@@ -244,7 +246,7 @@ def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
         found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
-        fix = "another process, possibly of an ended job, uses it: see nvidia-smi there"
+        fix = "find the process that uses it, possibly of an ended job, with nvidia-smi there"
         found.append(Finding(what, fix, bad=False))
     return found
 

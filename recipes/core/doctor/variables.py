@@ -51,7 +51,7 @@ def _names(environ: Mapping[str, str]) -> Iterator[Finding]:
     unknown = [name for name in environ if name not in KNOWN and family.fullmatch(name)]
     for name in unknown:
         if nearest := difflib.get_close_matches(name, KNOWN, n=1, cutoff=CUTOFF):
-            yield _problem(name, "is not a known variable and has no effect", f"did you mean {nearest[0]}?")
+            yield _problem(name, "is not a known variable and probably has no effect", f"did you mean {nearest[0]}?")
 
 
 def _values(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -36,7 +36,9 @@ def forget(root: Path, node: str) -> None:
     try:
         _write(root, cluster, {name: at for name, at in known(root, cluster).items() if node not in ("all", name)})
     except OSError as error:
-        raise MachineError(f"forget={node}: cannot write {root / FILE} ({error.strerror}): make room there") from None
+        raise MachineError(
+            f"forget={node}: cannot write {root / FILE} ({error.strerror}): check its permissions and the free space"
+        ) from None
 
 
 def exclude(job: Job, but: str) -> Job:
@@ -51,5 +53,7 @@ def exclude(job: Job, but: str) -> Job:
     given = dict(job.directives)
     excluded = ",".join(filter(None, (given.get("exclude"), *sorted(bad))))
     named = ", ".join(f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(at))})" for node, at in bad.items())
-    print(f"nodes:  without {named}, found bad by the doctor; forget=NODE uses one again", flush=True)
+    print(
+        f"nodes:  the job excludes {named}, which the doctor found bad; give forget=NODE to use one again", flush=True
+    )
     return dataclasses.replace(job, directives=tuple({**given, "exclude": excluded}.items()))

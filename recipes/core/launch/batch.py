@@ -51,7 +51,10 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         folder = directory.inside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
         attempt = attempts.open_next(folder, recipe, environ)
         if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
-            problem = f"run_dir={folder}: has no files of this job's earlier start: give a folder that all nodes share"
+            problem = (
+                f"run_dir={folder}: this job was started before, but this folder does not have its files: "
+                "give a folder that all nodes share"
+            )
         else:  # the ranks check this again, but in a container they may have no scontrol
             problem = in_use.check(attempt, environ) if settings.config.starts_a_run else ""
         if problem:
@@ -93,7 +96,8 @@ def _clock_lines(recipe: str, settings: Settings, fields: Mapping[str, str]) -> 
     """
     if not settings.run.stop_before_s or not queue.is_short(fields) or _program(settings):
         return ["unset RECIPES_BY_CLOCK"]
-    say(f"{recipe}: this job has only a few minutes: it ignores SIGUSR2, and saves shortly before its time limit", 1)
+    what = "it ignores SIGUSR2, which comes too early, and saves shortly before its time limit"
+    say(f"{recipe}: this job has only a few minutes: {what}", 1)
     lines = ["export RECIPES_BY_CLOCK=1"]
     if left := queue.time_left_s(fields):  # the ranks cannot ask Slurm inside a container
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]

@@ -72,7 +72,8 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
                     timeout=timeout_s, preexec_fn=processes.die_with(os.getpid()),
                 ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise MachineError(f"{recipe}: did not reach its first step here within {timeout_s:g} s") from None
+            late = f"did not reach its first step on this machine within {timeout_s:g} s"
+            raise MachineError(f"{recipe}: {late}") from None
         written = files.read_json(found_file)
         records = [record for path in place.rglob("failed/rank*.json") if (record := files.read_json(path))]
         lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
@@ -100,7 +101,7 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
     if dataset not in getattr(keys, "prepared", ()) or settings.job.container_mounts:  # a mount may show other folders
         return ""
     if "$" in keys.data_dir:
-        return f"data_dir={keys.data_dir} is known only on the nodes: this machine has not looked for the data"
+        return f"data_dir={keys.data_dir}: the path contains $, so the data was not looked for"
     data_dir = settings.absolute({"data_dir": keys.data_dir}, base)["data_dir"]
     folder = str(root / datasets.folder_of(data_dir))
     if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
@@ -153,8 +154,11 @@ def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
     each = f"up to {files.size_text(size)}"
     if free is not None and free < count * size:
         needed = f"{count} checkpoints of {each} take {files.size_text(count * size)}"
-        raise MachineError(f"run_dir={run_dir}: {needed}, {free_text}: make room there, or {fix}")
-    return f"{count} checkpoints of {each}, {free_text}" if keep else f"keeps all checkpoints of {each}, {free_text}"
+        needed += f", but only {files.size_text(free)} are free in {folder}"
+        raise MachineError(f"run_dir={run_dir}: {needed}: free some space there, or {fix}")
+    if not keep:
+        return f"all checkpoints are kept, {each} each; {free_text}"
+    return f"{count} checkpoints of {each}, {free_text}"
 
 
 def expected_start(job: Job) -> str:

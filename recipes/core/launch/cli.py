@@ -96,10 +96,10 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
     if settings.job.container:
         recipe, found = 0, None
-        print("recipe: not tried: it runs with the Python in container=", flush=True)
+        print("recipe: not checked: the job uses the Python of the container's image", flush=True)
     elif program := getattr(settings.config, "program", ""):
         recipe, found = 0, None
-        print(f"script: not tried: {program} is not started here", flush=True)
+        print(f"script: not checked: launch.py check does not start {program}", flush=True)
     else:
         recipe, found = checks.part(parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
     memory, gpu_gb = 0, settings.job.gpu_memory_gb
@@ -109,7 +109,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     disk, _ = checks.part(parts, "disk", lambda: checks.disk_space(place, keep, found))
     slurm = 0
     if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
-        print("slurm:  not tried: there is no sbatch on this machine", flush=True)
+        print("slurm:  not checked: there is no sbatch on this machine", flush=True)
     elif job:
         slurm, _ = checks.part(parts, "slurm", lambda: checks.expected_start(job))
     return recipe or memory or disk or slurm
@@ -154,7 +154,7 @@ def run_here(settings: Settings) -> int:
     if settings.job.container:  # perhaps from the site's profile
         unused = [*unused, f"container={settings.job.container}"]
     if unused:
-        print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
+        print(f"launch.py: launcher=local does not use {', '.join(unused)}", file=sys.stderr)
     words = settings.absolute(settings.typed, Path.cwd())
     run_dir = None if layout.node_rank else directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
@@ -170,14 +170,17 @@ def local_layout(settings: Settings) -> Layout:
     job, on_cpu = settings.job, settings.run.device is Device.cpu
     if settings.sweep:
         name = next(iter(settings.sweep[0]))
-        raise ConfigError(f"sweep.{name}=: launcher=local starts one run: give {name}= one value, and start each run")
+        fix = f"give one value in {name}=, and start each run separately"
+        raise ConfigError(f"sweep.{name}=: launcher=local starts only one run: {fix}")
     if job.nodes not in (None, 1):
-        raise ConfigError(f"nodes={job.nodes}: with launcher=local, type gpus=8,8 node_rank= master= on each machine")
+        fix = "leave it out, and give gpus= (such as 8,8), node_rank= and master= on each machine"
+        raise ConfigError(f"nodes={job.nodes}: is not for launcher=local: {fix}")
     seen = gpus.visible_gpus(os.environ)
     if job.gpus:
         ranks = _ranks_of_machines(job)
     elif job.node_rank or job.master:
-        raise ConfigError("node_rank= and master= require gpus=8,2, the number of ranks of each machine")
+        fix = "give the number of ranks of each machine, such as gpus=8,2"
+        raise ConfigError(f"node_rank= and master= require gpus=: {fix}")
     elif job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
         ranks = (seen,)
     else:
@@ -199,7 +202,9 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
     if 0 in ranks:
         raise ConfigError(f"gpus={job.gpus}: each machine must have at least one rank; leave out the 0")
     if job.node_rank >= len(ranks):
-        raise ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
+        limit = f"{len(ranks)}, the number of machines in gpus={job.gpus}"
+        raise ConfigError(f"node_rank={job.node_rank}: must be less than {limit}")
     if len(ranks) > 1 and not job.master:
-        raise ConfigError(f"gpus={job.gpus}: several machines require master=HOST:PORT of the first, the same on each")
+        fix = "give the same master=HOST:PORT on all machines, with the address of the first one"
+        raise ConfigError(f"gpus={job.gpus}: is for several machines: {fix}")
     return ranks

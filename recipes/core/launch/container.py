@@ -93,7 +93,8 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
             # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
             f"export {container.runtime.upper()}_NO_EVAL=1",
             f"export {prefix}PYTHONNOUSERSITE=1",  # packages of pip in the home folder are for another Python
-            f'command -v {container.runtime} >/dev/null || stop "container=: $(hostname) has no {container.runtime}: if it is a module, add it to the profile" 3',
+            f'command -v {container.runtime} >/dev/null || stop "container=: $(hostname) has no {container.runtime}: '
+            'if an environment module provides it, add that module to modules: in the profile" 3',
         ]
     return lines
 

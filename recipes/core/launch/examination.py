@@ -45,7 +45,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     if not verdict:
         line = "the doctor gave no verdict, so nothing was trained: the lines above say why"
     elif not verdict["exclude"]:
-        line = "not healthy, but excluding nodes would not fix it: the lines above say what to do"
+        line = "the doctor found a fault that excluding nodes would not fix: see the lines above"
     else:
         bad = ",".join(verdict["exclude"])
         with contextlib.suppress(OSError):
@@ -95,9 +95,9 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
     job, count, fields = str(directory.job_id(environ)), requeues(run_dir, environ), allocation.fields_of_job(environ)
     before = fields.get("ExcNodeList", "(null)")
     excluded = bad if before == "(null)" else f"{before},{bad}"
-    by_hand = f"submit it with exclude={excluded} (sbatch: --exclude={excluded})"
+    by_hand = f"submit the job with exclude={excluded} (sbatch: --exclude={excluded})"
     if count >= most:
-        return f"not requeued without them, since max_resubmits= is reached: {by_hand}"
+        return f"not requeued, since max_resubmits= is reached: {by_hand}"
     try:
         _require_other_nodes(run_dir / "job.sh", excluded, fields, environ)
         files.write_json(run_dir / COUNT, {"job_id": job, "count": count + 1})
@@ -105,8 +105,8 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
         queue.change("update", f"JobId={job}", f"ExcNodeList={excluded}")
     except (OSError, subprocess.SubprocessError) as error:
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
-        return f"not requeued without them ({why}): {by_hand}"
-    return f"requeued without them (at most {most - count - 1} more)"
+        return f"a requeue that excludes them failed ({why}): {by_hand}"
+    return f"requeued without them (requeues left: {most - count - 1})"
 
 
 def _require_other_nodes(script: Path, excluded: str, fields: Mapping[str, str], environ: Mapping[str, str]) -> None:

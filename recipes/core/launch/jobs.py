@@ -136,10 +136,12 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
     job = settings.job
     for name in ("master", "node_rank"):
         if value := getattr(job, name):
-            raise ConfigError(f"{name}={value}: is for launcher=local; leave it out: srun numbers the nodes")
+            fix = "leave it out, since the ranks get it from Slurm's variables"
+            raise ConfigError(f"{name}={value}: is for launcher=local: {fix}")
     if "," in job.gpus:
         total = sum(map(int, job.gpus.split(",")))
-        raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm chooses the nodes: give gpus={total}")
+        fix = f"give the total, gpus={total}, since Slurm chooses the nodes"
+        raise ConfigError(f"gpus={job.gpus}: a list is for launcher=local: {fix}")
     if job.gpus and int(job.gpus) < max(1, job.nodes or 0):
         raise ConfigError(f"gpus={job.gpus}: must be at least nodes={max(1, job.nodes or 0)}, one GPU per node")
     if job.parallel and not settings.sweep:

@@ -46,7 +46,8 @@ def listen(layout: Layout) -> socket.socket:
             return socket.create_server(("127.0.0.1", 0), backlog=2048)
         return network.listener(layout.master_port)
     except OSError as error:
-        raise MachineError(f"port {layout.master_port}: {error.strerror}: give another in master=HOST:PORT") from None
+        fix = "give another port in master=HOST:PORT"
+        raise MachineError(f"port {layout.master_port}: {error.strerror}: {fix}") from None
 
 
 def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,8 @@ def new(words: Sequence[str], root: Path) -> int:
     """Writes the files and prints them. Returns 0. Raises ConfigError if a name is invalid or taken."""
     given = re.fullmatch(r"([a-z][a-z0-9_]{0,63})(?: from=(.*))?", " ".join(words))
     if not given:
-        raise ConfigError("new: give the new recipe's name (small letters, digits and _), and perhaps from=RECIPE")
+        name = "the name of the new recipe (lower-case letters, digits and _, first a letter)"
+        raise ConfigError(f"new: give {name}, and optionally from=RECIPE")
     name, source = given[1], given[2] or "finetune"
     if keyword.iskeyword(name) or (root / "recipes" / name).is_dir():
         raise ConfigError(f"new {name}: is a Python keyword, or a folder in recipes/: give another name")
@@ -42,7 +43,7 @@ def new(words: Sequence[str], root: Path) -> int:
     old += sorted((root / "sbatch").glob(f"{source}_*.sh"))[:1]
     texts = {p.with_name(p.name.replace(source, name, 1)): _renamed(p.read_text(), source, name) for p in old}
     recipe = root / f"recipes/{name}.py"
-    title = f"# EDIT: what {name} trains, on what, and what you measured. A copy of {source}.\n"
+    title = f"# EDIT: say what {name} trains, on which data, and your results. It is a copy of {source}.\n"
     texts[recipe] = title + OWN.sub(r"\1# EDIT\n", texts[recipe])
     values = next(field.metadata["values"] for field in dataclasses.fields(cls) if field.name == "dataset")
     dataset = '"dataset=fake", ' if "fake" in values else ""

@@ -78,7 +78,7 @@ def word(
     if has_job and not asked:
         return "unknown", "Slurm does not answer"
     if state == "running" and job and job.state == "CANCELLED":
-        return "cancelled", "it had no time to record its end"
+        return "cancelled", "it ended before it wrote its final status"
     if state == "running":
         return "lost", "it ended without a final status" if alive is False or has_job else "see recipes.doctor explain"
     if job and job.state == "CANCELLED":
@@ -160,7 +160,7 @@ def _named(one: str, every: Path) -> list[Path]:
         if is_job:
             with contextlib.suppress(MachineError):  # without Slurm
                 job = queue.find(one, timeout_s=1.0)
-        where = f"has no run directory yet: {queue.describe(job)}" if job else "no run is there"
+        where = f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
         raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {LAST}")
     return found
 

@@ -45,13 +45,13 @@ def _submit_all(given: dict[str, str], weak: bool, root: Path, submit: Callable[
         command_line.parse([f"{name}={value}" for name, value in given.items()]).config, "global_batch_size", 0
     )
     if not batch or given.get("launcher", "slurm") == "local":
-        raise ConfigError("scale: give a recipe that trains, and no launcher=local")
+        raise ConfigError("scale: give a recipe that trains; launcher=local is not supported")
     for count in counts:
         size = {"global_batch_size": str(batch * count // counts[0])} if weak else {}
         chosen = {**given, **size, "nodes": str(count), "run_dir": str(place / f"nodes-{count}")}
         if status := submit([f"{name}={value}" for name, value in chosen.items()]):
             return status
-    print(f"when they are done: python launch.py scale {place}")
+    print(f"when these jobs are done, print the table: python launch.py scale {place}")
     return errors.EXIT_DONE
 
 

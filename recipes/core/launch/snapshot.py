@@ -66,7 +66,7 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
         part.rename(copy)
     except OSError as error:
         if not copy.is_dir():  # if it exists, another submission made it first
-            raise MachineError(f"{copy}: cannot be made ({error.strerror}): make room in runs/") from None
+            raise MachineError(f"{copy}: cannot be made ({error.strerror}): free some space in runs/") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -81,8 +81,8 @@ def _read(root: Path) -> dict[str, bytes]:
         if sum(sizes.values()) > MAX_BYTES:
             largest = max(sizes, key=lambda path: sizes[path])
             raise MachineError(
-                f"{root}: has more than {MAX_BYTES >> 20} MB of code for a snapshot ({largest} is the largest file): "
-                "move other files out of it, or give snapshot=false"
+                f"{root}: its code exceeds {MAX_BYTES >> 20} MiB, the limit of a snapshot (largest file: {largest}): "
+                "move files that are not code to another folder, or give snapshot=false"
             )
         return {str(path.relative_to(root)): path.read_bytes() for path in sizes}
     except OSError as error:

@@ -70,7 +70,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
         except failed as error:
             raise MachineError(refusal(str(error))) from None
         except OSError as error:
-            raise MachineError(f"{folder}: cannot be written ({error.strerror}): make room there") from None
+            raise MachineError(f"{folder}: cannot be written ({error.strerror}): free some space there") from None
     runs = []
     for number, (words, one) in enumerate(zip(elements, accepted, strict=True)):
         of_run = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
@@ -101,7 +101,8 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
 
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
-            raise MachineError(f"there is no Slurm here: no {program} on the PATH; launcher=local runs on this machine")
+            fix = "use a login node of the cluster, or launcher=local to run on this machine"
+            raise MachineError(f"{program} is not on the PATH: {fix}")
     options = {**scripts.directives(job), "chdir": str(job.root)}
     del options["open-mode"]  # submitit writes it too
     executor = Executor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")

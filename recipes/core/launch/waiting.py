@@ -27,7 +27,8 @@ def _wait(submitted: Submitted, show: bool) -> int:
     job = _wait_for_end(submitted.job_id, submitted.log if show else None)
     if job and job.never_starts:
         why = f"its dependency {job.fields.get('Dependency')} cannot be met"
-        print(f"job {submitted.job_id} never starts: {why}; remove it: scancel {submitted.job_id}", file=sys.stderr)
+        fix = f"cancel the job: scancel {submitted.job_id}"
+        print(f"job {submitted.job_id} never starts: {why}; {fix}", file=sys.stderr)
         return errors.EXIT_MACHINE
     state, code = (job.state, job.exit_status) if job else ("", 0)
     status = _status(submitted)
@@ -49,7 +50,7 @@ def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
             is_over = job is None or job.ended or job.never_starts
         except MachineError as error:
             if not silent:
-                print(f"{error}; the job continues, and Slurm is asked again", file=sys.stderr)
+                print(f"{error}; this does not affect the job: asking Slurm again", file=sys.stderr)
             silent = True
         if log and job and job.waiting and (line := queue.describe(job)) != said:
             said = line

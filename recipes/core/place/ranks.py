@@ -91,7 +91,8 @@ def _from_env(environ: Environ) -> RankInfo:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if world_size > 1 and not environ.get(name):
             raise ConfigError(
-                f"{name} is not set, but WORLD_SIZE={world_size}: set {name} to rank 0's value on every rank"
+                f"{name} is not set, but WORLD_SIZE={world_size}: "
+                "on every rank, set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"
             )
     return _info(environ, _env_layout(environ, rank, world_size))
 
@@ -106,7 +107,7 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
     )  # fmt: skip
     local_rank = number(
         environ, "LOCAL_RANK", default=0 if world_size == 1 else None, below=("LOCAL_WORLD_SIZE", local_size),
-        fix="set it to the number of this rank on its node",
+        fix="set it to the index of this rank on its node, from 0",
     )  # fmt: skip
     if "GROUP_RANK" in environ:
         num_nodes = number(environ, "GROUP_WORLD_SIZE", minimum=1, below=at_most, fix="set it to the number of nodes")
@@ -114,8 +115,9 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
     else:
         if world_size % local_size or rank % local_size != local_rank:
             raise ConfigError(
-                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: must be from "
-                "nodes with equal numbers of ranks, numbered node by node: use srun or torchrun, or set GROUP_RANK and GROUP_WORLD_SIZE"
+                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: do not "
+                "fit together if all nodes have the same number of ranks, numbered node by node: use srun or torchrun, "
+                "or set GROUP_RANK and GROUP_WORLD_SIZE"
             )
         node_rank, num_nodes = rank // local_size, world_size // local_size
         require_equal(environ, "GROUP_WORLD_SIZE", num_nodes)
@@ -202,7 +204,7 @@ def _slurm_layout(environ: Environ) -> RankInfo:
     node_rank = number(environ, "SLURM_NODEID", below=("the number of nodes", len(nodes)), fix=FIX_SLURM)
     if environ.get("SLURMD_NODENAME", nodes[node_rank]) != nodes[node_rank]:
         raise _contradiction(environ, "SLURM_NODEID", nodes[node_rank], "SLURMD_NODENAME")
-    tasks_here = (f"the tasks on node {node_rank} (SLURM_STEP_TASKS_PER_NODE)", counts[node_rank])
+    tasks_here = (f"SLURM_STEP_TASKS_PER_NODE of node {node_rank}", counts[node_rank])
     local_rank = number(environ, "SLURM_LOCALID", below=tasks_here, fix=FIX_SLURM)
     return RankInfo(rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes))
 
@@ -250,7 +252,7 @@ def number(
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
         raise ConfigError(f"{name}={shown(text)}: must be a whole number of at least {minimum}: {fix}")
     if below and int(text) >= below[1]:
-        raise ConfigError(f"{name}={text}: must be less than {below[0]}={below[1]}: {fix}")
+        raise ConfigError(f"{name}={text}: must be less than {below[1]} ({below[0]}): {fix}")
     return int(text)
 
 

@@ -142,7 +142,7 @@ def _scaling(shown: Sequence[Shown]) -> list[str]:
         lines = [[r, n, f"{s:,.1f}", f"{base * r:,.1f}", f"{s / (base * r):.0%}"] for r, n, s in sizes]
         drawn = figure.figure(title, ("ranks", "samples/s, all ranks"), [ideal, measured], zero=True)
         found.append(f'<h2>Scaling</h2><div class="figures">{drawn}</div>')
-        found.append('<p class="note">Dashed: ideal, in proportion to the run with the fewest ranks.</p>')
+        found.append('<p class="note">Dashed line: ideal scaling from the run with the fewest ranks.</p>')
         found.append(_table(["ranks", "nodes", "samples/s", "ideal", "efficiency"], lines))
     return found
 
@@ -153,7 +153,7 @@ def _facts(one: Shown, now: float) -> dict[str, object]:
     times = [moment for _, facts, _ in one.history if math.isfinite(moment := number(facts.get("time")))]
     best = rows.best(one.rows, one.run.values)
     passed = _end(one, now) - min(times[:1], default=math.nan)
-    took = table.ago(passed) if passed >= 0 else "unknown: the clock went back" if passed < 0 else ""
+    took = table.ago(passed) if passed >= 0 else "unknown: a clock was set back" if passed < 0 else ""
     versions, begun = one.summary.get("versions"), sum(attempt.has_begun for attempt, _, _ in one.history)
     job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
     found: dict[str, object] = {
@@ -190,13 +190,11 @@ def _details(one: Shown, now: float) -> list[str]:
     of_ranks = [[r, one.hosts[r] if r < len(one.hosts) else "", f"{s:.4g}"] for r, s in enumerate(seconds)]
     spent = [[name, table.ago(s)] for name, s in efficiency.time_spent(one.run.folder, _end(one, now)).items()]
     keys = [(name, value) for name, value in one.run.values.items() if value != ""]
-    first = f"Failed ranks (the first {MOST_RECORDS} of an attempt)"
+    first = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
     return [
-        _table(
-            ["part of a step", "share"], parts, "Time of a step, rank 0 (communication is a part of forward backward)"
-        ),
+        _table(["part of a step", "share"], parts, "Time of a step, rank 0 (forward backward includes communication)"),
         _table(["rank", "host", "seconds per step"], of_ranks[:MOST_RANKS], "Ranks (without the wait for other ranks)"),
-        _table(["time of the run", "duration"], spent, "Time of all attempts"),
+        _table(["part of the run", "duration"], spent, "Time of all attempts"),
         _table(["attempt", "job", "start", "began at step", "state", "kind", "reason"], ends, "Attempts"),
         _table(["attempt", "rank", "host", "kind", "error"], failed, first),
         _table(["nodes", "finding", "fix"], found, "Findings of the doctor"),

@@ -171,7 +171,9 @@ def _remove(folder: Path) -> None:
 def check_owner(attempt: Attempt) -> None:
     """Raises MachineError if a later attempt has begun, as far as the file system shows."""
     if by := taken_over_by(attempt):
-        raise MachineError(f"{attempt.run_dir}: a later attempt writes here ({by}); this one ends")
+        raise MachineError(
+            f"{attempt.run_dir}: a later attempt ({by}) writes to this run directory, so this attempt ends"
+        )
 
 
 def write_status(attempt: Attempt, state: str, step: int, **why: Any) -> None:

@@ -48,7 +48,7 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     given = dict(word.partition("=")[::2] for word in own)
     is_script = SCRIPT in (recipe, given.get("recipe")) or (not recipe and SCRIPT in given)
     if len(own) < len(argv) and not (is_script and SCRIPT in given):
-        raise ConfigError("--: separates the arguments of a program of your own; give script=FILE before it")
+        raise ConfigError("--: is only for a program of your own: give script=FILE before it")
     if not is_script or "program" in given:
         return own
     if SCRIPT not in given:
@@ -56,7 +56,7 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     name = given.pop(SCRIPT)
     file, shown_file, is_python = Path(name).expanduser(), f"script={shown(name)}", name.endswith(".py")
     if given.get("recipe", SCRIPT) != SCRIPT:
-        raise ConfigError(f"{shown_file}: is given beside recipe={shown(given['recipe'])}; give one of the two")
+        raise ConfigError(f"{shown_file}: cannot be used with recipe={shown(given['recipe'])}; give one of the two")
     if odd := next((word for word in own if "=" not in word or word.startswith("-")), ""):
         raise ConfigError(f"'{shown(odd)}' is not key=value; arguments of the program come after --: {shown_file} -- …")
     if not file.is_file():
@@ -90,7 +90,8 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
                 f"{word}={shown(given)}: {name}={shown(words[name])} is given as well; give one of the two"
             )
         if name in declare.names_of(JobKeys) | ONE_FOR_ALL:
-            raise ConfigError(f"{word}={shown(given)}: {name}= has one value for the whole array; sweep another key")
+            fix = f"{name}= must be the same in all runs of a sweep; sweep another key"
+            raise ConfigError(f"{word}={shown(given)}: {fix}")
         if "" in values[name] or len(set(values[name])) < len(values[name]):
             raise ConfigError(f"{word}={shown(given)}: must be different values separated by commas")
     runs = tuple(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))

@@ -41,10 +41,11 @@ class Found:
         samples = "" if self.samples is None else f"{self.samples:,} training samples, "
         step = self.resumed_from_step
         if self.evaluates:
-            begin = "evaluates its weights" if step is None else f"evaluates step {step}"
+            begin = "evaluates the pretrained weights" if step is None else f"evaluates step {step}"
         else:
             begin = "starts from the beginning" if step is None else f"continues from step {step}"
-        held = f" ({files.size_text(self.rank_bytes)} a rank with gradients and optimiser)" if self.rank_bytes else ""
+        size = files.size_text(self.rank_bytes or 0)
+        held = f" ({size} per rank, with gradients and optimiser state)" if self.rank_bytes else ""
         return f"{samples}{self.parameters:,} parameters{held}, {begin}"
 
 

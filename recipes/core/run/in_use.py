@@ -98,7 +98,7 @@ def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:
         if attempts.newest_heartbeat(attempt) > first:
             who = f"job {facts['job']}" if facts.get("job") else "a process"
             host = (facts.get("hosts") or ["unknown"])[0]
-            return _used(attempt.run_dir, f"{who} on {host} (its heartbeat advances)", "end it")
+            return _used(attempt.run_dir, f"{who} on {host} (it still writes heartbeats)", "end it")
     return ""
 
 

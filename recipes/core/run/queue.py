@@ -32,7 +32,7 @@ ANSWER_S = 60.0
 SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
 AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
 OWN_JOB_S = 10.0  # timeout for a question about a run's job, which may have little time left
-HOW_TO_RESUME = "to resume, start it again with the same run_dir="
+HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
 # Why nothing starts the run again, for each outcome without a requeue.
 NOT_REQUEUED: dict[Next | None, str] = {
     Next.cancelled: f"the job was cancelled: {HOW_TO_RESUME}",
@@ -223,7 +223,7 @@ def describe(job: Job) -> str:
     """One line on the state of a job in the queue."""
     reason = f" ({job.reason})" if job.reason else ""
     if job.held:
-        return f"job {job.id} is held{reason}: scontrol release {job.id} starts it"
+        return f"job {job.id} is held{reason}: scontrol release {job.id} lets it start"
     start = job.fields.get("StartTime", "")
     when = f", expected to start at {start}" if job.waiting and start[:1].isdecimal() else ""
     return f"job {job.id} is {job.state.lower()}{reason}{when}"

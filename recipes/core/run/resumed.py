@@ -96,7 +96,7 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
     is_last = int(named[1]) == status.get("step") if named else Path(settings.run.resume).name != "best"
     is_finished = status.get("state") == "done" and is_last  # from an earlier step, steps are left
     if not settings.run.force and (problem := change_of_length(then, now, is_finished)):
-        raise ConfigError(f"{problem}: leave the key out, or give force=true (run {resumes})")
+        raise ConfigError(f"{problem}: leave the key out, or give force=true; run directory: {resumes}")
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:

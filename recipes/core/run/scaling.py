@@ -59,7 +59,8 @@ def read(folder: Path) -> Measured:
         )
     if not all(value > 0 for value in sizes) or not work:
         raise InputError(
-            f"{folder}: is not a finished training with throughput per rank: give the directory of a run that is done"
+            f"{folder}: is not a finished training run with step times of its ranks: "
+            "give the directory of a training run that is done"
         )
     ranks, nodes, speed, parameters = sizes
     usual = [number(row.get("samples_per_second")) for row in every]
@@ -79,7 +80,7 @@ def read_link(folder: Path) -> Link:
     busbw, latency = (number(part.get("all_reduce")) if isinstance(part, dict) else 0.0 for part in parts)
     if not (busbw > 0 and latency > 0 and ranks > 1):
         fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
-        raise InputError(f"{folder}: has no bandwidth of all_reduce: {fix}")
+        raise InputError(f"{folder}: has no measured bandwidth and latency of all_reduce: {fix}")
     return Link(latency / 1e6 / (2 * (ranks - 1)), busbw * 1e9)
 
 

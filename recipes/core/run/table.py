@@ -23,6 +23,7 @@ NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
     "epoch", "lr", "wall_seconds", "time", "tflops", "mfu", "memory_gb", "cpus_used", "gpu_memory_gb", "gpu_energy_kj", *efficiency.SHARES,
 }  # fmt: skip
 MAX_YAML = 1 << 20  # bytes of a config.yaml
+FIX = "give a run directory, or a folder of run directories"
 LONGEST_PATH = 4096
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
 
@@ -62,11 +63,9 @@ def find(folders: Sequence[Path]) -> list[Path]:
     try:
         found = [path for folder in folders for path in run_directories(folder)]
     except OSError as error:
-        raise InputError(
-            f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"
-        ) from None
+        raise InputError(f"{error.filename}: cannot be read ({error.strerror}): {FIX}") from None
     if not found:
-        raise InputError(f"{', '.join(map(str, folders))}: no run is there: name a run directory, or a folder of them")
+        raise InputError(f"{', '.join(map(str, folders))}: no run was found: {FIX}")
     return found
 
 

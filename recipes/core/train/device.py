@@ -25,9 +25,8 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cpu")
     host, on_node = socket.gethostname(), gpus.granted_gpus(environ)
     if few := gpus.shortage(environ, seen):
-        raise MachineError(
-            f"{host}: {few}: compare with nvidia-smi -L there; sbatch --exclude={host} excludes that node"
-        )
+        fix = f"check nvidia-smi -L there, or exclude the node: sbatch --exclude={host}"
+        raise MachineError(f"{host}: {few}: {fix}")
     if seen == 0:
         if info.in_slurm:
             named = gpus.named_gpus(environ)
@@ -42,7 +41,7 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cuda", info.local_rank)
     if seen == 1 and gpus.has_its_own(environ, info.local_world_size):
         return torch.device("cuda", 0)
-    fix = "start fewer ranks there, ask for more GPUs (with MIG, for one slice per task), or give device=cpu"
+    fix = "start fewer ranks there, ask for more GPUs (with MIG: one slice for each task), or give device=cpu"
     if 1 < seen < info.local_world_size <= on_node:
         fix = f"Slurm granted {on_node}, and --gpu-bind= or --gpus-per-task= shows each rank only some of them: leave that option out"
     raise MachineError(
@@ -64,8 +63,8 @@ def check_mig(info: RankInfo, environ: Mapping[str, str], nccl: tuple[int, ...])
     if info.local_world_size > 1 and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") and nccl < MIG_NCCL:
         version = ".".join(map(str, nccl))
         raise MachineError(
-            f"{socket.gethostname()}: {info.local_world_size} ranks on MIG slices, which NCCL {version} does not support: "
-            "give backend=gloo, one rank per node, or use NCCL 2.31"
+            f"{socket.gethostname()}: NCCL {version} does not support {info.local_world_size} ranks on MIG slices: "
+            "give backend=gloo, start one rank per node, or use NCCL 2.31 or later"
         )
 
 
@@ -82,5 +81,6 @@ def take_gpu(device: torch.device) -> None:
     except RuntimeError as error:
         host = socket.gethostname()
         raise MachineError(
-            f"{host}: {device} cannot be used ({errors.one_line(error)}): look at nvidia-smi there; sbatch --exclude={host} excludes that node"
+            f"{host}: {device} cannot be used ({errors.one_line(error)}): "
+            f"check nvidia-smi there, or exclude the node: sbatch --exclude={host}"
         ) from None

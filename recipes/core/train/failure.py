@@ -141,7 +141,7 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
         return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there"
+        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
     if isinstance(error, MachineError):
         return Cause(Kind.disk_full if isinstance(error, DiskFull) else Kind.machine, str(error), errors.EXIT_MACHINE)
@@ -151,7 +151,7 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         return Cause(Kind.error, str(error))
     if torch_errors.is_out_of_memory(error):
         text = torch_errors.text_of(error)
-        fix = "use a smaller global_batch_size=, or accumulate="
+        fix = "use a smaller global_batch_size=, or a larger accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
         return Cause(kind, torch_errors.peer_text(error))

@@ -28,10 +28,12 @@ def check_first_step(run: Run, model: nn.Module) -> None:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if unused := [name.removeprefix("module.") for name, p in trained if p.grad is None]:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-            line = f"{', '.join(unused[:3])}{more}: no gradient after step.backward(): use it in forward(), or call requires_grad_(False)"
+            it = "them" if unused[1:] else "it"
+            fix = f"use {it} in forward(), or call requires_grad_(False) on {it}"
+            line = f"{', '.join(unused[:3])}{more}: no gradient after step.backward(): {fix}"
             if run.world.size > 1:
                 raise RunError(line)
-            run.warn(f"{line}; several ranks cannot train this model")
+            run.warn(f"{line}; this model cannot be trained on several ranks")
 
     run.state.optimizer.register_step_pre_hook(check)
 

@@ -37,7 +37,7 @@ def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Im
             if run.stop:
                 raise Stopped(run.stop.reason)
             report(done)
-            run.progress(f"to {place}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+            run.progress(f"copied to {place}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         if place:
             folder = stage.to_local_disk(folder, Path(place), copied)
@@ -45,7 +45,8 @@ def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Im
         return folder, train, val
 
     if stage_dir:
-        run.say(f"copying the packed copy to stage_dir={stage_dir}, unless it is there")
+        run.say(f"copying the packed data to stage_dir={stage_dir}, unless it is already there")
     folder, train, val = run.world.together("images", opened)
-    run.say(f"{len(train):,} images in {len(train.classes)} classes, {len(val):,} to evaluate: {train.kind}, {folder}")
+    counts = f"{len(train):,} training images and {len(val):,} validation images"
+    run.say(f"{counts} in {len(train.classes)} classes: {train.kind}, {folder}")
     return train, val

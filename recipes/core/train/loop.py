@@ -90,7 +90,8 @@ class Step(Generic[S]):
             )
         if world.size > 1 and not self._calls["forward"]:
             raise RunError(
-                "the forward pass has bypassed DDP: call the result of world.parallel(), which loop.steps() gets too"
+                "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
+                "and pass the same model to loop.steps()"
             )
         world.pulse.beat(watchdog.BACKWARD)
         loss = losses.sum()
@@ -202,8 +203,8 @@ class _StepEnds:
         run.end_dry_run()
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and part < self.cfg.small_part:
-            given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples per GPU"
-            run.say(f"warning: {given}: the GPUs mostly wait for the host: give a larger batch size, or fewer GPUs")
+            given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples per GPU and forward pass"
+            run.say(f"warning: {given}, so the GPUs mostly wait for the CPU: use a larger batch size, or fewer GPUs")
         if self.cfg.evaluate:
             if self._evaluate():
                 run.say(lines.of_results(run.results))

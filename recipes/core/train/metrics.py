@@ -60,7 +60,8 @@ def require_results(call: str, results: object, reserved: Collection[str] = ()) 
             json.dumps({name: value})
         except TypeError:
             raise RunError(
-                f"{call} returned {name}={type(value).__name__}: give numbers (float(x) of a tensor), texts or lists of them"
+                f"{call} returned {name}={type(value).__name__}: "
+                "return numbers, strings or lists of them, and convert a tensor x with float(x)"
             ) from None
         if name in reserved:
             raise RunError(

@@ -87,7 +87,8 @@ def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
     """A model of timm; its weights must be in the cache of the Hugging Face hub ($HF_HOME). Raises InputError, MachineError."""
     timm = require_timm(name)
     if weights not in ("", "true"):
-        raise InputError(f"pretrained={weights}: the name of a timm model names its weights too: give pretrained=true")
+        fix = "the name of a timm model also selects its weights: give pretrained=true"
+        raise InputError(f"pretrained={weights}: {fix}")
     try:
         net: nn.Module = timm.create_model(name, pretrained=bool(weights), num_classes=classes)
     except Exception as error:  # of the hub, of safetensors, of the file system
@@ -129,7 +130,8 @@ def require_size(net: nn.Module, arch: str, px: int) -> None:
         with torch.inference_mode():
             net.eval()(torch.zeros(1, 3, px, px))
     except Exception as error:
-        raise InputError(f"px={px}: arch={arch} cannot take such images ({errors.one_line(error, 120)})") from None
+        why = f"does not accept images of this size ({errors.one_line(error, 120)})"
+        raise InputError(f"px={px}: arch={arch} {why}") from None
     net.train()
 
 
@@ -198,7 +200,7 @@ def _check_arch(arch: str) -> None:
 def fault_of(path: Path) -> str:
     """Why a file of weights is invalid; "" if it is valid. The end of its name is the start of its SHA-256. No code in it is executed."""
     if not path.is_file():
-        return "is not there"
+        return "does not exist"
     if not files.sha256(path).startswith(path.stem.rpartition("-")[2]):
         return "is damaged (its SHA-256 differs from the one in its name)"
     try:

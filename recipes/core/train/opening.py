@@ -63,7 +63,8 @@ def check_shared(run: Run) -> None:
     world = run.world
 
     def look(tell: Callable[[object], None]) -> None:
-        problem = f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
+        problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"
+        problem = f"run_dir={run.dir}: {problem}: give a folder that all nodes share"
         if world.ranks.local_rank == 0:
             world.await_seen((run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem)
 
@@ -82,12 +83,13 @@ def introduce(run: Run, start: Start) -> None:
     if keys := run.settings.words_from_run():
         run.say(f"keys from the resumed run: {keys}")
     if world.rank == 0 and (dropped := resumed.own_env_file(run.settings)):
-        run.say(f"network={shown(dropped, 4096)} of the resumed run is not used: type it again if you trust the file")
+        unread = f"network={shown(dropped, 4096)} of the resumed run is a file and was not read"
+        run.say(f"{unread}: if you trust it, give this key again")
     name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     if used := os.environ.get(name, "").removeprefix("="):
         proven = start.interface and start.interface.interface == used
         run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
     elif world.size > 1:
-        run.say(f"network: no route found; {backend} chooses the interface")
+        run.say(f"network: the interface was not determined; {backend} chooses it")
     if start.from_files:
         run.say("from env files: " + " ".join(sorted(start.from_files)))

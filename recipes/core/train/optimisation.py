@@ -49,7 +49,8 @@ def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -
     share = _of_batch(lr_batch_size, batches)
     if share != 1:
         run.say(
-            f"lr: {lr * share:.4g} for batches of {share * lr_batch_size:g} ({lr:g} for {lr_batch_size}, in proportion)"
+            f"lr: {lr * share:.4g} for batches of {share * lr_batch_size:g}, "
+            f"scaled from {lr:g} for batches of {lr_batch_size}"
         )
     return lr * share
 
@@ -116,7 +117,8 @@ def averaged(
     share = _of_batch(of_batch_size, batches)
     if share != 1:
         run.say(
-            f"ema: decay {decay**share:.4g} for batches of {share * of_batch_size:g} ({decay:g} for {of_batch_size})"
+            f"ema: decay {decay**share:.4g} for batches of {share * of_batch_size:g}, "
+            f"scaled from {decay:g} for batches of {of_batch_size}"
         )
     return _Average(net, decay**share)
 

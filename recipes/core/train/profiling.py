@@ -37,4 +37,5 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
     with profile(schedule=plan, on_trace_ready=write) as recorded:
         yield recorded.step
     if run.step - first <= WAIT + WARM_UP:
-        run.say(f"warning: profile=: the first {WAIT + WARM_UP} steps are not recorded: train more steps")
+        first_steps = f"the first {WAIT + WARM_UP} steps are not recorded"
+        run.say(f"warning: profile=: no step was recorded, since {first_steps}: train more steps")

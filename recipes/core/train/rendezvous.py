@@ -36,7 +36,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         check_mig(info, os.environ, torch.cuda.nccl.version())
     store = _meet(info, backend, run.timeout_s)
     hosts = _exchange_hosts(store, info, run.timeout_s, clock)
-    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the group of {info.world_size}"
+    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the process group of {info.world_size} ranks"
     start.pulse.beat(watchdog.START)
     try:
         torch.distributed.init_process_group(
@@ -78,7 +78,8 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     while not (found := files.read_json(path)):
         if time.monotonic() > end:
             raise MachineError(
-                f"{own}: does not see {path}, which rank 0 writes, in {timeout_s:g} s (timeout_s): give a run_dir that all nodes share"
+                f"{own}: did not see {path}, which rank 0 writes, "
+                f"within {timeout_s:g} s (timeout_s): give a run_dir that all nodes share"
             )
         time.sleep(0.2)
     return str(found["host"])
@@ -100,8 +101,8 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
     except socket.gaierror as error:
         # TCPStore would repeat it until its timeout, which only helps if the name server is busy.
         if error.errno != socket.EAI_AGAIN:
-            here, fix = socket.gethostname(), "set MASTER_ADDR to an address of it"
-            raise MachineError(f"{here}: cannot resolve {host}, where rank 0 is ({error.strerror}): {fix}") from None
+            here, fix = socket.gethostname(), "set MASTER_ADDR to the IP address of that host"
+            raise MachineError(f"{here}: cannot resolve {host}, the host of rank 0 ({error.strerror}): {fix}") from None
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             host, info.master_port, info.world_size, is_master=info.rank == 0 and not served,

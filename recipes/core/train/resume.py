@@ -52,7 +52,8 @@ def at(run: Context, place: int, name: str) -> Path:
     """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name. Raises InputError."""
     if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
         raise InputError(
-            f"rank 0 has chosen {shown(name)}, which is not a checkpoint: another program uses rank 0's port: set another MASTER_PORT"
+            f"rank 0's port answered {shown(name)}, which is not a checkpoint. "
+            "So another program uses this port: set another MASTER_PORT"
         )
     return places(run)[place] / name
 
@@ -99,7 +100,8 @@ def _choose(run: Context) -> Path | None:
             run.warn(f"{problem}; using the previous checkpoint" if path != there[-1] else str(problem))
     if there:
         raise InputError(
-            f"{there[0].parent}: no checkpoint can be read: move them to another folder to start from step 0"
+            f"{there[0].parent}: no checkpoint can be read: "
+            "to start from step 0, move the checkpoints to another folder"
         )
     return None
 

@@ -279,7 +279,8 @@ class Run:
                 if time.monotonic() > end:
                     host = self.world.hosts[rank]
                     raise MachineError(
-                        f"rank {rank} on {host} has not written its part of step {step} in {self.keys.timeout_s:g} s"
+                        f"rank {rank} on {host} has not written its part of the checkpoint "
+                        f"of step {step} within {self.keys.timeout_s:g} s (timeout_s)"
                     )
                 time.sleep(ROWS_S)
 
@@ -303,7 +304,7 @@ class Run:
         if results and (cfg.best_metric or cfg.patience) and not isinstance(found, float | int):
             numbers = [key for key, value in results.items() if isinstance(value, float)]
             raise InputError(
-                f"best_metric={name}: the evaluation returns {', '.join(numbers) or 'no number'}: give one of these"
+                f"best_metric={name}: must be one of the numbers that the evaluation returns ({', '.join(numbers) or 'none'})"
             )
         if found is None or not math.isfinite(found):
             if found is not None:

@@ -77,7 +77,8 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
         net.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
         raise InputError(
-            f"{path}: {recipe}.make_net() makes another network now ({' '.join(str(error).split())[:120]}): use the code of the training"
+            f"{path}: {recipe}.make_net() makes a network that does not fit this checkpoint "
+            f"({' '.join(str(error).split())[:120]}): use the code that the run was trained with"
         ) from None
     for part in net.modules():
         if parametrize.is_parametrized(part):

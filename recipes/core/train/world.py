@@ -122,7 +122,8 @@ class World:
             if self.store.check([f"{name}/error"]):
                 raise self._error_of_all(name, MachineError())
             if self.clock.now() > end:
-                raise torch.distributed.DistStoreError(f"timed out waiting for {name} for {self.timeout_s:g} s")
+                late = f"timed out after {self.timeout_s:g} s waiting for {name} from rank 0"
+                raise torch.distributed.DistStoreError(late)
             time.sleep(pause_s)
             pause_s = min(1.0, 2 * pause_s)
         text = self.store.get(f"{name}/result").decode(errors="replace")

@@ -77,7 +77,8 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     assert list(said) == ["keys", "recipe", "disk"]
     assert said["keys"] == "ok: mnist, 2 ranks"
     assert re.fullmatch(
-        r"ok: 1,43\d training samples, [\d,]+ parameters \(3\.9 MB a rank with gradients and optimiser\), continues from step 3",
+        r"ok: 1,43\d training samples, [\d,]+ parameters \(3\.9 MB per rank, with gradients and optimiser state\), "
+        r"continues from step 3",
         said["recipe"],
     )
     assert re.fullmatch(
@@ -103,7 +104,7 @@ def test_a_batch_too_small_for_the_jobs_ranks_is_reported(tmp_path: Path) -> Non
     words = ("recipe=cifar", "dataset=fake", "ranks_per_node=300", "global_batch_size=256")
     ended = check(*words, *HERE, f"run_dir={tmp_path}/run")
     assert ended.status == 2, ended.out
-    assert "leaves some of 300 ranks without any" in parts(ended)["recipe"]
+    assert "needs 300, one for each rank; give at least " in parts(ended)["recipe"]
 
 
 @pytest.mark.long
@@ -135,7 +136,8 @@ def test_number_of_checkpoints_that_need_space(tmp_path: Path, monkeypatch: pyte
     two, five, little = (Found(1, 1, 8_300_000 // count) for count in (2, 5, 1000))
     run_dir = tmp_path / "run"
     assert checks.disk_space(run_dir, 3, five) == f"5 checkpoints of up to 1.7 MB, 8.4 MB free in {tmp_path}"
-    assert checks.disk_space(run_dir, 0, two) == f"keeps all checkpoints of up to 4.2 MB, 8.4 MB free in {tmp_path}"
+    kept = f"all checkpoints are kept, up to 4.2 MB each; 8.4 MB free in {tmp_path}"
+    assert checks.disk_space(run_dir, 0, two) == kept
     for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
         with pytest.raises(MachineError, match=f"run_dir={run_dir}: {keep + 2} checkpoints of "):
             checks.disk_space(run_dir, keep, found)
@@ -186,7 +188,7 @@ def test_a_start_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pyte
     (repo / "recipes/toy.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     settings, before = command_line.parse(["recipe=toy"], environ={}), helpers.children(os.getpid())
-    with pytest.raises(MachineError, match=r"toy: did not reach its first step here within 0\.5 s"):
+    with pytest.raises(MachineError, match=r"toy: did not reach its first step on this machine within 0\.5 s"):
         checks.start(settings, tmp_path / "run", 1, repo, tmp_path, timeout_s=0.5)
     assert helpers.children(os.getpid()) == before
     assert list(temporary.iterdir()) == []

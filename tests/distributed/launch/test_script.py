@@ -112,7 +112,7 @@ def test_a_signal_reaches_the_program_once_and_the_run_is_preempted(tmp_path: Pa
     assert ended.status == 75, ended.out
     assert [note.read_text() for note in notes] == [str([signal.SIGUSR1.value])] * 2
     assert status(tmp_path, "state", "kind", "reason") == ["preempted", "stopped", "SIGUSR1"]
-    assert explained(tmp_path) == ["stopped by SIGUSR1; to resume, start it again with the same run_dir="]
+    assert explained(tmp_path) == ["stopped by SIGUSR1; to resume, start the run again with the same run_dir="]
 
 
 def test_a_signal_to_all_processes_of_a_rank_is_not_passed_on(tmp_path: Path) -> None:
@@ -135,7 +135,11 @@ def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too
     assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 0, "SIGTERM"]
     ended = helpers.finish(start(tmp_path, "import sys; sys.exit(75)"))
     assert ended.status == 75, ended.out
-    assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 1, "exit status 75 of the program"]
+    assert status(tmp_path, "state", "attempt", "reason") == [
+        "preempted",
+        1,
+        "exit status 75 of the program (saved, to be continued)",
+    ]
 
 
 def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
@@ -171,7 +175,8 @@ def test_check_does_not_start_the_program(tmp_path: Path, capfd: pytest.CaptureF
     words = ["check", f"script={tmp_path}/a.py", *LOCAL[3:5], f"run_dir={tmp_path}/run", "--", "--help"]
     assert cli.main(words, sys.executable) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[:2] == ["keys:   ok: script, 1 rank", f"script: not tried: {tmp_path}/a.py is not started here"]
+    not_checked = f"script: not checked: launch.py check does not start {tmp_path}/a.py"
+    assert lines[:2] == ["keys:   ok: script, 1 rank", not_checked]
     assert lines[-1] == "nothing was submitted"
     assert not list(ROOT.glob("started")) + list(tmp_path.glob("started"))
 

@@ -101,7 +101,10 @@ def test_the_optimizer_settings() -> None:
 
 def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
     helpers.write_mnist(tmp_path / "MNIST/raw")
-    for labels, expected in ((bytes(601), "601 labels for 600 images"), (bytes([10] * 600), "label 10 of ten classes")):
+    for labels, expected in (
+        (bytes(601), "601 labels for 600 images"),
+        (bytes([10] * 600), "it has label 10, but there are ten classes"),
+    ):
         header = struct.pack(">II", 0x801, len(labels))
         (tmp_path / "MNIST/raw" / "train-labels-idx1-ubyte").write_bytes(header + labels)
         with pytest.raises(InputError, match=expected):

@@ -53,7 +53,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:
         ({"recipe": "mnist"}, InputError, "recipe mnist does not keep what a prediction needs"),
         ({"recipe": "gone"}, ConfigError, "recipe=gone: must be one of"),
         ({"about": None}, InputError, "recipe finetune does not keep what a prediction needs"),
-        ({"about": {"classes": ["one"]}}, InputError, r"finetune\.make_net\(\) makes another network now"),
+        ({"about": {"classes": ["one"]}}, InputError, r"finetune\.make_net\(\) makes a network that does not fit"),
     ):
         torch.save({**content, "meta": {**content["meta"], **change}}, tmp_path / "changed.pt")
         with pytest.raises(error, match=expected):

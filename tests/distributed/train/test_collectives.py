@@ -112,7 +112,8 @@ def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_p
     found = linkchecks(nodes="[0, 1, 3, 5]", gpus=1, times=[0, 19])  # two nodes are left out
     for one in found:
         assert [word["at"] for word in one if "at" in word] == [
-            "the creation of the process group", "meeting the others", "an all_reduce", "pairs of nodes, 1 apart", "pairs of nodes, 2 apart", "the end",
+            "the creation of the process group", "the first collective", "an all_reduce",
+            *(f"the exchange between nodes {mask} places apart" for mask in (1, 2)), "the end",
         ]  # fmt: skip
         figure = next(word for word in one if "busbw" in word)
         assert figure["busbw"] == pytest.approx((1 << 20) / 0.25 * 2 * 3 / 4 / 1e9)
@@ -125,8 +126,9 @@ def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_p
 def test_the_doctors_bandwidth_test_takes_the_gpus_in_turn_while_there_is_time() -> None:
     times = [0, 5, 9, 11]  # of 20 s; the third GPU would begin in the second half
     for one in linkchecks(nodes="[0, 1]", gpus=3, times=times):
-        at = ["meeting the others of GPUs", "an all_reduce of GPUs", "pairs of nodes, 1 apart of GPUs"]
-        expected = ["the creation of the process group", *(f"{it} {gpu}" for gpu in (0, 1) for it in at), "the end"]
+        at = ["the first collective", "an all_reduce", "the exchange between nodes 1 places apart"]
+        of_gpus = [f"{it} with GPU {gpu} of each node" for gpu in (0, 1) for it in at]
+        expected = ["the creation of the process group", *of_gpus, "the end"]
         assert [word["at"] for word in one if "at" in word] == expected
         assert [word["pair"][:3] for word in one if "pair" in word] in ([[0, 1, 0], [0, 1, 1]], [])
 

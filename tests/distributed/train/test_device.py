@@ -80,7 +80,7 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             rank(1, 2, True),
             {**GRANTED_2, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
             1,
-            ["one slice per task"],
+            ["one slice for each task"],
         ),
         ("auto", rank(in_slurm=True), {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""}, 0, ["names none: unset it"]),
         # --gpu-bind=closest: each rank sees the GPUs of its socket.
@@ -113,7 +113,8 @@ def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
         (rank(), "MIG-a", (2, 30)),
     ):
         check_mig(info, {"CUDA_VISIBLE_DEVICES": listed}, nccl)
-    with pytest.raises(MachineError, match=rf"^{HOST}: 2 ranks on MIG slices, which NCCL 2.30.4 .* give backend=gloo"):
+    line = rf"^{HOST}: NCCL 2.30.4 does not support 2 ranks on MIG slices: give backend=gloo"
+    with pytest.raises(MachineError, match=line):
         check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30, 4))
 
 
@@ -139,9 +140,10 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
         (RuntimeError("Socket Timeout"), Kind.timeout, 1, "Socket Timeout"),
         (RuntimeError("the loss at step 3 is nan"), Kind.error, 1, "RuntimeError: the loss at step 3 is nan"),
         (ValueError("Connection reset by peer"), Kind.error, 1, "ValueError: Connection reset by peer"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded", "/a"), Kind.disk_full, 3, "/a cannot be written (Disk quota exceeded): make room there"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/a"), Kind.disk_full, 3, "/a cannot be written (Disk quota exceeded): free some space there"),
         (DiskFull("full"), Kind.disk_full, 3, "full"),
-        (MemoryError("no more"), Kind.out_of_memory, 1, "out of memory: no more: use a smaller global_batch_size=, or accumulate="),
+        (MemoryError("no more"), Kind.out_of_memory, 1,
+         "out of memory: no more: use a smaller global_batch_size=, or a larger accumulate="),
     ],
 )  # fmt: skip
 def test_the_kind_of_an_error_and_its_exit_status(error: BaseException, kind: Kind, status: int, line: str) -> None:
@@ -154,7 +156,8 @@ def test_the_kind_of_an_error_and_its_exit_status(error: BaseException, kind: Ki
 def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: torch.zeros(2) @ torch.zeros(3))
-    with pytest.raises(MachineError, match=rf"^{HOST}: cuda:1 cannot be used .*; sbatch --exclude={HOST} excludes"):
+    line = rf"^{HOST}: cuda:1 cannot be used .*, or exclude the node: sbatch --exclude={HOST}$"
+    with pytest.raises(MachineError, match=line):
         take_gpu(torch.device("cuda", 1))
 
 

@@ -145,7 +145,9 @@ def test_the_best_checkpoint_is_that_of_best_metric(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_without_best_metric_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="best_metric=f1: the evaluation returns val_top1: give one of these"):
+    with pytest.raises(
+        InputError, match=r"best_metric=f1: must be one of the numbers that the evaluation returns \(val_top1\)$"
+    ):
         Trained(tmp_path).run(best_metric="f1")
 
 
@@ -175,7 +177,8 @@ def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Pa
 def test_patience_and_a_best_metric_need_a_result_and_the_epoch_is_saved(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     trained.metric = "val_loss"
-    with pytest.raises(InputError, match="best_metric=val_top1: the evaluation returns val_loss: give one of these"):
+    line = r"best_metric=val_top1: must be one of the numbers that the evaluation returns \(val_loss\)$"
+    with pytest.raises(InputError, match=line):
         trained.run(resumes=True, patience=1)
     assert checkpoint.named(tmp_path / "checkpoints", "latest") == "step-00000002.pt"
 
@@ -264,7 +267,7 @@ def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
             new, cast(Any, SimpleNamespace(model=wrapped)), cast(Any, None)
         ),
         r"main\(\) returned NoneType: return a dict": lambda: metrics.require_results("main()", None),
-        r"evaluate\(\) returned net=Linear: give numbers": lambda: metrics.require_results(
+        r"evaluate\(\) returned net=Linear: return numbers": lambda: metrics.require_results(
             "evaluate()", {"net": nn.Linear(1, 1)}
         ),
     }
@@ -626,7 +629,9 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(mo
     assert store.timeout == worlds.TORCH_TIMEOUT  # torch counts the time in which a job is suspended
     assert set(names) == {"7-attempt-2-gloo"}
     info = dataclasses.replace(info, master_addr="fe80::1%none")  # whose interface does not exist
-    with pytest.raises(errors.MachineError, match=r"cannot resolve fe80::1%none, where rank 0 is .*: set MASTER_ADDR"):
+    with pytest.raises(
+        errors.MachineError, match=r"cannot resolve fe80::1%none, the host of rank 0 \(.*: set MASTER_ADDR"
+    ):
         rendezvous._meet(info, "gloo", 40.0)
 
 
@@ -637,7 +642,8 @@ def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path)
         info = RankInfo(0, 0, 0, 1, 1, nodes, (), "127.0.0.1", 1, True, None, 0)
         world = worlds.World(info, torch.device("cpu"), "gloo", ("a",), torch.distributed.HashStore(), timeout_s=0.2)
         run: Any = SimpleNamespace(dir=tmp_path / name, attempt=attempts.Attempt(tmp_path / name, 0), world=world)
-        words = "^a: run_dir=.*: what rank 0 on a writes there is not seen here: give a folder that all nodes share"
+        unseen = "this node does not see the files that rank 0 on a writes"
+        words = f"^a: run_dir=.*: {unseen}: give a folder that all nodes share"
         with pytest.raises(errors.MachineError, match=words) if is_refused else contextlib.nullcontext():
             check_shared(run)
 

@@ -55,7 +55,7 @@ def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path)
     good.write_bytes(good.read_bytes() + b"x")
     assert "its SHA-256 differs from the one in its name" in models.fault_of(good)
     assert "is not a file of weights" in models.fault_of(named_by_hash({"a": Path("of any class")}))
-    assert models.fault_of(tmp_path / "none-12345678.pth") == "is not there"
+    assert models.fault_of(tmp_path / "none-12345678.pth") == "does not exist"
 
 
 @pytest.mark.long
@@ -149,7 +149,7 @@ def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(tmp_path: Path, m
     assert models.mean_and_std(f"timm/{name}") == (cfg.mean, cfg.std)
     with pytest.raises(InputError, match=r"arch=timm/resnet19: timm has no such model; did you mean 'timm/resnet1"):
         models.classifier("timm/resnet19", "", 3)
-    with pytest.raises(InputError, match="the name of a timm model names its weights too"):
+    with pytest.raises(InputError, match="the name of a timm model also selects its weights"):
         models.classifier(f"timm/{name}", "IMAGENET1K_V1", 3)
 
 
@@ -161,8 +161,9 @@ def test_all_heads_of_a_model_of_timm_are_trained() -> None:
     assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 2 * 3 * 193
     groups = optimisation.layer_groups(net.requires_grad_(True), 1.0, 0.5, 0.1)
     assert sum(len(group["params"]) for group in groups if group["depth"] == 0) == 4
-    with pytest.raises(InputError, match=r"px=64: arch=timm/deit_tiny_distilled_patch16_224 cannot take such images"):
-        models.require_size(net, "timm/deit_tiny_distilled_patch16_224", 64)
+    arch = "timm/deit_tiny_distilled_patch16_224"
+    with pytest.raises(InputError, match=rf"px=64: arch={arch} does not accept images of this size"):
+        models.require_size(net, arch, 64)
 
 
 def test_pixels_are_normalised_as_the_weights_require() -> None:

@@ -75,7 +75,7 @@ def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: p
     saver = make_saver(folder)
     monkeypatch.setattr(torch, "save", full)
     saver.save(content())
-    words = rf"^run_dir='{tmp_path}/run': cannot be written \(No space left on device\): make room there"
+    words = rf"^run_dir='{tmp_path}/run': cannot be written \(No space left on device\): free some space there, or "
     with pytest.raises(MachineError, match=words):
         saver.wait()
     saver.check()  # told once
@@ -103,7 +103,7 @@ def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) ->
     rows = metrics.Rows(tmp_path / "metrics.jsonl")
     with open("/dev/full", "w") as full:
         os.dup2(full.fileno(), rows._file.fileno())
-    words = rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): make room there"
+    words = rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): free some space there, or "
     with pytest.raises(DiskFull, match=words):
         rows.add({"step": 1})
     rows.close()

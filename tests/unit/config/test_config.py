@@ -141,13 +141,16 @@ def test_an_invalid_value_is_refused_with_key_value_and_rule(word: str, wanted: 
 
 def test_keys_that_contradict_each_other_are_refused() -> None:
     for recipe, word, wanted in (
-        ("imagenet", "val_resize=223", "must be at least val_px, 224"),
-        ("imagenet", "small_px=31", "must be 32 to px, 224; or 0 for px"),
-        ("imagenet", "small_px=225", "must be 32 to px, 224; or 0 for px"),
+        ("imagenet", "val_resize=223", "must be at least val_px=224"),
+        ("imagenet", "small_px=31", "must be from 32 to px=224, or 0"),
+        ("imagenet", "small_px=225", "must be from 32 to px=224, or 0"),
         ("imagenet", "stage_dir=/x", "dataset=fake has no files to copy"),
     ):
         assert refusal(word, "dataset=fake", recipe=recipe) == f"{word}: {wanted}"
-    decay = "weight_decay=0.0005: too large: arch=airbench94 applies it per sample of the batch: give variant=fast, or weight_decay=2e-6"
+    decay = (
+        "weight_decay=0.0005: is too large, since arch=airbench94 multiplies it by the batch size; "
+        "give variant=fast, or weight_decay=2e-6"
+    )
     assert refusal("arch=airbench94", recipe="cifar") == decay
 
 
@@ -226,7 +229,7 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
         ("partition: a\npartition: b\n", ["here.yaml", "'partition' is set twice"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
-        ('environment: "/opt/e"\n', ["here.yaml", "'environment: /opt/e' without quotes"]),
+        ('environment: "/opt/e"\n', ["here.yaml", "write environment: /opt/e on its own line, without quotes"]),
         ("gpus: --gres=gpu\n", ["here.yaml", "'gpus: --gres=gpu' must be --gres, --gpus-per-node or"]),
         ("data_dir: data\n", ["here.yaml", "'data_dir: data' must be an absolute path"]),
         ("environment: a;b\n", ["here.yaml", "'environment: a;b' must be the absolute path"]),

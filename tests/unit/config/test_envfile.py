@@ -105,7 +105,7 @@ SECRET_NAMES = words("AWS_SECRET_ACCESS_KEY HF_TOKEN api_key DB_PASS DB_PASSWD K
 
 def test_reserved_and_secret_names_are_refused_without_their_value() -> None:
     for name in (*REFUSED_NAMES, *SECRET_NAMES):
-        reason = "looks like a secret; .*your own shell" if name in SECRET_NAMES else "chooses which code runs"
+        reason = "looks like a secret, .*your own shell" if name in SECRET_NAMES else "chooses which code runs"
         with pytest.raises(ConfigError, match=rf"^f:1: {name} {reason}") as caught:
             envfile.parse(f"{name}=s3cret", "f")
         assert "s3cret" not in str(caught.value), name

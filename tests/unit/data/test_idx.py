@@ -51,7 +51,7 @@ def test_a_damaged_idx_file_is_reported_with_fault_and_fix(
     message = str(caught.value)
     assert words in message
     assert message.startswith(f"{path}: ")
-    assert message.endswith(f"python -m recipes.prepare {dataset}, with the same data_dir=")
+    assert message.endswith(f"python -m recipes.prepare {dataset} with the same data_dir=")
     assert "\n" not in message
 
 

@@ -408,11 +408,11 @@ def test_stage_dir_may_contain_an_environment_variable(
     train, val = images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NODE_DISK"))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"
-    assert told[0] == "copying the packed copy to stage_dir=$NODE_DISK, unless it is there"
-    assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed jpeg, 64 px, {train.place}"]
+    assert told[0] == "copying the packed data to stage_dir=$NODE_DISK, unless it is already there"
+    assert told[1:] == [f"24 training images and 24 validation images in 3 classes: packed jpeg, 64 px, {train.place}"]
     with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
         images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NO_SUCH_DISK/x"))
-    with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy .*no index\.json.*prepare im"):
+    with pytest.raises(InputError, match=r"^node1: stage_dir= requires a packed copy .*no index\.json.*prepare im"):
         images.open_sets(fake_run(told), **keys(data_dir=folder, stage_dir="$NODE_DISK"))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
     assert images.open_sets(fake_run(told), **keys())[1].kind == "files"

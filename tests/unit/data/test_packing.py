@@ -312,7 +312,7 @@ def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
         out, err = capsys.readouterr()
         assert err == ""
         assert "val: 1 images skipped; index.json names them" in out.splitlines()
-        assert ("imagenet: already there; verifying it" in out) is not first
+        assert ("imagenet: a packed copy exists already; verifying it" in out) is not first
         assert out.splitlines()[-1] == f"next: python launch.py recipe=imagenet data_dir='{tmp_path}/a b'"
     index = json.loads((tmp_path / "a b/index.json").read_bytes())
     assert (index["size"], index["quality"]) == (24, 80)

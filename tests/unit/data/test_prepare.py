@@ -93,7 +93,7 @@ DAMAGED = {
     "bytes changed": (PACKED[IMAGES][:10] + b"\xff" * 9 + PACKED[IMAGES][19:], "is damaged (Error -3"),
     "other content": (gzip.compress(PLAIN[IMAGES][:-1] + b"\0"), "invalid content"),
     "web page": (b"<html>please log in</html>", "has 26 bytes"),
-    "bomb": (gzip.compress(bytes(50_000_000)), "has more bytes instead of"),
+    "bomb": (gzip.compress(bytes(50_000_000)), "has more than "),
 }
 
 

@@ -122,7 +122,7 @@ def test_an_archive_that_is_not_the_published_one_is_never_opened(
     source = put_all(tmp_path / "source", {cifar10.ARCHIVE: tarred({"../outside": b"x"})})
     assert run(tmp_path / "data", source) == 2
     err = capsys.readouterr().err
-    assert f"{cifar10.ARCHIVE} is damaged (its MD5 is not torchvision's)" in err
+    assert f"{cifar10.ARCHIVE} is damaged (its MD5 is not the one that torchvision expects)" in err
     assert err.count("\n") == 1
     assert not list(tmp_path.rglob("outside"))
 
@@ -170,7 +170,10 @@ def test_other_sizes_are_resized(tmp_path: Path) -> None:
     [
         (["x.txt"], "has no copy of CIFAR-10: give a folder that has cifar-10-batches-py/"),
         (["train/a/1.png", "test/b/1.png"], "class 'b', which the training set lacks"),
-        ([f"{split}/{i:02d}/1.png" for split in ("train", "test") for i in range(11)], "11 classes in train/"),
+        (
+            [f"{split}/{i:02d}/1.png" for split in ("train", "test") for i in range(11)],
+            "train/ has 11 classes, but CIFAR-10 has ten",
+        ),
         (["train/a/1.png", "train/a/bad.png", "test/a/1.png"], "train/a/bad.png' is empty: repair or remove it"),
     ],
 )

@@ -94,7 +94,7 @@ def test_tokenizers_and_formats_of_other_libraries(
     assert (data.decode(all_tokens(data)), data._shards[0].dtype) == ("w1 w65536 w69998 w0 ", "<u4")
     assert run("tokenizer=bytes") == (
         2,
-        f"error: tokenizer=bytes: '{tmp_path}/data/text' was made with another: give another data_dir=\n",
+        f"error: tokenizer=bytes: '{tmp_path}/data/text' was made with another tokenizer: give another data_dir=\n",
     )
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     ):
         assert damaged != known
         index.write_text(damaged)
-        with pytest.raises(InputError, match=r"index\.json' is damaged, or not of a text"):
+        with pytest.raises(InputError, match=r"index\.json' is damaged, or does not describe a text"):
             text.open_text(where)
 
 
@@ -218,7 +218,11 @@ def test_a_worker_that_ended_is_named_and_the_text_is_not_complete(
     put(tmp_path, a_txt="x")
     assert run()[0] == 0
     monkeypatch.setattr(text, "write_shard", broken)
-    assert run() == (3, "error: a worker ended, most likely for lack of memory: give a smaller workers=\n")
+    assert run() == (
+        3,
+        "error: a worker process died, probably because the memory was used up: "
+        "reduce the number of workers with workers=\n",
+    )
     assert not (tmp_path / "data/text/index.json").exists()  # it is not complete until a run has ended well
 
 

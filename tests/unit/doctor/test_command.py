@@ -70,7 +70,7 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
 def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
     hang = "import recipes.doctor as d; d.OVER_S = -120; d.examine.run = lambda *_, **__: d.threading.Event().wait(9)"
     ended = helpers.run([sys.executable, "-c", f"{hang}; d.main([], dict())"], environ=helpers.clean_environment())
-    assert (ended.status, "did not end within seconds= and is ended" in ended.out) == (3, True)
+    assert (ended.status, "the examination exceeded seconds= and was stopped" in ended.out) == (3, True)
 
 
 @pytest.mark.parametrize(

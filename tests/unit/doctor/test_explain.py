@@ -97,7 +97,7 @@ def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) ->
 
 def test_a_stopped_run_outside_slurm_says_how_to_resume(tmp_path: Path) -> None:
     found = of_run(run_directory(tmp_path / "run", "preempted", "SIGUSR2", launch="host.1.2"), NO_SLURM)
-    assert found == ["stopped by SIGUSR2, saved at step 7; to resume, start it again with the same run_dir="]
+    assert found == ["stopped by SIGUSR2, saved at step 7; to resume, start the run again with the same run_dir="]
 
 
 def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None:
@@ -139,13 +139,16 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
          "job 1 is pending (BeginTime), expected to start at 2026-11-23T13:25:32"),
         (job("COMPLETING", "", 1), None, "job 1 is completing"),
         (job("CANCELLED"), Next.requeued,
-         "job 1 is cancelled; the job was cancelled: to resume, start it again with the same run_dir="),
+         "job 1 is cancelled; the job was cancelled: to resume, start the run again with the same run_dir="),
         (job("COMPLETING", "NonZeroExitCode"), Next.max_requeues,
-         "job 1 is completing (NonZeroExitCode); not requeued, since max_requeues= is reached: to resume, start it again with the same run_dir="),
-        (job("RUNNING", BatchFlag="0"), None, "job 1 is running; to resume, start it again with the same run_dir="),
+         "job 1 is completing (NonZeroExitCode); not requeued, since max_requeues= is reached: "
+         "to resume, start the run again with the same run_dir="),
+        (job("RUNNING", BatchFlag="0"), None,
+         "job 1 is running; to resume, start the run again with the same run_dir="),
         (None, Next.no_progress,
-         "Slurm no longer knows job 1; not requeued, since its last start completed no step: to resume, start it again with the same run_dir="),
-        (None, Next.requeued, "Slurm no longer knows job 1; to resume, start it again with the same run_dir="),
+         "Slurm no longer knows job 1; not requeued, since its last start completed no step: "
+         "to resume, start the run again with the same run_dir="),
+        (None, Next.requeued, "Slurm no longer knows job 1; to resume, start the run again with the same run_dir="),
     ],
 )  # fmt: skip
 def test_a_stopped_run_says_what_comes_next(tmp_path: Path, found: Job | None, noted: Next | None, words: str) -> None:
@@ -162,7 +165,8 @@ def test_a_job_submitted_later_is_the_one_that_counts(tmp_path: Path) -> None:
     expected = "stopped by SIGTERM, saved at step 7; job 2 is pending (Resources)"
     assert of_run(run, answers) == [expected]
     assert of_run(run, NO_SLURM) == [
-        "stopped by SIGTERM, saved at step 7; scontrol is not on the PATH; to resume, start it again with the same run_dir="
+        "stopped by SIGTERM, saved at step 7; scontrol is not on the PATH; "
+        "to resume, start the run again with the same run_dir="
     ]
 
 

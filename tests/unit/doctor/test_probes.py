@@ -176,7 +176,7 @@ def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (folder / "operstate").write_text(f"{state}\n")
     two = ranks.detect(TASK)
     one = only(probes.interfaces(here(tmp_path, two, root=str(tmp_path))))
-    assert one.what == "the ranks use eth1 with 1000 Mbit/s, and eth2 has 25000"
+    assert one.what == "the ranks use eth1 with 1000 Mbit/s, but eth2 has 25000 Mbit/s"
     assert (one.bad, "NCCL_SOCKET_IFNAME=eth2" in one.fix) == (False, True)
     (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
     assert probes.interfaces(here(tmp_path, two, root=str(tmp_path)))[1] == []
@@ -196,7 +196,8 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "state").write_text(f"{state}\n")
     down, locked = probes.infiniband(on_gpus)[1]
     assert (down.what, down.bad) == ("InfiniBand port mlx5_1:1 is DOWN", False)
-    assert (locked.what, locked.bad) == ("locked memory is limited to 1024000 KB, and RDMA locks what it sends", True)
+    what = "locked memory is limited to 1024000 KB, but RDMA must lock the memory that it sends"
+    assert (locked.what, locked.bad) == (what, True)
     assert not probes.infiniband(replace(on_gpus, info=ALONE))[1][1].bad
     limits.pop(0)
     assert probes.infiniband(on_gpus)[1] == [down]

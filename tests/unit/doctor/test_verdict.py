@@ -90,12 +90,13 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     assert "GPU 3 (GPU-20-3) is slow" in bad(found)["node20"]
     assert bad(found)["node33"].endswith(" links of node33 fail)")
     assert "cannot connect to node" in bad(found)["node33"]
-    assert bad(found)["node40"] == "an all_reduce has a wrong sum there"
+    assert bad(found)["node40"] == "an all_reduce returned a wrong sum there"
     assert "did not answer" in bad(found)["node63"]
     lines = verdict.lines(found)
     assert [line.split()[0] for line in lines[:9]] == ["node", *found.exclude, "BAD"]
     assert any("node23: open files" in line for line in lines)
-    assert lines[-1].startswith("7 of 64 nodes bad: sbatch --exclude=node9,node12,node20,node22,node33,node40,node63 ")
+    excluded = "node9,node12,node20,node22,node33,node40,node63"
+    assert lines[-1] == f"7 of 64 nodes are bad; to exclude: sbatch --exclude={excluded}"
     assert all(line.isprintable() for line in lines)
 
 
@@ -178,7 +179,7 @@ def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
         for pair in report["bandwidth"]["pairs"]:
             pair[3] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0  # 0.6 of the median is 27
     found = judged(reports, 6)
-    assert bad(found) == {"node5": "its network is slow: 26 GB/s with others, where the median is 45"}
+    assert bad(found) == {"node5": "its network is slow: 26 GB/s with other nodes; the median is 45"}
     assert found.figures == {"all_reduce_busbw_gb_per_s": 40.0, "pairs_median_gb_per_s": 45.0}
 
 
@@ -190,14 +191,14 @@ def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
         for pair in report["bandwidth"]["pairs"]:
             usual = 20.0 if pair[2] == 7 else 45.0  # GPU 7 of each node
             pair[3] = 11.0 if pair[2] == 5 and 2 in pair[:2] else usual
-    what = "its network is slow from its GPU 5: 11 GB/s with others, where the median is 45"
+    what = "its network is slow from its GPU 5: 11 GB/s with other nodes; the median is 45"
     assert bad(judged(reports, 6)) == {"node2": what}
     reports = healthy(4)
     for report in reports:  # GPUs 3 and 4 are on two sockets
         for gpu in report["facts"]["gpus"]["gpus"]:
             gpu["to_next"] = 20.0 if gpu["index"] == 3 else 200.0
     reports[1]["facts"]["gpus"]["gpus"][6]["to_next"] = 21.0
-    what = "copies from its GPU 6 to the next are slow: 21 GB/s, where the median is 200"
+    what = "copies from its GPU 6 to the next GPU are slow: 21 GB/s; the median is 200"
     assert bad(judged(reports, 4)) == {"node1": what}
     assert bad(judged(reports[:2], 2)) == {}  # of two, either may be the usual one
 
@@ -216,7 +217,7 @@ def test_the_table_shows_what_each_node_has() -> None:
         "BAD   node1: GPU 3 returns a wrong matrix product: drain it",
         "note  node0: a note: nothing",
         "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
-        "1 of 2 nodes bad: sbatch --exclude=node1 leaves them out",
+        "1 of 2 nodes is bad; to exclude: sbatch --exclude=node1",
     ]
     assert (found.healthy, found.exclude, found.hosts) == (False, ["node1"], ["node0", "node1"])
 
@@ -228,12 +229,15 @@ def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> Non
     found = judged(reports, 4)
     assert not found.healthy
     assert found.exclude == []
-    reports[2]["bandwidth"]["at"] = "meeting the others"
-    reports[1]["bandwidth"]["at"] = reports[3]["bandwidth"]["at"] = "meeting the others"
+    reports[2]["bandwidth"]["at"] = "the first collective"
+    reports[1]["bandwidth"]["at"] = reports[3]["bandwidth"]["at"] = "the first collective"
     assert judged(reports, 4).exclude == ["node0"]
-    reports[0]["bandwidth"]["at"] = "meeting the others"
+    reports[0]["bandwidth"]["at"] = "the first collective"
     lines = verdict.lines(judged(reports, 4))
-    what = "BAD   the nodes together: the bandwidth test of all nodes stopped after meeting the others (did not answer in 30 s): "
+    what = (
+        "BAD   the nodes together: the bandwidth test of all nodes stopped after the first collective "
+        "(did not answer in 30 s): "
+    )
     assert any(line.startswith(what) for line in lines)
     assert lines[-1] == "not healthy, and no single node is to blame"
 
@@ -253,4 +257,4 @@ def test_versions_without_a_majority_exclude_no_node() -> None:
         report["facts"]["torch"]["torch"] = "2.10.0"
     found = judged(reports, 4)
     assert found.exclude == []
-    assert "torch is 2.10.0, and the nodes have no majority" in "\n".join(verdict.lines(found))
+    assert "torch is 2.10.0, and no value has a majority of the nodes" in "\n".join(verdict.lines(found))

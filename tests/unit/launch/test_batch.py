@@ -85,7 +85,7 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code").mkdir(parents=True)
     (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
-    line = f"run_dir={tmp_path}/run: has no files of this job's earlier start: give a folder that all nodes share"
+    line = f"run_dir={tmp_path}/run: this job was started before, but this folder does not have its files: give a folder that all nodes share"
     with pytest.raises(ConfigError, match=f"^{line}$"):
         batch.begin("mnist", words, environ)
     assert line.endswith(helpers.failure(tmp_path / "run", 0)["error"])
@@ -144,7 +144,7 @@ def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capfd
         ("JobState=COMPLETING Restarts=0", "the job was cancelled: to resume", "cancelled"),
         ("JobState=COMPLETING Restarts=1", "requeued by Slurm;", "requeued"),
         ("Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
-         "requeued, but job 7 is held (JobHeldUser): scontrol release 7 starts it", "held"),
+         "requeued, but job 7 is held (JobHeldUser): scontrol release 7 lets it start", "held"),
         ("JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29", "not requeued by Slurm: to resume", "not-requeued"),
         ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:01:00",
          "not requeued by Slurm: to resume", "not-requeued"),
@@ -247,7 +247,7 @@ def test_a_failed_requeue_is_reported_in_one_line(
     stub_scontrol(stubs, f"{RUNNING} Restarts=1", "printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     output = capfd.readouterr().out
-    assert "not requeued (slurm_update error: Access denied): to resume, start it again" in output
+    assert "not requeued (slurm_update error: Access denied): to resume, start the run again" in output
     assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
     assert len(output.splitlines()) == 1
 

@@ -154,7 +154,7 @@ def test_local_reports_keys_without_effect(
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
     assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true", "container=docker://x"]) == 0
-    line = "launch.py: not used with launcher=local: partition=, doctor=, container=docker://x\n"
+    line = "launch.py: launcher=local does not use partition=, doctor=, container=docker://x\n"
     assert capsys.readouterr().err == line
 
 

@@ -71,7 +71,7 @@ def test_a_job_is_requeued_without_the_bad_nodes(
     (stubs.folder / "runs").mkdir()
     refused = {attempts.VARIABLE: str(helpers.attempt(script_job.run_dir, step=None).folder)}
     assert script_job.examine(SLURM_CLUSTER_NAME="c", **refused) == errors.EXIT_MACHINE
-    line = "bad nodes: n2,n3; requeued without them (at most 1 more)"
+    line = "bad nodes: n2,n3; requeued without them (requeues left: 1)"
     assert line in capfd.readouterr().err
     assert line in helpers.failure(script_job.run_dir, 0)["error"]
     assert set(bad_nodes.known(stubs.folder, "c")) == {"n2", "n3"}
@@ -86,15 +86,13 @@ def test_a_job_is_requeued_without_the_bad_nodes(
 def test_max_resubmits_limits_the_requeues(
     script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for left in ("1 more", "0 more"):
+    for left in (1, 0):
         script_job.examine()
-        assert f"requeued without them (at most {left})" in capfd.readouterr().err
+        assert f"requeued without them (requeues left: {left})" in capfd.readouterr().err
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "7"}) == 2
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "8"}) == 0
     assert script_job.examine() == errors.EXIT_MACHINE
-    line = (
-        "bad nodes: n2,n3; not requeued without them, since max_resubmits= is reached: submit it with exclude=n1,n2,n3"
-    )
+    line = "bad nodes: n2,n3; not requeued, since max_resubmits= is reached: submit the job with exclude=n1,n2,n3"
     assert f"{line} " in capfd.readouterr().err
     assert len(stubs.calls("sbatch")) == 2
 
@@ -113,7 +111,10 @@ def test_a_refused_requeue_is_reported_in_one_line(
     stubs.add(refusing, "[ $1 = show ] || { echo not allowed >&2; exit 1; }")
     assert script_job.examine() == errors.EXIT_MACHINE
     excluded = "n2,n3" if refusing == "scontrol" else "n1,n2,n3"
-    line = f"mnist: bad nodes: n2,n3; not requeued without them (not allowed): submit it with exclude={excluded} (sbatch: --exclude={excluded})\n"
+    line = (
+        "mnist: bad nodes: n2,n3; a requeue that excludes them failed (not allowed): "
+        f"submit the job with exclude={excluded} (sbatch: --exclude={excluded})\n"
+    )
     assert capfd.readouterr().err == line
     assert not [call for call in stubs.calls("scontrol") if call[0] == "update"]
 
@@ -142,7 +143,7 @@ def test_nothing_is_trained_without_a_verdict(
     assert not (script_job.run_dir / "doctor/reports").exists()
     stubs.add("srun", doctor_finds())
     assert script_job.examine() == errors.EXIT_MACHINE
-    assert "excluding nodes would not fix it" in capfd.readouterr().err
+    assert "the doctor found a fault that excluding nodes would not fix" in capfd.readouterr().err
     stubs.add("srun", doctor_finds(healthy=True))
     assert script_job.examine() == errors.EXIT_DONE
 

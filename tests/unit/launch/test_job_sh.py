@@ -289,5 +289,5 @@ def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:
     status, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir)
     assert status == 75
     assert stderr.splitlines()[-1].startswith(
-        f"mnist: ended with status 75 and is not requeued: {bench.folder}/bin/python no"
+        f"mnist: ended with status 75 and is not requeued, since {bench.folder}/bin/python no"
     )

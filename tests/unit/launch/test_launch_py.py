@@ -29,7 +29,7 @@ def test_an_old_python_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("RECIPES_PYTHON", sys.executable)
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     assert launch.main([]) == errors.EXIT_MACHINE
-    assert "requires Python 3.10 or later, this is 3.9" in capsys.readouterr().err
+    assert "requires Python 3.10 or later, but this is 3.9" in capsys.readouterr().err
 
 
 def launch_py(bench: Bench, *words: str, **environ: str) -> tuple[int, str, str]:

@@ -26,7 +26,7 @@ def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> N
     assert made.status == 0, made.out
     assert made.lines[:4] == ["recipes/birds.py", "recipes/conf/birds.py", "sbatch/birds_1x4.sh", "tests/test_birds.py"]
     text = (repository / "recipes/birds.py").read_text()
-    assert text.startswith("# EDIT: what birds trains")
+    assert text.startswith("# EDIT: say what birds trains")
     for marked in ("def make_net(", "def transforms(", "    def losses(", "    evaluate = "):
         assert re.search(rf"^ *# EDIT\n{re.escape(marked)}", text, re.MULTILINE)
     assert "# EDIT\ndef main(" not in text
@@ -53,12 +53,12 @@ def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "give the new recipe's name"),
-        (["Birds"], "give the new recipe's name"),
+        ([], "give the name of the new recipe"),
+        (["Birds"], "give the name of the new recipe"),
         (["class"], "new class: is a Python keyword"),
         (["core"], "new core: is a Python keyword, or a folder in recipes/"),
         (["toy"], r"new toy: .*/recipes/toy\.py exists: give another name"),
-        (["birds", "notfrom=toy"], "give the new recipe's name"),
+        (["birds", "notfrom=toy"], "give the name of the new recipe"),
         (["birds", "from=none"], "from=none: must be one of"),
         (["birds", "from=collectives"], "from=collectives: does not train"),
     ],

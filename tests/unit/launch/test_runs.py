@@ -43,7 +43,8 @@ def status(state: str, **more: Any) -> dict[str, Any]:
         (status("running"), None, "", True, False, ("running", "")),
         (status("running"), None, "", None, True, ("lost", "it ended without a final status")),
         (status("running"), Line("NODE_FAIL", "", "", None, False, ""), "", None, True, ("lost", "it ended without a final status")),
-        (status("running"), Line("CANCELLED", "", "", None, False, ""), "", None, True, ("cancelled", "it had no time to record its end")),
+        (status("running"), Line("CANCELLED", "", "", None, False, ""), "", None, True,
+         ("cancelled", "it ended before it wrote its final status")),
         ({}, None, "data_dir= is missing", None, True, ("refused", "data_dir= is missing")),
         ({}, Line("CANCELLED", "", "", None, False, ""), "", None, True, ("cancelled", "before it began")),
         ({}, None, "", None, True, ("cancelled", "it never began")),
@@ -113,11 +114,11 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
     (root / "runs/mnist/12").rename(root / "runs/mnist/mine")
     assert [path.name for path in runs.find(["12"], root)] == ["mine"]
     assert [path.name for path in runs.find(["12", "11"], root)] == ["mine", "11"]
-    with pytest.raises(InputError, match="98: no run is there"):
+    with pytest.raises(InputError, match="98: no run was found"):
         runs.find(["11", "98"], root)
     with pytest.raises(InputError, match="--faild: must be one of --json, --failed, --sort"):
         runs.show(["--faild"], root)
-    with pytest.raises(InputError, match="99: no run is there: give a run directory, a job ID, or last"):
+    with pytest.raises(InputError, match="99: no run was found: give a run directory, a job ID, or last"):
         runs.find(["99"], root)
 
 

@@ -96,7 +96,7 @@ def test_the_table_of_runs_and_a_prediction_from_one(tmp_path: Path, capsys: pyt
 def test_a_run_that_lacks_figures_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a finished training"):
         scaling.read(run(tmp_path / "a", 1, 100.0, parameters=None))
-    with pytest.raises(InputError, match="has no bandwidth of all_reduce: run recipe=collectives"):
+    with pytest.raises(InputError, match="has no measured bandwidth and latency of all_reduce: run recipe=collectives"):
         scaling.read_link(run(tmp_path / "b", 2, 100.0, busbw={}))
 
 

@@ -73,7 +73,7 @@ def test_a_full_disk_for_the_job_files_is_reported(
     monkeypatch.setattr(
         files, "write_bytes", lambda path, content: os.write(os.open("/dev/full", os.O_WRONLY), content)
     )
-    with pytest.raises(MachineError, match=r"runs/submitit: cannot be written \(No space left on device\): make room"):
+    with pytest.raises(MachineError, match=r"runs/submitit: cannot be written \(No space left on device\): free some"):
         submit.submit(describe(root=tmp_path), sys.executable, "")
 
 

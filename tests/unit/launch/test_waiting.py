@@ -37,7 +37,7 @@ def test_waiting_returns_the_jobs_exit_status(
     (tmp_path / "log").write_text("rank 0's words\n")
     assert waiting.wait([submit.Submitted("7", tmp_path, tmp_path / "log")]) == expected
     output = capsys.readouterr()
-    assert (output.out.count("rank 0's words"), output.err.count("Slurm is asked again")) == (1, 1)
+    assert (output.out.count("rank 0's words"), output.err.count("asking Slurm again")) == (1, 1)
 
 
 def test_a_job_whose_dependency_cannot_be_met_ends_the_wait(
@@ -47,7 +47,7 @@ def test_a_job_whose_dependency_cannot_be_met_ends_the_wait(
     job = queue.Job("7", "PENDING", "DependencyNeverSatisfied", 0, 0, {"Dependency": "afterok:6(failed)"})
     monkeypatch.setattr(queue, "find", lambda job_id: job)
     assert waiting.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
-    line = "job 7 never starts: its dependency afterok:6(failed) cannot be met; remove it: scancel 7\n"
+    line = "job 7 never starts: its dependency afterok:6(failed) cannot be met; cancel the job: scancel 7\n"
     assert capsys.readouterr().err == line
 
 

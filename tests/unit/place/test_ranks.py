@@ -186,9 +186,9 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
         ({key: value for key, value in STEP.items() if key != name}, [f"{name} is not set: start the ranks with srun"])
         for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     ),
-    (STEP | {"SLURM_PROCID": "3"}, ["SLURM_PROCID=3", "SLURM_STEP_NUM_TASKS=3"]),
-    (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "number of nodes=2"]),
-    (STEP | {"SLURM_LOCALID": "1"}, ["SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE"]),
+    (STEP | {"SLURM_PROCID": "3"}, ["SLURM_PROCID=3", "less than 3 (SLURM_STEP_NUM_TASKS)"]),
+    (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "less than 2 (the number of nodes)"]),
+    (STEP | {"SLURM_LOCALID": "1"}, ["SLURM_LOCALID=1", "less than 1 (SLURM_STEP_TASKS_PER_NODE of node 1)"]),
     (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["SLURM_STEP_TASKS_PER_NODE=2(x2)", "4 tasks", "NUM_TASKS=3"]),
     (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, ["SLURM_STEP_TASKS_PER_NODE=1(x3)", "3 nodes", "node[1-2]"]),
     (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"]),
@@ -199,8 +199,8 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     # RANK
     (env("RANK=0"), ["WORLD_SIZE is not set"]),
     (env("WORLD_SIZE=4"), ["WORLD_SIZE=4", "must be 1", "unset it"]),
-    (env("RANK=1 WORLD_SIZE=1"), ["RANK=1", "WORLD_SIZE=1"]),
-    (HAND | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
+    (env("RANK=1 WORLD_SIZE=1"), ["RANK=1", "less than 1 (WORLD_SIZE)"]),
+    (HAND | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "less than 2 (LOCAL_WORLD_SIZE)"]),
     (HAND | {"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "RANK=1", "GROUP_RANK"]),
     (HAND | {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=4", "GROUP_RANK"]),
     (HAND | {"GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3"]),

@@ -218,7 +218,7 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
 def test_a_clock_that_went_back(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", [row(0, 1)])
     opened = folder / "attempts/0000/opened.json"
-    for time_s, took in ((4e9, "unknown: the clock went back"), (1e300, ""), (math.nan, ""), ("x", "")):
+    for time_s, took in ((4e9, "unknown: a clock was set back"), (1e300, ""), (math.nan, ""), ("x", "")):
         files.write_json(opened, {**helpers.read(opened.parent, "opened"), "time": time_s})
         found = page(tmp_path, folder)
         assert (found.after("duration, with waiting") if "duration, with waiting" in found.texts else "") == took

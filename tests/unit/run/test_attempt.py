@@ -44,7 +44,9 @@ def test_an_attempt_owns_the_run_until_a_later_one_begins(tmp_path: Path) -> Non
     assert attempts.taken_over_by(first) == "3.0"
     attempts.check_owner(later)
     for stale in (first, refused):
-        with pytest.raises(MachineError, match=r"a later attempt writes here \(3\.0\); this one ends"):
+        with pytest.raises(
+            MachineError, match=r"a later attempt \(3\.0\) writes to this run directory, so this attempt ends"
+        ):
             attempts.begin(stale, 3, own=False)
 
 
@@ -125,7 +127,7 @@ def test_an_attempt_that_wakes_up_after_its_successor_has_begun_changes_nothing(
     helpers.attempt(tmp_path, step=5)
     directory.write_status(tmp_path, "running", attempt=1, step=5)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(MachineError, match="a later attempt writes here"):
+    with pytest.raises(MachineError, match=r"a later attempt .*writes to this run directory"):
         write(old)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -147,7 +149,7 @@ def test_a_save_that_is_being_written_cannot_be_renamed_by_an_earlier_attempt(tm
     def write(file: object) -> None:
         helpers.attempt(tmp_path)  # the successor begins meanwhile
 
-    with pytest.raises(MachineError, match="a later attempt writes here"):
+    with pytest.raises(MachineError, match=r"a later attempt .*writes to this run directory"):
         files.write_whole(tmp_path / "checkpoints/step-00000009.pt", write, old.staging)
     assert not (tmp_path / "checkpoints/step-00000009.pt").exists()
 

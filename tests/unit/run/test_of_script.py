@@ -43,10 +43,10 @@ def test_a_link_is_not_resolved(here: Path) -> None:
     [
         (["script=b.py"], ["script=b.py: there is no such file"]),
         (["script=data"], ["script=data: is not executable; chmod +x it"]),
-        (["script=a.py", "recipe=mnist"], ["script=a.py: is given beside recipe=mnist"]),
+        (["script=a.py", "recipe=mnist"], ["script=a.py: cannot be used with recipe=mnist"]),
         (["recipe=mnist", "--", "x"], ["--: ", "give script=FILE"]),
         (["recipe=script"], ["script= is missing: give script=FILE"]),
-        (["script=a.py", "epochs=3"], ["epochs=3: ", "arguments of your program come after --: script=FILE -- "]),
+        (["script=a.py", "epochs=3"], ["epochs=3: ", "arguments of your program after --, as in script=FILE -- "]),
         (["script=a.py", "--epochs", "3"], ["'--epochs' is not key=value; arguments of the program come after --"]),
         (["script=a.py", "nods=3"], ["nods=3: ", "did you mean 'nodes'?"]),
         (["script=a.py", "args='"], ["args=': ", "type the arguments after --"]),

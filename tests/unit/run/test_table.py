@@ -117,11 +117,15 @@ def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"/none: cannot be read \(No such file or directory\)"):
         report.main([f"{tmp_path}/none"])
     for words in ([], ["--json"]):
-        with pytest.raises(InputError, match=r": no run is there: name a run directory, or a folder of them"):
+        with pytest.raises(
+            InputError, match=r": no run was found: give a run directory, or a folder of run directories"
+        ):
             report.main([str(tmp_path), *words])
     ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path)])
     assert ended.status == 2
-    assert ended.lines == [f"report: {tmp_path}: no run is there: name a run directory, or a folder of them"]
+    assert ended.lines == [
+        f"report: {tmp_path}: no run was found: give a run directory, or a folder of run directories"
+    ]
 
 
 def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], No
     try:
         copy = format.read_index(folder)
     except InputError as error:
-        raise InputError(f"stage_dir=: needs a packed copy as data_dir: {error}") from None
+        raise InputError(f"stage_dir= requires a packed copy in data_dir, but {error}") from None
     target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.index.sha256[:12]}-{os.geteuid()}"
     total = sum(file.size for file in copy.files)
 

@@ -40,7 +40,7 @@ def pack(
     """
     with files.writing_to(target, "data_dir"):
         if datasets.kind(target / format.INDEX):
-            say("imagenet: already there; verifying it")
+            say("imagenet: a packed copy exists already; verifying it")
             return _verified(target, size, quality)
         _check_target(target)
         if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
