@@ -38,7 +38,7 @@ def new(words: Sequence[str], root: Path) -> int:
     recipe_conf.require(source, f"from={errors.shown(source)}")
     cls, _ = recipe_conf.load(source)
     if not getattr(cls, "epochs", 0):
-        raise ConfigError(f"from={source}: does not train; give from=finetune, mnist, cifar, imagenet or toy")
+        raise ConfigError(f"from={source}: does not train; give from=finetune, gpt, mnist, cifar, imagenet or toy")
     old = [root / f"recipes/{source}.py", root / f"recipes/conf/{source}.py"]
     old += sorted((root / "sbatch").glob(f"{source}_*.sh"))[:1]
     texts = {p.with_name(p.name.replace(source, name, 1)): _renamed(p.read_text(), source, name) for p in old}
@@ -46,7 +46,7 @@ def new(words: Sequence[str], root: Path) -> int:
     title = f"# EDIT: say what {name} trains, on which data, and your results. It is a copy of {source}.\n"
     texts[recipe] = title + OWN.sub(r"\1# EDIT\n", texts[recipe])
     values = next(field.metadata["values"] for field in dataclasses.fields(cls) if field.name == "dataset")
-    dataset = '"dataset=fake", ' if "fake" in values else ""
+    dataset = "".join(f'"dataset={value}", ' for value in values if value in ("fake", "bytes"))  # made in memory
     texts[root / f"tests/test_{name}.py"] = TEST.format(name=name, dataset=dataset)
     if taken := [path for path in texts if path.exists()]:
         raise ConfigError(f"new {name}: {taken[0]} exists: give another name")

@@ -36,7 +36,7 @@ def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> N
     assert ran.status == 0, ran.out
 
 
-@pytest.mark.parametrize("source", ["mnist", "cifar", "imagenet", "toy"])
+@pytest.mark.parametrize("source", ["gpt", "mnist", "cifar", "imagenet", "toy"])
 def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None:
     assert new.new(["mine", f"from={source}"], repository) == 0
     old, copy = ((repository / f"recipes/{name}.py").read_text() for name in (source, "mine"))
