@@ -156,7 +156,7 @@ def main(start: Start) -> int:
     rank, attempt = start.ranks.rank, attempts.given(os.environ)
     if not attempt:
         fix = "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE"
-        raise InputError(f"requires a job script, or launch.py on a single machine: {fix}")
+        raise InputError(f"must be started by a job script, or by launcher=local on a single machine: {fix}")
     if not (attempt.folder / "opened.json").exists():
         raise MachineError(f"{HOST}: does not see run_dir={attempt.run_dir}: give a folder that all nodes share")
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())  # `run` passes on what comes from now on

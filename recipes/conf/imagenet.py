@@ -28,7 +28,7 @@ class Config(TrainKeys):
     )
     decoder: Decoder = key(
         Decoder.auto,
-        "auto: torchcodec if it is installed, else torchvision (with both, pixels differ from Pillow's by at most 1); "
+        "auto: torchcodec if it is installed, else torchvision (the pixels of either differ from Pillow's by at most 1); "
         "opencv: faster, but the pixels differ, since it resizes without antialiasing",
     )
     num_workers: int = key(

@@ -38,7 +38,7 @@ def private_folder(folder: Path, fix: str = "run chmod 700 on it, or use a clone
     except OSError as error:
         raise MachineError(f"{folder}: cannot be created ({error.strerror}): {fix}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise MachineError(f"{folder}: is not a folder that you own and only you can write to: {fix}")
+        raise MachineError(f"{folder}: must be a folder that belongs to you and that nobody else can write to: {fix}")
     if problem := who_else_can_change(folder):
         raise MachineError(f"{folder}: {problem}: {fix}")
     return folder

@@ -81,7 +81,7 @@ def test_a_link_in_the_clone_to_such_a_file_is_not_used(
 @as_root
 def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path.parents[1] / "link").symlink_to(path.parent)
-    with pytest.raises(MachineError, match="is not a folder that you own"):
+    with pytest.raises(MachineError, match="must be a folder that belongs to you"):
         files.private_folder(path.parents[1] / "link")
     path.parent.chmod(0o775)  # root's group
     path.parents[1].chmod(0o1777)

@@ -40,14 +40,14 @@ class JobKeys:
         "", "type of GPU, if the site has several, such as a100", pattern=NAME, sbatch="--gpus-per-node=TYPE:NUMBER",
     )  # fmt: skip
     gpu_memory_gb: float = key(
-        0.0, "memory of each GPU in GB; check refuses a model whose training needs more; 0: not known", low=0
+        0.0, "memory of each GPU in GB; launch.py check refuses a model whose training needs more; 0: not known", low=0
     )
     ranks_per_node: int | None = key(
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = key(
-        None, "CPUs per rank; default: the profile's value; if it has none: 8 with GPUs; with device=cpu, cpu_threads= "
-        "(0 counts as 1) plus num_workers= (-1 counts as 6)", low=1, high=4096, sbatch="--cpus-per-task",
+        None, "CPUs per rank; default: the profile's value; without one, 8 on GPUs, and with device=cpu the sum of "
+        "cpu_threads= (0 counts as 1) and num_workers= (-1 counts as 6)", low=1, high=4096, sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = key(
         "", "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",

@@ -99,9 +99,13 @@ def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
     base = folder_of(data_dir)
     found = {name: find_file(base, dataset, name) for name in dataset.names}
     if missing := [name for name, path in found.items() if not path]:
+        command = prepare_command(dataset.name, base)
+        how = "on a machine with internet (elsewhere, add source=FOLDER, which has the data)"
+        if dataset is TEXT:  # it is not downloaded
+            command, how = f"{command} source=FOLDER", "with the folder of your text"
         raise InputError(
-            f"data_dir={str(base)!r} lacks {', '.join(missing)} (plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself): "
-            f"on a machine with internet, or with source=FOLDER added, run {prepare_command(dataset.name, base)}"
+            f"data_dir={str(base)!r} lacks {', '.join(missing)} "
+            f"(plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself): run this {how}: {command}"
         )
     return [path for path in found.values() if path]
 

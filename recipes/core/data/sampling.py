@@ -100,7 +100,7 @@ class GlobalBatches:
         """
         smallest, least = self.size(self.per_epoch - 1), ranks * accumulate
         if smallest < least:
-            needed = f"{least}, one for each rank{' and part of accumulate=' if accumulate > 1 else ''}"
+            needed = f"{least}, one for each {'of the parts (accumulate=) of each rank' if accumulate > 1 else 'rank'}"
             raise InputError(
                 f"global_batch_size={self.global_batch_size}: with {self.num_samples} samples, the last batch has {smallest}, but it needs {needed}; "
                 f"give at least {2 * least}, or use fewer ranks"

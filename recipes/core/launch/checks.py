@@ -106,7 +106,7 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
     folder = str(root / datasets.folder_of(data_dir))
     if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
         key = "data_dir" if data_dir else "RECIPES_DATA"
-        return f"{key}={folder} does not exist on this machine: the nodes must have the data"
+        return f"{key}={folder} does not exist on this machine, so the data was not looked for: the nodes need it"
     if dataset == "imagenet":
         datasets.find_imagenet(folder)
     else:

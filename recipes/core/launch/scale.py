@@ -27,7 +27,9 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
         return _submit_all(given, weak, root, submit)
     known = {"link", "ranks"} if "link" in given else set()
     if unknown := sorted(given.keys() - known):
-        raise ConfigError(f"scale: {unknown[0]}=: with a run, give link= and ranks= together, and no other keys")
+        raise ConfigError(
+            f"scale: {unknown[0]}=: with a run, only link= and ranks=, given together, and weak= are possible"
+        )
     if "link" in given:
         link, base = scaling.read_link(Path(given["link"])), scaling.read(runs.find(names[:1], root)[0])
         print("\n".join(scaling.lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak)))

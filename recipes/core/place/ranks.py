@@ -116,8 +116,8 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
         if world_size % local_size or rank % local_size != local_rank:
             raise ConfigError(
                 f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: do not "
-                "fit together if all nodes have the same number of ranks, numbered node by node: use srun or torchrun, "
-                "or set GROUP_RANK and GROUP_WORLD_SIZE"
+                "fit together: without GROUP_RANK, every node must have LOCAL_WORLD_SIZE ranks, numbered node by node: "
+                "use srun or torchrun, or set GROUP_RANK and GROUP_WORLD_SIZE"
             )
         node_rank, num_nodes = rank // local_size, world_size // local_size
         require_equal(environ, "GROUP_WORLD_SIZE", num_nodes)

@@ -218,7 +218,7 @@ def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: p
 
 
 def test_a_batch_with_empty_pieces_is_refused(train: Train) -> None:
-    with pytest.raises(InputError, match="needs 3, one for each rank and part of accumulate="):
+    with pytest.raises(InputError, match="needs 3, one for each of the parts"):
         train("global_batch_size=3", "accumulate=3", "max_steps=1")
     batches = GlobalBatches(32, 6, 0, 0, 1)  # the last two have 4
     batches.require_full(2, 2)

@@ -235,7 +235,7 @@ def test_the_keys_select_the_network(on: bool) -> None:
         (
             ["variant=dev", "global_batch_size=2", "accumulate=3", "max_steps=1"],
             InputError,
-            "needs 3, one for each rank and part of accumulate=",
+            "needs 3, one for each of the parts",
         ),
         (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has neither train/<class>"),
         (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),

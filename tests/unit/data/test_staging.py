@@ -173,7 +173,9 @@ def test_a_folder_that_another_user_may_have_created_is_refused(packed: Path, tm
         if os.geteuid():
             pytest.skip("wants root, to give a folder to another user")
         os.chown(planted, 65534, 65534)
-    with pytest.raises(MachineError, match=r"(node/.* is not a folder that you own|^stage_dir='.*node': )") as caught:
+    with pytest.raises(
+        MachineError, match=r"(node/.* must be a folder that belongs to you|^stage_dir='.*node': )"
+    ) as caught:
         to_local_disk(packed, node, ignore)
     assert "\n" not in str(caught.value)
     assert list(elsewhere.iterdir()) == []

@@ -159,7 +159,7 @@ def test_a_killed_preparation_continues(tmp_path: Path, run: Prepare, monkeypatc
     folder, words = tmp_path / "data/text", [f"source={tmp_path}/source", f"data_dir={tmp_path}/data"]
     ended = helpers.run([sys.executable, "-c", KILLED, *words])
     assert ended.status == -9, ended.out
-    with pytest.raises(InputError, match=r"lacks index\.json .* run python -m recipes\.prepare text data_dir="):
+    with pytest.raises(InputError, match=r"lacks index\.json .*: python -m recipes\.prepare text data_dir="):
         text.open_text(str(tmp_path / "data"))
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
     assert [path.name for path in sorted(kept)] == ["00000.bin", "00001.bin", "00002.bin"]

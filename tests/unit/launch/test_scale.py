@@ -74,7 +74,7 @@ def test_a_job_for_each_size_with_the_same_work(tmp_path: Path, capsys: pytest.C
         (["recipe=toy", "nodes=1", "run_dir=x"], "run_dir= is chosen"),
         (["recipe=toy", "nodes=1", "weak=1"], "weak=1: must be true or false"),
         (["recipe=collectives", "nodes=1,2"], "give a recipe that trains"),
-        (["runs", "ranks=4"], "ranks=: with a run, give link= and ranks= together"),
+        (["runs", "ranks=4"], "ranks=: with a run, only link= and ranks="),
     ],
 )
 def test_invalid_words_are_refused(words: list[str], error: str, tmp_path: Path) -> None:
