@@ -5,6 +5,7 @@ Time limits, preemption, requeues, dead nodes and daemons. Jobs run the recipe b
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from tests.slurm.jobs import PYTHON, TWO_BY_ONE, log_lines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-KEYS = ("device=cpu", "epochs=1000000", "pace_s=0.02", "timeout_s=120")
+KEYS = ("device=cpu", "epochs=1000000", "pace_s=0.02", "timeout_s=120", *os.environ.get("FAULT_KEYS", "").split())
 SCRIPT, SILENT = "sbatch/broken_2x8.sh", "sbatch/silent.sh"
 END_S = 45  # for a job whose rank has failed to be over, on a busy machine; Slurm's own part is a few seconds
 ORPHAN_S = 15  # nothing of a job is left then
