@@ -187,7 +187,7 @@ def main(start: Start) -> int:
         returncode, stop = run(command, cfg.workdir, environ, beat)
         moment, (kind, code, ended) = time.time(), describe(returncode)
         if code == errors.EXIT_REQUEUE and not stop:
-            stop = f"exit status {code} of the program (saved, to be continued)"
+            stop = f"exit status {code}, with which a program asks to be continued"
             record(Kind.stopped, code, stop)
         if stop:
             if rank == 0:

@@ -54,7 +54,7 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
         say(at=f"an all_reduce{of_gpu}", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, correct=is_correct)
         for mask in masks(size):
             pair(nodes, rank, mask, device, gpu)
-            say(at=f"the exchange between nodes {mask} places apart{of_gpu}")
+            say(at=f"the exchange between nodes {mask} apart in the list of nodes{of_gpu}")
             dist.barrier()
     say(at="the end", ended=True)
     dist.barrier()

@@ -94,7 +94,7 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
             f"export {container.runtime.upper()}_NO_EVAL=1",
             f"export {prefix}PYTHONNOUSERSITE=1",  # packages of pip in the home folder are for another Python
             f'command -v {container.runtime} >/dev/null || stop "container=: $(hostname) has no {container.runtime}: '
-            'if an environment module provides it, add that module to modules: in the profile" 3',
+            'if an environment module provides it, list that module under modules: in the profile" 3',
         ]
     return lines
 

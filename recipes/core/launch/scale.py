@@ -28,7 +28,7 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
     known = {"link", "ranks"} if "link" in given else set()
     if unknown := sorted(given.keys() - known):
         raise ConfigError(
-            f"scale: {unknown[0]}=: with a run, only link= and ranks=, given together, and weak= are possible"
+            f"scale: {unknown[0]}=: with a run, only link= and ranks= (both or neither) and weak= are possible"
         )
     if "link" in given:
         link, base = scaling.read_link(Path(given["link"])), scaling.read(runs.find(names[:1], root)[0])

@@ -11,7 +11,7 @@ from recipes.core.place.ranks import RankInfo
 
 LOOPBACK = "lo"
 _SET = "or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
-FIX_ROUTE = f"bring the interface up, or fix the route (ip route get PEER, on the node that cannot reach it), {_SET}"
+FIX_ROUTE = f"bring the interface up, or fix the route (ip route get PEER shows it on the node with the fault), {_SET}"
 FIX_NAME = f"add the name to DNS, or to /etc/hosts on each node (getent hosts NAME tests it), {_SET}"
 # Position and size of the address in struct sockaddr_in and sockaddr_in6.
 _ADDRESS_IN: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}

@@ -16,8 +16,9 @@ from recipes.core.run.rows import number
 
 BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
 ASSUMED = (
-    "assumed: a rank's work is in proportion to its samples, each rank has the CPUs and the GPU of the measured run, and the all_reduce ring's latency"
-    " and bandwidth stay as measured; on GPUs communication overlaps with the backward pass, on CPUs it does not"
+    "assumed: a rank's work is in proportion to its samples; each rank has as many CPUs and the same type of GPU"
+    " as in the measured run; the latency and bandwidth of all_reduce's ring stay as measured; communication"
+    " overlaps with the backward pass on GPUs, but not on CPUs"
 )
 
 

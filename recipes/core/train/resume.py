@@ -52,8 +52,8 @@ def at(run: Context, place: int, name: str) -> Path:
     """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name. Raises InputError."""
     if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
         raise InputError(
-            f"rank 0's port answered {shown(name)}, which is not a checkpoint. "
-            "So another program uses this port: set another MASTER_PORT"
+            f"rank 0's port sent {shown(name)}, which is not a checkpoint to resume from: give the same resume= on all "
+            "ranks, or, if another program uses this port, set another MASTER_PORT"
         )
     return places(run)[place] / name
 

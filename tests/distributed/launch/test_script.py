@@ -135,11 +135,8 @@ def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too
     assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 0, "SIGTERM"]
     ended = helpers.finish(start(tmp_path, "import sys; sys.exit(75)"))
     assert ended.status == 75, ended.out
-    assert status(tmp_path, "state", "attempt", "reason") == [
-        "preempted",
-        1,
-        "exit status 75 of the program (saved, to be continued)",
-    ]
+    why = "exit status 75, with which a program asks to be continued"
+    assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 1, why]
 
 
 def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:

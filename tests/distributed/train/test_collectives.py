@@ -113,7 +113,7 @@ def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_p
     for one in found:
         assert [word["at"] for word in one if "at" in word] == [
             "the creation of the process group", "the first collective", "an all_reduce",
-            *(f"the exchange between nodes {mask} places apart" for mask in (1, 2)), "the end",
+            *(f"the exchange between nodes {mask} apart in the list of nodes" for mask in (1, 2)), "the end",
         ]  # fmt: skip
         figure = next(word for word in one if "busbw" in word)
         assert figure["busbw"] == pytest.approx((1 << 20) / 0.25 * 2 * 3 / 4 / 1e9)
@@ -126,7 +126,7 @@ def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_p
 def test_the_doctors_bandwidth_test_takes_the_gpus_in_turn_while_there_is_time() -> None:
     times = [0, 5, 9, 11]  # of 20 s; the third GPU would begin in the second half
     for one in linkchecks(nodes="[0, 1]", gpus=3, times=times):
-        at = ["the first collective", "an all_reduce", "the exchange between nodes 1 places apart"]
+        at = ["the first collective", "an all_reduce", "the exchange between nodes 1 apart in the list of nodes"]
         of_gpus = [f"{it} with GPU {gpu} of each node" for gpu in (0, 1) for it in at]
         expected = ["the creation of the process group", *of_gpus, "the end"]
         assert [word["at"] for word in one if "at" in word] == expected
