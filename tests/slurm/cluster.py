@@ -774,7 +774,9 @@ def _up(arguments: argparse.Namespace) -> int:
     (cluster.root / "user").write_text(_user())
     for node in cluster.nodes:
         print(f"{node.name}: {node.address} {node.address6} {node.gpus} GPUs", file=sys.stderr)
-    print(f"logs in {cluster.root}/log; take down with: {sys.argv[0]} down {cluster.root}", file=sys.stderr)
+    sudo = "sudo " if "SUDO_USER" in os.environ else ""
+    command = f"{sudo}python3 {sys.argv[0]} down {cluster.root}"
+    print(f"logs in {cluster.root}/log; take down with: {command}", file=sys.stderr)
     print(f"export SLURM_CONF={cluster.conf}")
     return 0
 

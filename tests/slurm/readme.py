@@ -203,6 +203,7 @@ TABLE: dict[str, How] = {
     "python launch.py check script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20":
         slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu"}, runs=0,
               says="^script: not checked: launch.py check does not start .*/ddp.py$"),
+    "python launch.py script=ddp.py nodes=2 ranks_per_node=2 device=cpu": slurm(),
     "python launch.py script=ddp.py launcher=local ranks_per_node=2 device=cpu": here(says="^epoch 10  loss 0.0"),
     "sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20":
         slurm(swap={**ONE_EACH, "script=": "device=cpu script=", "20": "2"}),

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ COMPLETING = "COMPLETING"  # the last start is ending; other fields show what ha
 ANSWER_S = 60.0
 SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
 AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
-OWN_JOB_S = 10.0  # timeout for a question about a run's job, which may have little time left
+OWN_JOB_S = 10.0  # timeout if a job that may have little time left, or a user, waits for the answer
 HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
 # Why nothing starts the run again, for each outcome without a requeue.
 NOT_REQUEUED: dict[Next | None, str] = {
@@ -174,9 +175,15 @@ def mine() -> dict[str, Line] | None:
     """This user's jobs that Slurm still knows, by their IDs; one call. None if Slurm is not there or does not answer."""
     try:
         asked = _call(
-            "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%S|%N|%L|%Q|%r", again=False
+            "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%S|%N|%L|%Q|%r",
+            timeout_s=OWN_JOB_S, again=False,
+        )  # fmt: skip
+    except OSError:
+        return None
+    except subprocess.TimeoutExpired:
+        print(
+            f"Slurm has not answered within {OWN_JOB_S:g} s: the states are those that the runs wrote", file=sys.stderr
         )
-    except (OSError, subprocess.SubprocessError):
         return None
     if asked.returncode:
         return None

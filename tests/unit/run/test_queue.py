@@ -127,3 +127,14 @@ def test_a_requeue_whose_answer_is_lost_counts_as_done(tmp_path: Path, monkeypat
     (tmp_path / "scontrol").write_text("#!/bin/bash\n[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING\n")
     with pytest.raises(subprocess.CalledProcessError):
         queue.requeue("7", 0)
+
+
+def test_a_slow_controller_does_not_keep_a_user_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(queue, "OWN_JOB_S", 1.0)
+    assert queue.mine() is None
+    assert "Slurm has not answered within 1 s" in capsys.readouterr().err
