@@ -165,7 +165,7 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=imagenet nodes=2 gpus_per_node=8 strategy=fsdp shard_size=8 data_dir=/data":
         slurm(f"{PHOTOS} variant=dev dataset=fake ema=0", {"gpus_per_node=8": "gpus_per_node=1", "shard_size=8": "shard_size=2", " data_dir=/data": ""}),
     "python launch.py check recipe=gpt depth=24 nodes=2 gpus_per_node=8 gpu_memory_gb=80 strategy=fsdp data_dir=/data":
-        tool("dataset=bytes seq_len=16 launcher=print", {"depth=24": "depth=2"}, says="^memory: ok: "),
+        slurm("dataset=bytes seq_len=16", {"depth=24": "depth=2", "gpus_per_node=8": "gpus_per_node=1"}, runs=0, says="^memory: ok: "),
     # docs/administrators.md
     "scontrol show config | grep -E 'JobRequeue|KillWait|SelectType|PreemptMode|SlurmdTimeout'": slurm(runs=0, says="^KillWait"),
     # docs/submitting.md
