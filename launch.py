@@ -10,7 +10,6 @@ the oldest on login nodes, can read this file.
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,5 +61,10 @@ def _choose_python(argv: "list[str]") -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: launch.py … | head
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed the pipe: launch.py … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 141
+    sys.exit(status)

@@ -89,7 +89,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     classes = train_set.source.classes
     run.say(f"{len(train_set):,} training images and {len(val_set):,} validation images in {len(classes)} classes")
     if not cfg.multi_label and (empty := (val_set.counts() == 0).nonzero().flatten().tolist()):
-        run.say(f"warning: {len(empty)} classes, such as {errors.shown(classes[empty[0]])}, have no validation image")
+        run.say(
+            f"warning: no validation image in {len(empty)} of {len(classes)} classes, such as {errors.shown(classes[empty[0]])}"
+        )
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     batches.require_full(run.ranks, cfg.accumulate)
     loader = TorchLoader(train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn)

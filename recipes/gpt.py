@@ -191,7 +191,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         with sharding.unsharded(net), autocast:  # all ranks generate the same, so that none waits
             first = torch.tensor([data.end, *data.encode(cfg.prompt)], device=world.device)
             tokens = generate(net, first, cfg.sample, cfg.seq_len, len(data.vocabulary), cfg.seed)
-        run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), 10 * cfg.sample)}")
+        run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), len(cfg.prompt) + 10 * cfg.sample)}")
     return run.results
 
 

@@ -88,7 +88,7 @@ def own_folder(folder: Path) -> None:
     """Creates ``folder``, or finds that it is this user's. Raises OSError, and MachineError if it, or a link in its place, is another's."""
     folder.mkdir(parents=True, exist_ok=True)
     if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
-        raise MachineError(f"run_dir={folder}: belongs to another user; give another run_dir=")
+        raise MachineError(f"run_dir: {folder} belongs to another user; give another run_dir=")
 
 
 def without_waiting(path: str, flags: int) -> int:

@@ -54,7 +54,7 @@ def without(bad: str, slurm: Cluster, job: str, log: Path) -> None:
     jobs.start_again(slurm, job)
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
     assert f"mnist: bad nodes: {bad}; requeued without them (requeues left: 1)" in log.read_text().splitlines()
-    assert log.read_text().index("1 of 1 nodes is bad") < log.read_text().index("healthy: 1 node")
+    assert log.read_text().index("bad nodes: 1 of 1") < log.read_text().index("healthy: 1 node")
     assert (slurm.jobs(job)[0]["ExcNodeList"], slurm.jobs(job)[0]["NodeList"]) == (bad, "node2")
 
 

@@ -24,7 +24,7 @@ _SETTING = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_.,:/@%+=^-]*|"[ !#%
 _COMMENT = re.compile(r"[ \t]*(#.*)?")
 FORM = (
     "must be NAME=value or a comment; a value may have letters, digits and _.,:/@%+=^-, and between double quotes"
-    " any other ASCII characters except $, backquotes, backslashes and double quotes (nothing is expanded)"
+    " any other printable ASCII characters except $, backquotes, backslashes and double quotes (nothing is expanded)"
 )
 
 _SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")

@@ -201,7 +201,8 @@ def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
         fix = (
-            "the site must set LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
+            "the site must allow ulimit -l unlimited (in Slurm: LimitMEMLOCK=infinity for slurmd, and "
+            "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)"
         )
         what = f"locked memory is limited to {limit // 1024} KB, but RDMA must lock the memory that it sends"
         findings.append(Finding(what, fix, bad=here.has_others))

@@ -64,11 +64,7 @@ def _summary(verdict: Verdict) -> str:
     count, bad = len(verdict.hosts), len(verdict.bad_nodes)
     if verdict.healthy:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
-    what = (
-        f"{bad} of {count} nodes {'are' if bad > 1 else 'is'} bad"
-        if bad
-        else "not healthy, and no single node is to blame"
-    )
+    what = f"bad nodes: {bad} of {count}" if bad else "not healthy, and no single node is to blame"
     return f"{what}; to exclude: sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else what
 
 

@@ -121,12 +121,14 @@ def memory(found: Found, is_divided: bool, gpu_memory_gb: float) -> str:
     is_divided: whether strategy=fsdp divides the model. Each rank then also needs all weights, in float32, for an evaluation.
     """
     assert found.rank_bytes is not None and found.parameters is not None
-    needed = found.rank_bytes + 4 * found.parameters * is_divided
+    whole = 4 * found.parameters  # bytes of all weights
+    needed = found.rank_bytes + whole * is_divided
     if needed > gpu_memory_gb * 1e9:
-        fix = "divide it over more ranks (nodes=, shard_size=)" if is_divided else "give strategy=fsdp"
+        fix = "divide it over more ranks (nodes=, shard_size=)" if is_divided else "give strategy=fsdp on several GPUs"
+        fix = f"{fix}, or train a smaller model" if whole < gpu_memory_gb * 1e9 else "train a smaller model"
         raise ConfigError(
             f"gpu_memory_gb={gpu_memory_gb:g}: the training needs {files.size_text(needed)} on each GPU, "
-            f"without activations: {fix}, or train a smaller model"
+            f"without activations: {fix}"
         )
     return f"{files.size_text(needed)} of {gpu_memory_gb:g} GB on each GPU, without activations"
 

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import shlex
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
     place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
-    if settings.job.container:
+    if settings.job.container and job:
         recipe, found = 0, None
         print("recipe: not checked: the job uses the Python of the container's image", flush=True)
     elif program := getattr(settings.config, "program", ""):
@@ -103,8 +102,9 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     else:
         recipe, found = checks.part(parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
     memory, gpu_gb = 0, settings.job.gpu_memory_gb
-    if gpu_gb and found and found.rank_bytes and settings.run.device is not Device.cpu:
-        is_divided = settings.config.strategy == "fsdp"
+    on_gpus = settings.run.device is not Device.cpu and (job or gpus.visible_gpus(os.environ))
+    if gpu_gb and on_gpus and found and found.rank_bytes:
+        is_divided = settings.config.strategy == "fsdp" and ranks > 1
         memory, _ = checks.part(parts, "memory", lambda: checks.memory(found, is_divided, gpu_gb))
     disk, _ = checks.part(parts, "disk", lambda: checks.disk_space(place, keep, found))
     slurm = 0
@@ -148,7 +148,6 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
 
 def run_here(settings: Settings) -> int:
     """launcher=local: runs one process per rank on this machine. Returns the exit status of the run."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the run continues without a reader
     layout = local_layout(settings)
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
     if settings.job.container:  # perhaps from the site's profile

@@ -182,7 +182,7 @@ def command(argv: Sequence[str], root: Path) -> int:
         return compare(folders)
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
-    jobs = queue.mine()
+    jobs = queue.mine(queue.ANSWER_S)  # an answer that is missing would leave a job running, or submit it twice
     for folder in folders:
         run = read(folder, jobs)
         if name == "cancel":

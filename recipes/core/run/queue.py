@@ -171,19 +171,17 @@ class Line:
     reason: str
 
 
-def mine() -> dict[str, Line] | None:
+def mine(timeout_s: float = OWN_JOB_S) -> dict[str, Line] | None:
     """This user's jobs that Slurm still knows, by their IDs; one call. None if Slurm is not there or does not answer."""
     try:
         asked = _call(
             "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%S|%N|%L|%Q|%r",
-            timeout_s=OWN_JOB_S, again=False,
+            timeout_s=timeout_s, again=False,
         )  # fmt: skip
     except OSError:
         return None
     except subprocess.TimeoutExpired:
-        print(
-            f"Slurm has not answered within {OWN_JOB_S:g} s: the states are those that the runs wrote", file=sys.stderr
-        )
+        print(f"Slurm has not answered within {timeout_s:g} s: the states of jobs are not known", file=sys.stderr)
         return None
     if asked.returncode:
         return None

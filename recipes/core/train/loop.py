@@ -203,7 +203,7 @@ class _StepEnds:
         run.end_dry_run()
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and part < self.cfg.small_part:
-            given = f"global_batch_size={self.cfg.global_batch_size} is {part:g} samples per GPU and forward pass"
+            given = f"global_batch_size={self.cfg.global_batch_size} leaves {part:g} per GPU and forward pass"
             run.say(f"warning: {given}, so the GPUs mostly wait for the CPU: use a larger batch size, or fewer GPUs")
         if self.cfg.evaluate:
             if self._evaluate():

@@ -103,7 +103,7 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     found = helpers.read(tmp_path, "doctor")
     hosts = ["node0", "node1", "node2"]
     assert (found["exclude"], found["healthy"], found["hosts"]) == (exclude, not status, hosts)
-    last = "healthy: 3 nodes" if not status else f"1 of 3 nodes is bad; to exclude: sbatch --exclude={exclude[0]}"
+    last = "healthy: 3 nodes" if not status else f"bad nodes: 1 of 3; to exclude: sbatch --exclude={exclude[0]}"
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert not (tmp_path / "reports").exists()
     judged = judge.judge(judge.gather(opened), judge.End(status))

@@ -96,7 +96,7 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     assert [line.split()[0] for line in lines[:9]] == ["node", *found.exclude, "BAD"]
     assert any("node23: open files" in line for line in lines)
     excluded = "node9,node12,node20,node22,node33,node40,node63"
-    assert lines[-1] == f"7 of 64 nodes are bad; to exclude: sbatch --exclude={excluded}"
+    assert lines[-1] == f"bad nodes: 7 of 64; to exclude: sbatch --exclude={excluded}"
     assert all(line.isprintable() for line in lines)
 
 
@@ -217,7 +217,7 @@ def test_the_table_shows_what_each_node_has() -> None:
         "BAD   node1: GPU 3 returns a wrong matrix product: drain it",
         "note  node0: a note: nothing",
         "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
-        "1 of 2 nodes is bad; to exclude: sbatch --exclude=node1",
+        "bad nodes: 1 of 2; to exclude: sbatch --exclude=node1",
     ]
     assert (found.healthy, found.exclude, found.hosts) == (False, ["node1"], ["node0", "node1"])
 

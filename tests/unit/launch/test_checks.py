@@ -40,7 +40,11 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
     ("is_divided", "gb", "expected"),
     [
         (False, 1.6, "1600.0 MB of 1.6 GB"),
-        (False, 1.5, "gpu_memory_gb=1.5: the training needs 1600.0 MB on each GPU, .*: give strategy=fsdp, or"),
+        (
+            False,
+            1.5,
+            "gpu_memory_gb=1.5: the training needs 1600.0 MB on each GPU, .*: give strategy=fsdp on several GPUs, or",
+        ),
         (True, 1.9, "the training needs 2000.0 MB .*: divide it over more ranks"),
     ],
 )

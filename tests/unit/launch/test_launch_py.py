@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.unit.launch.stand_ins import Bench
 def test_python_3_6_can_read_launch_py() -> None:
     tree = ast.parse((ROOT / "launch.py").read_text(), feature_version=(3, 6))
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"importlib.util", "os", "signal", "subprocess", "sys"}
+    assert imported == {"importlib.util", "os", "subprocess", "sys"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for hint in (node.returns, *(argument.annotation for argument in node.args.args)):
@@ -99,3 +100,10 @@ def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
     assert stderr == expected
     _, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir, RECIPES_CLUSTER="here")
     assert expected.replace(f"{bench.folder}/active", f"{bench.folder}") in stderr
+
+
+def test_a_reader_that_closes_the_pipe_causes_no_traceback() -> None:
+    """``true`` has ended when the first line is printed."""
+    command = f"{shlex.quote(sys.executable)} launch.py recipe=mnist launcher=print | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
