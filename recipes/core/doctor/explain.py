@@ -42,8 +42,11 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
         if stat.S_ISDIR(path.stat().st_mode):
             runs += table.run_directories(path)
     except (FileNotFoundError, NotADirectoryError):
+        every = source.home(ROOT) / "runs"
+        if str(path) == table.LAST and (last := table.last(every)):
+            return (yield from _sections(last[0]))
         if re.fullmatch(r"\d+(_\d+)?", path.name):  # a job ID, or a run directory that does not exist yet
-            if named := sorted((source.home(ROOT) / "runs").glob(f"*/{path.name}")):
+            if named := sorted(every.glob(f"*/{path.name}")):
                 return (yield from (section for folder in named for section in _sections(folder)))
             with contextlib.suppress(MachineError):
                 if job := slurm_queue.find(path.name):

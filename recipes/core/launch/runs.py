@@ -22,7 +22,6 @@ from recipes.core.run import directory, efficiency, in_use, judge, queue, rows, 
 from recipes.core.run.queue import Line
 
 WATCH_S = 5.0  # between two tables of `runs watch`
-LAST = "last"  # in place of a run: the newest
 COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
 UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
@@ -148,12 +147,12 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
 def _named(one: str, every: Path) -> list[Path]:
     """The run directories that one word names. Raises InputError if there is none."""
     folder, is_job, job = Path(one), one.replace("_", "").isdecimal(), None
-    there = list(table.run_directories(every)) if every.exists() and (is_job or one == LAST) else []
-    if one == LAST:
-        found = sorted(there, key=lambda path: path.stat().st_mtime)[-1:]
+    if one == table.LAST:
+        found = table.last(every)
     elif folder.is_dir():
         found = list(table.run_directories(folder))
     else:  # the folder of a run with run_dir= has another name than its job
+        there = list(table.run_directories(every)) if every.exists() and is_job else []
         by_name = [path for path in there if path.name == one or path.name.partition("_")[0] == one]
         found = by_name or [path for path in there if _job_of(path) == one]
     if not found:
@@ -161,7 +160,7 @@ def _named(one: str, every: Path) -> list[Path]:
             with contextlib.suppress(MachineError):  # without Slurm
                 job = queue.find(one, timeout_s=1.0)
         where = f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
-        raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {LAST}")
+        raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {table.LAST}")
     return found
 
 
@@ -177,7 +176,7 @@ def command(argv: Sequence[str], root: Path) -> int:
     if name == "runs":
         return show(words, root)
     options = dict(word.split("=", 1) for word in words if "=" in word)
-    folders = find([word for word in words if "=" not in word and word != "follow"] or [LAST], root)
+    folders = find([word for word in words if "=" not in word and word != "follow"] or [table.LAST], root)
     if name == "compare":
         return compare(folders)
     if name == "logs":
@@ -274,6 +273,7 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
         have = f"its ranks are {', '.join(there)}" if there else "it has no logs yet"
         raise InputError(f"{shown(folder)}: has no {shown(chosen.name)}: {have}")
     print(f"==> {chosen} <==", flush=True)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(chosen)])
 
 

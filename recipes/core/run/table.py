@@ -25,6 +25,7 @@ NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 FIX = "give a run directory, or a folder of run directories"
 LONGEST_PATH = 4096
+LAST = "last"  # in place of a run: see `last`
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
 
 
@@ -39,6 +40,12 @@ class Run:
     note: str
     values: dict[str, Any]
     results: dict[str, Any]
+
+
+def last(folder: Path) -> list[Path]:
+    """The run in ``folder`` whose directory has changed last, as a list; empty if there is none."""
+    there = list(run_directories(folder)) if folder.exists() else []
+    return sorted(there, key=lambda path: path.stat().st_mtime)[-1:]
 
 
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from recipes.core import files
 from recipes.core.doctor import explain as explaining
 from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, queue
+from recipes.core.run import directory, queue, source
 from recipes.core.run.queue import Job
 from tests import helpers
 
@@ -265,3 +265,13 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     ]
     files.write_json(run / "job.yaml", {"job_id": "1"})
     assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", StdErr=str(log))}))  # Slurm names it too
+
+
+def test_last_is_the_run_whose_folder_changed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "home", lambda root: tmp_path)
+    for seconds, name in ((9, "mnist/1"), (5, "cifar/2")):
+        folder = tmp_path / "runs" / name
+        (folder / "attempts").mkdir(parents=True)
+        os.utime(folder, (seconds, seconds))
+    [(name, _)] = explaining.explain([Path("last")])
+    assert name.endswith("mnist/1")
