@@ -22,7 +22,7 @@ MOST_EXPLAINED = 3  # patterns
 
 
 def explain(paths: Sequence[Path]) -> list[tuple[str, list[str]]]:
-    """Name and lines of each run in ``paths``: run directories, folders of them, folders or files of logs.
+    """Name and lines of each run in ``paths``: run directories, folders of them, folders or files of logs, IDs of jobs, `table.LAST`.
 
     Raises InputError for a path that cannot be read, or holds neither a run nor a log.
     """

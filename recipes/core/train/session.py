@@ -53,9 +53,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         def tell(name: str) -> None:
             if info.local_rank == 0:
-                ends = "the run saves at one of the next steps and ends"
-                if start.settings.config.evaluate:
-                    ends = "the evaluation stops"
+                evaluates = start.settings.config.evaluate
+                ends = "the evaluation stops" if evaluates else "the run saves at one of the next steps and ends"
                 print(f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}", file=sys.stderr, flush=True)
 
         with process_group(start, device) as world, signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop:
