@@ -140,7 +140,10 @@ class MuonAdamW(_Grouped):
             return
         momenta = self._momenta(params)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        updates = _orthogonal(list(torch._foreach_lerp(gradients, momenta, group["momentum"])), MATRIX_STEPS)
+        # Not _foreach_lerp, which divided tensors lack up to torch 2.11.
+        updates = list(torch._foreach_mul(gradients, 1 - group["momentum"]))
+        torch._foreach_add_(updates, momenta, alpha=group["momentum"])
+        updates = _orthogonal(updates, MATRIX_STEPS)
         torch._foreach_mul_(updates, [max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for p in params])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
