@@ -21,10 +21,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes import cifar
+from recipes.gpt import GPT
 from recipes.core.data import decode, image_sets, in_memory
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.loader import _Mover
-from recipes.core.train import checkpoint
+from recipes.core.train import checkpoint, sharding
 from recipes.core.train.checkpoint import HostCopy
 from recipes.core.train.optimisation import _Average
 from recipes.core.train.optimizers import LARS
@@ -334,6 +335,52 @@ def compiled(place: Place) -> Figures:
     return {"last loss": round(place.rows()[-1]["loss"], 3)}
 
 
+def gpt(place: Place) -> Figures:
+    """gpt learns its made text in bfloat16, compiled, and measures the GPU's time, memory and energy"""
+    full = ("compile=true", "checkpoint_every_s=0") if not place.dry else ("max_steps=4", "seq_len=32", "sample=4")
+    place.run(*place.recipe("gpt", "dataset=bytes", *full))
+    bits, row = place.summary()["val_bpb"], place.rows()[-1]
+    assert place.dry or bits <= 0.8, bits
+    assert place.dry or {"forward_backward", "optimizer", "mfu", "gpu_memory_gb"} <= row.keys(), row
+    return {"bits per byte": round(bits, 3), "GPU energy measured": "gpu_energy_kj" in row}
+
+
+def fsdp(place: Place) -> Figures:
+    """losses with strategy=fsdp are those without it: one rank of NCCL, and two ranks on one GPU over gloo, stopped and resumed"""
+    place.meet()
+    losses: list[list[float]] = []
+    for divided in (False, True):
+        torch.manual_seed(0)
+        net = GPT(256, 2, 128, 1).to(place.device)
+        if divided:
+            sharding.shard(net, place.device, 1, 0)
+        optimizer, random = torch.optim.AdamW(net.parameters(), 1e-3), torch.Generator().manual_seed(0)
+        losses.append([])
+        for _ in range(place.size(20, 3)):
+            optimizer.zero_grad()
+            loss = net(torch.randint(0, 256, (8, 65), generator=random).to(place.device)).mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    of_one = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    steps = place.size(20, 4)
+    keys = ("dataset=bytes", "dtype=float32", "seq_len=64", "global_batch_size=8", "sample=0", "log_every_steps=1",
+            f"max_steps={steps}", f"checkpoint_every_steps={steps // 2}", "backend=gloo", "cpu_threads=1")  # fmt: skip
+    place.run(*place.recipe("gpt", *keys, run="one"))
+    middle = f"resume={place.folder}/two/checkpoints/step-{steps // 2:08d}.pt"
+    for run, more in (("two", ()), ("resumed", (middle,))):
+        for rank in place.ranks(*place.recipe("gpt", *keys, "strategy=fsdp", *more, run=run)):
+            out, _ = rank.communicate(timeout=100)
+            assert rank.returncode == 0, out[-2000:]
+    whole, two, resumed = ({row["step"]: row["loss"] for row in place.rows(run)} for run in ("one", "two", "resumed"))
+    of_two = max(abs(whole[step] - two[step]) for step in whole)
+    after = max(abs(resumed[step] - two[step]) for step in resumed)
+    figures: Figures = {"one rank": f"{of_one:.1g}", "two ranks": f"{of_two:.1g}", "resumed": f"{after:.1g}"}
+    assert len(whole) == steps and len(resumed) == steps // 2, figures
+    assert max(of_one, of_two, after) <= 1e-4, figures
+    return figures
+
+
 def growing_images(place: Place) -> Figures:
     """a compiled network at its second size is as fast as one that was compiled for that size only"""
     if place.dry:
@@ -462,6 +509,7 @@ def one_gpu_twice(place: Place) -> Figures:
 
 
 TOGETHER = (
-    collectives, ddp, digits, arithmetic, no_sync, mover, exact_resume, compiled, ends, hang, shared_gpu, one_gpu_twice,
+    collectives, ddp, digits, arithmetic, no_sync, mover, exact_resume, compiled, gpt, fsdp, ends, hang, shared_gpu,
+    one_gpu_twice,
 )  # fmt: skip
 ALONE = (doctor, host_copy, out_of_memory, speed, growing_images, packed_images, decoding, accuracy)

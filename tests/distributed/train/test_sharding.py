@@ -131,3 +131,15 @@ def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> 
     code = "from recipes import mnist; mnist.session.run(mnist.main, mnist.entry.begin('mnist'))"
     ended = helpers.run_ranks(code, [*words, f"run_dir={tmp_path}"], 2)
     assert ended.status == 0, ended.out
+
+
+def test_muon_treats_whole_matrices(tmp_path: Path) -> None:
+    """Recipe gpt, whose rows are the same with and without division."""
+    words = ["device=cpu", "dataset=bytes", "seq_len=16", "global_batch_size=4", "max_steps=3", "log_every_steps=1", "sample=0"]  # fmt: skip
+    code = "from recipes import gpt; gpt.session.run(gpt.main, gpt.entry.begin('gpt'))"
+    losses = []
+    for strategy in ("ddp", "fsdp"):
+        ended = helpers.run_ranks(code, [*words, f"strategy={strategy}", f"run_dir={tmp_path / strategy}"], 2)
+        assert ended.status == 0, ended.out
+        losses.append([row["loss"] for row in helpers.rows(tmp_path / strategy)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
