@@ -54,6 +54,15 @@ def submit(slurm: Cluster, repo: Path, *words: str) -> str:
     return launch(slurm, repo, *KEYS, "cpus_per_rank=1", *words).split()[1].rstrip(":")
 
 
+def resume(slurm: Cluster, repo: Path, job: str, *words: str) -> str:
+    """Resumes a run; the number of the new job, whose log is named, and which the run's commands find at once."""
+    told, log = launch(slurm, repo, "resume", job, *words).splitlines()
+    again = told.rpartition(" ")[2]
+    assert log == f"log: tail -F {slurm.jobs(again)[0]['StdOut']}"
+    assert state(slurm, repo, job)["job"] == again
+    return again
+
+
 @pytest.mark.long
 def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo: Path) -> None:
     held = submit(slurm, repo, "extra=--hold")
@@ -64,7 +73,7 @@ def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo
     assert f"job {job} was cancelled" in launch(slurm, repo, "cancel", job)
     stopped = wait_for(slurm, repo, job, "cancelled", 10)
     assert "is not running: cancelled" in launch(slurm, repo, "cancel", job)
-    again = launch(slurm, repo, "resume", job, "log_every_steps=1").split()[-1]
+    again = resume(slurm, repo, job, "log_every_steps=1")
     resumed = helpers.wait_until(
         lambda: (found := state(slurm, repo, job))["step"] > stopped["step"] and found, 120, "the resumed run trains"
     )
@@ -89,7 +98,7 @@ def test_only_the_elements_of_a_sweep_that_were_killed_are_resumed(slurm: Cluste
     wait_for(slurm, repo, f"{job}_2", "done")
     wait_for(slurm, repo, f"{job}_1", "cancelled")
     lines = launch(slurm, repo, "resume", job).splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"runs/mnist/{job}_1"]
+    assert [line.split(":")[0] for line in lines] == [f"runs/mnist/{job}_1", "log"]
     assert wait_for(slurm, repo, f"{job}_1", "done")["step"] == 40
 
 
@@ -103,7 +112,7 @@ def test_a_ready_script_is_resumed_with_its_options(slurm: Cluster, repo: Path) 
     wait_for(slurm, repo, job, "running", 5)
     launch(slurm, repo, "cancel", job)
     wait_for(slurm, repo, job, "cancelled")
-    again = launch(slurm, repo, "resume", job).split()[-1]
+    again = resume(slurm, repo, job)
     wait_for(slurm, repo, job, "running")
     (record,) = slurm.jobs(again)
     assert record["NumNodes"] == "1"

@@ -46,7 +46,7 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
         if str(path) == table.LAST and (last := table.last(every)):
             return (yield from _sections(last[0]))
         if re.fullmatch(r"\d+(_\d+)?", path.name):  # a job ID, or a run directory that does not exist yet
-            if named := sorted(every.glob(f"*/{path.name}")):
+            if named := table.of_job(every, path.name):
                 return (yield from (section for folder in named for section in _sections(folder)))
             with contextlib.suppress(MachineError):
                 if job := slurm_queue.find(path.name):

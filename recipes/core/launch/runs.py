@@ -97,7 +97,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     refused = "" if done else judge.why_not_begun(folder)
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
     hint, so_far = str(summary.get("efficiency") or ""), None
-    if name in ("running", "requeued", "stopped", "cancelled"):  # of others, only the last row is read
+    if name in ("running", "starting", "requeued", "stopped", "cancelled"):  # of others, only the last row is read
         keys, found = table.keys(folder), rows.rows(folder)
         so_far = rows.best(found, keys)
         hint = efficiency.of_run(folder, found, keys) if name == "running" else ""
@@ -109,7 +109,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     return Run(
         folder=str(folder),
         recipe=str(described.get("recipe") or facts.get("recipe") or ""),
-        job=(ids or [""])[-1],
+        job=(ids or [""])[0],  # job.yaml names a job that is still to begin
         state=name,
         step=_whole(row.get("step") or status.get("step")) or 0,
         steps=_whole(summary.get("steps") or row.get("total_steps")) or 0,
@@ -151,10 +151,8 @@ def _named(one: str, every: Path) -> list[Path]:
         found = table.last(every)
     elif folder.is_dir():
         found = list(table.run_directories(folder))
-    else:  # the folder of a run with run_dir= has another name than its job
-        there = list(table.run_directories(every)) if every.exists() and is_job else []
-        by_name = [path for path in there if path.name == one or path.name.partition("_")[0] == one]
-        found = by_name or [path for path in there if _job_of(path) == one]
+    else:
+        found = table.of_job(every, one) if is_job else []
     if not found:
         if is_job:
             with contextlib.suppress(MachineError):  # without Slurm
@@ -162,10 +160,6 @@ def _named(one: str, every: Path) -> list[Path]:
         where = f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
         raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {table.LAST}")
     return found
-
-
-def _job_of(folder: Path) -> str:
-    return str((files.read_json(folder / "job.yaml") or {}).get("job_id"))
 
 
 def command(argv: Sequence[str], root: Path) -> int:
@@ -224,7 +218,7 @@ def lines_of(runs: Sequence[Run], now: float) -> list[str]:
     head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts", "note"]
     rows = [
         [
-            shown(_short(run.folder), SHOWN), run.state, f"{run.step}/{run.steps}" if run.steps else str(run.step),
+            shown(_short(run.folder), SHOWN), run.state, f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
             next((f"{value:.4f}" for value in run.best.values()), ""),
             f"{run.samples_per_second:,.0f}" if run.samples_per_second else "", _age(now - run.updated) if run.updated else "",
             _age(run.left_s) if run.left_s is not None else "", str(run.starts), run.note,
@@ -294,7 +288,7 @@ def cancel(run: Run) -> str:
 
 
 def resume(run: Run, words: Sequence[str]) -> str:
-    """Submits a run again with the script and the keys that it has, and ``words``. Returns a phrase. Raises InputError, MachineError."""
+    """Submits a run again with the script and the keys that it has, and ``words``. Returns what it did. Raises InputError, MachineError."""
     folder = Path(run.folder)
     described = files.read_json(folder / "job.yaml") or {}
     if run.state not in UNFINISHED and run.state != "done":
@@ -317,7 +311,12 @@ def resume(run: Run, words: Sequence[str]) -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         why = _said(error)
         raise MachineError(f"sbatch refuses {_short(run.folder)}: {why}") from None
-    return f"submitted as job {done.stdout.strip().partition(';')[0]}"
+    number, log = done.stdout.strip().partition(";")[0], ""
+    job = f"{number}_{element}" if element else number
+    with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
+        log = (found.fields.get("StdOut") or "") if (found := queue.find(job)) else ""
+    files.write_json(folder / "job.yaml", {**described, "job_id": job, "log": log})
+    return f"submitted as job {number}" + (f"\nlog: tail -F {shlex.quote(log)}" if log else "")
 
 
 def _said(error: OSError | subprocess.CalledProcessError) -> str:

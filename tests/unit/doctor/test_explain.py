@@ -267,11 +267,13 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", StdErr=str(log))}))  # Slurm names it too
 
 
-def test_last_is_the_run_whose_folder_changed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_its_job_and_as_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
     for seconds, name in ((9, "mnist/1"), (5, "cifar/2")):
         folder = tmp_path / "runs" / name
         (folder / "attempts").mkdir(parents=True)
         os.utime(folder, (seconds, seconds))
-    [(name, _)] = explaining.explain([Path("last")])
-    assert name.endswith("mnist/1")
+    files.write_json(tmp_path / "runs/cifar/2/job.yaml", {"job_id": "77"})  # a run with run_dir=
+    for word, run in (("77", "cifar/2"), ("1", "mnist/1"), ("last", "cifar/2")):
+        [(name, _)] = explaining.explain([Path(word)])
+        assert name.endswith(run)
