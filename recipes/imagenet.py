@@ -88,7 +88,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     epochs = -(-steps // batches.per_epoch)
     loader = Loader(
         train_set, batches, size=lambda epoch: side(cfg, epochs, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
-        workers=images.threads(run, cfg.num_workers), device=world.device, warn=run.warn,
+        workers=images.workers(run, cfg.num_workers), device=world.device, warn=run.warn,
     )  # fmt: skip
     run.say(f"decoder: {loader.decoder.name}")
     net = make_net(cfg, run, len(train_set.classes))

@@ -32,7 +32,7 @@ class Config(TrainKeys):
         "opencv: faster, but the pixels differ, since it resizes without antialiasing",
     )
     num_workers: int = key(
-        -1, "threads per rank that decode images; -1: one fewer than the CPUs of a rank, at most 16; 0: decode in the main thread",
+        -1, "processes per rank that decode images; -1: one fewer than the CPUs of a rank, at most 16; 0: decode in the main process",
         low=-1, high=1024,
     )  # fmt: skip
     arch: str = key(

@@ -97,14 +97,14 @@ def cropped(content: bytes, decoder: str, crop: Crop) -> str:
     """What becomes of an image while it is trained on: ``read``, or why it is unreadable."""
     made = decode.make_decoder(decoder)
     try:
-        crop(made, decode.decode_any(made, content), 0, np.zeros((32, 32, 3), np.uint8))
+        crop(made, decode.decode_any(made, content), np.zeros((32, 32, 3), np.uint8))
     except Unreadable as error:
         one_line(str(error))
         return str(error)
     return "read"
 
 
-CROPS = (decode.centre_crop(40), decode.random_crop(torch.rand(1, 2 * decode.TRIES + 2), 0.08))
+CROPS = (decode.CentreCrop(40), decode.RandomCrop(torch.rand(2 * decode.TRIES + 2).tolist(), 0.08))
 
 
 def test_a_damaged_photo_is_decoded_or_skipped(decoder: str) -> None:
@@ -141,7 +141,7 @@ def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: 
     """With a shorter side of 256 px it would take 11 GiB."""
     content = encoded(Image.new("RGB", (width, height)))
     with bounded():
-        assert "its longer side is too long" in cropped(content, decoder, decode.centre_crop(256))
+        assert "its longer side is too long" in cropped(content, decoder, decode.CentreCrop(256))
         assert cropped(content, decoder, CROPS[1]) == "read"
 
 

@@ -77,4 +77,19 @@ def killed(place: Place) -> Figures:
     return {"seconds": round(took, 1)}
 
 
-CHECKS = (bandwidth, overlap, killed)
+def fsdp_ranks(place: Place) -> Figures:
+    """the losses of gpt with strategy=fsdp, and of that run resumed in its middle, are those with ddp"""
+    steps = place.size(20, 4)
+    keys = ("dataset=bytes", "dtype=float32", "seq_len=64", "global_batch_size=16", "sample=0", "log_every_steps=1",
+            f"max_steps={steps}", f"checkpoint_every_steps={steps // 2}", "keep_checkpoints=0")  # fmt: skip
+    middle = f"resume={place.folder}/fsdp/checkpoints/step-{steps // 2:08d}.pt"
+    for run, more in (("ddp", ()), ("fsdp", ("strategy=fsdp",)), ("resumed", ("strategy=fsdp", middle))):
+        place.run(*launch(place, "gpt", *keys, *more, run=run))
+    whole, *others = ({row["step"]: row["loss"] for row in place.rows(run)} for run in ("ddp", "fsdp", "resumed"))
+    assert [len(one) for one in others] == [steps, steps // 2]
+    apart = max(abs(whole[step] - loss) for one in others for step, loss in one.items())
+    assert apart <= 1e-4, apart
+    return {"losses differ by at most": f"{apart:.1g}"}
+
+
+CHECKS = (bandwidth, overlap, killed, fsdp_ranks)

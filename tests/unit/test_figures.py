@@ -44,10 +44,12 @@ FIGURES = [
       for page in ("README.md", "recipes/mnist.py")),
     ("README.md", f"{CPU['gpt']['val_bpb']:.3f} bits per byte (1 seed)"),
     ("recipes/gpt.py", f"val_bpb {CPU['gpt']['val_bpb']:.3f} after {CPU['gpt']['steps']} steps"),
+    *(("README.md", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
+    *(("recipes/gpt.py", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
     ("README.md", f"reaches {100 * PEER:.1f} % on the same images"),
     ("README.md", f"on one H100: {FOUND['speed']['eager']}, "
      f"and {FOUND['speed']['compiled']} images/s with `compile=true`"),
-    ("README.md", f"On an H100, {PASSED} of\nits {len(checks.TOGETHER + checks.ALONE)} checks have passed"),
+    ("README.md", f"On an H100, {PASSED} of its {len(checks.TOGETHER + checks.ALONE)} checks have passed"),
     ("README.md", f"Linux, Python {PYTHON}\nor later, torch {TORCH} or later"),
     ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
     ("docs/resume-and-failures.md", f"`checkpoint_every_s={USUAL.checkpoint_every_s:.0f}`"),

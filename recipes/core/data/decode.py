@@ -35,8 +35,8 @@ class Decoder:
     resize: Callable[[Pixels, Pixels], None]
 
 
-# Writes a crop of the pixels of image i of a batch into the last argument.
-Crop = Callable[[Decoder, Pixels, int, Pixels], None]
+# Writes a crop of an image's pixels into the last argument. It can be sent to another process.
+Crop = Callable[[Decoder, Pixels, Pixels], None]
 
 
 def make_decoder(name: str) -> Decoder:
@@ -159,22 +159,26 @@ def random_box(uniform: Sequence[float], height: int, width: int, least: float) 
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def random_crop(uniform: Tensor, least: float) -> Crop:
-    """A random box of each image, resized. uniform: row i has the numbers for the `random_box` of image i of the batch."""
-    rows = uniform.tolist()
+@dataclass(frozen=True)
+class RandomCrop:
+    """A `random_box` of the image, resized."""
 
-    def crop(decoder: Decoder, pixels: Pixels, i: int, out: Pixels) -> None:
-        y, x, h, w = random_box(rows[i], pixels.shape[0], pixels.shape[1], least)
+    uniform: Sequence[float]
+    least: float
+
+    def __call__(self, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
+        y, x, h, w = random_box(self.uniform, pixels.shape[0], pixels.shape[1], self.least)
         decoder.resize(pixels[y : y + h, x : x + w], out)
 
-    return crop
 
+@dataclass(frozen=True)
+class CentreCrop:
+    """The centre of the image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
 
-def centre_crop(shorter: int) -> Crop:
-    """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
+    shorter: int
 
-    def crop(decoder: Decoder, pixels: Pixels, i: int, out: Pixels) -> None:
-        height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
+    def __call__(self, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
+        height, width = pillow.resized(pixels.shape[0], pixels.shape[1], self.shorter)
         if height * width > MOST_PIXELS:
             raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long")
         if (height, width) != pixels.shape[:2]:
@@ -184,5 +188,3 @@ def centre_crop(shorter: int) -> Crop:
         # round() as in torchvision's center_crop, which prefers the even one of two centres
         y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
         out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
-
-    return crop

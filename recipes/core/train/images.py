@@ -10,16 +10,16 @@ from recipes.core.data.packed import stage
 from recipes.core.errors import InputError, Stopped
 from recipes.core.train.run import Run
 
-MOST_THREADS = 16
+MOST_WORKERS = 16
 
 
-def threads(run: Run, num_workers: int) -> int:
-    """The number of threads that decode a rank's images. -1: one fewer than the CPUs of the rank, from 1 to `MOST_THREADS`."""
+def workers(run: Run, num_workers: int) -> int:
+    """The number of processes that decode a rank's images. -1: one fewer than the CPUs of the rank, from 1 to `MOST_WORKERS`."""
     if num_workers >= 0:
         return num_workers
     allowed, of_task = len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK", "")
     share = int(of_task) if of_task.isdecimal() else allowed // run.world.ranks.local_world_size
-    return max(1, min(allowed, share, MOST_THREADS + 1) - 1)
+    return max(1, min(allowed, share, MOST_WORKERS + 1) - 1)
 
 
 def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Images, Images]:

@@ -136,13 +136,13 @@ def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
     assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
-def test_the_keys_select_the_decoder_and_its_threads(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, names, worked, threads = decode.make_decoder, [], loader._worked, []
-    monkeypatch.setattr(loader, "_worked", lambda jobs, made, count: threads.append(count) or worked(jobs, made, count))
+def test_the_keys_select_the_decoder_and_its_workers(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names, worked, workers = decode.make_decoder, [], loader._worked, []
+    monkeypatch.setattr(loader, "_worked", lambda jobs, made, count: workers.append(count) or worked(jobs, made, count))
     monkeypatch.setattr(decode, "make_decoder", lambda name: names.append(name) or make("torchvision"))
     for name in ("opencv", "torchvision"):
         train("max_steps=1", f"decoder={name}", "num_workers=2", size=1 + len(names))
-    assert (names, set(threads)) == (["opencv", "torchvision"], {2})
+    assert (names, set(workers)) == (["opencv", "torchvision"], {2})
 
 
 def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

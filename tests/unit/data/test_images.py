@@ -1,14 +1,14 @@
-"""Reading images: the same pixels on any number of ranks and threads, and what becomes of a file that is odd or damaged."""
+"""Reading images: the same pixels on any number of ranks and workers, and what becomes of a file that is odd or damaged."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -159,7 +159,7 @@ def test_random_boxes_have_the_distribution_of_torchvisions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", "packed"])
-def test_samples_do_not_depend_on_ranks_and_threads(folder: Path, packed: Path, kind: str, decoder: str) -> None:
+def test_samples_do_not_depend_on_ranks_and_workers(folder: Path, packed: Path, kind: str, decoder: str) -> None:
     source = open_images(packed if kind == "packed" else folder, "train")
     alone = sorted(content(make_loader(source, decoder=decoder).epoch(1)))
     assert len(alone) == len(source) == len({sample[2] for sample in alone})
@@ -205,23 +205,33 @@ def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: Path)
         assert torch.equal(torch.cat([piece.images for piece in cut]), shard.images)  # type: ignore[attr-defined]
 
 
-def image_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("images")]
-
-
-def test_a_closed_generator_leaves_no_thread(folder: Path) -> None:
+def test_a_closed_generator_leaves_no_process(folder: Path) -> None:
     source = open_images(folder, "train")
     shards = make_loader(source, batch=2, workers=3).epoch(0)
     next(shards)
-    assert image_threads()
+    assert len(multiprocessing.active_children()) == 3
     for _ in shards:
         break
     del shards
-    assert image_threads() == []
+    assert multiprocessing.active_children() == []
     centres = make_loader(source, workers=3).centres(source, slice(0, 9), 32, 36, 2)
     next(centres)
     centres.close()
-    assert image_threads() == []
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_is_killed_ends_the_epoch_with_the_fix() -> None:
+    shards = make_loader(Fake(4000), workers=2).epoch(0)
+    next(shards)
+    multiprocessing.active_children()[0].kill()
+    with pytest.raises(MachineError, match="a process that decodes images was killed: request more memory with --mem"):
+        list(shards)
+
+
+def test_a_batch_keeps_its_pixels_when_later_ones_are_decoded() -> None:
+    shards = make_loader(Fake(200), batch=2, workers=1).epoch(0)
+    kept = [(shard.images, shard.images.clone()) for shard in shards]
+    assert all(torch.equal(*pair) for pair in kept)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -235,21 +245,25 @@ def test_a_programming_error_reaches_the_caller(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(source, "read", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         next(shards)
-    assert image_threads() == []
+    assert multiprocessing.active_children() == []
 
 
 def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Fake(4000)
-    seen: list[int] = []
-    read = source.read
-    monkeypatch.setattr(source, "read", lambda i: seen.append(i) or read(i))
+    seen, read = multiprocessing.Value("i"), source.read
+
+    def counted(i: int) -> bytes:
+        seen.value += 1
+        return read(i)
+
+    monkeypatch.setattr(source, "read", counted)
     shards = make_loader(source, batch=20, workers=1).epoch(0)
     next(shards)
     deadline = time.monotonic() + 10
-    while len(seen) < 20 * (loader.AHEAD + 1) and time.monotonic() < deadline:
+    while seen.value < 20 * (loader.AHEAD + 1) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert len(seen) == 20 * (loader.AHEAD + 1)
+    assert seen.value == 20 * (loader.AHEAD + 1)
     shards.close()  # type: ignore[attr-defined]
 
 
@@ -431,14 +445,14 @@ def test_a_stop_signal_ends_the_staging(packed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "allowed", "environ", "threads"),
+    ("wanted", "allowed", "environ", "workers"),
     [
         (0, 8, {}, 0), (5, 8, {}, 5), (-1, 8, {}, 3), (-1, 8, {"SLURM_CPUS_PER_TASK": "8"}, 7), (-1, 64, {"SLURM_CPUS_PER_TASK": "6"}, 5),
         (-1, 1, {}, 1), (-1, 256, {}, 16),
     ],
 )  # fmt: skip
-def test_a_rank_decodes_with_the_threads_that_its_cpus_allow(
-    monkeypatch: pytest.MonkeyPatch, wanted: int, allowed: int, environ: dict[str, str], threads: int
+def test_a_rank_decodes_with_the_workers_that_its_cpus_allow(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, allowed: int, environ: dict[str, str], workers: int
 ) -> None:
     """Two ranks are on the node."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
@@ -446,7 +460,7 @@ def test_a_rank_decodes_with_the_threads_that_its_cpus_allow(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     run: Any = SimpleNamespace(world=SimpleNamespace(ranks=SimpleNamespace(local_world_size=2)))
-    assert images.threads(run, wanted) == threads
+    assert images.workers(run, wanted) == workers
 
 
 def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
