@@ -46,6 +46,9 @@ FIGURES = [
     ("recipes/gpt.py", f"val_bpb {CPU['gpt']['val_bpb']:.3f} after {CPU['gpt']['steps']} steps"),
     *(("README.md", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
     *(("recipes/gpt.py", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
+    ("docs/data.md", f"a process decoded {FOUND['decoding']['images/s a process']} images of 256 px"),
+    ("docs/data.md", f"it read {H100['reference']['jpeg']['GPU, batches of 64']:,} of"),
+    ("docs/data.md", f"15 CPU threads read {H100['reference']['jpeg']['CPU, 15 threads']:,}."),
     ("README.md", f"reaches {100 * PEER:.1f} % on the same images"),
     ("README.md", f"on one H100: {FOUND['speed']['eager']}, "
      f"and {FOUND['speed']['compiled']} images/s with `compile=true`"),
