@@ -44,6 +44,8 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
         ({"communication": 0.4}, ASKED, {}, "40% of each step waits for the gradients of other ranks: use a larger global_batch_size="),
         ({"gpu_memory_gb": 9.0, "forward_backward": 0.3}, ASKED, {}, "the GPUs are idle for 60% of each step: use a larger global_batch"),
         ({"gpu_memory_gb": 9.0}, ASKED, {}, ""),
+        ({"gpu_memory_gb": 9.0, "data_wait": 0.19, "forward_backward": 0.87}, ASKED, {}, ""),  # the GPU has work meanwhile
+        ({"gpu_memory_gb": 9.0, "data_wait": 0.7, "forward_backward": 0.7}, ASKED, {}, "20% of each step waits for data"),
         ({"memory_gb": 3.0}, ASKED, {}, "3.0 of 32 GB of memory per node are used: --mem=5G is enough"),
         ({"cpus_used": 2.0}, ASKED, {}, "2.0 of 16 CPUs per node are busy: fewer are enough (cpus_per_rank=)"),
     ],
