@@ -213,9 +213,8 @@ def _worked(jobs: Iterable[_Job], decoder: Decoder, workers: int) -> Generator[_
     jobs = iter(jobs)
     if not workers:
         for job in jobs:
-            job.host = np.empty(
-                (len(job.samples), job.size, job.size, 3), np.uint8
-            )  # NumPy requests huge pages: few page faults
+            shape = (len(job.samples), job.size, job.size, 3)
+            job.host = np.empty(shape, np.uint8)  # NumPy requests huge pages: far fewer page faults
             place = _Place(job.source, decoder, job.host[None], np.zeros((1, 1), np.int64))
             job.bad = place.decode(0, 0, job.samples, job.crops)
             yield job
@@ -233,11 +232,10 @@ def _worked(jobs: Iterable[_Job], decoder: Decoder, workers: int) -> Generator[_
     free, waiting, hung = deque(range(ahead + 1)), deque[tuple[_Job, int, dict[int, Future[dict[int, str]]]]](), False
     try:
         for job in itertools.chain([first], jobs):
-            slot, ranges = free.popleft(), [slice(i, i + chunk) for i in range(0, len(job.samples), chunk)]
-            tasks = {
-                part.start: pool.submit(_decode, slot, part.start, job.samples[part], job.crops[part])
-                for part in ranges
-            }
+            slot, tasks = free.popleft(), {}
+            for begin in range(0, len(job.samples), chunk):
+                part, place.at[slot, begin] = slice(begin, begin + chunk), begin
+                tasks[begin] = pool.submit(_decode, slot, begin, job.samples[part], job.crops[part])
             waiting.append((job, slot, tasks))
             if len(waiting) > ahead:
                 yield _finished(place, *waiting[0])
@@ -258,7 +256,7 @@ def _finished(place: _Place, job: _Job, slot: int, tasks: dict[int, Future[dict[
         end = clock.now() + STALL_S
         while not wait([task], watchdog.POLL_S).done:
             if clock.now() > end:
-                name = job.source.name(job.samples[max(begin, place.at[slot, begin])])
+                name = job.source.name(job.samples[place.at[slot, begin]])
                 raise MachineError(
                     f"{job.source.place!r}: a read near {name!r} did not return for {STALL_S:g} s: "
                     "check the file system"
