@@ -805,7 +805,7 @@ def main(argv: Sequence[str]) -> int:
     up = commands.add_parser("up", help='bring one up: eval "$(sudo python tests/slurm/cluster.py up)"')
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=int, default=8, help="a node")
-    down = commands.add_parser("down", help="take down the clusters that this user has brought up")
+    down = commands.add_parser("down", help="take down all clusters that this user has brought up")
     down.add_argument("root", type=Path, nargs="?", help="this one, whoever has brought it up")
     arguments = parser.parse_args(argv)
     reason = missing()

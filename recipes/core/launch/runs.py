@@ -18,7 +18,7 @@ from typing import Any
 from recipes.core import errors, files
 from recipes.core.errors import InputError, MachineError, Next, next_of, shown
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, in_use, judge, queue, rows, table
+from recipes.core.run import command_line, directory, efficiency, in_use, judge, queue, rows, table
 from recipes.core.run.queue import Line
 
 WATCH_S = 5.0  # between two tables of `runs watch`
@@ -297,12 +297,13 @@ def resume(run: Run, words: Sequence[str]) -> str:
         line = f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
         raise InputError(f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}")
     root, arguments = str(described.get("root")), [str(word) for word in described.get("arguments") or ()]
-    given = [*(word for word in arguments if not word.startswith("run_dir=")), f"run_dir={run.folder}", *words]
+    given = {word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)}
+    command_line.parse(list(given.values()), recipe=run.recipe)
     element = run.job.partition("_")[2]
     options = [*described.get("options", ()), *([f"--array={element}"] if element else [])]
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", *options, str(folder / "job.sh"), *given],
+            ["sbatch", "--parsable", *options, str(folder / "job.sh"), *given.values()],
             cwd=root,
             capture_output=True,
             text=True,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recipes.core import files
-from recipes.core.errors import InputError
+from recipes.core.errors import ConfigError, InputError
 from recipes.core.launch import jobs, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
@@ -170,6 +170,10 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     attempts.open_next(local, "mnist", {})
     with pytest.raises(InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"):
         runs.resume(runs.read(local, {}), [])
+    ended = root / "runs/mnist/12"
+    (ended / "job.sh").write_text("")
+    with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
+        runs.resume(runs.read(ended, {}), ["epoch=3"])
 
 
 def test_a_ready_script_is_submitted_again_with_its_size() -> None:
