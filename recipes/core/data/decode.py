@@ -103,7 +103,7 @@ def _opencv() -> Decoder:
             "decoder=opencv: needs opencv-python-headless and simplejpeg: pip install opencv-python-headless simplejpeg, "
             "or make install"
         ) from None
-    cv2.setNumThreads(1)  # the loader's threads already run in parallel
+    cv2.setNumThreads(1)  # the loader's workers already run in parallel
 
     def decode(data: bytes) -> Pixels:
         if b"Exif" in data[:4096]:  # simplejpeg does not apply its orientation

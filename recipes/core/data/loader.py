@@ -90,7 +90,7 @@ class Loader(OfBatches):
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on.
 
-        Closing the generator ends its workers. Raises InputError if too many images are unreadable, MachineError if a
+        Closing the generator ends its workers, and so does the end of the thread that took the first shard. Raises InputError if too many images are unreadable, MachineError if a
         read hangs or a worker is killed.
         """
         size = self._size(epoch)
@@ -245,12 +245,15 @@ def _worked(jobs: Iterable[_Job], decoder: Decoder, workers: int) -> Generator[_
     except MachineError:
         hung = True
         raise
+    except BrokenProcessPool:
+        fix = "request more memory with --mem, or lower num_workers="
+        raise MachineError(f"a process that decodes images was killed: {fix}") from None
     finally:
         pool.shutdown(wait=not hung, cancel_futures=True)
 
 
 def _finished(place: _Place, job: _Job, slot: int, tasks: dict[int, Future[dict[int, str]]]) -> _Job:
-    """Waits for a job. Raises MachineError if a read hangs, or a worker is killed."""
+    """Waits for a job. Raises MachineError if a read hangs."""
     for begin, task in tasks.items():
         clock = watchdog.RunningClock()
         end = clock.now() + STALL_S
@@ -261,11 +264,7 @@ def _finished(place: _Place, job: _Job, slot: int, tasks: dict[int, Future[dict[
                     f"{job.source.place!r}: a read near {name!r} did not return for {STALL_S:g} s: "
                     "check the file system"
                 )
-        try:
-            job.bad |= task.result()
-        except BrokenProcessPool:
-            fix = "request more memory with --mem, or lower num_workers="
-            raise MachineError(f"a process that decodes images was killed: {fix}") from None
+        job.bad |= task.result()
     job.host = place.slots[slot, : len(job.samples)]
     return job
 

@@ -1,4 +1,4 @@
-"""Samples of a packed copy, for a loader's threads."""
+"""Samples of a packed copy, for a loader's workers."""
 
 import hashlib
 import os
