@@ -29,22 +29,35 @@ def die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-class Usage(NamedTuple):
-    """Of a process and its descendants. memory: resident bytes; those that several processes share count once. cpu_s: CPU seconds so far. time_s: of a monotonic clock."""
+class CpuTime(NamedTuple):
+    """cpu_s: CPU seconds so far. time_s: of a monotonic clock."""
 
-    memory: int
     cpu_s: float
     time_s: float
 
 
-def usage() -> Usage:
-    """What this process and its descendants use now."""
-    memory, ticks, page = 0, 0, os.sysconf("SC_PAGE_SIZE")
+def cpu_time() -> CpuTime:
+    """Of this process and its descendants."""
+    ticks = 0
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            memory, ticks = memory + _share(pid, int(fields[21]) * page), ticks + int(fields[11]) + int(fields[12])
-    return Usage(memory, ticks / os.sysconf("SC_CLK_TCK"), time.monotonic())
+            fields = _stat(pid)
+            ticks += int(fields[11]) + int(fields[12])
+    return CpuTime(ticks / os.sysconf("SC_CLK_TCK"), time.monotonic())
+
+
+def memory() -> int:
+    """Resident bytes of this process and its descendants; those that several of them share count once. Slow: half a second for 8 GB."""
+    found = 0
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            found += _share(pid, int(_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE"))
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _share(pid: int, resident: int) -> int:

@@ -15,6 +15,7 @@ from recipes.core.train import energy
 from recipes.core.train.world import World
 
 PROGRESS_EVERY_S = 0.5
+MEMORY_EVERY_S = 60.0  # between two measurements of memory, which take the host up to a second
 PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is the loop's own work
 ON_GPU = ("forward_backward", "optimizer")
 OF_RANK = struct.Struct("dddQQ")  # seconds per step, CPUs, joules of the GPU, bytes of memory, bytes of the GPU
@@ -34,7 +35,8 @@ class Meter:
         self._parts = defaultdict[str, float](float)  # seconds in this interval
         self._events: list[tuple[str, torch.cuda.Event]] | None = None  # of the step that is measured
         self._busy_s, self._busy_steps = 0.0, 0  # since the last `of_ranks`
-        self._usage, self._joules = processes.usage(), energy.total_j(device)
+        self._cpu, self._joules = processes.cpu_time(), energy.total_j(device)
+        self._memory, self._memory_at = 0, -math.inf
 
     def sample(self) -> None:
         """Measures the next step, which ends an interval, on the GPU. No effect on a CPU, where each step is measured."""
@@ -100,13 +102,15 @@ class Meter:
         rank_step_s: seconds of each rank per step, without the wait for other ranks. memory_gb: of the node that uses most, with loader
         processes. cpus_used: CPUs kept busy per node. gpu_memory_gb: highest so far of any GPU. gpu_energy_kj: of all GPUs; left out if unknown.
         """
-        usage, gpu = processes.usage(), self._device.type == "cuda"
-        used_s = max(0.0, usage.cpu_s - self._usage.cpu_s) / max(1e-9, usage.time_s - self._usage.time_s)
+        cpu, gpu = processes.cpu_time(), self._device.type == "cuda"
+        used_s = max(0.0, cpu.cpu_s - self._cpu.cpu_s) / max(1e-9, cpu.time_s - self._cpu.time_s)
+        if cpu.time_s >= self._memory_at + MEMORY_EVERY_S:
+            self._memory, self._memory_at = processes.memory(), cpu.time_s
         peak = torch.cuda.max_memory_allocated(self._device) if gpu else 0
         joules = energy.total_j(self._device)
         step_s = self._busy_s / max(1, self._busy_steps)
-        own = OF_RANK.pack(step_s, used_s, joules - self._joules, usage.memory, peak)
-        self._busy_s, self._busy_steps, self._usage, self._joules = 0.0, 0, usage, joules
+        own = OF_RANK.pack(step_s, used_s, joules - self._joules, self._memory, peak)
+        self._busy_s, self._busy_steps, self._usage, self._joules = 0.0, 0, cpu, joules
         world.pulse.beat(watchdog.WAITING)
         found = [OF_RANK.unpack(one) for one in world.gather(own)]
         memory = Counter[str]()
