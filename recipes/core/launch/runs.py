@@ -93,7 +93,10 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     summary = (files.read_json(folder / "summary.json") or {}) if done else {}
     row = {} if summary.get("steps") else table.last_row(folder / "metrics.jsonl")
     ids = [str(one) for one in (described.get("job_id"), facts.get("job")) if one]
-    job = next((jobs[one] for one in ids if jobs and one in jobs), None)
+    known = {one: jobs[one] for one in ids if jobs and one in jobs}
+    active = [one for one, line in known.items() if line.state not in queue.ENDED]
+    job_id = next(iter([*active, *known, *ids]), "")  # job.yaml can name a job that is still to begin
+    job = known.get(job_id)
     refused = "" if done else judge.why_not_begun(folder)
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
     hint, so_far = str(summary.get("efficiency") or ""), None
@@ -109,7 +112,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     return Run(
         folder=str(folder),
         recipe=str(described.get("recipe") or facts.get("recipe") or ""),
-        job=(ids or [""])[0],  # job.yaml names a job that is still to begin
+        job=job_id,
         state=name,
         step=_whole(row.get("step") or status.get("step")) or 0,
         steps=_whole(summary.get("steps") or row.get("total_steps")) or 0,
@@ -316,8 +319,16 @@ def resume(run: Run, words: Sequence[str]) -> str:
     job = f"{number}_{element}" if element else number
     with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
         log = (found.fields.get("StdOut") or "") if (found := queue.find(job)) else ""
-    files.write_json(folder / "job.yaml", {**described, "job_id": job, "log": log})
-    return f"submitted as job {number}" + (f"\nlog: tail -F {shlex.quote(log)}" if log else "")
+    if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):  # the job has not begun
+        try:
+            files.write_json(
+                folder / "job.yaml", {**described, "job_id": job, "log": log, "arguments": [*given.values()]}
+            )
+        except OSError as error:
+            raise MachineError(
+                f"{_short(run.folder)}: job.yaml cannot be written ({error.strerror}), but job {job} is submitted: make it writable, or scancel {job}"
+            ) from None
+    return f"submitted as job {job}" + (f"\nlog: tail -F {shlex.quote(log)}" if log else "")
 
 
 def _said(error: OSError | subprocess.CalledProcessError) -> str:

@@ -52,7 +52,8 @@ def of_job(folder: Path, job: str) -> list[Path]:
     """The runs in ``folder`` of a job, all elements of an array included: by their names, else by job.yaml, for those with run_dir=."""
     there = list(run_directories(folder)) if folder.exists() else []
     by_name = [path for path in there if job in (path.name, path.name.partition("_")[0])]
-    return by_name or [path for path in there if (files.read_json(path / "job.yaml") or {}).get("job_id") == job]
+    ids = ((path, str((files.read_json(path / "job.yaml") or {}).get("job_id"))) for path in there)
+    return by_name or [path for path, one in ids if job in (one, one.partition("_")[0])]
 
 
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:

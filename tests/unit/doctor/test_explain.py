@@ -273,7 +273,7 @@ def test_a_run_is_found_by_its_job_and_as_the_last_one(tmp_path: Path, monkeypat
         folder = tmp_path / "runs" / name
         (folder / "attempts").mkdir(parents=True)
         os.utime(folder, (seconds, seconds))
-    files.write_json(tmp_path / "runs/cifar/2/job.yaml", {"job_id": "77"})  # a run with run_dir=
-    for word, run in (("77", "cifar/2"), ("1", "mnist/1"), ("last", "cifar/2")):
+    files.write_json(tmp_path / "runs/cifar/2/job.yaml", {"job_id": "77_1"})  # a run with run_dir=
+    for word, run in (("77", "cifar/2"), ("77_1", "cifar/2"), ("1", "mnist/1"), ("last", "cifar/2")):
         [(name, _)] = explaining.explain([Path(word)])
         assert name.endswith(run)

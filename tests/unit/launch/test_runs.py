@@ -163,6 +163,15 @@ def test_a_local_run_is_asked_to_save(root: Path) -> None:
         sleeper.kill()
 
 
+def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
+    """job.yaml names a job that is still to begin, or, if a later one did not write it, one that has ended."""
+    folder, ended = root / "runs/mnist/12", Line("COMPLETED", "", "", None, False, "")
+    attempt = attempts.open_next(folder, "mnist", {})
+    files.write_json(attempt.folder / "opened.json", {**attempts.facts(folder), "job": "13"})
+    for jobs_in_slurm, job in (({"12": ended, "13": RUNNING}, "13"), ({"12": PENDING, "13": ended}, "12"), ({}, "12")):
+        assert runs.read(folder, jobs_in_slurm).job == job
+
+
 def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     pending, local = runs.read(root / "runs/mnist/12", {"12": PENDING}), root / "runs/mnist/here"
     with pytest.raises(InputError, match="is pending: cancel it first"):
