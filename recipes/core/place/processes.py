@@ -41,13 +41,12 @@ def cpu_time() -> CpuTime:
     ticks = 0
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
-            fields = _stat(pid)
-            ticks += int(fields[11]) + int(fields[12])
+            ticks += sum(map(int, _stat(pid)[11:15]))  # its own and that of its children that have ended
     return CpuTime(ticks / os.sysconf("SC_CLK_TCK"), time.monotonic())
 
 
 def memory() -> int:
-    """Resident bytes of this process and its descendants; those that several of them share count once. Slow: half a second for 8 GB."""
+    """Resident bytes of this process and its descendants; those that several of them share count once. Slow for large ones."""
     found = 0
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):
@@ -61,7 +60,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _share(pid: int, resident: int) -> int:
-    """Of a process's ``resident`` bytes, its share of those that it shares. All of them on Linux before 4.14, which does not tell it."""
+    """Resident bytes of a process, each divided by the number of processes that share it. ``resident`` on Linux before 4.14."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

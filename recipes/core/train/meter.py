@@ -15,7 +15,7 @@ from recipes.core.train import energy
 from recipes.core.train.world import World
 
 PROGRESS_EVERY_S = 0.5
-MEMORY_EVERY_S = 60.0  # between two measurements of memory, which take the host up to a second
+MEMORY_EVERY_S = 60.0  # between two measurements of memory, which are slow for large processes
 PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is the loop's own work
 ON_GPU = ("forward_backward", "optimizer")
 OF_RANK = struct.Struct("dddQQ")  # seconds per step, CPUs, joules of the GPU, bytes of memory, bytes of the GPU
@@ -110,7 +110,7 @@ class Meter:
         joules = energy.total_j(self._device)
         step_s = self._busy_s / max(1, self._busy_steps)
         own = OF_RANK.pack(step_s, used_s, joules - self._joules, self._memory, peak)
-        self._busy_s, self._busy_steps, self._usage, self._joules = 0.0, 0, cpu, joules
+        self._busy_s, self._busy_steps, self._cpu, self._joules = 0.0, 0, cpu, joules
         world.pulse.beat(watchdog.WAITING)
         found = [OF_RANK.unpack(one) for one in world.gather(own)]
         memory = Counter[str]()

@@ -13,11 +13,12 @@ import pytest
 import torch
 import torchvision
 
+from recipes.core.place import processes
 from recipes.core.train import flops, meter
 from tests import helpers
 
 
-def test_parts_of_a_step_are_shares_of_its_time() -> None:
+def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = SimpleNamespace(now=lambda: clock.time, time=0.0)
     measured = meter.Meter(clock, torch.device("cpu"))
     for _ in range(2):
@@ -37,7 +38,10 @@ def test_parts_of_a_step_are_shares_of_its_time() -> None:
     told = measured.of_ranks(world)
     assert told["rank_step_s"] == [7.5, 7.5]  # without the 1.5 s in which it has waited
     assert 0.1 < told["memory_gb"] < 20
-    assert told["cpus_used"] >= 0
+    times = iter([measured._cpu._replace(cpu_s=cpu_s, time_s=time_s) for cpu_s, time_s in ((0, 0), (6, 10), (7, 20))])
+    monkeypatch.setattr(processes, "cpu_time", lambda: next(times))
+    used = [measured.of_ranks(world)["cpus_used"] for _ in range(3)]
+    assert used[1:] == [1.2, 0.2]  # of two ranks on one node, since the row before
     assert "gpu_energy_kj" not in told  # no GPU: unknown
 
 
