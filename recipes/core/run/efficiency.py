@@ -42,10 +42,8 @@ def verdict(
     part, steps = shares(rows), number(rows[-1].get("step")) if rows else 0.0
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
     used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
-    busy, on_gpu = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0), math.isfinite(used["gpu_memory_gb"])
-    waits = part.get("data_wait", 0.0)
-    if on_gpu:  # the host may wait for data while the GPU still has work
-        waits = min(waits, 1 - busy)
+    busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
+    waits = min(part.get("data_wait", 0.0), 1 - busy)  # the host may wait for data while a GPU still has work
     if waits >= WAITS:
         return f"{waits:.0%} of each step waits for data: {_faster_data(asked, keys, hosts)}"
     seconds = all_rows.numbers(last.get("rank_step_s"))
@@ -53,7 +51,7 @@ def verdict(
     is_short = not seconds or statistics.median_low(seconds) < SHORT_S
     if line := _of_ranks(seconds, number(keys.get("global_batch_size")), hosts, steps >= STEPS and not is_short):
         return line
-    if part and on_gpu and 1 - busy >= IDLE_GPU:
+    if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
         return f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, or compile=true"
     if part.get("communication", 0.0) >= COMMUNICATES and not is_short:
         fix = "use a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
