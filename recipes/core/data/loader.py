@@ -1,7 +1,7 @@
 """Batches of decoded images: read by worker processes, a few batches ahead.
 
 Threads would take turns with the main thread at the interpreter's lock, and so delay the work that it gives to a GPU: a step of
-ResNet-50 took 3.9 times as long beside 14 of them (H100). The workers are forked, and write into memory that they share with this process.
+ResNet-50 took 3.9 times as long beside 14 of them, and 1.3 times beside 14 processes (H100). The workers are forked, and write into memory that they share with this process.
 
 Crops and flips are drawn from (seed, epoch, batch) for the whole global batch: the same on any number of ranks and workers,
 and after a resume in the middle of an epoch.
@@ -90,8 +90,8 @@ class Loader(OfBatches):
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on.
 
-        Closing the generator ends its workers, and so does the end of the thread that took the first shard. Raises InputError if too many images are unreadable, MachineError if a
-        read hangs or a worker is killed.
+        Closing the generator ends its workers. They also end with the thread that took the first shard. Raises InputError if too many
+        images are unreadable, MachineError if a read hangs or a worker is killed.
         """
         size = self._size(epoch)
 
@@ -163,7 +163,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Shared:
     """What the workers of one iteration share with this process.
 
     slots: each holds the pixels of a batch that is being decoded. at: the position that each task has reached, by its slot and first
@@ -188,22 +188,22 @@ class _Place:
         return bad
 
 
-_place: _Place  # of a worker process
+_shared: _Shared  # of a worker process
 
 
-def _become_worker(place: _Place, stay: Callable[[], None]) -> None:
-    global _place
+def _become_worker(shared: _Shared, stay: Callable[[], None]) -> None:
+    global _shared
     stay()
-    _place = place
+    _shared = shared
     torch.set_num_threads(1)
 
 
 def _decode(*task: Any) -> dict[int, str]:
-    return _place.decode(*task)
+    return _shared.decode(*task)
 
 
-def _shared(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Memory that this process shares with those that it forks; unlike files in /dev/shm, a container does not limit it."""
+def _memory(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """Memory that this process shares with those that it forks. It takes no space in /dev/shm, which is small in containers."""
     size = math.prod(shape)
     return np.frombuffer(mmap.mmap(-1, max(1, size * np.dtype(dtype).itemsize)), dtype, size).reshape(shape)
 
@@ -215,73 +215,72 @@ def _worked(jobs: Iterable[_Job], decoder: Decoder, workers: int) -> Generator[_
         for job in jobs:
             shape = (len(job.samples), job.size, job.size, 3)
             job.host = np.empty(shape, np.uint8)  # NumPy requests huge pages: far fewer page faults
-            place = _Place(job.source, decoder, job.host[None], np.zeros((1, 1), np.int64))
-            job.bad = place.decode(0, 0, job.samples, job.crops)
+            shared = _Shared(job.source, decoder, job.host[None], np.zeros((1, 1), np.int64))
+            job.bad = shared.decode(0, 0, job.samples, job.crops)
             yield job
         return
     if (first := next(jobs, None)) is None:
         return
-    count = len(first.samples)  # of no other job more
+    count = len(first.samples)  # no other job has more
     ahead = max(AHEAD, 2 * workers // max(1, count))
-    slots = _shared(ahead + 1, count, first.size, first.size, 3, dtype=np.uint8)
-    place = _Place(first.source, decoder, slots, _shared(ahead + 1, max(1, count), dtype=np.int64))
+    slots = _memory(ahead + 1, count, first.size, first.size, 3, dtype=np.uint8)
+    shared = _Shared(first.source, decoder, slots, _memory(ahead + 1, max(1, count), dtype=np.int64))
     chunk = max(1, min(CHUNK, -(-count // workers)))
     pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), _become_worker, (place, processes.die_with(os.getpid()))
+        workers, multiprocessing.get_context("fork"), _become_worker, (shared, processes.die_with(os.getpid()))
     )
-    free, waiting, hung = deque(range(ahead + 1)), deque[tuple[_Job, int, dict[int, Future[dict[int, str]]]]](), False
+    waiting, hung = deque[tuple[_Job, int, dict[int, Future[dict[int, str]]]]](), False
     try:
-        for job in itertools.chain([first], jobs):
-            slot, tasks = free.popleft(), {}
+        for number, job in enumerate(itertools.chain([first], jobs)):
+            slot, tasks = number % len(slots), {}
             for begin in range(0, len(job.samples), chunk):
-                part, place.at[slot, begin] = slice(begin, begin + chunk), begin
+                part, shared.at[slot, begin] = slice(begin, begin + chunk), begin
                 tasks[begin] = pool.submit(_decode, slot, begin, job.samples[part], job.crops[part])
             waiting.append((job, slot, tasks))
             if len(waiting) > ahead:
-                yield _finished(place, *waiting[0])
-                free.append(waiting.popleft()[1])
+                yield _finished(shared, *waiting.popleft())
         while waiting:
-            yield _finished(place, *waiting.popleft())
+            yield _finished(shared, *waiting.popleft())
     except MachineError:
         hung = True
         raise
     except BrokenProcessPool:
-        fix = "request more memory with --mem, or lower num_workers="
+        fix = "if memory was short, request more with --mem, or lower num_workers=; if it crashed, the rank's log says where"
         raise MachineError(f"a process that decodes images was killed: {fix}") from None
     finally:
         pool.shutdown(wait=not hung, cancel_futures=True)
 
 
-def _finished(place: _Place, job: _Job, slot: int, tasks: dict[int, Future[dict[int, str]]]) -> _Job:
+def _finished(shared: _Shared, job: _Job, slot: int, tasks: dict[int, Future[dict[int, str]]]) -> _Job:
     """Waits for a job. Raises MachineError if a read hangs."""
     for begin, task in tasks.items():
         clock = watchdog.RunningClock()
         end = clock.now() + STALL_S
         while not wait([task], watchdog.POLL_S).done:
             if clock.now() > end:
-                name = job.source.name(job.samples[place.at[slot, begin]])
+                name = job.source.name(job.samples[shared.at[slot, begin]])
                 raise MachineError(
                     f"{job.source.place!r}: a read near {name!r} did not return for {STALL_S:g} s: "
                     "check the file system"
                 )
         job.bad |= task.result()
-    job.host = place.slots[slot, : len(job.samples)]
+    job.host = shared.slots[slot, : len(job.samples)]
     return job
 
 
 class _Mover:
-    """Copies a batch's tensors to the device: to a GPU from pinned memory, on its own stream, during computation."""
+    """Copies a batch's tensors to the device: to a GPU through pinned memory, on its own stream, during computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, tensor: Tensor, used_again: bool = False) -> Tensor:
-        """used_again: whether other content will be written into the memory of ``tensor``."""
+        """tensor: in memory that is not pinned. used_again: whether other content will be written into it."""
         if self._stream is None:
             return tensor.to(self._device, copy=used_again)
         with torch.cuda.stream(self._stream):
-            moved = (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
+            moved = tensor.pin_memory().to(self._device, non_blocking=True)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         moved.record_stream(current)

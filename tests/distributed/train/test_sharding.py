@@ -142,4 +142,5 @@ def test_muon_treats_whole_matrices(tmp_path: Path) -> None:
         ended = helpers.run_ranks(code, [*words, f"strategy={strategy}", f"run_dir={tmp_path / strategy}"], 2)
         assert ended.status == 0, ended.out
         losses.append([row["loss"] for row in helpers.rows(tmp_path / strategy)])
+    assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
