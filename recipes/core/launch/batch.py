@@ -62,7 +62,13 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             raise errors.ConfigError(problem)
     code = _code(environ, folder) if job else ROOT
     if job and (script := environ.get("RECIPES_SCRIPT")):
-        described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
+        described = {
+            "job_id": job,
+            "recipe": recipe,
+            "arguments": [f"{name}={value}" for name, value in typed.items()],
+            "root": str(repository),
+            "code": str(code),
+        }
         with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
             about = {**described, "log": fields.get("StdOut"), "options": jobs.options_of(fields)}
             jobs.record(run_dir, Path(script).read_bytes(), about)

@@ -94,8 +94,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     row = {} if summary.get("steps") else table.last_row(folder / "metrics.jsonl")
     ids = [str(one) for one in (described.get("job_id"), facts.get("job")) if one]
     known = {one: jobs[one] for one in ids if jobs and one in jobs}
-    active = [one for one, line in known.items() if line.state not in queue.ENDED]
-    job_id = next(iter([*active, *known, *ids]), "")  # job.yaml can name a job that is still to begin
+    job_id = queue.newest(ids, {one: line.state in queue.ENDED for one, line in known.items()})
     job = known.get(job_id)
     refused = "" if done else judge.why_not_begun(folder)
     name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
@@ -179,12 +178,16 @@ def command(argv: Sequence[str], root: Path) -> int:
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     jobs = queue.mine(queue.ANSWER_S)  # an answer that is missing would leave a job running, or submit it twice
-    for folder in folders:
-        run = read(folder, jobs)
-        if name == "cancel":
+    found = [read(folder, jobs) for folder in folders]
+    if name == "cancel":
+        for run in found:
             print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
-        elif run.state in UNFINISHED or len(folders) == 1:
-            print(f"{_short(run.folder)}: {resume(run, [f'{k}={v}' for k, v in options.items()])}", flush=True)
+        return errors.EXIT_DONE
+    chosen = [run for run in found if run.state in UNFINISHED or len(found) == 1]
+    added = [f"{name}={value}" for name, value in options.items()]
+    every = [to_resume(run, added) for run in chosen]  # before one is submitted
+    for run, given in zip(chosen, every, strict=True):
+        print(f"{_short(run.folder)}: {resume(run, given)}", flush=True)
     return errors.EXIT_DONE
 
 
@@ -290,8 +293,8 @@ def cancel(run: Run) -> str:
     return f"job {run.job} was cancelled"
 
 
-def resume(run: Run, words: Sequence[str]) -> str:
-    """Submits a run again with the script and the keys that it has, and ``words``. Returns what it did. Raises InputError, MachineError."""
+def to_resume(run: Run, words: Sequence[str]) -> list[str]:
+    """The words of `resume`: the keys that a run has, and ``words``. Raises InputError if it cannot be resumed, ConfigError for a key."""
     folder = Path(run.folder)
     described = files.read_json(folder / "job.yaml") or {}
     if run.state not in UNFINISHED and run.state != "done":
@@ -299,35 +302,34 @@ def resume(run: Run, words: Sequence[str]) -> str:
     if not described or not (folder / "job.sh").is_file():
         line = f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
         raise InputError(f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}")
-    root, arguments = str(described.get("root")), [str(word) for word in described.get("arguments") or ()]
+    arguments = [str(word) for word in described.get("arguments") or ()]
     given = {word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)}
-    command_line.parse(list(given.values()), recipe=run.recipe)
+    settings = command_line.parse([*given.values()], recipe=run.recipe)
+    return [f"{name}={value}" for name, value in settings.absolute(settings.typed, Path.cwd()).items()]
+
+
+def resume(run: Run, given: Sequence[str]) -> str:
+    """Submits a run again with its script and the words of `to_resume`. Returns what it did. Raises MachineError."""
+    folder = Path(run.folder)
+    described = files.read_json(folder / "job.yaml") or {}
     element = run.job.partition("_")[2]
     options = [*described.get("options", ()), *([f"--array={element}"] if element else [])]
+    command = ["sbatch", "--parsable", *options, str(folder / "job.sh"), *given]
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", *options, str(folder / "job.sh"), *given.values()],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = subprocess.run(command, cwd=str(described.get("root")), capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         why = _said(error)
         raise MachineError(f"sbatch refuses {_short(run.folder)}: {why}") from None
     number, log = done.stdout.strip().partition(";")[0], ""
     job = f"{number}_{element}" if element else number
     with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
-        log = (found.fields.get("StdOut") or "") if (found := queue.find(job)) else ""
+        log = (found.fields.get("StdOut") or "") if (found := queue.find(job, timeout_s=queue.OWN_JOB_S)) else ""
     if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):  # the job has not begun
         try:
-            files.write_json(
-                folder / "job.yaml", {**described, "job_id": job, "log": log, "arguments": [*given.values()]}
-            )
+            files.write_json(folder / "job.yaml", {**described, "job_id": job, "log": log, "arguments": [*given]})
         except OSError as error:
-            raise MachineError(
-                f"{_short(run.folder)}: job.yaml cannot be written ({error.strerror}), but job {job} is submitted: make it writable, or scancel {job}"
-            ) from None
+            why = f"job {job} is submitted, but job.yaml cannot be written ({error.strerror})"
+            raise MachineError(f"{_short(run.folder)}: {why}: to stop the job, type scancel {job}") from None
     return f"submitted as job {job}" + (f"\nlog: tail -F {shlex.quote(log)}" if log else "")
 
 

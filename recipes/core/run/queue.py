@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -323,8 +323,15 @@ def of_run(run_dir: Path) -> Outlook:
         return Outlook(ids[0], None, False, str(error))
     if not found:
         return Outlook(ids[-1], None, True, f"Slurm no longer knows job {ids[-1]}")
-    chosen, job = next(((one, job) for one, job in found.items() if not job.ended), next(iter(found.items())))
-    return Outlook(chosen, job, True, describe(job))
+    chosen = newest(ids, {one: job.ended for one, job in found.items()})
+    return Outlook(chosen, found[chosen], True, describe(found[chosen]))
+
+
+def newest(ids: Sequence[str], ended: Mapping[str, bool]) -> str:
+    """Of the job that was submitted last, and the one that started the run last: the first that has not ended, else the first that Slurm
+    knows, else the last. "" if there are no ``ids``. ended: of those that Slurm knows."""
+    active = [one for one in ids if not ended.get(one, True)]
+    return next(iter([*active, *(one for one in ids if one in ended), *reversed(ids)]), "")
 
 
 def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:

@@ -44,16 +44,19 @@ class Run:
 
 def last(folder: Path) -> list[Path]:
     """The run in ``folder`` whose directory has changed last, as a list; empty if there is none."""
-    there = list(run_directories(folder)) if folder.exists() else []
-    return sorted(there, key=lambda path: path.stat().st_mtime)[-1:]
+    return sorted(_inside(folder), key=lambda path: path.stat().st_mtime)[-1:]
 
 
 def of_job(folder: Path, job: str) -> list[Path]:
     """The runs in ``folder`` of a job, all elements of an array included: by their names, else by job.yaml, for those with run_dir=."""
-    there = list(run_directories(folder)) if folder.exists() else []
+    there = _inside(folder)
     by_name = [path for path in there if job in (path.name, path.name.partition("_")[0])]
     ids = ((path, str((files.read_json(path / "job.yaml") or {}).get("job_id"))) for path in there)
     return by_name or [path for path, one in ids if job in (one, one.partition("_")[0])]
+
+
+def _inside(folder: Path) -> list[Path]:
+    return find([folder], may_be_empty=True) if folder.exists() else []
 
 
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -73,13 +76,13 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
                 print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 
 
-def find(folders: Sequence[Path]) -> list[Path]:
-    """The run directories in ``folders``. Raises InputError if there is none, or if a folder cannot be read."""
+def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
+    """The run directories in ``folders``. Raises InputError if there is none, unless it may be so, or if a folder cannot be read."""
     try:
         found = [path for folder in folders for path in run_directories(folder)]
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be read ({error.strerror}): {FIX}") from None
-    if not found:
+    if not found and not may_be_empty:
         raise InputError(f"{', '.join(map(str, folders))}: no run was found: {FIX}")
     return found
 

@@ -269,11 +269,11 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
 
 def test_a_run_is_found_by_its_job_and_as_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
-    for seconds, name in ((9, "mnist/1"), (5, "cifar/2")):
+    for seconds, name, job in ((9, "mnist/1", "1"), (5, "cifar/2", "77_1")):  # the second one with run_dir=
         folder = tmp_path / "runs" / name
         (folder / "attempts").mkdir(parents=True)
+        files.write_json(folder / "job.yaml", {"job_id": job})
         os.utime(folder, (seconds, seconds))
-    files.write_json(tmp_path / "runs/cifar/2/job.yaml", {"job_id": "77_1"})  # a run with run_dir=
-    for word, run in (("77", "cifar/2"), ("77_1", "cifar/2"), ("1", "mnist/1"), ("last", "cifar/2")):
+    for word, run in (("77", "cifar/2"), ("77_1", "cifar/2"), ("1", "mnist/1"), ("last", "mnist/1")):
         [(name, _)] = explaining.explain([Path(word)])
         assert name.endswith(run)

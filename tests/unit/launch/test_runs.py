@@ -168,21 +168,21 @@ def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
     folder, ended = root / "runs/mnist/12", Line("COMPLETED", "", "", None, False, "")
     attempt = attempts.open_next(folder, "mnist", {})
     files.write_json(attempt.folder / "opened.json", {**attempts.facts(folder), "job": "13"})
-    for jobs_in_slurm, job in (({"12": ended, "13": RUNNING}, "13"), ({"12": PENDING, "13": ended}, "12"), ({}, "12")):
+    for jobs_in_slurm, job in (({"12": ended, "13": RUNNING}, "13"), ({"12": PENDING, "13": ended}, "12"), ({}, "13")):
         assert runs.read(folder, jobs_in_slurm).job == job
 
 
 def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     pending, local = runs.read(root / "runs/mnist/12", {"12": PENDING}), root / "runs/mnist/here"
     with pytest.raises(InputError, match="is pending: cancel it first"):
-        runs.resume(pending, [])
+        runs.to_resume(pending, [])
     attempts.open_next(local, "mnist", {})
     with pytest.raises(InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"):
-        runs.resume(runs.read(local, {}), [])
+        runs.to_resume(runs.read(local, {}), [])
     ended = root / "runs/mnist/12"
     (ended / "job.sh").write_text("")
     with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
-        runs.resume(runs.read(ended, {}), ["epoch=3"])
+        runs.to_resume(runs.read(ended, {}), ["epoch=3"])
 
 
 def test_a_ready_script_is_submitted_again_with_its_size() -> None:
