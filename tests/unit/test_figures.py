@@ -46,12 +46,15 @@ FIGURES = [
     ("recipes/gpt.py", f"val_bpb {CPU['gpt']['val_bpb']:.3f} after {CPU['gpt']['steps']} steps"),
     *(("README.md", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
     *(("recipes/gpt.py", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
-    ("docs/data.md", f"a process decoded {FOUND['decoding']['images/s a process']} images of 256 px"),
-    ("docs/data.md", f"it read {H100['reference']['jpeg']['GPU, batches of 64']:,} of"),
+    ("docs/data.md", f"a process decoded {FOUND['decoding']['images/s a process']} random JPEGs of 256 px"),
+    ("docs/data.md", f"It read {H100['reference']['jpeg']['GPU, batches of 64']:,} of"),
     ("docs/data.md", f"15 CPU threads read {H100['reference']['jpeg']['CPU, 15 threads']:,}."),
     ("README.md", f"reaches {100 * PEER:.1f} % on the same images"),
-    ("README.md", f"on one H100: {FOUND['speed']['eager']}, "
+    ("README.md", f"the training steps alone {FOUND['speed']['eager']}, "
      f"and {FOUND['speed']['compiled']} images/s with `compile=true`"),
+    ("README.md", f"the recipe with random images {H100['reference']['imagenet']['images/s']:,} images/s"),
+    ("docs/large-models.md", "takes {}, {} and {} times as long as one of nanoGPT".format(*CPU["nanogpt"]["ratio"])),
+    ("docs/large-models.md", "{} ms on an H100, and a step of nanoGPT {} ms".format(*H100["reference"]["nanogpt"]["milliseconds of a step, gpt and nanoGPT"])),
     ("README.md", f"On an H100, {PASSED} of its {len(checks.TOGETHER + checks.ALONE)} checks have passed"),
     ("README.md", f"Linux, Python {PYTHON}\nor later, torch {TORCH} or later"),
     ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
