@@ -327,7 +327,7 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data": here(CIFAR, DATA),
     "sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data": slurm(CIFAR, {**ONE_EACH, **DATA}),
     "python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes": here("max_steps=2", says="^sample: "),
-    "sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12":
+    "sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12 compile=true":
         slurm("device=cpu max_steps=2 dataset=bytes", {**ONE_EACH, "depth=12": "depth=1"}),
     'python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200 prompt="The king"':
         here("device=cpu dataset=bytes depth=1 max_steps=1", {" evaluate=true": ""}, says="^sample: The king", only="there is no run"),
