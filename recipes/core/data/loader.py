@@ -1,7 +1,8 @@
 """Batches of decoded images: read by worker processes, a few batches ahead.
 
-Threads would take turns with the main thread at the interpreter's lock, and so delay the work that it gives to a GPU: a step of
-ResNet-50 took 3.9 times as long beside 14 of them, and 1.3 times beside 14 processes (H100). The workers are forked, and write into memory that they share with this process.
+Decoding threads would compete with the main thread for the interpreter's lock, and so delay its work for a GPU. On an H100, a step of
+ResNet-50 took 3.9 times as long beside 14 threads, and 1.3 times beside 14 processes. The workers are forked. They write into memory that
+they share with this process.
 
 Crops and flips are drawn from (seed, epoch, batch) for the whole global batch: the same on any number of ranks and workers,
 and after a resume in the middle of an epoch.

@@ -140,7 +140,7 @@ class MuonAdamW(_Grouped):
             return
         momenta = self._momenta(params)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        # Not _foreach_lerp, which divided tensors lack up to torch 2.11.
+        # Not _foreach_lerp: in torch 2.11, divided tensors do not have it.
         updates = list(torch._foreach_mul(gradients, 1 - group["momentum"]))
         torch._foreach_add_(updates, momenta, alpha=group["momentum"])
         updates = _orthogonal(updates, MATRIX_STEPS)
