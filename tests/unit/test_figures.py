@@ -49,7 +49,7 @@ FIGURES = [
     ("docs/data.md", f"a process decoded {FOUND['decoding']['images/s a process']} random JPEGs of 256 px"),
     ("docs/data.md", f"the GPU read\n  {H100['reference']['jpeg']['GPU, batches of 64']:,} of"),
     ("docs/data.md", f"15 CPU threads {H100['reference']['jpeg']['CPU, 15 threads']:,}."),
-    ("README.md", f"reaches {100 * PEER:.1f} % on this copy"),
+    ("README.md", f"reaches {100 * PEER:.1f} % too"),
     ("README.md", f"{FOUND['speed']['eager']} for the training steps alone, "
      f"and {FOUND['speed']['compiled']} images/s with `compile=true`"),
     ("README.md", f"without `compile=true`: {H100['reference']['imagenet']['images/s']:,} images/s"),
