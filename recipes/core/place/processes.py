@@ -1,4 +1,4 @@
-"""Child processes: their end with their parent, and what they use. Standard library only."""
+"""Processes: the end of a child with its parent, what they use, and how they keep memory. Standard library only."""
 
 import contextlib
 import ctypes
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from recipes.core import errors
 
 PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def die_with(parent: int) -> Callable[[], None]:
@@ -27,6 +28,17 @@ def die_with(parent: int) -> Callable[[], None]:
             os._exit(errors.EXIT_CRASH)
 
     return prepare
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep the memory of freed tensors for the next ones, unless a variable such as MALLOC_TRIM_THRESHOLD_ is set.
+
+    glibc returns large blocks to the system, and each new block costs page faults: a step on a CPU took up to 26 % longer.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 class CpuTime(NamedTuple):

@@ -19,6 +19,7 @@ import torch.distributed
 from recipes.core import errors
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
+from recipes.core.place import processes
 from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, logs, queue, signals, watchdog
 from recipes.core.run.dryrun import DryRunEnd
@@ -45,6 +46,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
         _set_up(start)
         device = resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
+        if device.type == "cpu":
+            processes.keep_freed_memory()
         # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
         # after the wait for the other ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

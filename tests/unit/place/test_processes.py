@@ -1,4 +1,4 @@
-"""What a process and its children use."""
+"""What a process and its children use, and that a process keeps the memory that it has freed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+
+import pytest
 
 from recipes.core.place import processes
 
@@ -27,3 +29,22 @@ def test_memory_that_a_forked_child_shares_counts_once() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(("variables", "keeps"), [({}, True), ({"MALLOC_ARENA_TEST": "8"}, False)])
+def test_a_second_block_causes_no_page_faults_unless_the_user_has_set_up_malloc(
+    variables: dict[str, str], keeps: bool
+) -> None:
+    program = """
+import resource
+from recipes.core.place import processes
+processes.keep_freed_memory()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = b"x" * (64 << 20)
+    del block
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
+    done = subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True)
+    assert (int(done.stdout) < 100) == keeps
