@@ -33,6 +33,7 @@ from recipes.core.data import sampling, sentences, text
 from recipes.core.train import loop, optimisation, scores, session, sharding
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
+from recipes.core.train.functional import rms_norm, squared_relu
 from recipes.core.train.optimizers import MuonAdamW
 from recipes.core.train.run import Run
 
@@ -40,18 +41,17 @@ EVAL_BATCH = 16  # sequences; the same on any number of ranks, so that their los
 ROTARY_BASE = 10_000.0
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMSNorm without a trained gain."""
-    return F.rms_norm(x, x.shape[-1:])
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021): turns pairs of columns of (B, T, heads, HEAD) by angles that grow with T."""
-    frequencies = ROTARY_BASE ** -(torch.arange(HEAD // 2, device=x.device) / (HEAD // 2))
-    angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * frequencies
+def turns(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, 1, HEAD) of rotary positions (Su et al., 2021): the angles of pairs of columns grow with the position."""
+    frequencies = ROTARY_BASE ** -(torch.arange(HEAD // 2, device=device) / (HEAD // 2))
+    angles = torch.arange(length, device=device)[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    cos, sin = torch.cat([cos, cos], -1).to(x.dtype), torch.cat([sin, -sin], -1).to(x.dtype)
-    return x * cos + x.roll(HEAD // 2, -1) * sin
+    return torch.cat([cos, cos], -1), torch.cat([sin, -sin], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the columns of (B, T, heads, HEAD)."""
+    return torch.addcmul(x * cos.to(x.dtype), x.roll(HEAD // 2, -1), sin.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -64,12 +64,12 @@ class Attention(nn.Module):
         self.value = nn.Linear(width, kv_heads * HEAD, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # The three matrices are separate, since Muon treats each by itself. One product with all of them is faster than three.
         together = torch.cat([layer.weight for layer in (self.query, self.key, self.value)])
         heads, shared = (layer.out_features // HEAD for layer in (self.query, self.key))
         qk, v = F.linear(x, together).unflatten(-1, (-1, HEAD)).split([heads + shared, shared], 2)
-        q, k = norm(rotate(qk)).split([heads, shared], 2)
+        q, k = rms_norm(rotate(qk, cos, sin)).split([heads, shared], 2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads > shared)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -84,10 +84,9 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(norm(x))
-        positive = F.relu(self.up(norm(x)))
-        return x + self.down(positive * positive)  # on CPUs, the gradient of square() takes twice as long
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(rms_norm(x), cos, sin)
+        return x + self.down(squared_relu(self.up(rms_norm(x))))
 
 
 class GPT(nn.Module):
@@ -106,10 +105,10 @@ class GPT(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Logits of the token that follows each of ``tokens`` (B, T): float32 (B, T, vocabulary)."""
-        x = norm(self.embed(tokens))
+        x, (cos, sin) = rms_norm(self.embed(tokens)), turns(tokens.shape[1], tokens.device)
         for block in self.blocks:
-            x = block(x)
-        return self.head(norm(x)).float()
+            x = block(x, cos, sin)
+        return self.head(rms_norm(x)).float()
 
     def forward(self, sequences: Tensor) -> Tensor:
         """The loss of each of ``sequences`` (B, T + 1): nats, the mean over the T tokens after the first one."""

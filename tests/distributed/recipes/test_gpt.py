@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from recipes import gpt
@@ -45,6 +46,10 @@ def test_a_later_token_does_not_change_an_earlier_logit() -> None:
     assert ((before - after)[:, 7:].abs().amax(2) > 1e-3).all()
 
 
+def turned(x: Tensor) -> Tensor:
+    return gpt.rotate(x, *gpt.turns(x.shape[1], x.device))
+
+
 @torch.no_grad()
 def test_positions_count_by_their_distance() -> None:
     """Attention to the same tokens in another order differs; the product of a query and a key depends on their distance alone."""
@@ -52,11 +57,11 @@ def test_positions_count_by_their_distance() -> None:
     swapped[:, [1, 4]] = swapped[:, [4, 1]]
     assert ((net.logits(TOKENS) - net.logits(swapped))[:, -1].abs().amax(1) > 1e-3).all()
     q, k = torch.randn(2, 1, 1, 1, 64).expand(2, 1, 9, 1, 64)
-    products = gpt.rotate(q)[0, :, 0] @ gpt.rotate(k)[0, :, 0].T
+    products = turned(q)[0, :, 0] @ turned(k)[0, :, 0].T
     for distance in range(-8, 9):
         assert products.diagonal(distance).std(correction=0) < 1e-4
     assert products[0].std() > 0.1
-    assert torch.allclose(gpt.rotate(q).norm(dim=-1), q.norm(dim=-1))
+    assert torch.allclose(turned(q).norm(dim=-1), q.norm(dim=-1))
 
 
 @torch.no_grad()
@@ -64,14 +69,14 @@ def test_attention_by_its_definition() -> None:
     """Six heads of queries; queries 0, 1, 2 share keys and values 0, and so on. Queries and keys have mean square 1."""
     net, x = gpt.Attention(384, 2), torch.randn(2, 5, 384)
     q, k, v = (layer(x).view(2, 5, -1, 64) for layer in (net.query, net.key, net.value))
-    q, k = (gpt.rotate(part) / gpt.rotate(part).square().mean(-1, keepdim=True).sqrt() for part in (q, k))
+    q, k = (turned(part) / turned(part).square().mean(-1, keepdim=True).sqrt() for part in (q, k))
     assert net.key.weight.shape == (128, 384)
     heads = []
     for head in range(6):
         scores = q[:, :, head] @ k[:, :, head // 3].mT / 8
         scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(2) @ v[:, :, head // 3])
-    assert torch.allclose(net(x), net.out(torch.cat(heads, 2)), atol=1e-5)
+    assert torch.allclose(net(x, *gpt.turns(5, x.device)), net.out(torch.cat(heads, 2)), atol=1e-5)
 
 
 def test_the_loss_is_one_number_for_each_sequence() -> None:
