@@ -162,11 +162,23 @@ def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
         x = torch.stack([tensors[place].flatten(1) for place in those])
         x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
         x = x.bfloat16() if x.is_cuda else x  # few CPUs have fast products in bfloat16
-        wide = x if x.shape[1] <= x.shape[2] else x.mT
-        for _ in range(steps):
-            a = wide @ wide.mT
-            wide = torch.baddbmm(wide, torch.baddbmm(a, a, a, beta=B, alpha=C), wide, beta=A)
-        x = wide if x.shape[1] <= x.shape[2] else wide.mT
+        x = _iterated(x, steps) if x.shape[1] <= x.shape[2] else _iterated(x.mT, steps).mT
         for place, one in zip(those, x.to(tensors[those[0]].dtype).unbind(), strict=True):
             found[place] = sharding.as_part(one.reshape(shape), divided[place])
     return found
+
+
+def _iterated(x: Tensor, steps: int) -> Tensor:
+    """Newton-Schulz steps of matrices (n, rows, columns) that have at least as many columns as rows."""
+    if x.dtype is torch.bfloat16 or x.shape[2] < 2 * x.shape[1]:
+        for _ in range(steps):
+            a = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=B, alpha=C), x, beta=A)
+        return x
+    # The same with fewer operations: each step multiplies x by a polynomial of x @ x.mT, which is small. bfloat16 is too coarse for it.
+    gram, product = x @ x.mT, torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    for _ in range(steps):
+        factor = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+        factor.diagonal(dim1=1, dim2=2).add_(A)
+        gram, product = factor @ gram @ factor, factor @ product
+    return product @ x
