@@ -41,8 +41,8 @@ EVAL_BATCH = 16  # sequences; the same on any number of ranks, so that their los
 ROTARY_BASE = 10_000.0
 
 
-def turns(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, 1, HEAD) of rotary positions (Su et al., 2021): the angles of pairs of columns grow with the position."""
+def rotary_factors(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (T, 1, HEAD) of rotary positions (Su et al., 2021): the angles of pairs of columns grow with the position."""
     frequencies = ROTARY_BASE ** -(torch.arange(HEAD // 2, device=device) / (HEAD // 2))
     angles = torch.arange(length, device=device)[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
@@ -50,7 +50,7 @@ def turns(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the columns of (B, T, heads, HEAD)."""
+    """Rotates pairs of columns of x (B, T, heads, HEAD) by the angles of `rotary_factors`."""
     return torch.addcmul(x * cos.to(x.dtype), x.roll(HEAD // 2, -1), sin.to(x.dtype))
 
 
@@ -105,7 +105,7 @@ class GPT(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Logits of the token that follows each of ``tokens`` (B, T): float32 (B, T, vocabulary)."""
-        x, (cos, sin) = rms_norm(self.embed(tokens)), turns(tokens.shape[1], tokens.device)
+        x, (cos, sin) = rms_norm(self.embed(tokens)), rotary_factors(tokens.shape[1], tokens.device)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(rms_norm(x)).float()

@@ -130,7 +130,7 @@ def introduce(start: Start, run_dir: Path, command: Sequence[str]) -> None:
     if start.interface:
         print(f"network: {start.interface.interface} ({start.interface.reason})")
     if start.from_files:
-        print("set by env files: " + " ".join(sorted(start.from_files)))
+        print("variables from env files: " + " ".join(sorted(start.from_files)))
 
 
 def last_exception(log: Path) -> str:

@@ -1,14 +1,18 @@
-"""Operations of networks with fewer passes over memory than torch's own. In a compiled model, torch merges its own operations better."""
+"""Operations of networks that take fewer passes over memory than torch's own. A compiled model uses torch's, which the compiler merges."""
 
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """RMSNorm of the last dimension, without a trained gain. torch has one kernel for it on GPUs, and several operations on CPUs."""
+    """RMSNorm of the last dimension, without a trained gain. torch has one kernel for it on GPUs, and several operations on CPUs.
+
+    For other types than float32, torch's own, which computes in float32.
+    """
     if x.is_cuda or x.dtype is not torch.float32 or torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:])
     return cast(Tensor, _RMSNorm.apply(x))
@@ -32,6 +36,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
         common = torch.linalg.vecdot(gradient, y)[..., None]
@@ -46,6 +51,7 @@ class _SquaredReLU(torch.autograd.Function):
         return positive * positive
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
         return torch.addcmul(gradient.new_zeros(()), gradient, positive, value=2)

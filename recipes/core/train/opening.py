@@ -92,4 +92,4 @@ def introduce(run: Run, start: Start) -> None:
     elif world.size > 1:
         run.say(f"network: the interface was not determined; {backend} chooses it")
     if start.from_files:
-        run.say("set by env files: " + " ".join(sorted(start.from_files)))
+        run.say("variables from env files: " + " ".join(sorted(start.from_files)))

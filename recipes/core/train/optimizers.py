@@ -1,5 +1,6 @@
 """Optimisers that torch does not include: LARS for very large batches; Muon for filters, and with AdamW for transformers."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -176,9 +177,10 @@ def _iterated(x: Tensor, steps: int) -> Tensor:
             x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=B, alpha=C), x, beta=A)
         return x
     # The same with fewer operations: each step multiplies x by a polynomial of x @ x.mT, which is small. bfloat16 is too coarse for it.
-    gram, product = x @ x.mT, torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    gram, factors = x @ x.mT, list[Tensor]()
     for _ in range(steps):
-        factor = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
-        factor.diagonal(dim1=1, dim2=2).add_(A)
-        gram, product = factor @ gram @ factor, factor @ product
-    return product @ x
+        if factors:
+            gram = factors[-1] @ gram @ factors[-1]
+        factors.append(torch.baddbmm(gram, gram, gram, beta=B, alpha=C))
+        factors[-1].diagonal(dim1=1, dim2=2).add_(A)
+    return functools.reduce(torch.matmul, reversed(factors)) @ x

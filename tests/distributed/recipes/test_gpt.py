@@ -47,7 +47,7 @@ def test_a_later_token_does_not_change_an_earlier_logit() -> None:
 
 
 def turned(x: Tensor) -> Tensor:
-    return gpt.rotate(x, *gpt.turns(x.shape[1], x.device))
+    return gpt.rotate(x, *gpt.rotary_factors(x.shape[1], x.device))
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def test_attention_by_its_definition() -> None:
         scores = q[:, :, head] @ k[:, :, head // 3].mT / 8
         scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(2) @ v[:, :, head // 3])
-    assert torch.allclose(net(x, *gpt.turns(5, x.device)), net.out(torch.cat(heads, 2)), atol=1e-5)
+    assert torch.allclose(net(x, *gpt.rotary_factors(5, x.device)), net.out(torch.cat(heads, 2)), atol=1e-5)
 
 
 def test_the_loss_is_one_number_for_each_sequence() -> None:

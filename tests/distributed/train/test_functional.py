@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from recipes.core.train.functional import rms_norm, squared_relu
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("ours", "torchs"),
     [(rms_norm, lambda x: F.rms_norm(x, x.shape[-1:])), (squared_relu, lambda x: F.relu(x).square())],
@@ -19,8 +20,9 @@ from recipes.core.train.functional import rms_norm, squared_relu
 )
 @pytest.mark.parametrize("scale", [1.0, 1e-3])  # the small values show the epsilon of rms_norm
 def test_values_and_gradients(
-    ours: Callable[[Tensor], Tensor], torchs: Callable[[Tensor], Tensor], scale: float
+    ours: Callable[[Tensor], Tensor], torchs: Callable[[Tensor], Tensor], scale: float, compiled: bool
 ) -> None:
+    ours = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
     torch.manual_seed(0)
     values, weights = torch.randn(3, 5, 64) * scale, torch.randn(3, 5, 64)
     values[0, 0] = 0

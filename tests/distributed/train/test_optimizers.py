@@ -120,7 +120,7 @@ def test_matrices_of_a_transformer_are_not_scaled_and_decay_by_themselves(shape:
 
 
 def test_a_matrix_with_many_columns_takes_the_same_steps() -> None:
-    """From twice as many columns as rows on, the iteration treats a smaller matrix. Columns of zeros do not change it."""
+    """From twice as many columns as rows on, the iteration uses the Gram matrix. Columns of zeros do not change it."""
     some, more = filters(8, 12), filters(8, 20)
     some.grad = filters(8, 12, seed=1).detach()
     more.grad = torch.cat([some.grad, torch.zeros(8, 8)], 1)

@@ -31,20 +31,37 @@ def test_memory_that_a_forked_child_shares_counts_once() -> None:
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize(("variables", "keeps"), [({}, True), ({"MALLOC_ARENA_TEST": "8"}, False)])
-def test_a_second_block_causes_no_page_faults_unless_the_user_has_set_up_malloc(
-    variables: dict[str, str], keeps: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("variables", "keeps"),
+    [({}, True), ({"MALLOC_ARENA_TEST": "8"}, False), ({"GLIBC_TUNABLES": "glibc.malloc.check=0"}, False)],
+)
+def test_freed_memory_is_kept_unless_the_user_has_set_up_malloc(variables: dict[str, str], keeps: bool) -> None:
     program = """
-import resource
 from recipes.core.place import processes
 processes.keep_freed_memory()
-for _ in range(2):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block = b"x" * (64 << 20)
-    del block
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+block = b"x" * (16 << 20)
+before = processes.memory()
+del block
+print(before - processes.memory())
 """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
     done = subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True)
-    assert (int(done.stdout) < 100) == keeps
+    assert (int(done.stdout) < 1 << 20) == keeps
+
+
+@pytest.mark.parametrize("most", [1 << 30, 32 << 20, 0])  # a newer glibc, an older one, and one that refuses all
+def test_the_threshold_for_trimming_is_set_only_after_the_other_one(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    calls = []
+
+    class Libc:
+        def mallopt(self, option: int, value: int) -> int:
+            accepted = option == processes.M_TRIM_THRESHOLD or value <= most
+            if accepted:
+                calls.append(option)
+            return int(accepted)
+
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: Libc())
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    processes.keep_freed_memory()
+    assert calls == ([processes.M_MMAP_THRESHOLD, processes.M_TRIM_THRESHOLD] if most else [])
