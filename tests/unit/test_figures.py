@@ -37,7 +37,7 @@ def of_pyproject(name: str) -> str:
 
 PYTHON, TORCH = of_pyproject('requires-python = "'), of_pyproject('"torch')
 FIGURES = [
-    ("README.md", f"`variant=fast` reaches {100 * FOUND['accuracy']['mean']:.1f} % test accuracy in {FOUND['accuracy']['fast, seconds of training']:g} s of training (mean of {len(FAST)} seeds"),
+    ("README.md", f"`variant=fast` reaches {100 * FOUND['accuracy']['mean']:.1f} % test accuracy in {FOUND['accuracy']['fast, seconds of training']:g} s of training. This is the mean of {len(FAST)} seeds"),
     ("recipes/cifar.py", f"variant=accurate {100 * FOUND['accuracy']['accurate']:.1f} %"),
     ("README.md", f"The loss falls from {LOSSES[0]:.2f} to {LOSSES[1]:.3f} in 20 epochs"),
     ("README.md", f"Test accuracy {statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds)"),
@@ -55,7 +55,7 @@ FIGURES = [
     ("docs/large-models.md", "{2:} with 65,536 tokens a step, {1:} with 16,384 and {0:} with 4,096".format(*CPU["nanogpt"]["ratio"])),
     ("docs/large-models.md", "When neither is compiled, it is {2:}, {1:} and {0:}.".format(*CPU["nanogpt"]["ratio, not compiled"])),
     ("docs/large-models.md", "a step of `gpt` took {} ms and a step of nanoGPT {} ms".format(*H100["reference"]["nanogpt"]["milliseconds of a step, gpt and nanoGPT"])),
-    ("README.md", f"Of its {len(checks.TOGETHER + checks.ALONE)} checks on an H100, {PASSED} have passed, "),
+    ("README.md", f"`make gpu` runs {len(checks.TOGETHER + checks.ALONE)} checks of the GPU code on one GPU. On an H100, {PASSED} have passed"),
     ("README.md", f"Python ≥ {PYTHON}, torch ≥ {TORCH}"),
     ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
     ("docs/resume-and-failures.md", f"`checkpoint_every_s={USUAL.checkpoint_every_s:.0f}`"),
