@@ -53,7 +53,7 @@ class Kind(str, Enum):
     error = "error"  # the rank raised an exception, or exited with a status other than 0
     peer_lost = "peer-lost"  # the rank lost the connection to another rank
     timeout = "timeout"  # another rank did not arrive within timeout_s
-    hang = "hang"  # the rank itself made no progress for timeout_s; outside the steps, for six times timeout_s
+    hang = "hang"  # the rank itself made no progress for timeout_s (outside the steps: six times timeout_s)
     killed = "killed"  # the rank ended without an error record
     exited = "exited"  # the rank exited with status 0 before the end of the run
     out_of_memory = "out-of-memory"
