@@ -11,7 +11,7 @@ from torch.nn import functional as F
 def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm of the last dimension, without a trained gain. torch has one kernel for it on GPUs, and several operations on CPUs.
 
-    For other types than float32, torch's own, which computes in float32.
+    Other types than float32 use torch's own operation on CPUs too.
     """
     if x.is_cuda or x.dtype is not torch.float32 or torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:])

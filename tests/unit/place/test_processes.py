@@ -11,6 +11,8 @@ import pytest
 
 from recipes.core.place import processes
 
+OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES")
+
 
 def test_the_time_of_a_child_that_has_ended_counts() -> None:
     before = processes.cpu_time().cpu_s
@@ -44,7 +46,7 @@ before = processes.memory()
 del block
 print(before - processes.memory())
 """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(OF_MALLOC)} | variables
     done = subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True)
     assert (int(done.stdout) < 1 << 20) == keeps
 
@@ -61,7 +63,7 @@ def test_the_threshold_for_trimming_is_set_only_after_the_other_one(monkeypatch:
             return int(accepted)
 
     monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: Libc())
-    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+    for name in [name for name in os.environ if name.startswith(OF_MALLOC)]:
         monkeypatch.delenv(name)
     processes.keep_freed_memory()
     assert calls == ([processes.M_MMAP_THRESHOLD, processes.M_TRIM_THRESHOLD] if most else [])
