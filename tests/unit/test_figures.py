@@ -60,7 +60,7 @@ FIGURES = [
     ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
     ("docs/resume-and-failures.md", f"`checkpoint_every_s={USUAL.checkpoint_every_s:.0f}`"),
     ("docs/resume-and-failures.md", f"`keep_checkpoints={USUAL.keep_checkpoints}`"),
-    ("docs/resume-and-failures.md", f"`stop_before_s={USUAL.stop_before_s:.0f}` seconds"),
+    ("docs/resume-and-failures.md", f"{USUAL.stop_before_s:.0f} s before the job's end (`stop_before_s={USUAL.stop_before_s:.0f}`)"),
     ("docs/resume-and-failures.md", f"`timeout_s` + {watchdog.MARGIN_S:.0f} s"),
     ("docs/resume-and-failures.md", f"less than {queue.SHORT_S / 60:.0f} minutes"),
     ("docs/doctor.md", f"`seconds=` (default {DoctorKeys().seconds:.0f}); it ends at most {doctor.OVER_S:.0f} s"),
