@@ -56,7 +56,7 @@ PATTERNS = (
       "another process, often of an earlier run, listens on rank 0's port", "set another MASTER_PORT for all ranks; `ss -ltnp` finds the process"),
     P("InfiniBand call failed", "ibv_modify_qp failed | Call to ibv_reg_mr | Call to ibv_create | ibv_open_device failed",
       "the limit on locked memory is too low, or two adapters do not reach each other",
-      "`srun bash -c 'ulimit -l'` must print unlimited; set NCCL_IB_HCA to the adapters of one fabric; test whether it works with NCCL_IB_DISABLE=1"),
+      "`srun bash -c 'ulimit -l'` must print unlimited; set NCCL_IB_HCA to the adapters of one fabric; test the job with NCCL_IB_DISABLE=1"),
     P("no answer over InfiniBand", "Got completion from peer | Got completion with error",
       "a link, a switch or the other node failed", "check whether the other node died; if not, run ibdiagnet, or exclude that node", HINT),
     P("rank 0 cannot be reached", "client socket has timed out | seconds waiting for clients | connectFullMesh failed",
