@@ -10,7 +10,7 @@ queries share one head of keys and values; a step has 32,768 tokens for each blo
 blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's rates fall as width**-0.5.
 
 Measured with dataset=bytes on two CPU cores (1 seed): val_bpb 0.747 after 484 steps, and 0.776 after 150. After 150 steps without rotary
-positions: 1.36; without the causal mask, a deliberate bug: 0.01. One H100, depth=12: 381,000 tokens/s; compiled 620,000 (2 steps).
+positions: 1.36; without the causal mask, a deliberate bug: 0.01. H100, depth=12, with an earlier code: 381,000 tokens/s; compiled 620,000.
 """
 
 from recipes.core.run import entry
