@@ -15,6 +15,8 @@ import math
 import mmap
 import multiprocessing
 import os
+import select
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -40,6 +42,7 @@ IGNORE = -100  # the label of an image that cannot be read: cross_entropy's igno
 CHUNK = 16  # images that a worker decodes as one task
 AHEAD = 3  # batches that are decoded while one is used
 STALL_S = 300.0  # for one chunk
+START_S, STARTS = 15.0, 3  # for the start of the workers, and how often it is tried
 # More unreadable images than this, and more than this fraction of those of the epoch or evaluation so far, end the run.
 MOST_SKIPPED, FRACTION = 10, 0.01
 
@@ -192,11 +195,43 @@ class _Shared:
 _shared: _Shared  # of a worker process
 
 
-def _become_worker(shared: _Shared, stay: Callable[[], None]) -> None:
+def _become_worker(shared: _Shared, stay: Callable[[], None], begun: int) -> None:
+    """begun: a pipe that gets one byte."""
     global _shared
     stay()
     _shared = shared
     torch.set_num_threads(1)
+    os.write(begun, b"1")
+
+
+def _started(shared: _Shared, workers: int) -> ProcessPoolExecutor:
+    """Workers that have all begun. Raises MachineError.
+
+    A process that is forked while another thread holds a lock of the C library can hang at once (seen once in about 200 pools, with glibc
+    2.36). The workers are then killed, and forked again.
+    """
+    for _ in range(STARTS):
+        others, (read, write) = multiprocessing.active_children(), os.pipe()
+        try:
+            pool = ProcessPoolExecutor(
+                workers,
+                multiprocessing.get_context("fork"),
+                _become_worker,
+                (shared, processes.die_with(os.getpid()), write),
+            )
+            pool.submit(os.getpid)  # forks all workers
+            missing, end = workers, time.monotonic() + START_S
+            while missing and select.select([read], [], [], max(0.0, end - time.monotonic()))[0]:
+                missing -= len(os.read(read, missing))
+        finally:
+            os.close(read)
+            os.close(write)
+        if not missing:
+            return pool
+        for process in set(multiprocessing.active_children()).difference(others):
+            process.kill()
+        pool.shutdown()
+    raise MachineError("the processes that decode images do not begin: start the run again, or give num_workers=0")
 
 
 def _decode(*task: Any) -> dict[int, str]:
@@ -227,9 +262,7 @@ def _worked(jobs: Iterable[_Job], decoder: Decoder, workers: int) -> Generator[_
     slots = _memory(ahead + 1, count, first.size, first.size, 3, dtype=np.uint8)
     shared = _Shared(first.source, decoder, slots, _memory(ahead + 1, max(1, count), dtype=np.int64))
     chunk = max(1, min(CHUNK, -(-count // workers)))
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), _become_worker, (shared, processes.die_with(os.getpid()))
-    )
+    pool = _started(shared, workers)
     waiting, hung = deque[tuple[_Job, int, dict[int, Future[dict[int, str]]]]](), False
     try:
         for number, job in enumerate(itertools.chain([first], jobs)):

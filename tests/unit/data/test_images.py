@@ -239,6 +239,30 @@ def test_a_worker_that_is_killed_ends_the_epoch_with_the_fix(noticed: str, monke
         list(shards)
 
 
+@pytest.mark.parametrize("hanging", [1, 99])
+def test_workers_that_hang_when_they_are_forked_are_forked_again(
+    hanging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = loader._become_worker
+
+    def become(*shared: Any) -> None:
+        if len(list(tmp_path.iterdir())) < hanging:
+            (tmp_path / str(os.getpid())).touch()
+            time.sleep(600)
+        begin(*shared)
+
+    monkeypatch.setattr(loader, "_become_worker", become)
+    monkeypatch.setattr(loader, "START_S", 1.0)
+    shards = make_loader(Fake(20), batch=2, workers=1).epoch(0)
+    if hanging == 1:
+        assert len(list(shards)) == 10
+    else:
+        with pytest.raises(MachineError, match="do not begin: start the run again, or give num_workers=0"):
+            next(shards)
+        assert len(list(tmp_path.iterdir())) == loader.STARTS
+    assert multiprocessing.active_children() == []
+
+
 def test_a_batch_keeps_its_pixels_when_later_ones_are_decoded() -> None:
     shards = make_loader(Fake(200), batch=2, workers=1).epoch(0)
     kept = [(shard.images, shard.images.clone()) for shard in shards]
