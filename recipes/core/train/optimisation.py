@@ -41,7 +41,27 @@ def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> 
         # torch's default for convolutions is TF32. torch.compile reads these names, not the newer fp32_precision.
         torch.backends.cudnn.allow_tf32 = dtype is Dtype.tf32
         torch.set_float32_matmul_precision("high" if dtype is Dtype.tf32 else "highest")
+    elif _is_amd():
+        _multiply_with_onednn()
     torch.backends.cudnn.benchmark = not deterministic  # shapes do not change from step to step
+
+
+def _is_amd() -> bool:
+    """Whether the CPUs of this node are made by AMD."""
+    with open("/proc/cpuinfo", "rb", buffering=0) as facts:  # one line for each of many properties of each core
+        return b"AuthenticAMD" in facts.read(1024)
+
+
+def _multiply_with_onednn() -> None:
+    """Selects oneDNN for float32 products on CPUs of AMD, where it is up to twice as fast as MKL, torch's choice.
+
+    torch does so only where bfloat16 is permitted. oneDNN does not round to it on these CPUs; should it do so, MKL stays.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    x = torch.linspace(0, 1, 2**14).view(128, 128)
+    if not torch.allclose((x @ x).double(), x.double() @ x.double(), rtol=1e-5):
+        torch.set_float32_matmul_precision(before)
 
 
 def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -> float:

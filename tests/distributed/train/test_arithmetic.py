@@ -84,6 +84,23 @@ def test_how_gpus_multiply_float32(dtype: str, deterministic: bool, rounds: bool
         optimisation._choose_kernels(torch.device("cpu"), Dtype.float32, False)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_cpus_of_amd_multiply_float32_with_onednn_if_it_is_exact(rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, times = torch.get_float32_matmul_precision(), torch.Tensor.__matmul__
+    monkeypatch.setattr(optimisation, "_is_amd", lambda: True)
+    if rounds:
+        lower = {torch.float32: torch.bfloat16}
+        monkeypatch.setattr(
+            torch.Tensor, "__matmul__", lambda x, y: times(x.to(lower.get(x.dtype, x.dtype)).to(x.dtype), y)
+        )
+    try:
+        torch.set_float32_matmul_precision("highest")
+        optimisation._choose_kernels(torch.device("cpu"), Dtype.float32, False)
+        assert torch.get_float32_matmul_precision() == ("highest" if rounds else "medium")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_buffers_of_batch_norms_are_not_copied_in_each_forward_pass() -> None:
     norm = nn.Sequential(nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1))
     own = nn.Sequential(nn.BatchNorm2d(1))
