@@ -13,7 +13,7 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad configuration or bad input
 EXIT_MACHINE = 3  # this machine or allocation cannot run it
-EXIT_REQUEUE = 75  # the run was stopped and saved; `next` in status.json says whether the job was requeued
+EXIT_REQUEUE = 75  # the run was stopped and saved; if the job was requeued, `next` in status.json says so
 
 
 class _Printable(Exception):
