@@ -13,7 +13,7 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad configuration or bad input
 EXIT_MACHINE = 3  # this machine or allocation cannot run it
-EXIT_REQUEUE = 75  # the run was stopped and saved; if the job was requeued, `next` in status.json says so
+EXIT_REQUEUE = 75  # the run was stopped and saved; Slurm requeues it, or start it again with the same run_dir=
 
 
 class _Printable(Exception):
@@ -53,7 +53,7 @@ class Kind(str, Enum):
     error = "error"  # the rank raised an exception, or exited with a status other than 0
     peer_lost = "peer-lost"  # the rank lost the connection to another rank
     timeout = "timeout"  # another rank did not arrive within timeout_s
-    hang = "hang"  # the rank itself made no progress for timeout_s (outside the steps: six times timeout_s)
+    hang = "hang"  # the rank itself made no progress for timeout_s (while it prepares data: six times timeout_s)
     killed = "killed"  # the rank ended without an error record
     exited = "exited"  # the rank exited with status 0 before the end of the run
     out_of_memory = "out-of-memory"
@@ -77,7 +77,7 @@ class Next(str, Enum):
     max_requeues = "max-requeues"  # not requeued: max_requeues= is reached
     no_progress = "no-progress"  # not requeued: the last start completed no step
     requeue_failed = "requeue-failed"  # scontrol requeue failed
-    not_requeued = "not-requeued"  # Slurm ended the job and does not requeue it: time limit, or cancelled by preemption
+    not_requeued = "not-requeued"  # Slurm ended the job before it could requeue it: at the time limit, or by a preemption that cancels
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
