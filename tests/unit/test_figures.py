@@ -54,7 +54,7 @@ FIGURES = [
     ("README.md", f"batch 256): {H100['reference']['imagenet']['images/s']:,} images/s"),
     ("docs/large-models.md", "{2:} with 65,536 tokens a step, {1:} with 16,384 and {0:} with 4,096".format(*CPU["nanogpt"]["ratio"])),
     ("docs/large-models.md", "When neither is compiled, it is {2:}, {1:} and {0:}.".format(*CPU["nanogpt"]["ratio, not compiled"])),
-    ("docs/large-models.md", "a step of `gpt` took {} ms and a step of nanoGPT {} ms".format(*H100["reference"]["nanogpt"]["milliseconds of a step, gpt and nanoGPT"])),
+    ("docs/large-models.md", "a step of an older version of `gpt` took {} ms on an H100, and a step of [nanoGPT](https://github.com/karpathy/nanoGPT) took {} ms".format(*H100["reference"]["nanogpt"]["milliseconds of a step, gpt and nanoGPT"])),
     ("README.md", f"`make gpu` runs {len(checks.TOGETHER + checks.ALONE)} checks of the GPU code on one GPU. On an H100, {PASSED} have passed"),
     ("README.md", f"Python ≥ {PYTHON}, torch ≥ {TORCH}"),
     ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
