@@ -52,15 +52,15 @@ class Kind(str, Enum):
 
     error = "error"  # the rank raised an exception, or exited with a status other than 0
     peer_lost = "peer-lost"  # the rank lost the connection to another rank
-    timeout = "timeout"  # another rank did not arrive within timeout_s
+    timeout = "timeout"  # another rank did not reach a collective within timeout_s
     hang = "hang"  # the rank itself made no progress for timeout_s (while it prepares data: six times timeout_s)
     killed = "killed"  # the rank ended without an error record
     exited = "exited"  # the rank exited with status 0 before the end of the run
     out_of_memory = "out-of-memory"
     disk_full = "disk-full"
-    machine = "machine"  # this machine or allocation cannot run it
+    machine = "machine"  # this machine or allocation cannot run the recipe
     input = "input"  # invalid keys, data or checkpoint
-    stopped = "stopped"  # the run was stopped by a signal or shortly before the time limit; it was saved if it had made a step
+    stopped = "stopped"  # the run was stopped by a signal or shortly before the time limit; if it had completed a step, it was saved
 
     @property
     def is_consequence(self) -> bool:
@@ -73,11 +73,11 @@ class Next(str, Enum):
 
     requeued = "requeued"  # the batch script or Slurm requeued the job
     held = "held"  # the job was requeued, but Slurm starts it only after scontrol release
-    cancelled = "cancelled"
+    cancelled = "cancelled"  # the job was cancelled
     max_requeues = "max-requeues"  # not requeued: max_requeues= is reached
     no_progress = "no-progress"  # not requeued: the last start completed no step
     requeue_failed = "requeue-failed"  # scontrol requeue failed
-    not_requeued = "not-requeued"  # Slurm ended the job before it could requeue it: at the time limit, or by a preemption that cancels
+    not_requeued = "not-requeued"  # not requeued: Slurm ended the job at its time limit, or by a cancelling preemption
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
