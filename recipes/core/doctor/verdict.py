@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipes.core.errors import shown
+from recipes.core.run import table
 
 LONGEST = 2000  # characters of a line
 MANY = 8  # hosts that are named in a line
@@ -51,8 +52,11 @@ class Verdict:
 
 
 def lines(verdict: Verdict) -> list[str]:
-    """The verdict as text: the table, a line for each finding and its fix, and the option to type."""
-    found = _table(verdict)
+    """The verdict as text: a table of all nodes (of many, only the bad ones), a line for each finding and its fix, and the option to type."""
+    rows = verdict.table
+    if len(rows) > 2 * MANY:
+        rows = [rows[node] for node in sorted(verdict.bad_nodes)]
+    found = table.aligned([list(verdict.table[0]), *(list(row.values()) for row in rows)])
     for entry in verdict.entries:
         found.append(f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}")
     if verdict.figures:
@@ -66,15 +70,6 @@ def _summary(verdict: Verdict) -> str:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
     what = f"bad nodes: {bad} of {count}" if bad else "not healthy, and no single node is to blame"
     return f"{what}; to exclude: sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else what
-
-
-def _table(verdict: Verdict) -> list[str]:
-    """A row per node; of many nodes, only the bad ones."""
-    rows = [{name: name for name in verdict.table[0]}, *verdict.table]
-    if len(verdict.table) > 2 * MANY:
-        rows = [rows[0], *(verdict.table[node] for node in sorted(verdict.bad_nodes))]
-    widths = {name: max(len(row[name]) for row in rows) for name in rows[0]}
-    return ["  ".join(f"{row[name]:<{widths[name]}}" for name in widths).rstrip() for row in rows]
 
 
 def _names(nodes: Sequence[int], verdict: Verdict) -> str:

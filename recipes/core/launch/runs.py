@@ -232,9 +232,8 @@ def lines_of(runs: Sequence[Run], now: float) -> list[str]:
         for run in runs
     ]  # fmt: skip
     used = [i for i, name in enumerate(head) if name in ("run", "state", "step") or any(row[i] for row in rows)]
-    widths = {i: max(len(row[i]) for row in (head, *rows)) for i in used}
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    lines = ("  ".join(f"{row[i]:<{widths[i]}}" for i in used).rstrip() for row in (head, *rows))
+    lines = table.aligned([[row[i] for i in used] for row in (head, *rows)])
     return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
@@ -254,10 +253,8 @@ def compare(folders: Sequence[Path]) -> int:
     """Prints the keys in which runs differ and their results, one column per run. Raises InputError for a single run."""
     if len(folders) < 2:
         raise InputError("compare: give at least two runs: directories, job IDs, or a folder of runs")
-    lines = list(zip(*table.cells([table.read_run(folder, time.time()) for folder in folders]), strict=True))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    cells = table.cells([table.read_run(folder, time.time()) for folder in folders])
+    print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
     print(f"curves: python -m recipes.report {shlex.join(_short(str(folder)) for folder in folders)} html=compare.html")
     return errors.EXIT_DONE
 

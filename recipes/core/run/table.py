@@ -143,8 +143,12 @@ def ago(seconds: float) -> str:
 
 def table(runs: Sequence[Run]) -> list[str]:
     """The lines of a table with one row per run: the keys in which runs of a recipe differ, and the results."""
-    lines = cells(runs)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return aligned(cells(runs))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells as text, with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
