@@ -41,13 +41,12 @@ def forget(root: Path, node: str) -> None:
         ) from None
 
 
-def exclude(job: Job, but: str) -> Job:
-    """``job`` without the bad nodes. Prints a line that names them. but: a bad node to use again; ``all``: every bad node."""
+def exclude(job: Job) -> Job:
+    """``job`` without the bad nodes, except those that forget= names. Prints a line that names them."""
     cluster = queue.cluster_name() if (job.root / FILE).exists() else ""
-    bad = {node: at for node, at in known(job.root, cluster).items() if but not in ("all", node)}
-    if bad:  # Slurm refuses to exclude a node that has left the cluster
-        there = queue.nodes()
-        bad = {node: at for node, at in bad.items() if node in there}
+    found = {node: at for node, at in known(job.root, cluster).items() if job.keys.forget not in ("all", node)}
+    there = queue.nodes() if found else ()  # Slurm refuses to exclude a node that has left the cluster
+    bad = {node: at for node, at in found.items() if node in there}
     if not bad:
         return job
     given = dict(job.directives)

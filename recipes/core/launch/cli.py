@@ -84,7 +84,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     base, parts = Path.cwd(), told.setdefault("parts", [])
     job = None
     if settings.job.launcher is not Launcher.local:
-        job = bad_nodes.exclude(jobs.describe(settings, ROOT, base), settings.job.forget)
+        job = bad_nodes.exclude(jobs.describe(settings, ROOT, base))
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     run_dir = settings.run.run_dir
@@ -117,7 +117,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
 
 def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
     """Submits the job, and prints its run directory and log, also into ``told``. Returns 0, or the exit status of the job with ``wait=true``."""
-    job = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()), settings.job.forget)
+    job = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()))
     not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)

@@ -165,9 +165,9 @@ def test_new_jobs_leave_out_the_bad_nodes_until_they_are_forgotten(
     stubs.add("sinfo", "echo n1; echo n2; echo n3")
     for cluster, node in (("a", "n1"), ("a", "gone"), ("a", "n2"), ("b", "n3")):
         bad_nodes.remember(tmp_path, cluster, [node])
-    job = describe("exclude=n9", root=tmp_path)
     for but, excluded in (("", "n9,n1,n2"), ("n1", "n9,n2"), ("all", "n9")):
-        found = dict(bad_nodes.exclude(job, but).directives)["exclude"]
+        job = describe("exclude=n9", f"forget={but}", root=tmp_path)
+        found = dict(bad_nodes.exclude(job).directives)["exclude"]
         assert (found, "n2 (" in capsys.readouterr().out) == (excluded, but != "all")
     for node, left in (("n1", {"gone", "n2"}), ("all", set())):
         bad_nodes.forget(tmp_path, node)
