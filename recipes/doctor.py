@@ -64,7 +64,7 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     limit.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _end(128 + number))
-    run_dir = directory.inside(directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT), directory.DOCTOR)
+    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT)
     if command == "judge":
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
         return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)

@@ -45,7 +45,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     typed = settings.absolute(settings.typed, repository)
     bound = container.folders_of_run(settings, typed, repository) if image else []
     os.umask(int(settings.run.umask, 8))
-    job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
+    job = directory.job_id(environ)
+    run_dir = directory.choose(settings.run.run_dir, recipe, job, ROOT)
     attempt = None
     if job:
         folder = directory.inside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
@@ -110,12 +111,6 @@ def _clock_lines(recipe: str, settings: Settings, fields: Mapping[str, str]) -> 
     return lines
 
 
-def _run_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
-    """The folder that contains the status of this job's run."""
-    run_dir = directory.choose(settings.run.run_dir, settings.recipe, directory.job_id(environ), ROOT)
-    return directory.inside(run_dir, directory.DOCTOR) if settings.recipe == "doctor" else run_dir
-
-
 def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
     """The snapshot that this job runs; the repository itself with ``snapshot=false`` or if no snapshot can be made."""
     if environ.get("RECIPES_SNAPSHOT") == "false":
@@ -140,7 +135,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         say(f"{recipe}: ended with status {srun_status} and is not requeued: {error}")
         return srun_status or errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
-    run_dir, opened = _run_dir(settings, environ), attempts.given(environ)
+    run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
+    opened = attempts.given(environ)
     if not opened:  # only in a script of your own that does not call begin
         return srun_status
     # The script may have several steps.

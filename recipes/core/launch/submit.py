@@ -123,7 +123,6 @@ def _describe(job: Job, words: tuple[str, ...], accepted: Any, run_dir: str, scr
     """
     job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)
-    folder = directory.inside(folder, directory.DOCTOR) if job.recipe == "doctor" else folder
     description = {
         "job_id": job_id, "recipe": job.recipe, "arguments": (*job.arguments, *words), "root": str(job.root),
         "code": job.variables.get("RECIPES_CODE", str(job.root)), "log": str(log),

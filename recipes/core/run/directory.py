@@ -32,7 +32,8 @@ def launch_id(environ: Mapping[str, str]) -> str:
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository of ``base``; without an ID, a time stamp."""
     if run_dir:
-        return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
+        found = Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
+        return inside(found, DOCTOR) if recipe == DOCTOR else found
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     return source.home(base) / "runs" / recipe / (run_id or now)
 
