@@ -67,7 +67,7 @@ MUTATIONS = [
         "tests/unit/launch/test_submit.py::test_the_run_directory_has_the_script_and_the_description",
     ),
     Mutation(
-        "recipes/core/launch/waiting.py",
+        "recipes/core/launch/submit.py",
         "return directory.exit_code(status, code) or errors.EXIT_CRASH",
         "return code",
         "wait=true returns 0 for a cancelled job",

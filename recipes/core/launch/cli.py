@@ -15,7 +15,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, scripts, snapshot, submit, waiting
+from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, scripts, snapshot, submit
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import as_json, command_line, directory, source
@@ -140,7 +140,7 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
     if not settings.job.wait:
         return errors.EXIT_DONE
     try:
-        return waiting.wait(runs)
+        return submit.wait(runs)
     except KeyboardInterrupt:  # ends the wait, not the job
         print(f"\njob {job_id} continues; cancel it with: scancel {job_id}", file=sys.stderr)
         return 130

@@ -12,7 +12,7 @@ import pytest
 import launch
 from recipes.core import errors
 from recipes.core.errors import MachineError
-from recipes.core.launch import bad_nodes, checks, cli, local, waiting
+from recipes.core.launch import bad_nodes, checks, cli, local, submit
 from recipes.core.run import command_line
 from tests.unit.launch.stand_ins import Stubs
 
@@ -56,7 +56,7 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert launch.main([*words, "sweep.lr=0.1,0.2", "wait=true"]) == 3
     output = capsys.readouterr().out.splitlines()
     assert {"job 7: submitted", "7_0: lr=0.1", "7_1: lr=0.2"} <= set(output)
-    monkeypatch.setattr(waiting, "wait", lambda *given: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(submit, "wait", lambda *given: signal.raise_signal(signal.SIGINT))
     assert launch.main([*words, "wait=true"]) == 130
     assert "job 7 continues; cancel it with: scancel 7" in capsys.readouterr().err
 

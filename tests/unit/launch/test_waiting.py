@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.errors import MachineError
-from recipes.core.launch import submit, waiting
+from recipes.core.launch import submit
 from recipes.core.run import directory, queue
 from tests import helpers
 
@@ -29,13 +29,13 @@ def test_waiting_returns_the_jobs_exit_status(
         return queue.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
 
     monkeypatch.setattr(queue, "find", ask)
-    monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
+    monkeypatch.setattr(submit.time, "sleep", lambda s: None)
     job = "7" if left else "71"  # its run directory may hold an older run's end
     run_dir = tmp_path if state else tmp_path / directory.EVALUATION
     number = helpers.attempt(run_dir, launch=f"{job}.0").number
     directory.write_status(run_dir, left or "done", attempt=number, step=1)
     (tmp_path / "log").write_text("rank 0's words\n")
-    assert waiting.wait([submit.Submitted("7", tmp_path, tmp_path / "log")]) == expected
+    assert submit.wait([submit.Submitted("7", tmp_path, tmp_path / "log")]) == expected
     output = capsys.readouterr()
     assert (output.out.count("rank 0's words"), output.err.count("asking Slurm again")) == (1, 1)
 
@@ -46,7 +46,7 @@ def test_a_job_whose_dependency_cannot_be_met_ends_the_wait(
     """Slurm does not remove such a job from the queue."""
     job = queue.Job("7", "PENDING", "DependencyNeverSatisfied", 0, 0, {"Dependency": "afterok:6(failed)"})
     monkeypatch.setattr(queue, "find", lambda job_id: job)
-    assert waiting.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
+    assert submit.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
     line = "job 7 never starts: its dependency afterok:6(failed) cannot be met; cancel the job: scancel 7\n"
     assert capsys.readouterr().err == line
 
@@ -55,6 +55,6 @@ def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatc
     one = submit.Submitted("7", Path("/r"), Path("/l"))
     for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
         ends = iter(codes)
-        monkeypatch.setattr(waiting, "_wait", lambda *_, ends=ends, **__: next(ends))
-        assert waiting.wait([one] * len(codes)) == expected
+        monkeypatch.setattr(submit, "_wait", lambda *_, ends=ends, **__: next(ends))
+        assert submit.wait([one] * len(codes)) == expected
         assert not list(ends)  # it has waited for all
