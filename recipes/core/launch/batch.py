@@ -188,8 +188,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
             return f"requeued (restart {restarts + 1} of at most {max_requeues})"
     except (errors.MachineError, OSError, subprocess.SubprocessError) as error:
         directory.note_next(run_dir, Next.requeue_failed, number)
-        why = " ".join((getattr(error, "stderr", "") or str(error)).split())
-        return f"not requeued ({why[:200]}): {queue.HOW_TO_RESUME}"
+        return f"not requeued ({queue.said(error)}): {queue.HOW_TO_RESUME}"
     if decided is Next.held:
         return f"requeued, but {queue.describe(found)}"
     return "requeued by Slurm" if decided is Next.requeued else queue.NOT_REQUEUED[decided]

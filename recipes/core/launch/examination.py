@@ -104,8 +104,7 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
         queue.requeue(job, int(environ.get("SLURM_RESTART_COUNT") or 0))
         queue.change("update", f"JobId={job}", f"ExcNodeList={excluded}")
     except (OSError, subprocess.SubprocessError) as error:
-        why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
-        return f"a requeue that excludes them failed ({why}): {by_hand}"
+        return f"a requeue that excludes them failed ({queue.said(error)}): {by_hand}"
     return f"requeued without them (requeues left: {most - count - 1})"
 
 

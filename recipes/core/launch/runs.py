@@ -285,8 +285,7 @@ def cancel(run: Run) -> str:
     try:
         subprocess.run(["scancel", run.job], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        why = _said(error)
-        raise MachineError(f"scancel {run.job} failed: {why}") from None
+        raise MachineError(f"scancel {run.job} failed: {queue.said(error)}") from None
     return f"job {run.job} was cancelled"
 
 
@@ -315,8 +314,7 @@ def resume(run: Run, given: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, cwd=str(described.get("root")), capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        why = _said(error)
-        raise MachineError(f"sbatch refuses {_short(run.folder)}: {why}") from None
+        raise MachineError(f"sbatch refuses {_short(run.folder)}: {queue.said(error)}") from None
     number, log = done.stdout.strip().partition(";")[0], ""
     job = f"{number}_{element}" if element else number
     with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
@@ -328,9 +326,3 @@ def resume(run: Run, given: Sequence[str]) -> str:
             why = f"job {job} is submitted, but job.yaml cannot be written ({error.strerror})"
             raise MachineError(f"{_short(run.folder)}: {why}: to stop the job, type scancel {job}") from None
     return f"submitted as job {job}" + (f"\nlog: tail -F {shlex.quote(log)}" if log else "")
-
-
-def _said(error: OSError | subprocess.CalledProcessError) -> str:
-    """What a command of Slurm has said, in one line."""
-    text = str(error) if isinstance(error, OSError) else str(error.stderr or error)
-    return shown(" ".join(text.split()), 300)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files
-from recipes.core.errors import MachineError, Next, next_of
+from recipes.core.errors import MachineError, Next, next_of, shown
 from recipes.core.place import durations
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
@@ -188,9 +188,14 @@ def mine(timeout_s: float = OWN_JOB_S) -> dict[str, Line] | None:
     found = {}
     for line in asked.stdout.splitlines():
         job, state, start, nodes, left, priority, reason = line.split("|", 6)
-        shown = "" if reason in ("None", "(null)") else reason
-        found[job] = Line(state, start, nodes, durations.seconds(left), priority == "0", shown)
+        why = "" if reason in ("None", "(null)") else reason
+        found[job] = Line(state, start, nodes, durations.seconds(left), priority == "0", why)
     return found
+
+
+def said(error: Exception) -> str:
+    """What a command of Slurm that failed has said, in one line."""
+    return shown(" ".join(str(getattr(error, "stderr", "") or error).split()), 300)
 
 
 def requeue(job_id: str, restarts: int) -> None:
