@@ -140,28 +140,25 @@ def _whole(value: object) -> int | None:
 def find(words: Sequence[str], root: Path) -> list[Path]:
     """The run directories that ``words`` name: folders, job IDs, array elements or ``last``; all of ``runs/`` without words.
 
-    Raises InputError for one that is not there.
+    Raises InputError for a word that names none.
     """
-    every = root / "runs"
-    return list(dict.fromkeys(folder for one in words or [str(every)] for folder in _named(one, every)))
-
-
-def _named(one: str, every: Path) -> list[Path]:
-    """The run directories that one word names. Raises InputError if there is none."""
-    folder, is_job, job = Path(one), one.replace("_", "").isdecimal(), None
-    if one == table.LAST:
-        found = table.last(every)
-    elif folder.is_dir():
-        found = list(table.run_directories(folder))
-    else:
-        found = table.of_job(every, one) if is_job else []
-    if not found:
-        if is_job:
-            with contextlib.suppress(MachineError):  # without Slurm
-                job = queue.find(one, timeout_s=1.0)
-        where = f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
-        raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {table.LAST}")
-    return found
+    every, found = root / "runs", list[Path]()
+    for one in words or [str(every)]:
+        folder, is_job, job = Path(one), one.replace("_", "").isdecimal(), None
+        if one == table.LAST:
+            named = table.last(every)
+        elif folder.is_dir():
+            named = list(table.run_directories(folder))
+        else:
+            named = table.of_job(every, one) if is_job else []
+        if not named:
+            if is_job:
+                with contextlib.suppress(MachineError):  # without Slurm
+                    job = queue.find(one, timeout_s=1.0)
+            where = f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
+            raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {table.LAST}")
+        found += named
+    return list(dict.fromkeys(found))
 
 
 def command(argv: Sequence[str], root: Path) -> int:

@@ -22,9 +22,11 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
     names = [word for word in words if "=" not in word]
     if not words or bool(names) == ("recipe" in given):
         raise ConfigError("scale: give recipe=NAME nodes=1,2,4, or a run, or several runs")
-    weak = _flag(given.pop("weak", "false"))
+    weak = given.pop("weak", "false")
+    if weak not in ("true", "false"):
+        raise ConfigError(f"weak={shown(weak)}: must be true or false")
     if not names:
-        return _submit_all(given, weak, root, submit)
+        return _submit_all(given, weak == "true", root, submit)
     known = {"link", "ranks"} if "link" in given else set()
     if unknown := sorted(given.keys() - known):
         raise ConfigError(
@@ -32,7 +34,8 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
         )
     if "link" in given:
         link, base = scaling.read_link(Path(given["link"])), scaling.read(runs.find(names[:1], root)[0])
-        print("\n".join(scaling.lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak)))
+        ranks = _counts("ranks", given.get("ranks", ""))
+        print("\n".join(scaling.lines_of_prediction(base, link, ranks, weak == "true")))
         return errors.EXIT_DONE
     print("\n".join(scaling.lines_of_runs([scaling.read(folder) for folder in runs.find(names, root)])))
     return errors.EXIT_DONE
@@ -43,9 +46,8 @@ def _submit_all(given: dict[str, str], weak: bool, root: Path, submit: Callable[
     if "run_dir" in given:
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
     place = root / "runs" / "scale" / time.strftime("%Y%m%d-%H%M%S")
-    batch = getattr(
-        command_line.parse([f"{name}={value}" for name, value in given.items()]).config, "global_batch_size", 0
-    )
+    settings = command_line.parse([f"{name}={value}" for name, value in given.items()])
+    batch = getattr(settings.config, "global_batch_size", 0)
     if not batch or given.get("launcher", "slurm") == "local":
         raise ConfigError("scale: give a recipe that trains; launcher=local is not supported")
     for count in counts:
@@ -62,9 +64,3 @@ def _counts(name: str, text: str) -> list[int]:
     if not all(re.fullmatch("[1-9][0-9]{0,6}", one) for one in found):
         raise ConfigError(f"{name}={shown(text)}: must be numbers separated by commas, such as 1,2,4")
     return sorted({int(one) for one in found})
-
-
-def _flag(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ConfigError(f"weak={shown(text)}: must be true or false")
-    return text == "true"
