@@ -39,34 +39,28 @@ _ELEMENTS = {
 
 def problems(environ: Mapping[str, str]) -> list[Finding]:
     """The problems in a process's environment. Interfaces and devices are not looked up: `probes.interfaces` does that."""
-    return [*_names(environ), *_values(environ)]
+    # A misspelt name, which is not in KNOWN, does not stop a run.
+    return [Finding(f"{name}: {what}", fix, name in KNOWN, leave_out=False) for name, what, fix in _found(environ)]
 
 
-def _problem(name: str, what: str, fix: str, bad: bool = False) -> Finding:
-    return Finding(f"{name}: {what}", fix, bad, leave_out=False)
-
-
-def _names(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _found(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """The name of a variable, what is wrong with it, and the fix."""
     family = re.compile(r"(?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|GLOO|FI)_\w{1,60}")
-    unknown = [name for name in environ if name not in KNOWN and family.fullmatch(name)]
-    for name in unknown:
+    for name in (name for name in environ if name not in KNOWN and family.fullmatch(name)):
         if nearest := difflib.get_close_matches(name, KNOWN, n=1, cutoff=CUTOFF):
-            yield _problem(name, "is not a known variable and probably has no effect", f"did you mean {nearest[0]}?")
-
-
-def _values(environ: Mapping[str, str]) -> Iterator[Finding]:
+            yield name, "is not a known variable and probably has no effect", f"did you mean {nearest[0]}?"
     for name, elements in _ELEMENTS.items():
         # `Ring,Tree`, `^NVLS`, `allreduce:tree;broadcast:ring` (graph/tuning.cc)
         lists = [part.rpartition(":")[2].removeprefix("^") for part in environ.get(name, "").split(";")]
         items = [item for one in lists for item in one.split(",") if item]
         if invalid := [item for item in items if item.lower() not in map(str.lower, elements)]:
             what = f"{shown(invalid[0])} must be one of {', '.join(elements)}"
-            yield _problem(name, what, "correct or unset it: NCCL refuses to start", bad=True)
+            yield name, what, "correct or unset it: NCCL refuses to start"
     if environ.get("NCCL_NET") == "":  # plugin/net.cc compares names with it even if it is empty
-        yield _problem("NCCL_NET", "is empty, and NCCL searches for a network with an empty name", "unset it", bad=True)
+        yield "NCCL_NET", "is empty, and NCCL searches for a network with an empty name", "unset it"
     if environ.get("NCCL_NET", "").upper() == "IB" and environ.get("NCCL_IB_DISABLE") == "1":
-        yield _problem("NCCL_NET", "is IB, which NCCL_IB_DISABLE=1 disables", "unset one of the two", bad=True)
+        yield "NCCL_NET", "is IB, which NCCL_IB_DISABLE=1 disables", "unset one of the two"
     value = environ.get("GLOO_SOCKET_IFNAME", "")
     if re.search("[=^]", value):
         what = f"{shown(value)} is not an interface name: gloo accepts no =, ^ or prefix"
-        yield _problem("GLOO_SOCKET_IFNAME", what, "write the exact name, as in eth0", bad=True)
+        yield "GLOO_SOCKET_IFNAME", what, "write the exact name, as in eth0"
