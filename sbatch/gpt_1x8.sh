@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe gpt on 1 node with 8 GPUs. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/gpt_1x8.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.gpt --help
+# Recipe gpt on 1 node with 8 GPUs; keys: python -m recipes.gpt --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/gpt_1x8.sh [key=value ...]
 #SBATCH --job-name=gpt
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

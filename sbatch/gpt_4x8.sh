@@ -1,7 +1,6 @@
 #!/bin/bash
-# Recipe gpt on 4 nodes with 8 GPUs each. From the repository's top folder:
-#     sbatch [sbatch options] sbatch/gpt_4x8.sh [key=value ...]
-# sbatch options take precedence over the directives below. Keys: python -m recipes.gpt --help
+# Recipe gpt on 4 nodes with 8 GPUs each; keys: python -m recipes.gpt --help. From the repository's top folder:
+#     sbatch [options that override those below] sbatch/gpt_4x8.sh [key=value ...]
 #SBATCH --job-name=gpt
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
