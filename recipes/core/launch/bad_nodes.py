@@ -49,10 +49,9 @@ def exclude(job: Job) -> Job:
     bad = {node: at for node, at in found.items() if node in there}
     if not bad:
         return job
-    given = dict(job.directives)
-    excluded = ",".join(filter(None, (given.get("exclude"), *sorted(bad))))
+    excluded = ",".join(filter(None, (job.directives.get("exclude"), *sorted(bad))))
     named = ", ".join(f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(at))})" for node, at in bad.items())
     print(
         f"nodes:  the job excludes {named}, which the doctor found bad; give forget=NODE to use one again", flush=True
     )
-    return dataclasses.replace(job, directives=tuple({**given, "exclude": excluded}.items()))
+    return dataclasses.replace(job, directives={**job.directives, "exclude": excluded})

@@ -170,7 +170,7 @@ def expected_start(job: Job) -> str:
     """
     answer = subprocess.run(
         ["sbatch", "--test-only"],
-        input=scripts.sbatch_script(job), env=allocation.clean_environment(os.environ, scripts.directives(job)),
+        input=scripts.sbatch_script(job), env=allocation.clean_environment(os.environ, job.directives),
         cwd=job.root, capture_output=True, text=True, timeout=SLURM_S,
     )  # fmt: skip
     if answer.returncode != 0:

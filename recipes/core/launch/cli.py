@@ -85,7 +85,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     job = None
     if settings.job.launcher is not Launcher.local:
         job = bad_nodes.exclude(jobs.describe(settings, ROOT, base))
-    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
+    ranks = job.ranks if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     run_dir = settings.run.run_dir
     if settings.sweep:

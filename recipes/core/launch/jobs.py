@@ -19,31 +19,24 @@ from recipes.core.run import queue
 
 GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
+# Slurm signals the ranks SIGNAL_S seconds before the time limit. In a short job this time is at most SIGNAL_SHARE of
+# the time limit. Slurm may send the signal up to 60 s early.
+SIGNAL_S, SIGNAL_SHARE = 120, 0.25
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its arguments, and the resources and options that it requests from Slurm."""
+    """A recipe with its arguments, and the options with which it is submitted to Slurm."""
 
     recipe: str
     arguments: tuple[str, ...]  # ``key=value`` words for the recipe
     keys: JobKeys
-    nodes: int  # 0: any number, if `ranks` is not 0
-    ranks_per_node: int
-    gpus_per_node: int  # 0: requests no GPUs
-    cpus_per_rank: int
+    ranks: int
     root: Path  # the repository, where the job runs
-    directives: tuple[tuple[str, str], ...]  # further options of sbatch with their values
-    ranks: int  # total number, on nodes that Slurm chooses; 0 if it is nodes times ranks_per_node
+    directives: Mapping[str, str]  # options of sbatch by their long names without dashes; "" for one without a value
     elements: tuple[tuple[str, ...], ...]  # further arguments of each element of a job array
     # Exported for sbatch/job.sh: the site, the container, and the code and the Python of the job if they are chosen at submission.
     variables: Mapping[str, str]
-    gpus_by: str  # the option of sbatch that must request GPUs at this site; "" for any option
-
-    @property
-    def gpu_for_each_task(self) -> bool:
-        """Whether Slurm is asked for one GPU per task."""
-        return self.gpus_per_node > 0 and (self.ranks > 0 or self.gpus_by == "--gpus-per-task")
 
 
 def record(run_dir: Path, script: bytes, description: Mapping[str, object]) -> None:
@@ -93,14 +86,9 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
 
 def describe(settings: Settings, root: Path, base: Path) -> Job:
     """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises ConfigError."""
-    job, on_cpu = settings.job, settings.run.device is Device.cpu
+    job = settings.job
     profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
-    gpus_by = profile.get("gpus", "")
-    _check_keys(settings, gpus_by)
-    ranks = 1 if job.gpus else ranks_per_node(job, settings.run.device)
-    workers = getattr(settings.config, "num_workers", 0)
-    workers = CPU_WORKERS if workers < 0 else workers
-    cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
+    _check_keys(settings, profile.get("gpus", ""))
     require_printable(root, base)
     words = settings.absolute(settings.typed, base)
     elements = [settings.absolute(run, base) for run in settings.sweep]
@@ -118,16 +106,11 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
         keys=job,
-        nodes=job.nodes or (0 if job.gpus else 1),
-        ranks_per_node=ranks,
-        gpus_per_node=0 if on_cpu else ranks,
-        cpus_per_rank=cpus,
+        ranks=int(job.gpus or 0) or (job.nodes or 1) * ranks_per_node(job, settings.run.device),
         root=root,
-        directives=tuple(_directives(job, profile).items()),
-        ranks=int(job.gpus or 0),
+        directives=_directives(settings, profile, len(elements)) | {"chdir": str(root)},
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
         variables=variables,
-        gpus_by=gpus_by,
     )
 
 
@@ -150,13 +133,34 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
         raise ConfigError(f"gpus={job.gpus}: cluster={job.cluster} requires {gpus_by}: give nodes= and gpus_per_node=")
 
 
-def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:
-    """Further options of sbatch: those of the job keys, then of the profile's `extra`, then of extra=."""
+def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> dict[str, str]:
+    """The options of sbatch: those of the keys, then of the profile's `extra`, then of extra=. runs: of a sweep; 0 for a single run."""
+    job, on_cpu, minutes = settings.job, settings.run.device is Device.cpu, job_keys.minutes(settings.job.time)
+    workers = getattr(settings.config, "num_workers", 0)
+    workers = CPU_WORKERS if workers < 0 else workers
+    cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
+    options = {"job-name": job.name or settings.recipe}
+    if job.gpus:
+        ranks = 1
+        options |= {"nodes": str(job.nodes or f"1-{int(job.gpus)}")}  # without it, submitit 1.5 writes --nodes=1
+        options |= {"ntasks": str(int(job.gpus))}
+    else:
+        ranks = ranks_per_node(job, settings.run.device)
+        options |= {"nodes": str(job.nodes or 1), "ntasks-per-node": str(ranks)}
+    gpus_by = profile.get("gpus") or ("--gpus-per-task" if job.gpus else "--gpus-per-node")
+    kind = f"{job.gpu_type}:" if job.gpu_type else ""
+    ways = {"--gpus-per-task": f"{kind}1", "--gpus-per-node": f"{kind}{ranks}", "--gres": f"gpu:{kind}{ranks}"}
+    options |= {} if on_cpu else {gpus_by.removeprefix("--"): ways[gpus_by]}
+    options |= {"cpus-per-task": str(cpus), "time": str(minutes)}
     names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
-    options = {name: getattr(job, name) for name in names if getattr(job, name)}
+    options |= {name: getattr(job, name) for name in names if getattr(job, name)}
     if job.mail:
         options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
-    return options | job_keys.extra_options(profile.get("extra", "")) | job_keys.extra_options(job.extra)
+    options |= job_keys.extra_options(profile.get("extra", "")) | job_keys.extra_options(job.extra)
+    if runs:
+        options["array"] = f"0-{runs - 1}%{min(job.parallel or runs, runs)}"
+    signal = f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * minutes))}"
+    return options | {"requeue": "", "open-mode": "append", "signal": signal}
 
 
 def require_printable(*folders: Path) -> None:

@@ -50,11 +50,11 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     failed = (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError)
     folder = files.private_folder((job.root / "runs/submitit").resolve())  # a job executes the pickles in it
     mark = f"recipes-{secrets.token_hex(8)}"
-    directives = (("comment", mark), *job.directives)  # a comment in extra= replaces it
+    directives = {"comment": mark, **job.directives}  # a comment in extra= replaces it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)
     elements = job.elements or ((),)
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
-    clean = allocation.clean_environment(os.environ, scripts.directives(job))
+    clean = allocation.clean_environment(os.environ, job.directives)
     for name in os.environ.keys() - clean.keys():  # submitit starts sbatch with the environment of this process
         del os.environ[name]
     with files.umask(0o077), contextlib.redirect_stderr(io.StringIO()):
@@ -107,8 +107,7 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
         if shutil.which(program) is None:
             fix = "use a login node of the cluster, or launcher=local to run on this machine"
             raise MachineError(f"{program} is not on the PATH: {fix}")
-    options = {**scripts.directives(job), "chdir": str(job.root)}
-    del options["open-mode"]  # submitit writes it too
+    options = {name: value for name, value in job.directives.items() if name != "open-mode"}  # submitit writes it too
     executor = Executor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
     executor.update_parameters(
         use_srun=False,

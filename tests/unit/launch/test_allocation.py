@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.core.launch import allocation, scripts
+from recipes.core.launch import allocation
 from tests.unit.launch.stand_ins import describe
 
 
@@ -67,4 +67,4 @@ def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
 def test_an_option_of_the_job_removes_its_variable() -> None:
     environ = {"SBATCH_PARTITION": "p", "SBATCH_ACCOUNT": "a", "SBATCH_MEM_PER_NODE": "1G"}
     job = describe("partition=q", "extra=--mem=0")
-    assert allocation.clean_environment(environ, scripts.directives(job)) == {"SBATCH_ACCOUNT": "a"}
+    assert allocation.clean_environment(environ, job.directives) == {"SBATCH_ACCOUNT": "a"}

@@ -167,7 +167,7 @@ def test_new_jobs_leave_out_the_bad_nodes_until_they_are_forgotten(
         bad_nodes.remember(tmp_path, cluster, [node])
     for but, excluded in (("", "n9,n1,n2"), ("n1", "n9,n2"), ("all", "n9")):
         job = describe("exclude=n9", f"forget={but}", root=tmp_path)
-        found = dict(bad_nodes.exclude(job).directives)["exclude"]
+        found = bad_nodes.exclude(job).directives["exclude"]
         assert (found, "n2 (" in capsys.readouterr().out) == (excluded, but != "all")
     for node, left in (("n1", {"gone", "n2"}), ("all", set())):
         bad_nodes.forget(tmp_path, node)

@@ -14,7 +14,7 @@ from tests.unit.launch.stand_ins import describe, directives
 def test_typed_options_take_precedence_over_the_profile(site: Path) -> None:
     site.write_text("gpus: --gres\nextra: --mem=64G --switches=2\n")
     typed = describe("cluster=here", "extra=--exclusive --switches=1")
-    assert dict(typed.directives) == {"mem": "64G", "switches": "1", "exclusive": ""}
+    assert {"mem": "64G", "switches": "1", "exclusive": ""}.items() <= typed.directives.items()
     with pytest.raises(ConfigError, match="gpus=10: cluster=here requires --gres: give nodes= and gpus_per_node="):
         describe("cluster=here", "gpus=10")
     assert describe("cluster=here", "gpus=10", "device=cpu").ranks == 10
@@ -44,7 +44,7 @@ def test_a_job_that_resumes_a_cpu_run_requests_no_gpu(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "config.yaml").write_text(f"device: cpu\ndata_dir: {tmp_path}/data\n")
     job = describe(f"run_dir={tmp_path}", "gpus_per_node=2")
-    assert (job.gpus_per_node, job.ranks_per_node) == (0, 2)
+    assert (job.directives["ntasks-per-node"], "gpus-per-node" in job.directives) == ("2", False)
     assert job.arguments == (f"run_dir={tmp_path}",)
     settings = command_line.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
     assert f"{tmp_path}/data" in container.folders_of_run(settings, {}, ROOT)
