@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import errors
-from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
@@ -41,9 +40,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     repository = source.home(ROOT)
     jobs.require_printable(ROOT, repository)
     settings = command_line.parse(words, recipe=recipe)
-    image = container.of_job(settings, environ)
     typed = settings.absolute(settings.typed, repository)
-    bound = container.folders_of_run(settings, typed, repository) if image else []
+    image = container.of_job(settings, typed, environ)
     os.umask(int(settings.run.umask, 8))
     job = directory.job_id(environ)
     run_dir = directory.choose(settings.run.run_dir, recipe, job, ROOT)
@@ -81,9 +79,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += _clock_lines(recipe, settings, fields)
     lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]  # bash cannot hold others
     if image:
-        variables = profiles.env_variables(settings.run.network, settings.job.cluster)
-        step, inside = container.step(image, code, bound, variables, environ)
-        lines += container.exports(image, variables)
+        step, inside = container.step(image, code, environ)
+        lines += container.exports(image)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     lines += ["step+=(--wait=0)"] if _program(settings) else []  # its ranks need not end together
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:

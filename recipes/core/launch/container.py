@@ -7,8 +7,8 @@ is passed by name. The variables that configure the network are passed by name.
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.core.config import convert, declare, job_keys, profiles
@@ -37,8 +37,9 @@ class Container:
 
     image: str  # a file, or an address from which the runtime downloads the image
     runtime: str
-    mounts: tuple[str, ...] = ()  # HOST or HOST:INSIDE, in addition to the folders that the keys of a run name
+    mounts: tuple[str, ...] = ()  # HOST or HOST:INSIDE
     gpus: bool = True  # whether the ranks may use GPUs
+    variables: Mapping[str, str] = field(default_factory=dict)  # passed to the ranks; those of the user take precedence
 
 
 def absolute_image(image: str, base: Path) -> str:
@@ -47,47 +48,34 @@ def absolute_image(image: str, base: Path) -> str:
     return os.path.realpath(path) if image and path.exists() else image
 
 
-def step(
-    container: Container, code: Path, bound: Sequence[str], variables: Mapping[str, str], environ: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
+def step(container: Container, code: Path, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """The options of srun, and the command before a rank's Python arguments.
 
-    code: the folder to start in. bound: folders with the same path inside the container. variables: the variables of
-    the env files. They are passed to the container, and so are the variables of ``environ`` that configure the network.
+    code: the folder to start in. environ: its variables that configure the network are passed to the container too.
     """
-    mounts = [*(f"{folder}:{folder}" for folder in bound), *container.mounts]
     if container.runtime == "pyxis":
-        named = {
-            *variables,
-            *(OF_GPUS if container.gpus else ()),
-            *(name for name in environ if name.startswith(PASSED_BY_NAME)),
-        }
+        mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts)
+        named = {*container.variables, *(name for name in environ if name.startswith(PASSED_BY_NAME))}
         return [
             f"--container-image={container.image}",
-            f"--container-mounts={','.join(mount if ':' in mount else f'{mount}:{mount}' for mount in mounts)}",
+            f"--container-mounts={','.join(mounts)}",
             f"--container-workdir={code}",
             f"--container-env={','.join(sorted(named))}",
         ], [*WITHOUT_MODULES, PYTHON]
-    binds = [word for mount in mounts for word in ("--bind", mount)]
+    binds = [word for mount in container.mounts for word in ("--bind", mount)]
     of_gpus = ["--rocm" if os.path.exists(AMD) else "--nv"] if container.gpus else []
     return [], [
         *WITHOUT_MODULES, "sh", "-c", EXEC, container.runtime, *of_gpus, *binds, "--pwd", str(code), container.image, PYTHON,
     ]  # fmt: skip
 
 
-def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
-    """Lines of bash that give the variables of the env files and of the user precedence over those of the image.
-
-    variables: the variables of the env files. A variable that the user has set takes precedence over them.
-    """
-    if container.runtime == "pyxis" and container.gpus:
-        variables = {**OF_GPUS, **variables}
-    lines = [
-        f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in sorted(variables.items())
-    ]
+def exports(container: Container) -> list[str]:
+    """Lines of bash that give the container's variables, and those of the user, precedence over those of the image."""
+    variables = sorted(container.variables.items())
+    lines = [f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in variables]
     if container.runtime != "pyxis":
         prefix = f"{container.runtime.upper()}ENV_"
-        every = " ".join([*(f'"${{!{start}@}}"' for start in PASSED_BY_NAME), *sorted(variables)])
+        every = " ".join([*(f'"${{!{start}@}}"' for start in PASSED_BY_NAME), *sorted(container.variables)])
         lines += [
             f'for name in {every}; do there={prefix}$name; [ -n "${{!there+x}}" ] || export "$there=${{!name}}"; done',
             # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
@@ -99,19 +87,26 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def of_job(settings: Settings, environ: Mapping[str, str]) -> Container | None:
-    """The container of a job's ranks, from the environment, else from the site's profile; None for none. Raises ConfigError."""
+def of_job(settings: Settings, words: Mapping[str, str], environ: Mapping[str, str]) -> Container | None:
+    """The container of a job's ranks, from the environment, else from the site's profile; None for none. Raises ConfigError.
+
+    It gets the folders that the run needs, and the variables of the env files. words: the given keys, with absolute paths.
+    """
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster) if cluster else {}
     values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
     keys = convert.build(JobKeys, values)
     if not keys.container:
         return None
-    image, runtime = absolute_image(keys.container, source.home(ROOT)), keys.container_runtime.name
+    repository, on_gpus = source.home(ROOT), settings.run.device is not Device.cpu
+    image, runtime = absolute_image(keys.container, repository), keys.container_runtime.name
     if runtime == "auto":  # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
         runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
-    mounts = tuple(os.path.expanduser(mount) for mount in keys.container_mounts.split(",") if mount)
-    return Container(image, runtime, mounts, settings.run.device is not Device.cpu)
+    mounts = [f"{folder}:{folder}" for folder in folders_of_run(settings, words, repository)]
+    mounts += [os.path.expanduser(mount) for mount in keys.container_mounts.split(",") if mount]
+    variables = OF_GPUS if runtime == "pyxis" and on_gpus else {}
+    variables = {**variables, **profiles.env_variables(settings.run.network, cluster)}
+    return Container(image, runtime, tuple(mounts), on_gpus, variables)
 
 
 def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:

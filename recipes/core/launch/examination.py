@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import errors, files
-from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, bad_nodes, container
@@ -62,10 +61,8 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
     keys["data_dir"] = getattr(settings.config, "data_dir", "")
     options: list[str] = []
     inside = [sys.executable]
-    if image := container.of_job(settings, environ):
-        bound = container.folders_of_run(settings, settings.typed, source.home(ROOT))
-        variables = profiles.env_variables(settings.run.network, settings.job.cluster)
-        options, inside = container.step(image, ROOT, bound, variables, environ)
+    if image := container.of_job(settings, settings.typed, environ):
+        options, inside = container.step(image, ROOT, environ)
     if gpus := allocation.all_gpus(allocation.fields_of_job(environ)):  # each task tests all GPUs of its node
         options = [*options, f"--gpus={gpus}"]
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")

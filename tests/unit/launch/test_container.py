@@ -25,9 +25,9 @@ def test_the_image_determines_the_runtime(image: str, runtime: str, expected: st
     variables = {"": image, "_RUNTIME": runtime, "_MOUNTS": "~/a,/b:/c"}
     environ = {f"RECIPES_CONTAINER{name}": value for name, value in variables.items()}
     settings = command_line.parse([], recipe="toy", environ=environ)
-    mounts = (f"{Path.home()}/a", "/b:/c")
-    assert container.of_job(settings, environ) == container.Container(image, expected, mounts)
-    assert container.of_job(settings, {**environ, "RECIPES_CONTAINER": ""}) is None
+    found = container.of_job(settings, {}, environ)
+    assert (found.image, found.runtime, found.mounts[-2:]) == (image, expected, (f"{Path.home()}/a", "/b:/c"))
+    assert container.of_job(settings, {}, {**environ, "RECIPES_CONTAINER": ""}) is None
 
 
 def test_an_image_file_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +79,8 @@ def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest
 def test_variables_of_the_host_take_precedence_over_the_image(runtime: str) -> None:
     """A value of the user, even an empty one, replaces that of the env file. A value for the inside only replaces both."""
     prefix = f"{runtime.upper()}ENV_"
-    lines = container.exports(
-        container.Container("x.sif", runtime), {"NCCL_A": "file", "NCCL_B": "file", "OMP_X": 'a "b" $c'}
-    )
+    variables = {"NCCL_A": "file", "NCCL_B": "file", "OMP_X": 'a "b" $c'}
+    lines = container.exports(container.Container("x.sif", runtime, variables=variables))
     shell = "; ".join(["stop() { :; }", *lines, "env"])
     environ = {"NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "HOME": "/h", "PATH": "/usr/bin:/bin"}
     environ |= {f"{prefix}NCCL_E": "inside", "NCCL_E": "outside"}
@@ -99,16 +98,17 @@ def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -
     environ = {f"{start}_X": "1" for start in ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]} | {
         "PATH": "/bin"
     }
-    given = (Path("/c"), ["/c", "/d"], {"OMP_X": "1"}, environ)
+    of_run, given = ("/c:/c", "/d:/d"), (Path("/c"), environ)
     for device, option in (("/dev/null", "--rocm"), ("/dev/nosuch", "--nv")):  # the driver of AMD, or NVIDIA's
         monkeypatch.setattr(container, "AMD", device)
         assert option in container.step(container.Container("x.sif", "apptainer"), *given)[1]
-    options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",), False), *given)
+    options, inside = container.step(container.Container("x.sif", "singularity", (*of_run, "/m:/i"), False), *given)
     assert options == []
     binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
     clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH"]  # set for the Python outside
     assert inside == [*clean, "sh", "-c", container.EXEC, "singularity", *binds, "--pwd", "/c", "x.sif", "python3"]
-    options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n"), False), *given)
+    pyxis = container.Container("x.sqsh", "pyxis", (*of_run, "/m:/i", "/n"), False, {"OMP_X": "1"})
+    options, inside = container.step(pyxis, *given)
     names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
     assert options == [
         "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
@@ -117,7 +117,7 @@ def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_tmpdir_of_a_node_is_mounted_if_it_exists(tmp_path: Path) -> None:
-    inside = container.step(container.Container("x.sif", "echo", (), False), Path("/c"), [], {}, {})[1]
+    inside = container.step(container.Container("x.sif", "echo", (), False), Path("/c"), {})[1]
     for folder, mounted in ((f"{tmp_path}", f"--bind {tmp_path} "), (f"{tmp_path}/nosuch", ""), ("", "")):
         environ = {"PATH": "/usr/bin:/bin", "TMPDIR": folder}
         output = subprocess.run(inside, env=environ, capture_output=True, text=True, check=True).stdout
@@ -136,12 +136,12 @@ def test_precedence_of_the_container_keys(site: Path) -> None:
         assert (job.container, job.container_mounts) == (image, "/scratch")
         if not words:  # a batch script has no typed keys
             in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "here"})
-            found = container.of_job(in_script, environ)
-            assert found == container.Container(image, "apptainer", ("/scratch",))
+            found = container.of_job(in_script, {}, environ)
+            assert (found.image, found.runtime, found.mounts[-1]) == (image, "apptainer", "/scratch")
 
 
 def test_a_missing_container_runtime_is_reported(tmp_path: Path) -> None:
-    lines = container.exports(container.Container("x.sif", "apptainer"), {})
+    lines = container.exports(container.Container("x.sif", "apptainer"))
     shell = "; ".join(['stop() { echo "$1"; exit "$2"; }', "hostname() { echo node1; }", *lines])
     ran = subprocess.run(["/bin/bash", "-c", shell], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert (ran.returncode, "container=: node1 has no apptainer" in ran.stdout) == (3, True), ran
@@ -160,10 +160,12 @@ def test_the_images_install_all_dependencies(name: str) -> None:
 
 
 @pytest.mark.parametrize("gpus", [True, False])
-def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(gpus: bool) -> None:
-    pyxis = container.Container("x.sqsh", "pyxis", (), gpus)
-    [*_, names] = container.step(pyxis, Path("/c"), [], {}, {})[0]
-    lines = container.exports(pyxis, {"NVIDIA_VISIBLE_DEVICES": "0"})
+def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(monkeypatch: pytest.MonkeyPatch, gpus: bool) -> None:
+    monkeypatch.setattr(container.profiles, "env_variables", lambda *given: {"NVIDIA_VISIBLE_DEVICES": "0"})
+    settings = command_line.parse([] if gpus else ["device=cpu"], recipe="toy", environ={})
+    pyxis = container.of_job(settings, {}, {"RECIPES_CONTAINER": "registry#x"})
+    [*_, names] = container.step(pyxis, Path("/c"), {})[0]
+    lines = container.exports(pyxis)
     assert lines[0].endswith("export NVIDIA_DRIVER_CAPABILITIES=compute,utility") is gpus
     assert lines[-1].endswith("export NVIDIA_VISIBLE_DEVICES=0")  # of an env file
-    assert names == ("--container-env=" + "NVIDIA_DRIVER_CAPABILITIES,NVIDIA_VISIBLE_DEVICES" * gpus)
+    assert names == "--container-env=" + "NVIDIA_DRIVER_CAPABILITIES," * gpus + "NVIDIA_VISIBLE_DEVICES"
