@@ -39,7 +39,7 @@ MUTATIONS = [
         "tests/unit/launch/test_jobs.py::test_each_run_of_a_sweep_has_its_own_folder",
     ),
     Mutation(
-        "recipes/core/launch/scripts.py",
+        "recipes/core/launch/jobs.py",
         'SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")',
         'SRUN_OPTIONS = ("--export=ALL", "--wait=60", "--mem=0")',
         "after the death of one rank, the others wait until the time limit",

@@ -21,7 +21,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
-from recipes.core.launch import allocation, scripts, submit
+from recipes.core.launch import allocation, jobs, submit
 from recipes.core.launch.jobs import Job
 from recipes.core.place import processes
 from recipes.core.run import dryrun
@@ -170,7 +170,7 @@ def expected_start(job: Job) -> str:
     """
     answer = subprocess.run(
         ["sbatch", "--test-only"],
-        input=scripts.sbatch_script(job), env=allocation.clean_environment(os.environ, job.directives),
+        input=jobs.sbatch_script(job), env=allocation.clean_environment(os.environ, job.directives),
         cwd=job.root, capture_output=True, text=True, timeout=SLURM_S,
     )  # fmt: skip
     if answer.returncode != 0:

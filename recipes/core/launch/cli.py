@@ -15,7 +15,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, scripts, snapshot, submit
+from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, snapshot, submit
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import as_json, command_line, directory, source
@@ -65,7 +65,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
             return submit_job(settings, python, told)
         if settings.job.launcher is Launcher.local:
             return run_here(settings)
-        told["script"] = scripts.sbatch_script(jobs.describe(settings, ROOT, Path.cwd()))
+        told["script"] = jobs.sbatch_script(jobs.describe(settings, ROOT, Path.cwd()))
         print(told["script"], end="")
         return errors.EXIT_DONE
     except (ConfigError, InputError, MachineError) as error:

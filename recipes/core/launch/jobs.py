@@ -1,9 +1,9 @@
-"""The job that is submitted to Slurm, made from the settings of a launch.
+"""The job that is submitted to Slurm, made from the settings of a launch, and its script.
 
-The values are checked where the keys are declared (recipes/core/config), and are quoted where a script is made
-(scripts.py).
+The values are checked where the keys are declared (recipes/core/config), and are quoted in `sbatch_script`.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,10 @@ CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
 # Slurm signals the ranks SIGNAL_S seconds before the time limit. In a short job this time is at most SIGNAL_SHARE of
 # the time limit. Slurm may send the signal up to 60 s early.
 SIGNAL_S, SIGNAL_SHARE = 120, 0.25
+# --kill-on-bad-exit=1: one failed rank ends the step. --export=ALL: the ranks have the environment of the script, even
+# if the site's sbatch exports nothing. --mem=0: the step has all memory of the job, whatever variables an outer
+# allocation has left.
+SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,35 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
         options["array"] = f"0-{runs - 1}%{min(job.parallel or runs, runs)}"
     signal = f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * minutes))}"
     return options | {"requeue": "", "open-mode": "append", "signal": signal}
+
+
+def sbatch_script(job: Job) -> str:
+    """The sbatch script of ``job``, as launcher=print shows it. sbatch/job.sh has what all scripts share."""
+    # The log is in the folder in which the job starts. A job whose log folder is missing fails without a message
+    # (sbatch, 0:53).
+    options = {**job.directives, "output": "%x-%A_%a.out" if job.elements else "%x-%j.out"}
+    lines = ["#!/bin/bash", "# Made by launch.py. Options of sbatch before the script's name override these."]
+    lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())]
+    lines += [f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"]
+    if job.arguments:
+        lines += [f'set -- {shlex.join(job.arguments)} "$@"']
+    if job.elements:  # the arguments of this element of the array
+        lines += ["case ${SLURM_ARRAY_TASK_ID:-} in"]
+        lines += [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
+        lines += [f'    *) echo "{job.recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;']
+        lines += ["esac"]
+    lines += [f'begin {job.recipe} "$@"']
+    if job.keys.doctor:
+        lines += [f"examine {job.recipe} {job.keys.max_resubmits}"]
+    # If each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
+    of_srun = (*SRUN_OPTIONS, "--gpu-bind=none") if "gpus-per-task" in job.directives else SRUN_OPTIONS
+    lines += [
+        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(of_srun)} "${{step[@]}}" \\',
+        f'    "${{inside[@]}}" -u -m recipes.{job.recipe} "${{words[@]}}"',
+        f"finish {job.recipe} $?",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def require_printable(*folders: Path) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.core import errors, files
 from recipes.core.errors import MachineError
-from recipes.core.launch import allocation, jobs, scripts
+from recipes.core.launch import allocation, jobs
 from recipes.core.launch.jobs import Job
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
@@ -53,7 +53,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     directives = {"comment": mark, **job.directives}  # a comment in extra= replaces it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)
     elements = job.elements or ((),)
-    path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
+    path, script = folder / f"{secrets.token_hex(8)}.sh", jobs.sbatch_script(job).encode()
     clean = allocation.clean_environment(os.environ, job.directives)
     for name in os.environ.keys() - clean.keys():  # submitit starts sbatch with the environment of this process
         del os.environ[name]

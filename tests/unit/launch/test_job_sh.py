@@ -12,7 +12,7 @@ import pytest
 
 from recipes.core import errors
 from recipes.core.config import profiles
-from recipes.core.launch import scripts
+from recipes.core.launch import jobs
 from recipes.core.run import directory, source
 from tests import helpers
 from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe
@@ -24,7 +24,7 @@ def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
     assert "before the run began" in stderr  # nothing ran: srun is a stub
     assert status == errors.EXIT_CRASH
     assert bench.srun == [
-        "--cpus-per-task=5", *scripts.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, bench.run_dir,
+        "--cpus-per-task=5", *jobs.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, bench.run_dir,
     ]  # fmt: skip
     assert not {"canary", "d", "x"} & bench.files
 
@@ -170,7 +170,7 @@ def test_the_environments_python_comes_before_a_modules(bench: Bench) -> None:
     (theirs / "python").symlink_to("/bin/false")
     module = {"BASH_FUNC_module%%": "() { PATH=$NOTES/module:$PATH; }"}
     bench.stub("srun", 'command -v python > "$NOTES/which"')
-    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("cluster=example", root=bench.root)))
+    (bench.folder / "job.sh").write_text(jobs.sbatch_script(describe("cluster=example", root=bench.root)))
     for script in ("sbatch/mnist_1x1.sh", bench.folder / "job.sh"):
         bench.run(script, RECIPES_CLUSTER="example", **module)
         assert (bench.folder / "which").read_text() == f"{bench.folder}/bin/python\n"
@@ -251,13 +251,13 @@ def test_an_unknown_key_or_cluster_ends_the_job_before_srun(bench: Bench) -> Non
 def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
     ran = bench.run("sbatch/mnist_1x1.sh", "cluster=example", MODULE_ENDS="1", **MODULE)
     refused(bench, ran, "cluster=example", "gcc/12")
-    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("cluster=example", root=bench.root)))
+    (bench.folder / "job.sh").write_text(jobs.sbatch_script(describe("cluster=example", root=bench.root)))
     refused(bench, bench.run(bench.folder / "job.sh", MODULE_ENDS="1", **MODULE), "cluster=example", "gcc/12")
     refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=example"), "cluster=example", "has no command 'module'")
 
 
 def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
-    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("snapshot=false", root=bench.root)))
+    (bench.folder / "job.sh").write_text(jobs.sbatch_script(describe("snapshot=false", root=bench.root)))
     bench.run(bench.folder / "job.sh", bench.run_dir)
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, RECIPES_SNAPSHOT="false")
     assert not (bench.root / "runs/code").exists()

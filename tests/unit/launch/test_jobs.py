@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.errors import ConfigError
-from recipes.core.launch import container, scripts
+from recipes.core.launch import container, jobs
 from recipes.core.run import command_line
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import describe, directives
@@ -24,7 +24,7 @@ def test_each_run_of_a_sweep_has_its_own_folder() -> None:
     job = describe("sweep.lr=0.1,0.2", "run_dir=rel", "device=cpu")
     assert job.arguments == ("device=cpu",)
     assert job.elements == (("lr=0.1", "run_dir=/base/rel/0"), ("lr=0.2", "run_dir=/base/rel/1"))
-    assert directives(scripts.sbatch_script(job))["--array"] == "0-1%2"
+    assert directives(jobs.sbatch_script(job))["--array"] == "0-1%2"
 
 
 def test_paths_are_relative_to_the_folder_of_the_submission() -> None:

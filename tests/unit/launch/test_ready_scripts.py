@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.config import recipe_conf
-from recipes.core.launch import scripts
+from recipes.core.launch import jobs
 from tests.unit.launch.stand_ins import READY, describe, directives
 
 PROGRAM = ((), ("program=/a.py",))  # what script requires
@@ -22,7 +22,7 @@ def test_ready_scripts_are_named_after_recipe_and_size() -> None:
 @pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
 def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_size(path: Path) -> None:
     name = path.name.split("_")[0]
-    made = scripts.sbatch_script(describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8"))
+    made = jobs.sbatch_script(describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8"))
     fix = f"{path.name}: $PWD is not the repository: cd to its top folder and run sbatch there"
     source = f'. sbatch/job.sh 2>/dev/null || {{ echo "{fix}" >&2; exit 2; }}'
     begin = f'begin {name} "$@" # sets step, inside and words for the next line'

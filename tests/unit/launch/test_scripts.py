@@ -10,7 +10,7 @@ import pytest
 
 from recipes.core import errors
 from recipes.core.config.job_keys import JobKeys
-from recipes.core.launch import scripts, submit
+from recipes.core.launch import jobs, submit
 from tests import helpers
 from tests.unit.launch.stand_ins import HOSTILE, HOSTILE_ROOT, MODULE, READY, SHARED, Bench, describe, directives
 
@@ -51,7 +51,7 @@ finish mnist $?
 
 
 def test_a_finished_script() -> None:
-    assert scripts.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo"))) == FINISHED
+    assert jobs.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo"))) == FINISHED
 
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
@@ -63,7 +63,7 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
         executor.parameters["map_count"] = len(job.elements)
     # submitit 1.5 has no public function that returns the text without submitting it.
     text = executor._make_submission_file_text(executor._submitit_command_str, "")
-    ours, theirs = directives(scripts.sbatch_script(job)), directives(text)
+    ours, theirs = directives(jobs.sbatch_script(job)), directives(text)
     number = "%A_%a" if job.elements else "%j"
     assert ours.pop("--output") == f"%x-{number}.out"
     assert theirs.pop("--output") == f"{root}/runs/submitit/{number}_0_log.out"
@@ -86,7 +86,7 @@ def test_the_profile_chooses_the_options_for_gpus_and_nodes(
     nodes = {"--exclusive": "", "--mem": "0", "--switches": "1@30:00"}
     count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
     site.write_text(f"gpus: {way}\n{count}extra: --exclusive --mem=0 --switches=1@30:00\n")
-    text = scripts.sbatch_script(describe("cluster=here", *words))
+    text = jobs.sbatch_script(describe("cluster=here", *words))
     asked = directives(text)
     assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected
     assert {name: asked[name] for name in nodes} == nodes
@@ -145,12 +145,12 @@ def test_every_job_key_reaches_slurm() -> None:
         ), field.name
     for word, line in IN_SCRIPT.items():
         job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
-        assert line in scripts.sbatch_script(job), word
+        assert line in jobs.sbatch_script(job), word
 
 
 @pytest.mark.parametrize(("words", "expected"), ASKED)
 def test_each_job_key_becomes_an_option_of_sbatch(words: tuple[str, ...], expected: dict[str, str | None]) -> None:
-    found = directives(scripts.sbatch_script(describe(*words)))
+    found = directives(jobs.sbatch_script(describe(*words)))
     assert {name: found.get(name) for name in expected} == expected
     assert not {"--mem", "--gres"} & set(found)
     assert ("--ntasks" in found) != ("--ntasks-per-node" in found)
@@ -171,7 +171,7 @@ def elements(text: str, count: int) -> list[list[str]]:
 def test_each_run_of_a_sweep_has_its_own_values() -> None:
     hostile = [word for word in HOSTILE if "," not in word]
     given = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
-    text = scripts.sbatch_script(describe(given, "sweep.seed=1,2", "epochs=3"))
+    text = jobs.sbatch_script(describe(given, "sweep.seed=1,2", "epochs=3"))
     assert elements(text, 2 * len(hostile)) == [
         ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
     ]
@@ -187,7 +187,7 @@ def test_shellcheck_accepts_every_script(tmp_path: Path) -> None:
     helpers.need("" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck")
     written = [tmp_path / f"{number}.sh" for number in range(len(JOBS))]
     for path, words in zip(written, JOBS, strict=True):
-        path.write_text(scripts.sbatch_script(describe(*words, root=HOSTILE_ROOT)))
+        path.write_text(jobs.sbatch_script(describe(*words, root=HOSTILE_ROOT)))
     ran = subprocess.run(
         ["shellcheck", "--severity=style", "--exclude=SC1091,SC2016,SC2154", *written, *READY, SHARED], capture_output=True, text=True, check=False
     )  # fmt: skip  # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted; SC2154: set in job.sh
@@ -197,7 +197,7 @@ def test_shellcheck_accepts_every_script(tmp_path: Path) -> None:
 def test_a_script_runs_no_command_from_a_folder_name_or_value(tmp_path: Path) -> None:
     bench = Bench(tmp_path, tmp_path / HOSTILE_ROOT.name)
     job = describe(HOSTILE[0], "cluster=example", "device=cpu", root=bench.root)
-    (tmp_path / "job.sh").write_text(scripts.sbatch_script(job))
+    (tmp_path / "job.sh").write_text(jobs.sbatch_script(job))
     status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
     assert (status, "before the run began" in stderr) == (errors.EXIT_CRASH, True), stderr
     assert bench.srun
