@@ -60,19 +60,13 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
             raise errors.ConfigError(problem)
     code = _code(environ, folder) if job else ROOT
+    given = [f"{name}={value}" for name, value in typed.items()]
     if job and (script := environ.get("RECIPES_SCRIPT")):
-        described = {
-            "job_id": job,
-            "recipe": recipe,
-            "arguments": [f"{name}={value}" for name, value in typed.items()],
-            "root": str(repository),
-            "code": str(code),
-        }
+        about = {"root": str(repository), "code": str(code), "log": fields.get("StdOut")}
         with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
-            about = {**described, "log": fields.get("StdOut"), "options": jobs.options_of(fields)}
-            jobs.record(run_dir, Path(script).read_bytes(), about)
-    lines = [f"cd {shlex.quote(str(code))} || exit"]
-    lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
+            text, options = Path(script).read_bytes(), jobs.options_of(fields)
+            jobs.record(run_dir, text, job, recipe, given, **about, options=options)
+    lines = [f"cd {shlex.quote(str(code))} || exit", shlex.join(["set", "--", *given])]
     lines += [
         f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}" if attempt else f"unset {attempts.VARIABLE}"
     ]

@@ -93,11 +93,10 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
     place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
+    recipe, found = 0, None
     if settings.job.container and job:
-        recipe, found = 0, None
         print("recipe: not checked: the job uses the Python of the container's image", flush=True)
     elif program := getattr(settings.config, "program", ""):
-        recipe, found = 0, None
         print(f"script: not checked: launch.py check does not start {program}", flush=True)
     else:
         recipe, found = checks.part(parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base))

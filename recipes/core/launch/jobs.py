@@ -4,7 +4,7 @@ The values are checked where the keys are declared (recipes/core/config), and ar
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +43,15 @@ class Job:
     variables: Mapping[str, str]
 
 
-def record(run_dir: Path, script: bytes, description: Mapping[str, object]) -> None:
-    """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises OSError."""
+def record(run_dir: Path, script: bytes, job_id: str, recipe: str, arguments: Sequence[str], **more: object) -> None:
+    """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises OSError.
+
+    more: ``root`` (the repository), ``code`` (its snapshot), ``log``, and ``options`` of sbatch with which the script is submitted again.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     # The atomic rename replaces a symbolic link that another user may have planted.
     files.write_bytes(run_dir / "job.sh", script)
-    files.write_json(run_dir / "job.yaml", description)
+    files.write_json(run_dir / "job.yaml", {"job_id": job_id, "recipe": recipe, "arguments": arguments, **more})
 
 
 def options_of(fields: Mapping[str, str]) -> list[str]:

@@ -126,12 +126,10 @@ def _describe(job: Job, words: tuple[str, ...], accepted: Any, run_dir: str, scr
     """
     job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)
-    description = {
-        "job_id": job_id, "recipe": job.recipe, "arguments": (*job.arguments, *words), "root": str(job.root),
-        "code": job.variables.get("RECIPES_CODE", str(job.root)), "log": str(log),
-    }  # fmt: skip
+    root, arguments = str(job.root), (*job.arguments, *words)
+    code = job.variables.get("RECIPES_CODE", root)
     try:
-        jobs.record(folder, script, description)
+        jobs.record(folder, script, job_id, job.recipe, arguments, root=root, code=code, log=str(log))
     except OSError as error:  # the job is already in the queue
         raise MachineError(
             f"run_dir={folder}: cannot be written ({error.strerror}), so job {job_id} will fail: scancel {job_id}"
