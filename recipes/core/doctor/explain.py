@@ -6,12 +6,12 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core.doctor import logs
-from recipes.core.doctor.patterns import Pattern
-from recipes.core.errors import MachineError, shown
+from recipes.core.doctor.patterns import PATTERNS, Pattern
+from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT, read_json
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, source, table
@@ -19,6 +19,24 @@ from recipes.core.run import queue as slurm_queue
 
 QUIET_S = 120.0  # if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so long
 MOST_EXPLAINED = 3  # patterns
+MOST_BYTES = 8 << 20  # of each log; the part before its last bytes is not read
+LONGEST_LINE = 2000  # characters of a line that is shown
+TAIL = 6  # last lines of a log that are shown
+SUFFIXES = (".log", ".out", ".err", ".txt")
+PRUNED = {"checkpoints", "node_modules", "__pycache__", directory.EVALUATION}
+ATTEMPT = "\f"  # the writer of a log begins each attempt with it
+# The source code in a traceback, which may contain a text that nothing has printed. srun -l and torchrun put the rank before each line.
+_SOURCE = re.compile(r'^(.{0,100})(  File ".+", line \d+.*\n)(?:\1    .*\n)+', re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
+
+
+@dataclass(frozen=True)
+class Log:
+    """The newest attempt in a log file. known: for each pattern the first line that contains a text of it. tail: the last lines."""
+
+    name: str
+    known: dict[Pattern, str]
+    tail: list[str]
 
 
 def explain(paths: Sequence[Path]) -> list[tuple[str, list[str]]]:
@@ -52,11 +70,11 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
                 if job := slurm_queue.find(path.name):
                     return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])
     except OSError as error:
-        raise logs.unreadable(path, error) from None
+        raise _unreadable(path, error) from None
     for run_dir in runs:
-        yield shown(_short(run_dir), logs.LONGEST_LINE), of_run(run_dir)
+        yield shown(_short(run_dir), LONGEST_LINE), of_run(run_dir)
     if not runs:
-        yield shown(path, logs.LONGEST_LINE), of_logs(path)
+        yield shown(path, LONGEST_LINE), of_logs(path)
 
 
 def of_run(run_dir: Path) -> list[str]:
@@ -131,24 +149,51 @@ def of_logs(path: Path, reason: str = "", rank: int | None = None, more: Sequenc
     reason: why it failed, if that is known. rank: the first to fail. more: further logs of the run's job. Raises InputError for a path
     that cannot be read or holds no log.
     """
-    is_folder, read = path.is_dir(), list[logs.Log]()
-    why: object = f"holds no log (*{', *'.join(logs.SUFFIXES)})"
-    for file in dict.fromkeys((*(logs.files_in(path) if is_folder else [path]), *more)):
+    is_folder, read = path.is_dir(), list[Log]()
+    why: object = f"holds no log (*{', *'.join(SUFFIXES)})"
+    for file in dict.fromkeys((*(_logs_in(path) if is_folder else [path]), *more)):
         name = str(file.relative_to(path)) if file.is_relative_to(path) and is_folder else _short(file)
         try:
-            read.append(logs.read(file, name))
+            read.append(read_log(file, name))
         except (OSError, ValueError) as error:
             why = error
     if not read and not reason:
-        raise logs.unreadable(path, why)
+        raise _unreadable(path, why)
     return _shown(*_lines(reason, rank, read))
 
 
-def _lines(reason: str, rank: int | None, read: Sequence[logs.Log]) -> list[str]:
+def _logs_in(folder: Path) -> list[Path]:
+    """The logs in a folder and the folders in it. Links to folders are not followed."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in PRUNED and not f.startswith("."))
+        found += [Path(place, name) for name in sorted(names) if name.endswith(SUFFIXES)]
+    return found
+
+
+def read_log(path: Path, name: str) -> Log:
+    """The newest attempt in a regular file. Raises OSError and ValueError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a regular file")
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
+        data = file.read(MOST_BYTES)
+    # Without colours, which may separate words of a text. A progress bar ends its lines with a carriage return.
+    text = _COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r", "\n").rpartition(ATTEMPT)[2]
+    lines = [line for line in text.split("\n") if line.strip()]
+    texts = [(one, pattern) for pattern in PATTERNS for one in pattern.texts.split(" | ") if one in text]
+    known: dict[Pattern, str] = {}
+    for line in _SOURCE.sub(r"\1\2", text).split("\n") if texts else []:
+        if pattern := next((pattern for one, pattern in texts if one in line), None):
+            known.setdefault(pattern, line[:LONGEST_LINE].strip())
+    return Log(name, known, [line[:LONGEST_LINE].rstrip() for line in lines[-TAIL:]])
+
+
+def _lines(reason: str, rank: int | None, read: Sequence[Log]) -> list[str]:
     """The reason, the known lines with their fixes, and the end of the log of the first rank to fail."""
     own = f"logs/rank{rank}.log"
     read = sorted(read, key=lambda log: log.name != own)
-    by_pattern: dict[Pattern, list[logs.Log]] = {}
+    by_pattern: dict[Pattern, list[Log]] = {}
     for log in read:
         for pattern in log.known:
             by_pattern.setdefault(pattern, []).append(log)
@@ -170,4 +215,9 @@ def _short(path: Path) -> str:
 
 
 def _shown(*lines: str) -> list[str]:
-    return [shown(line, logs.LONGEST_LINE) for line in lines]
+    return [shown(line, LONGEST_LINE) for line in lines]
+
+
+def _unreadable(path: Path, error: object) -> InputError:
+    why = getattr(error, "strerror", None) or error
+    return InputError(shown(f"{path}: {why}: give a run directory, or a folder or file of logs", LONGEST_LINE))

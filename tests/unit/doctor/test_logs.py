@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.doctor import logs
+from recipes.core.doctor import explain as explaining
 from recipes.core.doctor.explain import of_logs as explain
 from recipes.core.doctor.patterns import PATTERNS, Pattern
 from recipes.core.errors import InputError
@@ -42,7 +42,7 @@ def test_a_line_with_a_text_of_a_pattern_is_explained(tmp_path: Path, pattern: P
 )
 def test_a_line_with_several_texts_has_one_cause(tmp_path: Path, line: str, name: str) -> None:
     (tmp_path / "a.log").write_text(line)
-    assert [pattern.name for pattern in logs.read(tmp_path / "a.log", "a.log").known] == [name]
+    assert [pattern.name for pattern in explaining.read_log(tmp_path / "a.log", "a.log").known] == [name]
 
 
 def test_no_pattern_matches_what_this_project_prints(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_ten_megabytes_of_anything_take_little_time(tmp_path: Path, content: str
 
 
 def test_of_a_large_file_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "MOST_BYTES", 2000)
+    monkeypatch.setattr(explaining, "MOST_BYTES", 2000)
     found = said(tmp_path, a__err=OOM + "step\n" * 1000 + DISK)
     assert found[0].endswith(": file system failed")
     assert found[3] == f"  a.err: {DISK.strip()}"
