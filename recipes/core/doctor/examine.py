@@ -169,15 +169,11 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
         # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others and reports their status.
         time.sleep(LEAVE_S)
         if any(stage_of(collected.get(node)) < Stage.final for node in range(len(hosts))):
-            _end_step()
+            # Slurm ends this step one second later. Otherwise srun waits forever for a process that hangs.
+            step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+            with contextlib.suppress(OSError):
+                subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)
     return code
-
-
-def _end_step() -> None:
-    """Lets Slurm end this step one second later. Otherwise srun waits forever for a process that hangs."""
-    step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-    with contextlib.suppress(OSError):
-        subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)
 
 
 def _stand_by(reports: Reports, info: RankInfo, run_dir: Path, deadline: float, end: float) -> int:
