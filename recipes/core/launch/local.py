@@ -9,8 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TypeAlias
 
 from recipes.core import errors
 from recipes.core.errors import Kind, MachineError
@@ -26,7 +24,7 @@ from recipes.core.run.watchdog import RunningClock
 PEERS_GRACE_S = 20.0  # time for the other ranks to complete a checkpoint and end after the first failure
 STOP_GRACE_S = 600.0  # time for the ranks to save and end after a requested stop
 
-Rank: TypeAlias = "subprocess.Popen[bytes]"
+Rank = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class _Stop:
         for number in signals.handled():
             signal.signal(number, self._note)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, *_: object) -> None:
         repeated = self.count and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
         if time.monotonic() - self._last > signals.TOGETHER_S and not repeated:
             self.count, self.number, self._last = self.count + 1, signal.Signals(number), time.monotonic()

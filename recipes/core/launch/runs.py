@@ -191,7 +191,7 @@ def command(argv: Sequence[str], root: Path) -> int:
 def show(words: Sequence[str], root: Path) -> int:
     """Prints the table of runs. words: folders and job IDs, and ``watch``, ``--json``, ``--failed``, ``--sort=KEY``."""
     sort = next((word.partition("=")[2] for word in words if word.startswith("--sort=")), "")
-    if sort and sort not in Run.__dataclass_fields__ and sort != "best":
+    if sort and sort not in Run.__dataclass_fields__:
         raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(Run.__dataclass_fields__)}")
     if unknown := [word for word in words if word.startswith("--") and word.partition("=")[0] not in OPTIONS]:
         raise InputError(f"{shown(unknown[0])}: must be one of {', '.join(OPTIONS)}")

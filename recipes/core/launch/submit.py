@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.core import errors, files
 from recipes.core.errors import MachineError
@@ -25,9 +25,6 @@ from recipes.core.launch import allocation, jobs
 from recipes.core.launch.jobs import Job
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
-
-if TYPE_CHECKING:
-    import submitit
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def one_line(output: str) -> str:
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
-def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
+def _executor(job: Job, python: str) -> Any:
     """submitit's executor for ``job``, with the same directives as its script but its own log file (submitit 1.5)."""
     import submitit
 
