@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     elif "--json" in argv:
         lines = [json.dumps({**vars(run), "folder": str(run.folder)}, default=str) for run in found]
     else:
-        lines = table.table(found)
+        lines = table.aligned(table.cells(found))
     print("\n".join(lines))
     return errors.EXIT_DONE
 

@@ -141,11 +141,6 @@ def ago(seconds: float) -> str:
     return str(timedelta(seconds=round(max(0.0, seconds))))
 
 
-def table(runs: Sequence[Run]) -> list[str]:
-    """The lines of a table with one row per run: the keys in which runs of a recipe differ, and the results."""
-    return aligned(cells(runs))
-
-
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Lines of cells as text, with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -153,7 +148,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def cells(runs: Sequence[Run]) -> list[list[str]]:
-    """The cells of the table. The first line is its head."""
+    """The cells of a table with one row per run: the keys in which runs of a recipe differ, and the results. The first line is its head."""
     seen: dict[tuple[str, str], set[str]] = {}  # by recipe and key
     for run in runs:
         for name, value in run.values.items():
