@@ -85,16 +85,16 @@ def _interface(info: RankInfo) -> network.Choice | None:
 def _probe_peers(reports: Reports, info: RankInfo, end: float, timeout_s: float) -> list[dict[str, Any]]:
     """The links to some other nodes, as `reach.peers` chooses them. timeout_s: of a step of a probe."""
     wanted = reach.peers(info.node_rank, info.num_nodes)
-    found = reports.collect(wanted, Stage.listening, end - 4 * timeout_s)
-    pool = ThreadPoolExecutor(max(1, len(found)))  # not as a context manager: the resolver has no time limit
+    listening = reports.collect(wanted, Stage.listening, end - 4 * timeout_s)
+    pool = ThreadPoolExecutor(max(1, len(listening)))  # not as a context manager: the resolver has no time limit
     answers = {}
-    for peer, report in found.items():
+    for peer, report in listening.items():
         host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else report["address"]
-        answers[peer] = pool.submit(reach.probe, peer, host, report["port"], timeout_s)
+        answers[peer] = pool.submit(reach.probe, host, report["port"], timeout_s)
     done, _ = wait(answers.values(), max(0.0, end - time.monotonic()))
     pool.shutdown(wait=False)
-    late = "timed out"
-    return [asdict(one.result() if one in done else reach.Link(peer, "connect", late)) for peer, one in answers.items()]
+    found = {peer: one.result() if one in done else ("connect", "timed out") for peer, one in answers.items()}
+    return [{"peer": peer, "fault": fault, "why": why} for peer, (fault, why) in found.items()]
 
 
 def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ ALIKE = (
     ("gpus", "name", "the kind of GPU"),
 )
 SLOW = 0.6  # a value below this fraction of the median is slow
-# By the fault of a link (`reach.Link`): what a node sees of the other one, and the fix.
+# By the fault of a link (`reach.probe`): what a node sees of the other one, and the fix.
 FAULTS = {
     "connect": (
         "cannot connect to {peer}",

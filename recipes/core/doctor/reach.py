@@ -6,21 +6,11 @@ A node probes a fixed number of others (`peers`), so its cost is the same in a j
 import contextlib
 import socket
 import threading
-from dataclasses import dataclass
 
 from recipes.core.place import network
 
 LARGE = 256 << 10  # bytes: many full packets
 QUIET_S = 20.0  # after which the server closes a silent connection
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one node found on the way to another."""
-
-    peer: int  # node_rank of the other node
-    fault: str = ""  # connect; small (a connection, but no answer); large (small messages pass and large ones do not)
-    why: str = ""  # the reason of the fault
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:
@@ -48,8 +38,11 @@ def _answer(connection: socket.socket) -> None:
         connection.sendall(_receive(connection))
 
 
-def probe(peer: int, host: str, port: int, timeout_s: float) -> Link:
-    """Probes the server of node ``peer`` on ``host``. timeout_s: of each step."""
+def probe(host: str, port: int, timeout_s: float) -> tuple[str, str]:
+    """The fault of the way to the server of another node, and the reason of the fault; both are "" if there is none.
+
+    The fault: connect; small (a connection, but no answer); large (small messages pass and large ones do not). timeout_s: of each step.
+    """
     for fault, size in (("small", 1), ("large", LARGE)):
         step = "connect"
         try:
@@ -58,10 +51,10 @@ def probe(peer: int, host: str, port: int, timeout_s: float) -> Link:
                 connection.sendall(bytes(size))
                 connection.shutdown(socket.SHUT_WR)
                 if len(_receive(connection)) != size:
-                    return Link(peer, fault, "the connection was closed")
+                    return fault, "the connection was closed"
         except OSError as error:
-            return Link(peer, step, error.strerror or "timed out")  # the error of a timeout has no number
-    return Link(peer)
+            return step, error.strerror or "timed out"  # the error of a timeout has no number
+    return "", ""
 
 
 def _receive(connection: socket.socket) -> bytes:
