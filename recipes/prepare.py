@@ -50,9 +50,6 @@ class PrepareKeys:
     data_dir: str = key("", "folder for the data; default: $RECIPES_DATA, otherwise data/")
     source: str = key("", "folder that has the files; default: they are downloaded")
 
-    def __post_init__(self) -> None:
-        declare.check(self)
-
 
 @dataclass(frozen=True)
 class ImagenetKeys(PrepareKeys):
