@@ -31,7 +31,7 @@ from recipes.core import errors, files
 from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import DataFile, Dataset
+from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import write
 from recipes.core.data.progress import Progress
 from recipes.core.errors import ConfigError, InputError, MachineError
@@ -104,7 +104,8 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
         keys, work = DATASETS[name]
         chosen = parser.parse_keys(keys, words)
         told |= {"dataset": name, **vars(chosen)}
-        work(chosen)
+        recipe, data_dir = work(chosen)
+        _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
     except (ConfigError, InputError) as err:
         message, status = str(err), errors.EXIT_CONFIG
     except MachineError as err:
@@ -130,7 +131,10 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def prepare_mnist(keys: PrepareKeys) -> None:
+# Each function for a dataset returns what to give launch.py next: the recipe with its keys, and the data_dir.
+
+
+def prepare_mnist(keys: PrepareKeys) -> tuple[str, Path]:
     """Writes all files of MNIST below data_dir, unpacked and verified. Raises InputError, MachineError, OSError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.MNIST.folder
@@ -141,7 +145,8 @@ def prepare_mnist(keys: PrepareKeys) -> None:
         else:
             files.write_bytes(folder / file.name, _fetched(file, keys.source))
             _say(f"{file.name}: verified, {files.size_text(file.size)}")
-    _say_next(datasets.MNIST, data_dir)
+    _say(f"mnist is in {folder}")
+    return "mnist", data_dir
 
 
 def _fetched(file: DataFile, source: str) -> bytes:
@@ -182,12 +187,7 @@ def download(url: str, fix: str = FIX) -> bytes:
         raise MachineError(f"{url}: {errors.one_line(error)}: {fix}") from None
 
 
-def _say_next(dataset: Dataset, data_dir: Path) -> None:
-    _say(f"{dataset.name} is in {data_dir / dataset.folder}")
-    _say(f"next: python launch.py recipe={dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
-
-
-def prepare_cifar10(keys: PrepareKeys) -> None:
+def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
     """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError, OSError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.CIFAR10.folder
@@ -203,10 +203,11 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
                 source = Path(scratch, cifar10.ARCHIVE)
                 source.write_bytes(download(cifar10.URL))
             cifar10.convert(source, folder, Path(scratch), name)
-    _say_next(datasets.CIFAR10, data_dir)
+    _say(f"cifar10 is in {folder}")
+    return "cifar", data_dir
 
 
-def prepare_imagenet(keys: ImagenetKeys) -> None:
+def prepare_imagenet(keys: ImagenetKeys) -> tuple[str, Path]:
     """Writes a packed copy of a folder of images into data_dir. Raises InputError, MachineError."""
     if not keys.data_dir:
         raise InputError("data_dir= is missing: give the folder for the packed copy, data_dir=FOLDER")
@@ -225,32 +226,30 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         if split.skipped:
             _say(f"{name}: {split.skipped} images skipped; index.json names them")
     _say(f"imagenet is in {target}, {len(copy.classes)} classes")
-    _say(f"next: python launch.py recipe=imagenet data_dir={shlex.quote(str(target))}")
+    return "imagenet", target
 
 
-def prepare_text(keys: TextKeys) -> None:
+def prepare_text(keys: TextKeys) -> tuple[str, Path]:
     """Writes text as token ids into data_dir/text. Raises InputError, MachineError."""
     from recipes.core.data import text
 
     if not keys.source:
         raise InputError("source= is missing: give the folder of your text, source=FOLDER")
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    text.write(keys.source, data_dir / datasets.TEXT.folder, keys.tokenizer, keys.workers, _say)
-    _say_next(datasets.TEXT, data_dir)
+    folder = data_dir / datasets.TEXT.folder
+    text.write(keys.source, folder, keys.tokenizer, keys.workers, _say)
+    _say(f"text is in {folder}")
+    return "gpt", data_dir
 
 
-def prepare_weights(keys: WeightsKeys, data_dir: str = "FOLDER") -> None:
-    """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError.
-
-    data_dir: folder of the images, for the command that it prints.
-    """
+def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
+    """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError."""
     from recipes.core.train import models
 
     if keys.arch.startswith(models.TIMM):
         name = keys.arch.removeprefix(models.TIMM)
         _fetch_from_hub(keys.arch, name, models.require_timm(name, offline=False))
-        _say_next_finetune(keys.arch, "true", data_dir)
-        return
+        return f"finetune arch={keys.arch} pretrained=true", Path("FOLDER")
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
     if models.fault_of(path):
@@ -262,11 +261,7 @@ def prepare_weights(keys: WeightsKeys, data_dir: str = "FOLDER") -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(path, content)
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
-    _say_next_finetune(keys.arch, chosen.name, data_dir)
-
-
-def _say_next_finetune(arch: str, pretrained: str, data_dir: str) -> None:
-    _say(f"next: python launch.py recipe=finetune arch={arch} pretrained={pretrained} data_dir={shlex.quote(data_dir)}")
+    return f"finetune arch={keys.arch} pretrained={chosen.name}", Path("FOLDER")
 
 
 def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
@@ -282,7 +277,7 @@ def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
     _say(f"{arch}'s weights are in the cache of the Hugging Face hub ($HF_HOME)")
 
 
-def prepare_finetune(keys: FinetuneKeys) -> None:
+def prepare_finetune(keys: FinetuneKeys) -> tuple[str, Path]:
     """Decodes every image of data_dir once, and fetches the weights. Raises InputError, which names images that cannot be read."""
     from recipes.core.data import labelled
 
@@ -302,18 +297,17 @@ def prepare_finetune(keys: FinetuneKeys) -> None:
     if faults:
         raise InputError(f"{faults} of {count} images cannot be read: remove or replace them")
     _say(f"{count} images in {len(parts[0][0].classes)} classes can be read")
-    data_dir = str(datasets.folder_of(keys.data_dir).absolute())
-    if keys.pretrained == "false":
-        _say_next_finetune(keys.arch, "false", data_dir)
-    else:
-        prepare_weights(WeightsKeys(keys.arch, keys.pretrained), data_dir)
+    recipe = f"finetune arch={keys.arch} pretrained=false"
+    if keys.pretrained != "false":
+        recipe, _ = prepare_weights(WeightsKeys(keys.arch, keys.pretrained))
+    return recipe, datasets.folder_of(keys.data_dir).absolute()
 
 
 def _say(text: str) -> None:
     print(errors.shown(text, 1000), flush=True)  # names of folders may contain any bytes
 
 
-DATASETS: dict[str, tuple[type, Callable[[Any], None]]] = {
+DATASETS: dict[str, tuple[type, Callable[[Any], tuple[str, Path]]]] = {
     "mnist": (PrepareKeys, prepare_mnist),
     "cifar10": (PrepareKeys, prepare_cifar10),
     "text": (TextKeys, prepare_text),

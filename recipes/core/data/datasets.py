@@ -28,7 +28,6 @@ class Dataset:
     """A dataset of files below data_dir, in ``folder``. names: training images and labels, test images and labels, and others."""
 
     name: str
-    recipe: str
     folder: str
     names: tuple[str, ...]
 
@@ -42,14 +41,14 @@ MNIST_FILES = (
     DataFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 )
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-MNIST = Dataset("mnist", "mnist", "MNIST/raw", tuple(file.name for file in MNIST_FILES))
+MNIST = Dataset("mnist", "MNIST/raw", tuple(file.name for file in MNIST_FILES))
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # The files that prepare writes: images of shape (N, 3, 32, 32).
 CIFAR10_IDX = ("train-images-idx4-ubyte", "train-labels-idx1-ubyte", "test-images-idx4-ubyte", "test-labels-idx1-ubyte")
 # index.json (source, classes, samples, sha256) is written last.
-CIFAR10 = Dataset("cifar10", "cifar", "cifar10", (*CIFAR10_IDX, "index.json"))
-TEXT = Dataset("text", "gpt", "text", ("index.json",))
+CIFAR10 = Dataset("cifar10", "cifar10", (*CIFAR10_IDX, "index.json"))
+TEXT = Dataset("text", "text", ("index.json",))
 
 
 def folder_of(data_dir: str | Path) -> Path:
