@@ -61,8 +61,8 @@ def to_tracker(argv: list[str]) -> int:
 
 def to_onnx(model: Any) -> tuple[bytes, str]:
     """An ONNX file with an input (batch, 3, px, px) and logits as output, and a phrase on how far its outputs are from the model's."""
-    onnx, runtime = (trackers.require(name, "export") for name in ("onnx", "onnxruntime"))
-    trackers.require("onnxscript", "export")
+    onnx, runtime = (errors.require(name, "export") for name in ("onnx", "onnxruntime"))
+    errors.require("onnxscript", "export")
     import torch
     from PIL import Image
 
@@ -88,7 +88,7 @@ def to_onnx(model: Any) -> tuple[bytes, str]:
 
 def to_safetensors(model: Any) -> bytes:
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items()}
-    return trackers.require("safetensors.torch", "export").save(weights, _about(model))
+    return errors.require("safetensors.torch", "export").save(weights, _about(model))
 
 
 def _about(model: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 Standard library only. This module imports nothing from the project.
 """
 
+import importlib
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -109,3 +110,11 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """The type and the text of an error in one line of at most ``limit`` characters."""
     text = " ".join(str(error).split())
     return shown(f"{type(error).__name__}: {text}" if text else type(error).__name__, limit)
+
+
+def require(module: str, extra: str, place: str = "") -> Any:
+    """The module. Raises InputError if it is not installed. extra: the optional dependencies that have it. place: the start of the message."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"{place}{one_line(error, 80)}: pip install '.[{extra}]'") from None

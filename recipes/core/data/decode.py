@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
-from recipes.core.errors import InputError, one_line
+from recipes.core.errors import InputError, one_line, require
 
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
 ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # JPEG markers without a length
@@ -95,14 +95,7 @@ def _resize(pixels: Pixels, out: Pixels) -> None:
 
 
 def _opencv() -> Decoder:
-    try:
-        import cv2
-        import simplejpeg
-    except ImportError:
-        raise InputError(
-            "decoder=opencv: needs opencv-python-headless and simplejpeg: pip install opencv-python-headless simplejpeg, "
-            "or make install"
-        ) from None
+    cv2, simplejpeg = (require(name, "fast", "decoder=opencv: ") for name in ("cv2", "simplejpeg"))
     cv2.setNumThreads(1)  # the loader's workers already run in parallel
 
     def decode(data: bytes) -> Pixels:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recipes.core import errors
 from recipes.core.data import datasets, sampling
 from recipes.core.data.datasets import Dataset
 from recipes.core.errors import InputError
@@ -56,11 +57,7 @@ def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
 
 def digits() -> tuple[ImageSet, ImageSet]:
     """scikit-learn's 1,797 real digits, 8x8 resized to 28x28; every fifth is in the test set. Raises InputError without scikit-learn."""
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise InputError("dataset=digits: needs scikit-learn: pip install scikit-learn, or make install") from None
-    found = load_digits()
+    found = errors.require("sklearn.datasets", "digits", "dataset=digits: ").load_digits()
     small = torch.from_numpy(found.images).float().unsqueeze(1) / 16
     images = (functional.interpolate(small, size=28, mode="bilinear", antialias=True) * 255).round().to(torch.uint8)
     labels = torch.from_numpy(found.target).long()

@@ -188,12 +188,9 @@ def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
     """The function that encodes a document, the bytes of each token, and the end-of-text token. Raises InputError, MachineError."""
     if name == "bytes":
         return lambda text: np.frombuffer(text.encode(), np.uint8), [*(bytes([i]) for i in range(256)), b""], 256
+    tiktoken = errors.require("tiktoken", "text", f"tokenizer={name}: ")
     try:
-        import tiktoken
-
         found = tiktoken.get_encoding(name)
-    except ModuleNotFoundError:
-        raise InputError(f"tokenizer={name}: needs tiktoken: pip install '.[text]'") from None
     except Exception as error:  # no internet
         fix = "run this on a machine with internet, or set TIKTOKEN_CACHE_DIR to a folder with the tokenizer's file"
         raise MachineError(f"tokenizer={name}: {errors.one_line(error)}: {fix}") from None

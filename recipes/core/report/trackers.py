@@ -1,6 +1,5 @@
 """Adds the metrics of a run to an experiment tracker, as one series with rising steps. The trackers' libraries are optional."""
 
-import importlib
 import json
 import os
 import secrets
@@ -63,12 +62,8 @@ def export(folder: Path, to: str, project: str) -> str:
     return f"{folder}: {len(values)} rows to {where}{held}"
 
 
-def require(name: str, extra: str = "trackers") -> Any:
-    """The module ``name``. Raises InputError if it is not installed. extra: the optional dependencies that have it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError(f"{errors.one_line(error, 80)}: pip install '.[{extra}]'") from None
+def require(name: str) -> Any:
+    return errors.require(name, "trackers")
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:

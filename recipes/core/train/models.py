@@ -1,6 +1,5 @@
 """Classifiers of torchvision and timm by name, with weights that are already on this machine, and what of them is trained."""
 
-import importlib
 import os
 from pathlib import Path
 from types import MethodType
@@ -103,10 +102,7 @@ def require_timm(name: str, offline: bool = True) -> Any:
     """The module timm. Raises InputError if it is not installed, or has no such model. offline: download nothing, as in a job."""
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
-    try:
-        timm = importlib.import_module("timm")
-    except ImportError as error:
-        raise InputError(f"arch={TIMM}{name}: {errors.one_line(error, 80)}: pip install '.[timm]'") from None
+    timm = errors.require("timm", "timm", f"arch={TIMM}{name}: ")
     if not timm.is_model(name):
         nearest = declare.nearest(TIMM + name, [TIMM + one for one in timm.list_models()])
         raise InputError(f"arch={TIMM}{name}: timm has no such model{nearest}")

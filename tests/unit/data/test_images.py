@@ -500,7 +500,7 @@ def test_a_rank_decodes_with_the_workers_that_its_cpus_allow(
 
 def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(InputError, match=r"^decoder=opencv: needs opencv-python-headless and simplejpeg: pip install"):
+    with pytest.raises(InputError, match=r"^decoder=opencv: .*cv2.*: pip install '\.\[fast\]'"):
         make_decoder("opencv")
 
 
