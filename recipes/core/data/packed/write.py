@@ -10,7 +10,6 @@ import shlex
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -86,48 +85,40 @@ def _check_target(target: Path) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A shard that was written. entry: its part of index.json. records: of its samples. skipped: the images left out, and why."""
-
-    entry: dict[str, Any]
-    records: bytes
-    skipped: list[dict[str, str]]
-
-
 def _write_split(split: str, listing: Listing, target: Path, encode: Encode, workers: int, say: Say) -> dict[str, Any]:
     """Writes a split's shards and index, and returns its part of index.json. Raises InputError if too many images are unreadable."""
     numbers = range(-(-len(listing) // SAMPLES_PER_SHARD))
-    shards: list[_Shard] = []
+    entries, records, skipped = list[dict[str, Any]](), bytearray(), list[dict[str, str]]()
     progress, stopped = Progress(split, len(listing), "images", say), threading.Event()
     pool = ThreadPoolExecutor(workers)
     try:
-        for shard in pool.map(lambda number: _write_shard(split, number, listing, target, encode, stopped), numbers):
-            shards.append(shard)
-            progress.at(min(len(shards) * SAMPLES_PER_SHARD, len(listing)))
+        write = partial(_write_shard, split, listing, target, encode, stopped)
+        for entry, of_shard, left_out in pool.map(write, numbers):
+            entries.append(entry)
+            records += of_shard
+            skipped += left_out
+            progress.at(min(len(entries) * SAMPLES_PER_SHARD, len(listing)))
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
-    skipped = [one for shard in shards for one in shard.skipped]
     if len(skipped) > max(10, len(listing) // 100) or len(skipped) == len(listing):
         some = "; ".join(f"{skip['file']!r} {skip['why']}" for skip in skipped[:3])
         raise InputError(
             f"source=: {len(skipped)} of {len(listing)} images of {split}/ cannot be used ({some}): repair or remove them"
         )
-    records = b"".join(shard.records for shard in shards)
-    files.write_bytes(target / f"{split}.index", records)
+    files.write_bytes(target / f"{split}.index", bytes(records))
     return {
         "samples": len(listing) - len(skipped),
         "index_sha256": hashlib.sha256(records).hexdigest(),
-        "shards": [shard.entry for shard in shards],
+        "shards": entries,
         "skipped": skipped,
     }
 
 
 def _write_shard(
-    split: str, number: int, listing: Listing, target: Path, encode: Encode, stopped: threading.Event
-) -> _Shard:
-    """Writes the images of one shard. Raises CancelledError when ``stopped`` is set."""
+    split: str, listing: Listing, target: Path, encode: Encode, stopped: threading.Event, number: int
+) -> tuple[dict[str, Any], bytearray, list[dict[str, str]]]:
+    """Writes a shard. Returns its part of index.json, its records, and the images left out. Raises CancelledError when ``stopped`` is set."""
     records, digest = bytearray(), hashlib.sha256()
     skipped: list[dict[str, str]] = []
     size = 0
@@ -148,4 +139,4 @@ def _write_shard(
 
     name = format.shard_name(split, number)
     files.write_whole(target / name, fill)
-    return _Shard({"file": name, "bytes": size, "sha256": digest.hexdigest()}, bytes(records), skipped)
+    return {"file": name, "bytes": size, "sha256": digest.hexdigest()}, records, skipped
