@@ -95,7 +95,7 @@ def _from_listing(listing: Listing) -> Images:
     for i in range(len(listing)):
         path = listing.folder / listing.name(i)
         try:
-            image, _ = pillow.decode(pillow.read_file(path))
+            image = pillow.decode(pillow.read_file(path))
         except pillow.Unreadable as error:
             raise InputError(f"source=: {str(path)!r} {error}: repair or remove it") from None
         for band in ImageOps.fit(image, (32, 32), Image.Resampling.LANCZOS).split():

@@ -100,7 +100,7 @@ def _opencv() -> Decoder:
 
     def decode(data: bytes) -> Pixels:
         if b"Exif" in data[:4096]:  # simplejpeg does not apply its orientation
-            return np.asarray(pillow.decode(data)[0])
+            return np.asarray(pillow.decode(data))
         return simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True)
 
     def resize(pixels: Pixels, out: Pixels) -> None:
@@ -118,7 +118,7 @@ def decode_any(decoder: Decoder, data: bytes) -> Pixels:
             raise Unreadable("has more than 178 million pixels")
         return decoder.decode(data)
     except (RuntimeError, ValueError):
-        return np.asarray(pillow.decode(data)[0])
+        return np.asarray(pillow.decode(data))
 
 
 def _announced(data: bytes) -> int:

@@ -74,7 +74,7 @@ class Pictures(Dataset[Any]):
         """Raises InputError with the file's name if it cannot be decoded."""
         at = self.positions[i]
         try:
-            image, _ = pillow.decode(self.source.read(at))
+            image = pillow.decode(self.source.read(at))
         except (OSError, Unreadable) as error:
             why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
             raise InputError(f"{self.source.place}: {self.source.name(at)!r} {why}: remove it, or replace it") from None

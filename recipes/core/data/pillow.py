@@ -34,14 +34,13 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
     """An image for a packed copy: payload, height, width. An upright RGB JPEG of at most ``size`` is unchanged. Raises Unreadable."""
     from PIL import Image
 
-    image, plain = decode(data)
-    small = image
+    small = image = decode(data)
     if min(image.size) > size:
         height, width = resized(image.height, image.width, size)
         small = image.resize((width, height), Image.Resampling.LANCZOS)
     if max(small.size) > LONGEST:
         raise Unreadable(f"is {image.width} x {image.height} pixels: its longer side is too long")
-    if plain and small is image:
+    if small is image and image.format == "JPEG":  # Pillow gives a format only to an image that needed no conversion
         return data, image.height, image.width
     small.info = {}  # comments and profiles would be stored too
     with tempfile.TemporaryFile() as file:  # only for a file does Pillow release the interpreter's lock
@@ -50,15 +49,15 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
         return file.read(), small.height, small.width
 
 
-def decode(data: bytes) -> tuple["Image.Image", bool]:
-    """The first image in a file's bytes, upright in RGB, and whether it is a JPEG that needed no conversion. Raises Unreadable."""
+def decode(data: bytes) -> "Image.Image":
+    """The first image in a file's bytes, upright in RGB. Raises Unreadable."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
         raise Unreadable("is empty")
     try:
-        original: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-        original.load()
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image.load()
     except MemoryError:
         raise
     except UnidentifiedImageError:
@@ -67,9 +66,7 @@ def decode(data: bytes) -> tuple["Image.Image", bool]:
         raise Unreadable("has more than 178 million pixels") from None
     except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
         raise Unreadable(f"is damaged ({errors.one_line(error)})") from None
-    image = upright(original)
-    plain = original.format == "JPEG" and original.mode == "RGB" and image is original
-    return to_rgb(image), plain
+    return to_rgb(upright(image))
 
 
 def upright(image: "Image.Image") -> "Image.Image":

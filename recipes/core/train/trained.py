@@ -36,7 +36,7 @@ class Trained:
         try:
             if isinstance(image, Image.Image):
                 return self.transform(pillow.to_rgb(pillow.upright(image)))
-            return self.transform(pillow.decode(pillow.read_file(Path(image)))[0])
+            return self.transform(pillow.decode(pillow.read_file(Path(image))))
         except Unreadable as error:
             raise InputError(f"{shown(image, 4096)} {error}: give another image") from None
 
