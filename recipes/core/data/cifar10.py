@@ -71,19 +71,13 @@ def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
     root = source.parent
     if source.name == ARCHIVE:
         if not utils.check_integrity(str(source), CIFAR10.tgz_md5):
-            raise InputError(
-                f"{source} is damaged (its MD5 is not the one that torchvision expects): "
-                "remove it, or give another source="
-            )
+            raise InputError(f"{source} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
         utils.extract_archive(str(source), str(scratch))
         root = scratch
     try:
         parts = {split: CIFAR10(str(root), train=split == "train") for split in ("train", "test")}
     except RuntimeError:
-        raise InputError(
-            f"{root / BATCHES} is incomplete, or its MD5s differ from those that torchvision expects: "
-            "give another source="
-        ) from None
+        raise InputError(f"{root / BATCHES} is incomplete or damaged (MD5): give another source=") from None
     return {split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes()) for split, part in parts.items()}
 
 

@@ -58,9 +58,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
     """The classes of ``folder``: its folders that are not hidden, sorted as bytes. Raises InputError if there is none."""
     _, folders, _ = next(_walk(os.fsencode(folder)))
     if not folders:
-        raise InputError(
-            f"{str(folder)!r} has no class folders: each class needs a folder with its images, {str(folder)!r}/<class>/*.jpg"
-        )
+        raise InputError(f"{str(folder)!r} has no class folders: put the images of each class into a folder <class>/")
     return tuple(os.fsdecode(name) for name in sorted(folders))
 
 
@@ -78,10 +76,8 @@ def scan(
     known = own if classes is None else tuple(classes)
     positions = {name: i for i, name in enumerate(known)}
     if strange := [name for name in own if name not in positions]:
-        raise InputError(
-            f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: "
-            "add it to the training set, or remove it here"
-        )
+        fix = "add it there, or remove it here"
+        raise InputError(f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: {fix}")
     listing = Listing(folder, known)
     for done, name in enumerate(own):
         report(done)
@@ -106,9 +102,8 @@ def _walk(folder: bytes) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
     """As `os.walk`, through links, without hidden files and folders. Raises InputError if a folder cannot be read."""
 
     def refuse(error: OSError) -> None:
-        raise InputError(
-            f"{os.fsdecode(error.filename)!r} cannot be read ({error.strerror}): make it readable, or give another folder"
-        ) from None
+        fix = "make it readable, or give another folder"
+        raise InputError(f"{os.fsdecode(error.filename)!r} cannot be read ({error.strerror}): {fix}") from None
 
     for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(b".")]

@@ -63,9 +63,8 @@ def kind(path: Path, key: str = "data_dir") -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:  # Path.is_file and its like raise it unchanged, and return False from Python 3.14 on
-        raise InputError(
-            f"{key}: {str(path)!r} cannot be read ({error.strerror}): make it readable, or give another {key}="
-        ) from None
+        fix = f"make it readable, or give another {key}="
+        raise InputError(f"{key}: {str(path)!r} cannot be read ({error.strerror}): {fix}") from None
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
 
 

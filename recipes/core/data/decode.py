@@ -57,9 +57,8 @@ def _torchcodec() -> Decoder:
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:  # not installed, or made for another torch
-        raise InputError(
-            f"decoder=torchcodec: cannot be loaded ({one_line(error, 80)}): pip install 'torchcodec>=0.16', or leave decoder= out"
-        ) from None
+        fix = "pip install 'torchcodec>=0.16', or leave decoder= out"
+        raise InputError(f"decoder=torchcodec: cannot be loaded ({one_line(error, 80)}): {fix}") from None
     return _of_torch("torchcodec", decode_jpeg)  # RGB, with EXIF's orientation
 
 
@@ -71,9 +70,8 @@ def _torchvision() -> Decoder:
         # torchvision.io.decode_jpeg itself warns at each call from torchvision 0.29 on, and is not made for threads.
         decode_jpeg = torch.ops.image.decode_jpeg
     except AttributeError:
-        raise InputError(
-            "decoder=torchvision: this torchvision cannot decode JPEGs: pip install 'torchvision<0.30', or give decoder=opencv"
-        ) from None
+        fix = "pip install 'torchvision<0.30', or give decoder=opencv"
+        raise InputError(f"decoder=torchvision: this torchvision cannot decode JPEGs: {fix}") from None
     return _of_torch("torchvision", lambda content: decode_jpeg(content, 3, True))  # 3: RGB; True: EXIF's orientation
 
 

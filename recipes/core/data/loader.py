@@ -293,10 +293,8 @@ def _finished(shared: _Shared, job: _Job, slot: int, tasks: dict[int, Future[dic
         while not wait([task], watchdog.POLL_S).done:
             if clock.now() > end:
                 name = job.source.name(job.samples[shared.at[slot, begin]])
-                raise MachineError(
-                    f"{job.source.place!r}: a read near {name!r} did not return for {STALL_S:g} s: "
-                    "check the file system"
-                )
+                place = f"{job.source.place!r}: a read near {name!r}"
+                raise MachineError(f"{place} did not return for {STALL_S:g} s: check the file system")
         job.bad |= task.result()
     job.host = shared.slots[slot, : len(job.samples)]
     return job

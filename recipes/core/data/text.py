@@ -59,7 +59,7 @@ class Text:
         found = np.array(rows, np.int64).reshape(-1, seq_len + 1)
         if found.size and found.max() >= len(self.vocabulary):
             raise InputError(
-                f"the text has token {found.max()}, but only {len(self.vocabulary)} are known: prepare it again"
+                f"the text has token {found.max()}, but knows only {len(self.vocabulary)}: prepare it again"
             )
         return found
 
@@ -122,9 +122,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
         folder.mkdir(parents=True, exist_ok=True)
         with files.locked(folder / "preparing.lock"):
             if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
-                raise InputError(
-                    f"tokenizer={tokenizer}: {str(folder)!r} was made with another tokenizer: give another data_dir="
-                )
+                raise InputError(f"tokenizer={tokenizer}: {str(folder)!r} has another one: give another data_dir=")
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
             files.remove_temporary(folder)
             pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),))
@@ -133,10 +131,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
                     shards.append(shard)
                     say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
             except BrokenProcessPool:
-                raise MachineError(
-                    "a worker process died, probably because the memory was used up: "
-                    "reduce the number of workers with workers="
-                ) from None
+                raise MachineError("a worker process died, probably for lack of memory: reduce workers=") from None
             finally:
                 pool.shutdown(cancel_futures=True)
             index = {**VERSION, "tokenizer": tokenizer, "dtype": dtype, "end": end, "shards": shards}

@@ -42,10 +42,7 @@ class LoadedBatch(Shard):
         others = {type(leaf).__name__ for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)}
         if count > 1 and others:
             named = ", ".join(sorted(others))
-            raise InputError(
-                f"accumulate={count}: a batch has {named}, which cannot be divided: "
-                "the function in collate= must return tensors"
-            )
+            raise InputError(f"accumulate={count}: {named} cannot be divided: collate= must return tensors")
         return super().pieces(count, empty)
 
 
@@ -84,9 +81,7 @@ class TorchLoader(_Loaded):
         super().__init__(batches, num_workers, device, collate)
         count = len(dataset)  # type: ignore[arg-type]
         if count != batches.num_samples:
-            raise InputError(
-                f"the data set has {count} samples: give GlobalBatches() this number, not {batches.num_samples}"
-            )
+            raise InputError(f"the data set has {count} samples, but GlobalBatches() was given {batches.num_samples}")
         self._training = self._reader(dataset)
         self._evaluation: _Reader | None = None
         if batches.rank == 0 and not self._training.repeats():

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from recipes.core.config import convert, recipe_conf
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
-from recipes.core.errors import InputError, shown
+from recipes.core.errors import InputError, one_line, shown
 from recipes.core.train import checkpoint, sharding
 
 
@@ -65,9 +65,8 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     recipe_conf.require(recipe, f"{path}: recipe={shown(recipe)}")
     module = importlib.import_module(f"recipes.{recipe}")
     if not (classes and hasattr(module, "make_net") and hasattr(module, "transforms")):
-        raise InputError(
-            f"{path}: recipe {recipe} does not keep what a prediction needs: give a run of finetune, or of a copy of it"
-        )
+        fix = "give a run of finetune, or of a copy of it"
+        raise InputError(f"{path}: recipe {recipe} does not keep what a prediction needs: {fix}")
     cfg = convert.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
     weights = sharding.whole(content["model"])
@@ -76,10 +75,8 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     try:
         net.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"{path}: {recipe}.make_net() makes a network that does not fit this checkpoint "
-            f"({' '.join(str(error).split())[:120]}): use the code that the run was trained with"
-        ) from None
+        why = f"{recipe}.make_net() makes a network that does not fit ({one_line(error, 120)})"
+        raise InputError(f"{path}: {why}: use the code that the run was trained with") from None
     for part in net.modules():
         if parametrize.is_parametrized(part):
             parametrize.remove_parametrizations(part, "weight")  # LoRA: one matrix again

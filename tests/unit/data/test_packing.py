@@ -248,8 +248,8 @@ def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: P
     inside = shutil.copytree(source, tmp_path / "in")
     (tmp_path / "file").write_text("")
     for start, target, words in (
-        (inside, inside, "has other files ('train') and no packed copy"),
-        (inside, inside / "val" / "n01", "has other files ('0.JPEG') and no packed copy"),
+        (inside, inside, "has other files ('train'): give"),
+        (inside, inside / "val" / "n01", "has other files ('0.JPEG'): give"),
         (inside, tmp_path / "file", "cannot be written (File exists)"),
         (tmp_path / "nope", tmp_path / "out", "must have train/<class>/*.JPEG and val/"),
     ):

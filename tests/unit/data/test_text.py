@@ -94,7 +94,7 @@ def test_tokenizers_and_formats_of_other_libraries(
     assert (data.decode(all_tokens(data)), data._shards[0].dtype) == ("w1 w65536 w69998 w0 ", "<u4")
     assert run("tokenizer=bytes") == (
         2,
-        f"error: tokenizer=bytes: '{tmp_path}/data/text' was made with another tokenizer: give another data_dir=\n",
+        f"error: tokenizer=bytes: '{tmp_path}/data/text' has another one: give another data_dir=\n",
     )
 
 
@@ -190,7 +190,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     shard.write_bytes(b"\xff\xff" + content[2:])
     with pytest.raises(InputError, match=r"00000\.bin' is damaged \(SHA-256 mismatch"):
         text.open_text(where, verify=True)
-    with pytest.raises(InputError, match="token 65535, but only 257 are known"):
+    with pytest.raises(InputError, match="token 65535, but knows only 257"):
         text.open_text(where).take([0], 3)
     shard.write_bytes(content[:-2])
     with pytest.raises(InputError, match=r"00000\.bin' is not a file of 20 bytes: run python -m recipes\.prepare text"):
@@ -220,8 +220,7 @@ def test_a_worker_that_ended_is_named_and_the_text_is_not_complete(
     monkeypatch.setattr(text, "write_shard", broken)
     assert run() == (
         3,
-        "error: a worker process died, probably because the memory was used up: "
-        "reduce the number of workers with workers=\n",
+        "error: a worker process died, probably for lack of memory: reduce workers=\n",
     )
     assert not (tmp_path / "data/text/index.json").exists()  # it is not complete until a run has ended well
 

@@ -69,9 +69,7 @@ def _verified(target: Path, size: int, quality: int) -> PackedCopy:
         )
     for file in copy.files:
         if fault := datasets.fault_of(target / file.name, file):
-            raise InputError(
-                f"data_dir={str(target)!r}: the packed copy is damaged ({file.name} {fault}): {start_again}"
-            )
+            raise InputError(f"data_dir={str(target)!r}: is damaged ({file.name} {fault}): {start_again}")
     return copy
 
 
@@ -80,9 +78,7 @@ def _check_target(target: Path) -> None:
     if datasets.kind(target) == "folder":
         ours = re.compile(r"\..*|lost\+found|packing\.(lock|json)|(train|val)(\.index|-\d{5}\.bin)")
         if others := [name for name in os.listdir(target) if not ours.fullmatch(name)]:
-            raise InputError(
-                f"data_dir={str(target)!r}: has other files ({min(others)!r}) and no packed copy; give another data_dir="
-            )
+            raise InputError(f"data_dir={str(target)!r}: has other files ({min(others)!r}): give another data_dir=")
 
 
 def _write_split(split: str, listing: Listing, target: Path, encode: Encode, workers: int, say: Say) -> dict[str, Any]:
@@ -103,9 +99,8 @@ def _write_split(split: str, listing: Listing, target: Path, encode: Encode, wor
         pool.shutdown(cancel_futures=True)
     if len(skipped) > max(10, len(listing) // 100) or len(skipped) == len(listing):
         some = "; ".join(f"{skip['file']!r} {skip['why']}" for skip in skipped[:3])
-        raise InputError(
-            f"source=: {len(skipped)} of {len(listing)} images of {split}/ cannot be used ({some}): repair or remove them"
-        )
+        count = f"{len(skipped)} of {len(listing)} images of {split}/"
+        raise InputError(f"source=: {count} cannot be used ({some}): repair or remove them")
     files.write_bytes(target / f"{split}.index", bytes(records))
     return {
         "samples": len(listing) - len(skipped),
