@@ -123,15 +123,14 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
                 raise InputError(f"tokenizer={tokenizer}: {str(folder)!r} has another one: give another data_dir=")
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
             files.remove_temporary(folder)
-            pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),))
             try:
-                for shard in pool.map(write_shard, *zip(*tasks, strict=True)):
-                    shards.append(shard)
-                    say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
+                # An error or Ctrl-C ends map(), which cancels what has not begun.
+                with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),)) as pool:
+                    for shard in pool.map(write_shard, *zip(*tasks, strict=True)):
+                        shards.append(shard)
+                        say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
             except BrokenProcessPool:
                 raise MachineError("a worker process died, probably for lack of memory: reduce workers=") from None
-            finally:
-                pool.shutdown(cancel_futures=True)
             index = {**VERSION, "tokenizer": tokenizer, "dtype": dtype, "end": end, "shards": shards}
             files.write_json(folder / "index.json", {**index, "vocabulary": " ".join(t.hex() for t in vocabulary)})
 

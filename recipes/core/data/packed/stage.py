@@ -47,12 +47,9 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], No
                 files.remove_temporary(target)
                 files.check_free(target, sum(file.size for file in missing()))
                 show()
-                pool = ThreadPoolExecutor(COPIERS)
-                try:
+                with ThreadPoolExecutor(COPIERS) as pool:  # an error ends map(), which cancels what has not begun
                     for _ in pool.map(lambda file: _copy(file, folder, target), missing()):
                         show()
-                finally:
-                    pool.shutdown(cancel_futures=True)
     return target
 
 
