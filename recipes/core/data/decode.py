@@ -35,7 +35,7 @@ class Decoder:
     resize: Callable[[Pixels, Pixels], None]
 
 
-# Writes a crop of an image's pixels into the last argument. It can be sent to another process.
+# Writes a crop of an image's pixels into the last argument: `random_crop` or `centre_crop` with its first arguments.
 Crop = Callable[[Decoder, Pixels, Pixels], None]
 
 
@@ -150,32 +150,21 @@ def random_box(uniform: Sequence[float], height: int, width: int, least: float) 
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-@dataclass(frozen=True)
-class RandomCrop:
+def random_crop(uniform: Sequence[float], least: float, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
     """A `random_box` of the image, resized."""
-
-    uniform: Sequence[float]
-    least: float
-
-    def __call__(self, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
-        y, x, h, w = random_box(self.uniform, pixels.shape[0], pixels.shape[1], self.least)
-        decoder.resize(pixels[y : y + h, x : x + w], out)
+    y, x, h, w = random_box(uniform, pixels.shape[0], pixels.shape[1], least)
+    decoder.resize(pixels[y : y + h, x : x + w], out)
 
 
-@dataclass(frozen=True)
-class CentreCrop:
+def centre_crop(shorter: int, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
     """The centre of the image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
-
-    shorter: int
-
-    def __call__(self, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
-        height, width = pillow.resized(pixels.shape[0], pixels.shape[1], self.shorter)
-        if height * width > MOST_PIXELS:
-            raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long")
-        if (height, width) != pixels.shape[:2]:
-            whole = np.empty((height, width, 3), np.uint8)
-            decoder.resize(pixels, whole)
-            pixels = whole
-        # round() as in torchvision's center_crop, which prefers the even one of two centres
-        y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
-        out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
+    height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
+    if height * width > MOST_PIXELS:
+        raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long")
+    if (height, width) != pixels.shape[:2]:
+        whole = np.empty((height, width, 3), np.uint8)
+        decoder.resize(pixels, whole)
+        pixels = whole
+    # round() as in torchvision's center_crop, which prefers the even one of two centres
+    y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
+    out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from recipes.core.data import decode
-from recipes.core.data.decode import CentreCrop, Crop, Decoder, Pixels, RandomCrop
+from recipes.core.data.decode import Crop, Decoder, Pixels
 from recipes.core.data.image_sets import Images
 from recipes.core.data.pillow import Unreadable
 from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard, generator, share
@@ -104,7 +105,8 @@ class Loader(OfBatches):
                 random = generator(self._batches.seed, epoch, stream=1, batch=shard.batch)
                 uniform = torch.rand(shard.global_size, 2 * decode.TRIES + 3, dtype=torch.float64, generator=random)
                 mine = uniform[share(shard.global_size, self._batches.rank, self._batches.world_size)]
-                crops, flip = [RandomCrop(row, self._min_crop) for row in mine.tolist()], mine[:, -1] < 0.5
+                crops = [partial(decode.random_crop, row, self._min_crop) for row in mine.tolist()]
+                flip = mine[:, -1] < 0.5
                 samples = shard.indices.tolist()
                 yield _Job(self._images, crops, samples, size, (shard, flip))
 
@@ -119,7 +121,7 @@ class Loader(OfBatches):
 
         Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
         """
-        crop, samples = CentreCrop(resize), range(len(images))[part]
+        crop, samples = partial(decode.centre_crop, resize), range(len(images))[part]
         parts = (samples[begin : begin + batch_size] for begin in range(0, len(samples), batch_size))
         jobs = (_Job(images, [crop] * len(some), some, size) for some in parts)
         with contextlib.closing(self._decoded(jobs)) as decoded:
