@@ -62,11 +62,7 @@ class ImagenetKeys(PrepareKeys):
 
 @dataclass(frozen=True)
 class TextKeys(PrepareKeys):
-    source: str = key(
-        "",
-        "folder of .txt, .jsonl (field 'text') and .parquet (column 'text') files, one such file, "
-        "or a glob pattern in quotes",
-    )
+    source: str = key("", "folder, file or pattern in quotes: .txt, .jsonl (field text) and .parquet (column text)")
     tokenizer: str = key("bytes", "bytes; or gpt2 or o200k_base of tiktoken", values=("bytes", "gpt2", "o200k_base"))
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
 
@@ -86,9 +82,9 @@ class FinetuneKeys:
     multi_label: bool = key(False, "an image may have several labels")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line ``argv`` (default: that of sys.argv) and returns the exit status."""
-    return as_json.called(sys.argv[1:] if argv is None else argv, _main)
+def main(argv: Sequence[str]) -> int:
+    """Runs a command line and returns the exit status."""
+    return as_json.called(argv, _main)
 
 
 def _main(arguments: list[str], told: dict[str, Any]) -> int:
@@ -213,10 +209,8 @@ def prepare_imagenet(keys: ImagenetKeys) -> tuple[str, Path]:
         raise InputError("data_dir= is missing: give the folder for the packed copy, data_dir=FOLDER")
     target = Path(keys.data_dir).expanduser().absolute()
     if not keys.source:
-        raise InputError(
-            "source= is missing: ImageNet cannot be downloaded here, its licence requires an account at image-net.org; give "
-            "source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
-        )
+        fix = "give source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
+        raise InputError(f"source= is missing: ImageNet's licence requires an account at image-net.org: {fix}")
     source = Path(keys.source).expanduser().absolute()
     warnings.simplefilter("ignore")  # Pillow's, of damaged metadata
     copy = write.pack(source, target, keys.size, keys.quality, keys.workers, _say)
@@ -318,4 +312,4 @@ DATASETS: dict[str, tuple[type, Callable[[Any], tuple[str, Path]]]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
