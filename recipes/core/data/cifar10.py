@@ -35,10 +35,8 @@ def local_source(source: str) -> Path:
         return root / ARCHIVE
     if datasets.kind(root / "train", "source") == datasets.kind(root / "test", "source") == "folder":
         return root
-    raise InputError(
-        f"source={source!r} has no copy of CIFAR-10: give a folder that has {BATCHES}/, {ARCHIVE}, "
-        "or train/<class>/*.jpg and test/<class>/…"
-    )
+    fix = f"give a folder that has {BATCHES}/, {ARCHIVE}, or train/<class>/*.jpg and test/<class>/…"
+    raise InputError(f"source={source!r} has no copy of CIFAR-10: {fix}")
 
 
 def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:

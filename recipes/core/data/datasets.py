@@ -101,10 +101,8 @@ def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
         how = "on a machine with internet (elsewhere, add source=FOLDER, which has the data)"
         if dataset is TEXT:  # it is not downloaded
             command, how = f"{command} source=FOLDER", "with the folder of your text"
-        raise InputError(
-            f"data_dir={str(base)!r} lacks {', '.join(missing)} "
-            f"(plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself): run this {how}: {command}"
-        )
+        where = f"plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself"
+        raise InputError(f"data_dir={str(base)!r} lacks {', '.join(missing)} ({where}): run this {how}: {command}")
     return [path for path in found.values() if path]
 
 
@@ -120,10 +118,9 @@ def find_imagenet(data_dir: str | Path) -> Path:
     for folder in (base, base / "imagenet"):
         if kind(folder / "index.json") or all(kind(folder / split) == "folder" for split in ("train", "val")):
             return folder
-    raise InputError(
-        f"data_dir={str(base)!r} has neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json: give the "
-        f"folder that has them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
-    )
+    either = "neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json"
+    fix = f"give the folder that has them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
+    raise InputError(f"data_dir={str(base)!r} has {either}: {fix}")
 
 
 # The IDX format, in which MNIST is published and `recipes.prepare` stores CIFAR-10 (http://yann.lecun.com/exdb/mnist/, "THE IDX

@@ -153,10 +153,8 @@ def _of_table(table: Table, fraction: float, seed: int) -> tuple[Part, Part]:
     known = {label for i in train for label in table.labels[i]}
     for i in val:
         if strange := set(table.labels[i]) - known:
-            raise InputError(
-                f"labels={table.place!r}: all images of class {table.classes[min(strange)]!r}, "
-                f"such as {table.name(i)!r}, have split val: give some of them the split train"
-            )
+            images = f"all images of class {table.classes[min(strange)]!r}, such as {table.name(i)!r},"
+            raise InputError(f"labels={table.place!r}: {images} have split val: give some of them the split train")
     return (table, train), (table, val)
 
 

@@ -143,10 +143,8 @@ class Loader(OfBatches):
                         self.skipped.add(known)
                         self._warn(f"{name!r} cannot be read ({reason}) and is skipped")
                 if job.bad and bad > max(MOST_SKIPPED, FRACTION * seen):
-                    raise InputError(
-                        f"data_dir: {bad} of {seen} images of {source.place!r} cannot be read (such as {name!r}: "
-                        f"{reason}): check that the data is complete"
-                    )
+                    found = f"{bad} of {seen} images of {source.place!r} cannot be read (such as {name!r}: {reason})"
+                    raise InputError(f"data_dir: {found}: check that the data is complete")
                 pixels = torch.from_numpy(job.host).permute(0, 3, 1, 2)
                 yield job.extra, self._to(pixels, used_again=self._workers > 0), self._to(labels)
 

@@ -101,10 +101,9 @@ class GlobalBatches:
         smallest, least = self.size(self.per_epoch - 1), ranks * accumulate
         if smallest < least:
             needed = f"{least}, one for each {'of the parts (accumulate=) of each rank' if accumulate > 1 else 'rank'}"
-            raise InputError(
-                f"global_batch_size={self.global_batch_size}: with {self.num_samples} samples, the last batch has {smallest}, but it needs {needed}; "
-                f"give at least {2 * least}, or use fewer ranks"
-            )
+            why = f"with {self.num_samples} samples, the last batch has {smallest}, but it needs {needed}"
+            fix = f"give at least {2 * least}, or use fewer ranks"
+            raise InputError(f"global_batch_size={self.global_batch_size}: {why}; {fix}")
 
     def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Shard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on. in_order: without the permutation."""

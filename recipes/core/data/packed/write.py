@@ -64,9 +64,8 @@ def _verified(target: Path, size: int, quality: int) -> PackedCopy:
     copy = format.read_index(target)
     start_again = f"remove {shlex.quote(str(target))} and run the same command to pack again"
     if (copy.size, copy.quality) != (size, quality):
-        raise InputError(
-            f"data_dir={str(target)!r}: was packed with size={copy.size} quality={copy.quality}: give these keys, or {start_again}"
-        )
+        keys = f"size={copy.size} quality={copy.quality}"
+        raise InputError(f"data_dir={str(target)!r}: was packed with {keys}: give these keys, or {start_again}")
     for file in copy.files:
         if fault := datasets.fault_of(target / file.name, file):
             raise InputError(f"data_dir={str(target)!r}: is damaged ({file.name} {fault}): {start_again}")
