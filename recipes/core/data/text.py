@@ -1,7 +1,7 @@
 """Text as token ids: shards that are mapped into memory, and how ``recipes.prepare text`` writes them. Without torch.
 
 NNNNN.bin    a shard: the ids of its documents, each document with an end-of-text token behind it
-NNNNN.json   its number of tokens and of bytes of text, its SHA-256, and a digest of what it was made from
+NNNNN.json   its number of tokens, its SHA-256, and a digest of what it was made from
 index.json   the same of all shards, tokenizer, dtype, end of text and vocabulary; written last
 """
 
@@ -158,20 +158,16 @@ def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str)
     record = files.read_json(path.with_suffix(".json")) or {}
     if record.get("source") == identity and path.is_file() and files.sha256(path) == record["sha256"]:
         return record
-    encode, vocabulary, end = open_tokenizer(tokenizer)
-    lengths, digest, counts = np.array([len(token) for token in vocabulary]), hashlib.sha256(), np.zeros(2, np.int64)
+    encode, _, end = open_tokenizer(tokenizer)
 
     def fill(file: IO[bytes]) -> None:
         for document in itertools.chain.from_iterable(map(_documents, sources)):
             ids = np.append(np.asarray(encode(document), np.int64), end)
-            counts[:] += len(ids), lengths[ids].sum()
-            content = ids.astype(dtype).tobytes()
-            digest.update(content)
-            file.write(content)
+            file.write(ids.astype(dtype).tobytes())
 
     files.write_whole(path, fill)
-    tokens, size = counts.tolist()
-    record = {"tokens": tokens, "bytes": size, "sha256": digest.hexdigest(), "source": identity}
+    tokens = path.stat().st_size // np.dtype(dtype).itemsize
+    record = {"tokens": tokens, "sha256": files.sha256(path), "source": identity}
     files.write_json(path.with_suffix(".json"), record)
     return record
 
