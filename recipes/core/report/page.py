@@ -130,24 +130,18 @@ def _training(shown: Sequence[Shown]) -> list[str]:
             series.append((errors.shown(one.run.folder), points, one.style))
         labels = ("optimiser step", errors.shown(unit))
         found += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
-    found += figure.figure(
-        "Throughput over time",
-        ("hours since the first row", "samples/s, all ranks"),
-        [*itertools.chain.from_iterable(map(_by_time, shown))],
-        zero=True,
-    )
+    labels, series = ("hours since the first row", "samples/s, all ranks"), [s for one in shown for s in _by_time(one)]
+    found += figure.figure("Throughput over time", labels, series, zero=True)
     return ["<h2>Training</h2>", above, f'<div class="figures">{found or "There are no metrics."}</div>']
 
 
 def _by_time(one: Shown) -> list[Series]:
     """Throughput of each attempt by hours since the first row."""
     timed = [row for row in one.rows if math.isfinite(number(row.get("time"))) and "samples_per_second" in row]
-    name, found = errors.shown(one.run.folder), list[Series]()
+    begin, found = number(timed[0]["time"]) if timed else 0.0, list[Series]()
     for _, rows_of in itertools.groupby(timed, lambda row: row.get("attempt")):
-        hours = [
-            ((number(row["time"]) - number(timed[0]["time"])) / 3600, row["samples_per_second"]) for row in rows_of
-        ]
-        found.append((name, [(x, number(y)) for x, y in hours], one.style))
+        points = [((number(row["time"]) - begin) / 3600, number(row["samples_per_second"])) for row in rows_of]
+        found.append((errors.shown(one.run.folder), points, one.style))
     return found
 
 

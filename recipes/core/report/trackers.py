@@ -39,9 +39,8 @@ def export(folder: Path, to: str, project: str) -> str:
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
     # A resumed run writes the rows after its newest checkpoint again.
     final = [row for row in every if is_done or row["step"] < status.get("step", 0) or row["step"] <= last["step"]]
-    held = (
-        f"; {len(every) - len(final)} rows are held back: a resume may replace them" if len(final) < len(every) else ""
-    )
+    back = len(every) - len(final)
+    held = f"; {back} rows are held back: a resume may replace them" if back else ""
     if json.dumps(next((row for row in final if row["step"] == last["step"]), None)) != last["row"]:
         raise InputError(f"{folder}: {place} has rows that a resume replaced: remove {POSITION} to export all again")
     values = [(row["step"], _numbers(row)) for row in final if row["step"] > last["step"]]
