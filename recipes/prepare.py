@@ -39,10 +39,7 @@ from recipes.core.run import as_json
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
 TIMEOUT_S = 30.0  # to connect, and for each read
-FIX = (
-    "run this command on a machine with internet access (such as a login node), "
-    "set HTTPS_PROXY if the site has a proxy, or give source="
-)
+FIX = "run this on a machine with internet, such as a login node, set HTTPS_PROXY for a proxy, or give source="
 
 
 @dataclass(frozen=True)

@@ -213,12 +213,8 @@ def _started(shared: _Shared, workers: int) -> ProcessPoolExecutor:
     for _ in range(STARTS):
         others, (read, write) = multiprocessing.active_children(), os.pipe()
         try:
-            pool = ProcessPoolExecutor(
-                workers,
-                multiprocessing.get_context("fork"),
-                _become_worker,
-                (shared, processes.die_with(os.getpid()), write),
-            )
+            arguments = (shared, processes.die_with(os.getpid()), write)
+            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _become_worker, arguments)
             pool.submit(os.getpid)  # forks all workers
             missing, end = workers, time.monotonic() + START_S
             while missing and select.select([read], [], [], max(0.0, end - time.monotonic()))[0]:

@@ -58,9 +58,7 @@ class Text:
         rows = [self._tokens(i * seq_len, (i + 1) * seq_len + 1) for i in sequences]
         found = np.array(rows, np.int64).reshape(-1, seq_len + 1)
         if found.size and found.max() >= len(self.vocabulary):
-            raise InputError(
-                f"the text has token {found.max()}, but knows only {len(self.vocabulary)}: prepare it again"
-            )
+            raise InputError(f"the text has token {found.max()}, but knows {len(self.vocabulary)}: prepare it again")
         return found
 
     def _tokens(self, begin: int, end: int) -> Tokens:

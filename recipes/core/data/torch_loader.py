@@ -85,10 +85,8 @@ class TorchLoader(_Loaded):
         self._training = self._reader(dataset)
         self._evaluation: _Reader | None = None
         if batches.rank == 0 and not self._training.repeats():
-            warn(
-                "dataset[0] differs between two reads with the same random seed, so a resumed run will see "
-                "other samples; draw random numbers only from the global generators of torch, random and numpy"
-            )
+            fix = "draw random numbers only from the global generators of torch, random and numpy"
+            warn(f"dataset[0] differs between two reads with the same seed, so a resumed run sees other samples; {fix}")
 
     def _reader(self, dataset: Dataset[Any]) -> "_Reader":
         return _Reader(_Collated(dataset, self._batches.seed, self._collate), self._workers, self._device)

@@ -188,7 +188,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     shard, index = folder / "00000.bin", folder / "index.json"
     content, known = shard.read_bytes(), index.read_text()
     shard.write_bytes(b"\xff\xff" + content[2:])
-    with pytest.raises(InputError, match="token 65535, but knows only 257"):
+    with pytest.raises(InputError, match="token 65535, but knows 257"):
         text.open_text(where).take([0], 3)
     shard.write_bytes(content[:-2])
     with pytest.raises(InputError, match=r"00000\.bin' is not a file of 20 bytes: run python -m recipes\.prepare text"):
