@@ -29,7 +29,6 @@ class Trained:
     classes: Sequence[str]
     several: bool
     path: Path
-    device: torch.device
 
     def input(self, image: Image.Image | str | Path) -> Tensor:
         """The model's input (3, px, px) for an image, or for a file, turned as its EXIF data say. Raises InputError."""
@@ -43,7 +42,7 @@ class Trained:
     @torch.inference_mode()
     def probabilities(self, inputs: Tensor) -> Tensor:
         """Probabilities (B, classes) of inputs (B, 3, px, px)."""
-        logits = self.model(inputs.to(self.device)).float().cpu()
+        logits = self.model(inputs.to(next(self.model.parameters()).device)).float().cpu()
         return logits.sigmoid() if self.several else logits.softmax(1)
 
     def __call__(self, image: Image.Image | str | Path) -> dict[str, float]:
@@ -82,7 +81,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
             parametrize.remove_parametrizations(part, "weight")  # LoRA: one matrix again
     _, transform = module.transforms(cfg)
     several = bool(getattr(cfg, "multi_label", False))
-    return Trained(net.eval().to(device), transform, list(classes), several, path, torch.device(device))
+    return Trained(net.eval().to(device), transform, list(classes), several, path)
 
 
 def _checkpoint_of(path: Path) -> Path:
