@@ -71,7 +71,6 @@ def scan(
     report: called with the number of classes done, at each class.
     Raises InputError (one line) when there is no folder or class, a class without an image, or one not in ``classes``.
     """
-    folder = Path(folder)
     own = class_names(folder)
     known = own if classes is None else tuple(classes)
     positions = {name: i for i, name in enumerate(known)}

@@ -89,11 +89,7 @@ def open_text(data_dir: str) -> Text:
     try:
         vocabulary, end = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")], int(index["end"])
         dtype, facts = index["dtype"], [(int(shard["tokens"]), str(shard["sha256"])) for shard in index["shards"]]
-        if (
-            any(index[name] != VERSION[name] for name in VERSION)
-            or dtype not in ("<u2", "<u4")
-            or not 0 <= end < len(vocabulary)
-        ):
+        if not VERSION.items() <= index.items() or dtype not in ("<u2", "<u4") or not 0 <= end < len(vocabulary):
             raise ValueError
     except (KeyError, ValueError, TypeError, AttributeError):
         raise InputError(f"{str(folder / 'index.json')!r} is damaged, or does not describe a text: {again}") from None

@@ -68,7 +68,7 @@ def read_index(folder: Path) -> PackedCopy:
         splits = {name: _split(name, found["splits"][name]) for name in SPLITS}
         index = DataFile(INDEX, len(content), hashlib.sha256(content).hexdigest())
         copy = PackedCopy(int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, index)
-        if any(found[name] != VERSION[name] for name in VERSION) or not all(isinstance(c, str) for c in copy.classes):
+        if not VERSION.items() <= found.items() or not all(isinstance(c, str) for c in copy.classes):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise InputError(f"{str(path)!r} is damaged or of another version: remove it and pack again: {again}") from None
