@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import errors, files
-from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.errors import InputError
 from recipes.core.report import trackers
 from recipes.core.run import table
 
@@ -94,8 +94,4 @@ def _about(model: Any) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ConfigError, InputError, MachineError, OSError) as error:
-        print(f"export: {error}", file=sys.stderr)
-        sys.exit(errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG)
+    sys.exit(errors.status_of("export", main))

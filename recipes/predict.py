@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.core import errors
 from recipes.core.data import classfolder
-from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.errors import InputError
 
 BATCH = 32
 SHOWN = 3  # classes in a line of text
@@ -83,8 +83,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: predict | head
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ConfigError, InputError, MachineError, OSError) as error:
-        print(f"predict: {error}", file=sys.stderr)
-        sys.exit(errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG)
+    sys.exit(errors.status_of("predict", main))

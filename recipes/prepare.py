@@ -99,10 +99,8 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
         told |= {"dataset": name, **vars(chosen)}
         recipe, data_dir = work(chosen)
         _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
-    except (ConfigError, InputError) as err:
-        message, status = str(err), errors.EXIT_CONFIG
-    except MachineError as err:
-        message, status = str(err), errors.EXIT_MACHINE
+    except (ConfigError, InputError, MachineError) as err:
+        message, status = str(err), errors.EXIT_MACHINE if isinstance(err, MachineError) else errors.EXIT_CONFIG
     except OSError as err:
         message, status = f"{err.filename or 'data_dir'}: {err.strerror or err}", errors.EXIT_MACHINE
     except KeyboardInterrupt:

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.report import page as html
 from recipes.core.run import source, table
@@ -45,8 +44,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: report | head
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (InputError, MachineError) as error:
-        print(f"report: {error}", file=sys.stderr)
-        sys.exit(errors.EXIT_CONFIG)
+    sys.exit(errors.status_of("report", main))

@@ -4,7 +4,8 @@ Standard library only. This module imports nothing from the project.
 """
 
 import importlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -118,3 +119,12 @@ def require(module: str, extra: str, place: str = "") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"{place}{one_line(error, 80)}: pip install '.[{extra}]'") from None
+
+
+def status_of(command: str, main: Callable[[list[str]], int]) -> int:
+    """Runs ``main`` with the words of the command line, and returns its exit status. What a user can correct is one line on stderr."""
+    try:
+        return main(sys.argv[1:])
+    except (ConfigError, InputError, MachineError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG

@@ -335,5 +335,5 @@ def test_texts_and_lines_have_contrast_in_light_and_dark() -> None:
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     make(tmp_path / "run", [row(0, 1)])
     ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path), f"html={tmp_path}/none/out.html"])
-    assert (ended.status, len(ended.lines)) == (2, 1)
+    assert (ended.status, len(ended.lines)) == (3, 1)
     assert f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)" in ended.lines[0]
