@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from recipes.core.errors import InputError
 from recipes.core.run import directory, rows, table
 
 POSITION, LOCK = "exported.json", ".exported.lock"  # in the run directory; POSITION has the last row in each tracker
+require = partial(errors.require, extra="trackers")
 MOST_VALUES, LONGEST = 1000, 500  # that MLflow accepts: values in one call, characters of a parameter
 
 
@@ -59,10 +61,6 @@ def export(folder: Path, to: str, project: str) -> str:
     with files.writing_to(folder, "run_dir"):
         files.write_json(folder / POSITION, {**known, place: position})
     return f"{folder}: {len(values)} rows to {where}{held}"
-
-
-def require(name: str) -> Any:
-    return errors.require(name, "trackers")
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
