@@ -63,9 +63,8 @@ def _torchcodec() -> Decoder:
 
 
 def _torchvision() -> Decoder:
-    import torchvision.io  # registers the operator
+    import torchvision.io  # noqa: F401 (it registers the operator)
 
-    assert torchvision.io
     try:
         # torchvision.io.decode_jpeg itself warns at each call from torchvision 0.29 on, and is not made for threads.
         decode_jpeg = torch.ops.image.decode_jpeg

@@ -23,7 +23,6 @@ from recipes.core.data.pillow import Unreadable
 from recipes.core.data.progress import Progress
 from recipes.core.errors import InputError
 
-LOCK = "packing.lock"
 SAMPLES_PER_SHARD = 2048
 Say = Callable[[str], None]
 Encode = Callable[[bytes], tuple[bytes, int, int]]  # `pillow.encode` of a size and quality
@@ -47,7 +46,7 @@ def pack(
         train = classfolder.scan(source / "train")
         listings = {"train": train, "val": classfolder.scan(source / "val", train.classes)}
         target.mkdir(parents=True, exist_ok=True)
-        with files.locked(target / LOCK):
+        with files.locked(target / "packing.lock"):
             files.remove_temporary(target)  # of an interrupted packing, as are these
             for old in target.glob("*.bin"):
                 old.unlink()
