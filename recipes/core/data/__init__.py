@@ -3,6 +3,5 @@
 Without torch, so that login nodes can use them: `datasets` (the files of each dataset and their folders), `classfolder`
 (class folders), `cifar10` (conversion), `pillow` (decoding with Pillow alone), `text` and `sentences` (token IDs).
 With torch: `sampling` (which samples each rank takes), `in_memory` (small sets), `decode`, `image_sets`, `loader` (large sets).
-`packed` reads and writes packed copies of image folders. Imports `errors`, `files`, `place`, `config` and `run`; `train`, the recipes and
-`recipes.prepare` import it, and `launch` imports `datasets` alone.
+`packed` reads and writes packed copies of image folders. `launch` imports `datasets` alone.
 """
