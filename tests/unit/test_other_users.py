@@ -21,7 +21,7 @@ from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import snapshot
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, logs, resumed, table
-from recipes.core.train import checkpoint, opening, resume
+from recipes.core.train import checkpoint, resume, session
 from tests import helpers
 
 STRANGER = 65534
@@ -219,11 +219,11 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     settings = SimpleNamespace(run=SimpleNamespace(run_dir=f"{tmp_path}/run"), recipe="toy")
     start = cast(Any, SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=1, run_id=None)))
     world = cast(Any, SimpleNamespace(rank=1, from_rank_0=lambda what, work: [name, False, 3, False]))
-    attempt, _ = opening.open_run_dir(start, world)
+    attempt, _ = session.open_run_dir(start, world)
     assert attempt.folder == tmp_path / "run/attempts/0003"
     settings.run.run_dir = ""
     with pytest.raises(InputError, match=r"^run_dir=.* here, run_dir=.* on rank 0: give the same"):
-        opening.open_run_dir(start, world)
+        session.open_run_dir(start, world)
 
 
 @pytest.mark.parametrize("name", ["../x.pt", "/x/step-00000001.pt", "config.yaml"])

@@ -44,12 +44,12 @@ from recipes.core.train import (
     rendezvous,
     resume,
     scores,
+    session,
     torch_errors,
 )
 from recipes.core.train import world as worlds
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
-from recipes.core.train.opening import check_shared
 from recipes.core.train.run import Run
 from tests import helpers
 
@@ -645,7 +645,7 @@ def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path)
         unseen = "this node does not see the files that rank 0 on a writes"
         words = f"^a: run_dir=.*: {unseen}: give a folder that all nodes share"
         with pytest.raises(errors.MachineError, match=words) if is_refused else contextlib.nullcontext():
-            check_shared(run)
+            session.check_shared(run)
 
 
 def test_an_evaluation_of_another_model_is_refused() -> None:
