@@ -20,9 +20,8 @@ from recipes.core.report import trackers
 from recipes.core.run import watchdog
 from recipes.core.train import gradients, lines, metrics
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.flops import Flops, achieved
 from recipes.core.train.gradients import Gradients
-from recipes.core.train.meter import Meter
+from recipes.core.train.meter import Flops, Meter, achieved
 from recipes.core.train.profiling import profiling
 from recipes.core.train.run import Run
 

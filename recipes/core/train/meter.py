@@ -1,5 +1,7 @@
-"""Where the time of a training goes: the speed of a run, the parts of its steps, and the pace of the progress line."""
+"""Where the time of a training goes: the speed of a run, the parts of its steps, their arithmetic, and what the ranks use."""
 
+import ctypes
+import functools
 import itertools
 import math
 import struct
@@ -7,11 +9,12 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from recipes.core.place import processes
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
-from recipes.core.train import energy
+from recipes.core.train.device import device_name
 from recipes.core.train.world import World
 
 PROGRESS_EVERY_S = 0.5
@@ -19,6 +22,11 @@ MEMORY_EVERY_S = 60.0  # between two measurements of memory, which are slow for 
 PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is the loop's own work
 ON_GPU = ("forward_backward", "optimizer")
 OF_RANK = struct.Struct("dddQQ")  # seconds per step, CPUs, joules of the GPU, bytes of memory, bytes of the GPU
+# TFLOP/s of matrix products in bfloat16 or float16 without sparsity, from the vendors' data sheets. The first that is in the GPU's name counts.
+PEAKS = {
+    "B200": 2250.0, "GH200": 989.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "L40S": 362.0, "L40": 181.0,
+    "L4": 121.0, "A100": 312.0, "A40": 150.0, "A30": 165.0, "A10": 125.0, "V100": 125.0, "T4": 65.0, "MI300X": 1307.0, "MI250X": 383.0,
+}  # fmt: skip
 
 
 class Meter:
@@ -35,7 +43,7 @@ class Meter:
         self._parts = defaultdict[str, float](float)  # seconds in this interval
         self._events: list[tuple[str, torch.cuda.Event]] | None = None  # of the step that is measured
         self._busy_s, self._busy_steps = 0.0, 0  # since the last `of_ranks`
-        self._cpu, self._joules = processes.cpu_time(), energy.total_j(device)
+        self._cpu, self._joules = processes.cpu_time(), _energy_j(device)
         self._memory, self._memory_at = 0, -math.inf
 
     def sample(self) -> None:
@@ -107,7 +115,7 @@ class Meter:
         if cpu.time_s >= self._memory_at + MEMORY_EVERY_S:
             self._memory, self._memory_at = processes.memory(), cpu.time_s
         peak = torch.cuda.max_memory_allocated(self._device) if gpu else 0
-        joules = energy.total_j(self._device)
+        joules = _energy_j(self._device)
         step_s = self._busy_s / max(1, self._busy_steps)
         own = OF_RANK.pack(step_s, used_s, joules - self._joules, self._memory, peak)
         self._busy_s, self._busy_steps, self._cpu, self._joules = 0.0, 0, cpu, joules
@@ -123,3 +131,53 @@ class Meter:
             told["gpu_memory_gb"] = round(max(one[4] for one in found) / 1e9, 3)
         spent_j = sum(one[2] for one in found)
         return told | ({"gpu_energy_kj": round(spent_j / 1e3, 3)} if math.isfinite(spent_j) else {})
+
+
+def _energy_j(device: torch.device) -> float:
+    """Joules since the driver was loaded; NaN if NVML does not know them: on a CPU, a slice of a GPU, or a GPU of another maker."""
+    nvml = _nvml() if device.type == "cuda" else None
+    if nvml is None:
+        return math.nan
+    uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+    handle, found = ctypes.c_void_p(), ctypes.c_ulonglong()
+    failed = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle))
+    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(found))
+    return math.nan if failed else found.value / 1e3  # it counts millijoules
+
+
+@functools.cache
+def _nvml() -> ctypes.CDLL | None:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return None if nvml.nvmlInit_v2() else nvml
+
+
+class Flops:
+    """Counts floating-point operations of convolutions and linear layers until `stop`. The backward pass has as many as the forward pass
+    for each weight that is trained, and as many again for each input that has a gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found, kinds = 0, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        self._hooks = [part.register_forward_hook(self._add) for part in model.modules() if isinstance(part, kinds)]
+
+    def _add(self, part: nn.Module, inputs: Any, output: Any) -> None:
+        weight = part.weight
+        assert isinstance(weight, torch.Tensor)
+        # Each output has one product and one sum per weight of its row, or of its output channel.
+        passes = 1 + weight.requires_grad + inputs[0].requires_grad
+        self._found += 2 * passes * output.numel() * math.prod(weight.shape[1:])
+
+    def stop(self) -> int:
+        """Ends the count. Returns the operations of forward and backward pass."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._found
+
+
+def achieved(flops_per_s: float, device: torch.device) -> dict[str, float]:
+    """``tflops`` of a rank; on a GPU whose peak is known, also ``mfu``, their share of its peak in bfloat16 or float16."""
+    peak = next((value for known, value in PEAKS.items() if known in device_name(device)), 0.0)
+    found = {"tflops": float(f"{flops_per_s / 1e12:.4g}")}
+    return found | ({"mfu": round(flops_per_s / 1e12 / peak, 3)} if peak else {})

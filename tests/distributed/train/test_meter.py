@@ -14,7 +14,7 @@ import torch
 import torchvision
 
 from recipes.core.place import processes
-from recipes.core.train import flops, meter
+from recipes.core.train import meter
 from tests import helpers
 
 
@@ -47,7 +47,7 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
 
 def test_arithmetic_of_a_known_network() -> None:
     net = torchvision.models.resnet50().eval()
-    count = flops.Flops(net)
+    count = meter.Flops(net)
     net(torch.zeros(2, 3, 224, 224))
     of_first = 112 * 112 * 64 * 3 * 49  # its input, the images, has no gradient
     expected = 2 * (3 * 4.089e9 - of_first)  # torchvision's documentation: 4.09 GFLOPS, in products
@@ -56,7 +56,7 @@ def test_arithmetic_of_a_known_network() -> None:
     assert count.stop() / 2 == pytest.approx(expected, rel=0.001)  # stopped
     for parameter in net.parameters():
         parameter.requires_grad = False
-    count = flops.Flops(net)
+    count = meter.Flops(net)
     net(torch.zeros(1, 3, 224, 224))
     assert count.stop() == pytest.approx(2 * 4.089e9, rel=0.001)  # only forward
 
