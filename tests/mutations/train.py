@@ -137,7 +137,7 @@ MUTATIONS = [
         "tests/distributed/train/test_arithmetic.py::test_averaged_weights_scale_with_the_batch_size_and_resume",
     ),
     Mutation(
-        "recipes/core/train/metrics.py",
+        "recipes/core/train/scores.py",
         "hits[:, 0].sum(), hits.sum()",
         "hits.sum(), hits[:, 0].sum()",
         "top-1 and top-5 accuracy are exchanged",

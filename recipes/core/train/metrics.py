@@ -1,21 +1,15 @@
-"""metrics.jsonl, accuracy and versions of a run."""
+"""metrics.jsonl, and what a recipe may return as results."""
 
 import contextlib
 import json
 import os
-import platform
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from recipes.core import files
 from recipes.core.errors import RunError
 from recipes.core.run import table
-
 
 # Names of a row of metrics.jsonl that are not results of an evaluation.
 RESERVED = table.NO_RESULTS.union(
@@ -68,26 +62,3 @@ def require_results(call: str, results: object, reserved: Collection[str] = ()) 
                 f"{call} returned {name}=: metrics.jsonl already uses this name: rename it, for example to val_{name}"
             )
     return results
-
-
-def right(logits: Tensor, labels: Tensor) -> Tensor:
-    """Counts of top-1 hits, top-5 hits and samples: int64, shape (3,). Counts of several batches can be added.
-
-    logits: (B, classes). labels: (B,). A negative label marks a sample that could not be read; it does not count.
-    """
-    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    return torch.stack([hits[:, 0].sum(), hits.sum(), (labels >= 0).sum()])
-
-
-def accuracy(top1: int, top5: int, samples: int) -> dict[str, Any]:
-    """``val_top1``, ``val_top5`` (fractions) and ``val_samples``, from the counts of `right`."""
-    return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
-
-
-def versions() -> dict[str, str | None]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),  # if the recipe uses it
-        "cuda": torch.version.cuda,
-    }

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -359,7 +360,14 @@ class Run:
                 "resumed_from_step": self.resumed_from_step,
                 "restarts": self.attempt.number,
                 "git_commit": self._commit,
-                "versions": metrics.versions(),
+                "versions": {
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                    "torchvision": getattr(
+                        sys.modules.get("torchvision"), "__version__", None
+                    ),  # if the recipe uses it
+                    "cuda": torch.version.cuda,
+                },
             }
             if self.state:
                 trained = sum(p.numel() for p in self.state.model.parameters() if p.requires_grad)

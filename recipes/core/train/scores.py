@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from recipes.core.run import watchdog
-from recipes.core.train import metrics, sharding
+from recipes.core.train import sharding
 from recipes.core.train.run import Run
 
 Answers = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
@@ -19,15 +19,25 @@ LARGEST_MATRIX = 50  # classes; a row of metrics.jsonl has no larger confusion m
 
 @torch.inference_mode()
 def accuracy(run: Run, answers: Answers) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
+    """``val_top1``, ``val_top5`` (fractions) and ``val_samples``, over all ranks. Each rank counts its own samples, and the counts are summed.
 
     answers: gets the network to evaluate, and returns pairs of logits and labels. When a rank was notified to stop, this
     function returns early: `Run.stop_is_near` notes that the results are incomplete. A collective: every rank must call it.
     """
     counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
     for logits, labels in answered(run, answers):
-        counts += metrics.right(logits, labels)
-    return metrics.accuracy(*run.world.sum(counts).tolist())
+        counts += right(logits, labels)
+    top1, top5, samples = run.world.sum(counts).tolist()
+    return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
+
+
+def right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Counts of top-1 hits, top-5 hits and samples: int64, shape (3,). Counts of several batches can be added.
+
+    logits: (B, classes). labels: (B,). A negative label marks a sample that could not be read; it does not count.
+    """
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    return torch.stack([hits[:, 0].sum(), hits.sum(), (labels >= 0).sum()])
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from recipes import toy
 from recipes.conf.toy import Config
 from recipes.core.config.run_keys import Dtype
-from recipes.core.train import loop, metrics, optimisation
+from recipes.core.train import loop, optimisation, scores
 from recipes.core.train import world as worlds
 from tests.distributed import one_rank
 
@@ -27,13 +27,11 @@ def batches(global_batch_size: int, num_samples: int, per_epoch: int = 1) -> Any
 
 def test_top1_and_top5_hits() -> None:
     ten = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0]] * 5)
-    assert metrics.right(ten, torch.tensor([0, 1, 4, 5, 9])).tolist() == [1, 3, 5]
-    assert metrics.right(ten, torch.tensor([0, -100, -1, 4, -100])).tolist() == [1, 2, 2]  # that cannot be read
-    assert metrics.right(torch.zeros(10, 10), torch.arange(10)).tolist() == [1, 5, 10]  # equal logits are no answer
-    assert metrics.right(torch.eye(3), torch.tensor([0, 1, 0])).tolist() == [2, 3, 3]
-    assert metrics.right(torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64)).tolist() == [0, 0, 0]
-    assert metrics.accuracy(3, 4, 8) == {"val_top1": 0.375, "val_top5": 0.5, "val_samples": 8}
-    assert metrics.accuracy(0, 0, 0) == {"val_top1": 0, "val_top5": 0, "val_samples": 0}
+    assert scores.right(ten, torch.tensor([0, 1, 4, 5, 9])).tolist() == [1, 3, 5]
+    assert scores.right(ten, torch.tensor([0, -100, -1, 4, -100])).tolist() == [1, 2, 2]  # that cannot be read
+    assert scores.right(torch.zeros(10, 10), torch.arange(10)).tolist() == [1, 5, 10]  # equal logits are no answer
+    assert scores.right(torch.eye(3), torch.tensor([0, 1, 0])).tolist() == [2, 3, 3]
+    assert scores.right(torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

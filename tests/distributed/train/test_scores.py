@@ -21,6 +21,14 @@ def test_scores_of_a_confusion_matrix_are_those_of_scikit_learn() -> None:
     assert (found["val_samples"], found["val_confusion"][3][1]) == (200, int(((labels == 3) & (predicted == 1)).sum()))
 
 
+def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts))
+    for labels, expected in (([0, 3, 5, -1], (1 / 3, 2 / 3, 3)), ([-1, -1, -1, -1], (0, 0, 0))):
+        pairs = [(torch.tensor([[9.0, 8, 7, 6, 5, 4]] * 4), torch.tensor(labels))]
+        monkeypatch.setattr(scores, "answered", lambda run, answers, pairs=pairs: pairs)
+        assert tuple(scores.accuracy(run, lambda net: []).values()) == expected
+
+
 def test_classes_that_do_not_occur_have_no_scores() -> None:
     matrix = torch.zeros(60, 60, dtype=torch.int64)
     assert scores.of_confusion(matrix)["val_f1"] == 0.0
