@@ -23,10 +23,17 @@ def of_results(results: Mapping[str, Any]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float))
 
 
-def bar(step: int, total: int, text: str, columns: int) -> str:
-    """A progress bar with ``text``, shorter than a terminal of ``columns``; without the bar if it does not fit."""
+def progress(
+    epoch: int, epochs: int, step: int, total: int, loss: float | None, speed: float, per_step: int, columns: int
+) -> str:
+    """A progress bar and text, shorter than a terminal of ``columns``; without the bar if it does not fit.
+
+    loss: the last known one. speed: samples per second. per_step: samples of a step.
+    """
     share = step / max(1, total)
-    line = f"{share:4.0%}  {text}"
+    of_loss = f"  loss {loss:.4f}" if loss is not None else ""
+    left = f"  {_time((total - step) * per_step / speed)} left" if speed else ""
+    line = f"{share:4.0%}  epoch {epoch + 1}/{epochs}  step {step}/{total}{of_loss}  {speed:,.0f} samples/s{left}"
     length = min(LONGEST_BAR, columns - len(line) - 3)
     if length < 5:
         return line[: max(0, columns - 1)]
@@ -36,12 +43,3 @@ def bar(step: int, total: int, text: str, columns: int) -> str:
 
 def _time(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
-
-
-def of_progress(
-    epoch: int, epochs: int, step: int, total: int, loss: float | None, speed: float, per_step: float
-) -> str:
-    """The text beside the bar. loss: the last known one. speed: samples per second. per_step: samples of a step."""
-    of_loss = f"  loss {loss:.4f}" if loss is not None else ""
-    left = f"  {_time((total - step) * per_step / speed)} left" if speed else ""
-    return f"epoch {epoch + 1}/{epochs}  step {step}/{total}{of_loss}  {speed:,.0f} samples/s{left}"

@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -245,7 +246,8 @@ class _StepEnds:
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
-            self._show(step)
+            of_step = (step.shard.epoch, self.cfg.epochs, state.step, self.total, self.shown)
+            run.progress(partial(lines.progress, *of_step, self.meter.speed(), step.shard.global_size))
         if stop or last:
             # After the last step the run is complete: only an evaluation that was cut short still counts as stopped.
             run.stopping = run.stopping if last else stop
@@ -255,12 +257,6 @@ class _StepEnds:
     def is_row(self, step: int, ends_epoch: bool) -> bool:
         """Whether metrics.jsonl has a row for the step with this number."""
         return ends_epoch or step in (self.first_step, self.total) or step % self.cfg.log_every_steps == 0
-
-    def _show(self, step: Step[Any]) -> None:
-        """Draws the progress bar of a terminal."""
-        run, epoch, size = self.run, step.shard.epoch, step.shard.global_size
-        text = lines.of_progress(epoch, self.cfg.epochs, run.step, self.total, self.shown, self.meter.speed(), size)
-        run.progress(lambda columns: lines.bar(run.step, self.total, text, columns))
 
     def _agree(self, must: bool) -> None:
         """Starts a sum over the ranks: if ``must``, or `every` steps after the last one. All ranks do so at the same steps."""
