@@ -67,16 +67,12 @@ class Gradients:
             return
         norm = torch.nn.utils.get_total_norm(gradients) / self.scale
         if "loss_scale" in self._meta:
-            torch._foreach_mul_(gradients, 1 / self.scale)
-            finite = bool(norm.isfinite())
-            if not finite:
+            scale, steps = self._meta["loss_scale"]
+            torch._foreach_mul_(gradients, 1 / scale)
+            factor = 2.0 if steps + 1 == GROWTH_STEPS else 1.0
+            if not norm.isfinite():
                 optimizer.zero_grad(set_to_none=True)
-            self._adapt(finite)
+                factor = 0.5
+            self._meta["loss_scale"] = [scale * factor, steps + 1 if factor == 1 else 0]  # of the next step
         if self._most:
             torch.nn.utils.clip_grads_with_norm_(trained, self._most, norm)
-
-    def _adapt(self, finite: bool) -> None:
-        """Changes the scale for the next step. finite: whether the gradients of this step are."""
-        scale, steps = self._meta["loss_scale"]
-        factor = 0.5 if not finite else 2.0 if steps + 1 == GROWTH_STEPS else 1.0
-        self._meta["loss_scale"] = [scale * factor, steps + 1 if factor == 1 else 0]

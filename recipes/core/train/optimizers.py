@@ -62,19 +62,15 @@ class LARS(_Grouped):
         if group["weight_decay"]:
             updates = list(torch._foreach_add(updates, params, alpha=group["weight_decay"]))
         if group["adapt"]:
-            rates = _rates(params, gradients, group["trust"], group["weight_decay"])
+            # Without a wait for the GPU. A tensor whose weights or gradient are all zero has rate 1.
+            weights, slopes = (torch.stack(list(torch._foreach_norm(tensors))) for tensors in (params, gradients))
+            rates = group["trust"] * weights / (slopes + group["weight_decay"] * weights)
+            rates = torch.where((weights > 0) & (slopes > 0), rates, torch.ones_like(rates))
             updates = [update * rate for update, rate in zip(updates, rates, strict=True)]
         momenta = self._momenta(params)
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, updates, alpha=1)
         torch._foreach_add_(params, momenta, alpha=-group["lr"])
-
-
-def _rates(params: list[Tensor], gradients: list[Tensor], trust: float, weight_decay: float) -> list[Tensor]:
-    """The rate of each tensor; 1 if its weights or its gradient are all zero. Does not synchronise with the GPU."""
-    weights, slopes = (torch.stack(list(torch._foreach_norm(tensors))) for tensors in (params, gradients))
-    rates = trust * weights / (slopes + weight_decay * weights)
-    return list(torch.where((weights > 0) & (slopes > 0), rates, torch.ones_like(rates)).unbind())
 
 
 class Muon(_Grouped):
