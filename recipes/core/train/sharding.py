@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,14 +48,8 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-@dataclass(frozen=True)
-class Divided:
-    """A tensor that was read from a checkpoint of several ranks. parts: the rows of each rank, in order."""
-
-    parts: Sequence[Tensor]
-
-    def whole(self) -> Tensor:
-        return torch.cat([*self.parts])
+class Divided(list[Tensor]):
+    """A tensor that was read from a checkpoint of several ranks: the rows of each rank, in order."""
 
 
 def taken_apart(content: Any) -> tuple[Any, list[Tensor]]:
@@ -84,7 +77,7 @@ def put_together(content: Any, of_ranks: Sequence[Sequence[Tensor]]) -> Any:
 
 def whole(content: Any) -> Any:
     """``content`` with whole tensors in place of divided ones that were read from a checkpoint."""
-    return tree_map_only(Divided, Divided.whole, content)
+    return tree_map_only(Divided, torch.cat, content)
 
 
 def weights_of(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -105,7 +98,7 @@ def state_of(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict
 
 def as_part(value: Any, like: Tensor | None) -> Any:
     """This rank's rows of a tensor, if ``like`` is a divided one of the same shape; else the whole tensor."""
-    value = value.whole() if isinstance(value, Divided) else value
+    value = torch.cat(value) if isinstance(value, Divided) else value
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     part = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
