@@ -45,17 +45,14 @@ class Step(Generic[S]):
     this step.
     """
 
-    def __init__(
-        self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str], ends_epoch: bool, scale: float,
-        meter: Meter,
-    ) -> None:  # fmt: skip
-        self.ends_epoch, self.save, self._scale, self._meter = ends_epoch, False, scale, meter
-        self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
-        self._run, self._model, self._calls = run, model, calls
+    def __init__(self, ends: "_StepEnds", shard: S, ends_epoch: bool, calls: Counter[str], scale: float) -> None:
+        self._run, self._model, self._meter, self._calls, self._scale = ends.run, ends.model, ends.meter, calls, scale
+        scheduler = ends.run.state.scheduler
+        self.shard, self.lr, self._scheduled = shard, float(scheduler.get_last_lr()[0]), scheduler.last_epoch
+        self.ends_epoch, self.save = ends_epoch, False
         # Under FSDP each part is a collective, so all ranks have the same number of them.
-        self._pieces = shard.pieces(accumulate, empty=isinstance(model, FSDPModule))
+        self._pieces = shard.pieces(ends.cfg.accumulate, empty=isinstance(ends.model, FSDPModule))
         self._begun, self._losses = 0, list[Tensor]()
-        self._scheduled = run.state.scheduler.last_epoch
         calls.clear()
 
     @property
@@ -150,7 +147,7 @@ def steps(
                     meter.sample()
                 meter.mark("data_wait")
                 state.optimizer.zero_grad(set_to_none=True)
-                step = Step(run, model, shard, cfg.accumulate, calls, ends_epoch, scaled.scale, meter)
+                step = Step(ends, shard, ends_epoch, calls, scaled.scale)
                 yield step
                 step.check()
                 meter.mark("optimizer")
