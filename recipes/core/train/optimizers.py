@@ -46,15 +46,9 @@ class LARS(_Grouped):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust: float = 0.001,
-        adapt: bool = True,
+        self, params: Iterable[Any], lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 0.001
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": adapt}
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": True}
         super().__init__(params, defaults)
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
@@ -77,22 +71,13 @@ class Muon(_Grouped):
     """Nesterov momentum whose update of a convolution's filters, as a matrix (N, -1), is roughly orthogonal: singular values of 0.4 to 1.4.
 
     params: filters (N, …) that a norm follows. Before each step they are scaled to the norm sqrt(N), so only their direction matters.
-    lr: length of a step, for weights of this norm. weight_decay: added to the gradient; use it with ``orthogonal`` False only.
-    orthogonal: False: plain SGD with Nesterov momentum (biases, a head). Source: K. Jordan et al., "Muon: an optimizer for hidden layers
-    in neural networks" (2024), and its airbench94_muon.
+    lr: length of a step, for weights of this norm. A group with ``orthogonal`` False (biases, a head) uses plain SGD with Nesterov
+    momentum, and may have a ``weight_decay``, which is added to the gradient. Source: K. Jordan et al., "Muon: an optimizer for hidden
+    layers in neural networks" (2024), and its airbench94_muon.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        momentum: float = 0.6,
-        weight_decay: float = 0.0,
-        orthogonal: bool = True,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "orthogonal": orthogonal}
-        )
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0.6) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "orthogonal": True})
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         if group["weight_decay"]:

@@ -99,7 +99,7 @@ def test_filters_of_one_shape_do_not_mix() -> None:
 )
 def test_other_groups_are_trained_by_sgd(kind: Any, other: dict[str, bool], nesterov: bool) -> None:
     ours, theirs = filters(5), filters(5)
-    optimizer = kind([{"params": [ours], **other}], lr=0.1, momentum=0.8, weight_decay=0.01)
+    optimizer = kind([{"params": [ours], "weight_decay": 0.01, **other}], lr=0.1, momentum=0.8)
     sgd = torch.optim.SGD([theirs], 0.1, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
     for seed in range(3):
         ours.grad = theirs.grad = filters(5, seed=seed + 1).detach()
