@@ -27,9 +27,8 @@ from recipes.core.errors import InputError
 from recipes.core.train import sharding
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
-ROWS = re.compile(
-    r"step-(\d{8,})\.\d+-\d+of\d+\.rows"
-)  # attempt, number, count: no attempt replaces a file of an earlier one
+# Attempt, number, count: no attempt replaces a file of an earlier one.
+ROWS = re.compile(r"step-(\d{8,})\.\d+-\d+of\d+\.rows")
 
 
 @dataclass
@@ -259,9 +258,7 @@ def prune(folder: Path, keep: int, keep_every_steps: int) -> None:
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
-    found = NAME.fullmatch(path.name)
-    assert found
-    return int(found[1])
+    return int(path.stem.removeprefix("step-"))
 
 
 def named(folder: Path, pointer: str) -> str:
