@@ -289,24 +289,18 @@ class World:
                 model = cast(nn.Module, torch.compile(model, dynamic=False))
         if self.size == 1:
             return model
-        if cfg and cfg.strategy == "fsdp":
-            with self.meeting():
+        with self.meeting():  # DDP's constructor compares the ranks' parameters
+            if cfg and cfg.strategy == "fsdp":
                 sharding.shard(model, self.device, self.size, cfg.shard_size)
-            return self._watched(model)
-        devices = [self.device] if self.device.type == "cuda" else None
-        with self.meeting():  # its constructor compares the ranks' parameters
-            parallel = DistributedDataParallel(
-                model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
-            )
-        parallel.broadcast_buffers = _needs_buffers(model)  # in each forward pass, as the constructor has done
-        return self._watched(parallel)
-
-    def _watched(self, parallel: nn.Module) -> nn.Module:
-        """``parallel``, whose forward pass begins with a collective. Ranks that wait there count as ahead of ranks that have not arrived."""
-        parallel.register_forward_pre_hook(
-            lambda *inputs: self.pulse.beat(watchdog.FORWARD) if parallel.training else None
-        )
-        return parallel
+            else:
+                devices = [self.device] if self.device.type == "cuda" else None
+                group = _group_of_gradients()
+                parallel = DistributedDataParallel(model, devices, gradient_as_bucket_view=True, process_group=group)
+                parallel.broadcast_buffers = _needs_buffers(model)  # in each forward pass, as the constructor has done
+                model = parallel
+        # A forward pass begins with a collective. Ranks that wait there count as ahead of ranks that have not arrived.
+        model.register_forward_pre_hook(lambda *inputs: self.pulse.beat(watchdog.FORWARD) if model.training else None)
+        return model
 
 
 def _needs_buffers(model: nn.Module) -> bool:
