@@ -235,7 +235,8 @@ class _StepEnds:
         _, stop, save = self._read()
         last = state.step == self.total
         ends_epoch = last or step.ends_epoch
-        save = save or step.save or run.interval_ends()
+        intervals = (run.keys.checkpoint_every_steps, run.keys.keep_every_steps)
+        save = save or step.save or any(every and state.step % every == 0 for every in intervals)
         is_row = self.is_row(state.step, ends_epoch)
         self._agree(must=is_row or save or bool(stop))
         if is_row or save or stop:
@@ -292,7 +293,7 @@ class _StepEnds:
             self._evaluate()
             stop = run.stopping
         try:
-            best = run.is_best(run.results) and run.keys.keep_best
+            best = run.is_best() and run.keys.keep_best
         except InputError:  # on all ranks: the epoch is not lost
             run.save(wait=True)
             raise
@@ -334,7 +335,7 @@ class _StepEnds:
         if self._evaluate():
             _log_row(run, {**EARLIER_ROW, **run.state.meta["unevaluated"]})
             run.state.meta["unevaluated"] = None
-            if run.is_best(run.results) and run.keys.keep_best:
+            if run.is_best() and run.keys.keep_best:
                 run.save(best=True, wait=True)
 
 

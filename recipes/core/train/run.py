@@ -196,8 +196,8 @@ class Run:
             attempts.check_owner(self.attempt)
             files.remove_temporary(self.dir / "checkpoints")
             if not self.settings.config.evaluate:
-                text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()
-                files.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
+                text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
+                files.write_bytes(self.dir / "config.yaml", text.encode())
             self._commit = source.commit(ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
             if diff := source.difference(ROOT):
@@ -238,11 +238,6 @@ class Run:
         due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
         self._saved_at = now if due else self._saved_at
         return due
-
-    def interval_ends(self) -> bool:
-        """Whether checkpoint_every_steps= or keep_every_steps= requires a checkpoint at this step."""
-        intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
-        return any(every and self.step % every == 0 for every in intervals)
 
     def save(self, *, best: bool = False, wait: bool = False) -> None:
         """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.
@@ -294,16 +289,16 @@ class Run:
             except (InputError, MachineError, OSError) as error:
                 self.warn(f"tensorboard=true: {error}")
 
-    def is_best(self, results: Mapping[str, Any]) -> bool:
-        """Whether these results are the best so far. If they are, ``state.meta`` records them. The same on all ranks.
+    def is_best(self) -> bool:
+        """Whether ``results`` are the best so far. If they are, ``state.meta`` records them. The same on all ranks.
 
         Raises InputError if ``best_metric`` is given and is not one of the results.
         """
         cfg, best = self.settings.config, self.state.meta.get("best") or {}
         name = cfg.best_metric or "val_top1"
-        found, before = results.get(name), best.get(name)
-        if results and (cfg.best_metric or cfg.patience) and not isinstance(found, float | int):
-            numbers = [key for key, value in results.items() if isinstance(value, float)]
+        found, before = self.results.get(name), best.get(name)
+        if self.results and (cfg.best_metric or cfg.patience) and not isinstance(found, float | int):
+            numbers = [key for key, value in self.results.items() if isinstance(value, float)]
             raise InputError(
                 f"best_metric={name}: must be one of the numbers that the evaluation returns ({', '.join(numbers) or 'none'})"
             )
