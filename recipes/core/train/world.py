@@ -184,18 +184,15 @@ class World:
         kinds: dict[str, type[Exception]] = {one.__name__: one for one in (Stopped, InputError, MachineError)}
         mine = next(f"{word} {error}" for word, kind in kinds.items() if isinstance(error, kind))
         first = self.store.compare_set(f"{name}/error", "", mine).decode(errors="replace")
-        self._await_readers(name)
-        if first == mine:
-            return error
-        word, _, text = first.partition(" ")
-        return kinds.get(word, MachineError)(shown(text, LONGEST))
-
-    def _await_readers(self, name: str) -> None:
-        """Each rank that has read an error calls it. Rank 0 waits for the others, since the store ends with rank 0."""
+        # Rank 0 waits until the other ranks have read it, since the store ends with rank 0.
         read, end = self.store.add(f"{name}/read", 1), time.monotonic() + READERS_S
         while self.rank == 0 and read < self.size and time.monotonic() < end:
             time.sleep(0.02)
             read = self.store.add(f"{name}/read", 0)
+        if first == mine:
+            return error
+        word, _, text = first.partition(" ")
+        return kinds.get(word, MachineError)(shown(text, LONGEST))
 
     def _await_all(self, name: str) -> None:
         """Waits until all ranks have done their work. Raises the error of a rank, or MachineError if no rank makes progress."""
