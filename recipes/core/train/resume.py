@@ -1,10 +1,9 @@
 """Which checkpoint a run resumes from, whether its keys allow that, and loading it."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from recipes.core.config import declare
 from recipes.core.config.parser import Settings
@@ -24,16 +23,16 @@ OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of thes
 OF_THE_BITS = ("torch", "world_size", "cpu_threads", "device")
 
 
-@dataclass(frozen=True)
-class Context:
-    """The run that resumes. checkpoints: the folder that ``resume=`` uses. say, warn: print a line from rank 0, from any rank."""
+class Context(Protocol):
+    """The part of `Run` that this module uses."""
 
     settings: Settings
     world: World
     attempt: Attempt
     checkpoints: Path
-    say: Callable[[str], None]
-    warn: Callable[[str], None]
+
+    def say(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
 
 
 def places(run: Context) -> list[Path]:

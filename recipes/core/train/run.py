@@ -33,7 +33,6 @@ from recipes.core.train import agreement, checkpoint, metrics, resume, sharding
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import Share, State
 from recipes.core.train.device import device_name
-from recipes.core.train.resume import Context
 from recipes.core.train.world import World
 
 ROWS_S = 0.05  # between two questions whether other ranks have written their rows of a checkpoint
@@ -161,11 +160,10 @@ class Run:
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
-        context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
         resume.compare_keys(self.world, self.settings, state.meta["config"] | dict(batches.order))
-        if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):
-            self.resumed_from = resume.at(context, *chosen)
-            resume.load(context, self.resumed_from, state, self.sampler)
+        if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(self)):
+            self.resumed_from = resume.at(self, *chosen)
+            resume.load(self, self.resumed_from, state, self.sampler)
             self.resumed_from_step = state.step
         self._begin()
 
