@@ -45,15 +45,15 @@ class Step(Generic[S]):
     this step.
     """
 
-    def __init__(self, ends: "_StepEnds", shard: S, ends_epoch: bool, calls: Counter[str], scale: float) -> None:
-        self._run, self._model, self._meter, self._calls, self._scale = ends.run, ends.model, ends.meter, calls, scale
-        scheduler = ends.run.state.scheduler
+    def __init__(self, ends: "_StepEnds", shard: S, ends_epoch: bool, scale: float) -> None:
+        self._run, self._model, self._meter, self._calls = ends.run, ends.model, ends.meter, ends.calls
+        self._scale, scheduler = scale, ends.run.state.scheduler
         self.shard, self.lr, self._scheduled = shard, float(scheduler.get_last_lr()[0]), scheduler.last_epoch
         self.ends_epoch, self.save = ends_epoch, False
         # Under FSDP each part is a collective, so all ranks have the same number of them.
         self._pieces = shard.pieces(ends.cfg.accumulate, empty=isinstance(ends.model, FSDPModule))
         self._begun, self._losses = 0, list[Tensor]()
-        calls.clear()
+        self._calls.clear()
 
     @property
     def shards(self) -> Iterator[S]:
@@ -134,7 +134,7 @@ def steps(
         run.complete = True
         return
     gradients.check_first_step(run, model)
-    calls, scaled, meter = _counted(model, state.optimizer), Gradients(state, cfg), ends.meter
+    scaled, meter = Gradients(state, cfg), ends.meter
     flops: Flops | None = None if cfg.compile else Flops(model)
     with profiling(run, cfg.profile) as profile_step:
         while state.step < ends.total and not run.stopping:
@@ -147,7 +147,7 @@ def steps(
                     meter.sample()
                 meter.mark("data_wait")
                 state.optimizer.zero_grad(set_to_none=True)
-                step = Step(ends, shard, ends_epoch, calls, scaled.scale)
+                step = Step(ends, shard, ends_epoch, scaled.scale)
                 yield step
                 step.check()
                 meter.mark("optimizer")
@@ -165,15 +165,6 @@ def steps(
     run.complete = True
 
 
-def _counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """How often the model (if it averages gradients) and the optimiser have been called since the counter was cleared."""
-    calls = Counter[str]()
-    if isinstance(model, DistributedDataParallel | FSDPModule):
-        model.register_forward_pre_hook(lambda *call: calls.update(forward=1))
-    optimizer.register_step_post_hook(lambda *call: calls.update(step=1))
-    return calls
-
-
 class _StepEnds:
     """What happens before, between and after the steps of a run. All ranks call every method."""
 
@@ -187,6 +178,10 @@ class _StepEnds:
         self.shown: float | None = None  # the loss of the last row
         self.flops = 0.0  # of a sample; 0 if unknown
         self.agreed_at, self.agreed_s, self.every = run.step, run.world.clock.now(), 1
+        calls = self.calls = Counter[str]()  # in this step: of the optimiser, and of a model that averages gradients
+        run.state.optimizer.register_step_post_hook(lambda *call: calls.update(step=1))
+        if isinstance(model, DistributedDataParallel | FSDPModule):
+            model.register_forward_pre_hook(lambda *call: calls.update(forward=1))
 
     def begin(self, pretrained: bool) -> bool:
         """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether there are steps to do."""
