@@ -141,13 +141,12 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     before, now = meta.get("code") or {}, state.meta["code"]
     if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
         run.say(f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}")
-    known = [name for name in OF_THE_BITS if name in meta]  # earlier versions saved no device
-    other = [f"{name}={meta[name]} becomes {state.meta[name]}" for name in known if meta[name] != state.meta[name]]
+    saved = {**state.meta, **meta}  # earlier versions saved no device
+    other = resumed.differences(saved, state.meta, saved.keys() - set(OF_THE_BITS))
     if run.world.device.type == "cuda" and not run.settings.config.deterministic:
         other.append("deterministic=false")
     if other and not evaluate:
-        words = "; ".join(other)
-        run.say(f"samples and order are unchanged, but results will not be bitwise identical ({words})")
+        run.say(f"samples and order are unchanged, but results will not be bitwise identical ({'; '.join(other)})")
 
 
 def _check_keys(
