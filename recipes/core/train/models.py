@@ -14,6 +14,7 @@ from torchvision.models import WeightsEnum
 from recipes.core import errors, files
 from recipes.core.config import declare
 from recipes.core.errors import InputError, MachineError
+from recipes.core.train.optimisation import heads
 
 TIMM = "timm/"
 
@@ -61,18 +62,6 @@ def classifier(
         ((name, last),) = heads(net).items()
         net.set_submodule(name, _like(last, classes))
     return net
-
-
-def heads(net: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The layers that make the logits, by their names. torchvision: the last linear layer, or convolution. Some models of timm have several."""
-    layers = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
-    classifier: Any = getattr(net, "get_classifier", None)
-    if not classifier:
-        return dict([list(layers.items())[-1]])
-    found = classifier()
-    parts = [*(found if isinstance(found, tuple | list) else [found]), getattr(net, "aux_head", None)]
-    inside = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
-    return {name: m for name, m in layers.items() if m in inside}
 
 
 def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:

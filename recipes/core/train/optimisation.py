@@ -11,7 +11,6 @@ from torch.optim import swa_utils
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError
-from recipes.core.train import models
 from recipes.core.train.run import Run
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -99,7 +98,7 @@ def layer_groups(net: nn.Module, lr: float, layer_decay: float, weight_decay: fl
     the rate of the next one (Howard and Ruder, 2018). Blocks are as in `_block`. ``depth``: 0 for the head, 1 for the last block.
     """
     decay = {p: group["weight_decay"] for group in decay_groups(net, weight_decay) for p in group["params"]}
-    of_heads, blocks = models.heads(net), dict[str, list[nn.Parameter]]()
+    of_heads, blocks = heads(net), dict[str, list[nn.Parameter]]()
     for name, parameter in net.named_parameters():
         if parameter in decay and name.rpartition(".")[0] not in of_heads:
             blocks.setdefault(_block(net, name), []).append(parameter)
@@ -110,6 +109,18 @@ def layer_groups(net: nn.Module, lr: float, layer_decay: float, weight_decay: fl
             chosen = [p for p in parameters if decay[p] == value]
             groups.append({"params": chosen, "lr": lr * layer_decay**depth, "weight_decay": value, "depth": depth})
     return groups
+
+
+def heads(net: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    """The layers that make the logits, by their names. torchvision: the last linear layer, or convolution. Some models of timm have several."""
+    layers = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    classifier: Any = getattr(net, "get_classifier", None)
+    if not classifier:
+        return dict([list(layers.items())[-1]])
+    found = classifier()
+    parts = [*(found if isinstance(found, tuple | list) else [found]), getattr(net, "aux_head", None)]
+    inside = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
+    return {name: m for name, m in layers.items() if m in inside}
 
 
 def _block(net: nn.Module, name: str) -> str:

@@ -78,7 +78,7 @@ def test_the_head_of_every_classifier_is_its_last_layer() -> None:
     for name in names:
         with torch.device("meta"):
             net = models.classifier(name, "", 7)
-        (layer,) = models.heads(net).values()
+        (layer,) = optimisation.heads(net).values()
         assert len(layer.weight) == 7, name
 
 
@@ -99,7 +99,7 @@ def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
 ) -> None:
     state = given_weights(monkeypatch, hub, arch)
     net = models.classifier(arch, "true", 3, new_head=True).eval()
-    (name,) = models.heads(net)
+    (name,) = optimisation.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(name))
     with pytest.raises(InputError, match="are for 1000 classes, the data has 3"):
@@ -142,7 +142,7 @@ def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(tmp_path: Path, m
     (folder / "snapshots" / ("1" * 40)).mkdir(parents=True)
     safetensors.save_file(state, folder / "snapshots" / ("1" * 40) / "model.safetensors")
     net = models.classifier(f"timm/{name}", "true", 3).eval()
-    (last,) = models.heads(net)
+    (last,) = optimisation.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(last))
     cfg = timm.get_pretrained_cfg(name)
@@ -156,7 +156,7 @@ def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(tmp_path: Path, m
 def test_all_heads_of_a_model_of_timm_are_trained() -> None:
     pytest.importorskip("timm")
     net = models.classifier("timm/deit_tiny_distilled_patch16_224", "", 3)
-    assert list(models.heads(net)) == ["head", "head_dist"]
+    assert list(optimisation.heads(net)) == ["head", "head_dist"]
     models.train_only_head(net)
     assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 2 * 3 * 193
     groups = optimisation.layer_groups(net.requires_grad_(True), 1.0, 0.5, 0.1)
