@@ -8,10 +8,10 @@ resume counts as typed.
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from recipes.core.config import convert, declare, envfile, key_value, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
@@ -46,67 +46,58 @@ class Settings:
         return ", ".join(f"{name}={shown(text)}" for name, text in self.from_run.items() if now[name] != usual[name])
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """Words whose names are checked; their values are checked by `settings`."""
-
-    recipe: str
-    with_job_keys: bool  # whether job keys are allowed
-    recipe_class: type  # the recipe's dataclass
-    words: Mapping[str, str]
-    given: Mapping[str, Any]  # the words and the variant's keys
-    defaults: Mapping[str, Any]  # keys of the site's profile and of the environment
-    cluster: str
-
-    def run_keys(self) -> RunKeys:
-        """The run keys without those of a run that is resumed. Raises ConfigError."""
-        return cast(RunKeys, convert.build(RunKeys, {**self.defaults, **self.given}))
-
-    def settings(self, of_run: Mapping[str, str], resumes: Path | None) -> Settings:
-        """The settings. of_run: the keys of the run in ``resumes``, for keys that are not given. Raises ConfigError."""
-        from_run = {name: value for name, value in of_run.items() if name not in self.given}
-        dataset = str(self.given.get("dataset", from_run.get("dataset", "")))
-        of_dataset = recipe_conf.datasets(self.recipe).get(dataset, {})
-        chosen = {**self.defaults, **of_dataset, **from_run, **self.given}
-        job = convert.build(JobKeys, chosen) if self.with_job_keys else JobKeys()
-        run = convert.build(RunKeys, chosen)
-        profiles.env_variables(run.network, self.cluster)  # an invalid env file is refused before a job is submitted
-        config = convert.build(self.recipe_class, chosen)
-        job_names = declare.names_of(JobKeys)
-        return Settings(
-            recipe=self.recipe,
-            job=dataclasses.replace(job, recipe=self.recipe, cluster=self.cluster),
-            run=run,
-            config=config,
-            typed={name: value for name, value in self.words.items() if name not in job_names},
-            saved=self._saved(run, config, {*self.given, *from_run}),
-            of_job=tuple(name for name in self.words if name in job_names),
-            from_run=from_run,
-            resumes=resumes,
-        )
-
-    def _saved(self, run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
-        """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are given or inherited."""
-        run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "not_inherited")
-        chosen = {**vars(config), **{name: value for name, value in vars(run).items() if name in run_keys}}
-        saved = {name: convert.plain(value) for name, value in chosen.items()}
-        path_names = saved.keys() & (declare.declared(self.recipe_class, "path") | {"network"})
-        with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
-            saved |= absolute({name: str(saved[name]) for name in path_names}, self.recipe_class, Path())
-        return saved
+Inherited = Callable[[RunKeys, str, type], tuple[Path | None, Mapping[str, str]]]
 
 
-def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, str]) -> CommandLine:
-    """Checks the names of ``words``, and finds the recipe, the variant and the profile.
+def settings(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], inherited: Inherited) -> Settings:
+    """Checks ``words``, and finds the recipe, the variant and the profile.
 
     recipe: "" for words of launch.py, which have ``recipe=`` and job keys. environ: read for ``$RECIPES_CLUSTER``,
-    ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA``. Raises ConfigError for the first thing that is invalid.
+    ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA``. inherited: the directory and the keys of the run that is resumed, by the run keys, the
+    recipe and its dataclass. Raises ConfigError for the first thing that is invalid.
     """
     with_job_keys = not recipe
     recipe = recipe or words.get("recipe", "")
     if not recipe:
         raise ConfigError(f"recipe= is missing: give one of {', '.join(recipe_conf.names())}, or script=FILE")
     recipe_class, variants = recipe_conf.load(recipe)
+    _check_names(words, recipe, recipe_class, with_job_keys)
+    variant = words.get("variant", "")
+    if variant and variant not in variants:
+        rule = declare.choice(variant, variants) if variants else f"recipe {recipe} has no variants; leave variant= out"
+        raise ConfigError(f"variant={shown(variant)}: {rule}")
+    cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
+    profile = profiles.cluster_profile(cluster) if cluster else {}
+    defaults = {k: v for k, v in profile.items() if k in profiles.DEFAULTS}
+    defaults |= profiles.in_image(environ)
+    if "data_dir" in declare.names_of(recipe_class) & profile.keys() and not environ.get("RECIPES_DATA"):
+        defaults["data_dir"] = profile["data_dir"]
+    given = {**(variants[variant] if variant else {}), **words}
+    resumes, of_run = inherited(convert.build(RunKeys, {**defaults, **given}), recipe, recipe_class)
+    from_run = {name: value for name, value in of_run.items() if name not in given}
+    dataset = str(given.get("dataset", from_run.get("dataset", "")))
+    of_dataset = recipe_conf.datasets(recipe).get(dataset, {})
+    chosen = {**defaults, **of_dataset, **from_run, **given}
+    job = convert.build(JobKeys, chosen) if with_job_keys else JobKeys()
+    run = convert.build(RunKeys, chosen)
+    profiles.env_variables(run.network, cluster)  # an invalid env file is refused before a job is submitted
+    config = convert.build(recipe_class, chosen)
+    job_names = declare.names_of(JobKeys)
+    return Settings(
+        recipe=recipe,
+        job=dataclasses.replace(job, recipe=recipe, cluster=cluster),
+        run=run,
+        config=config,
+        typed={name: value for name, value in words.items() if name not in job_names},
+        saved=_saved(run, config, {*given, *from_run}),
+        of_job=tuple(name for name in words if name in job_names),
+        from_run=from_run,
+        resumes=resumes,
+    )
+
+
+def _check_names(words: Mapping[str, str], recipe: str, recipe_class: type, with_job_keys: bool) -> None:
+    """Raises ConfigError for a name that is no key here, and for two keys that exclude each other."""
     job_names, run_names, own_names = (declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class))
     known = run_names | own_names | (job_names if with_job_keys else set())
     for name, value in words.items():
@@ -122,18 +113,17 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
             raise ConfigError(
                 f"{name}={shown(words[name])}: cannot be used with gpus={shown(words['gpus'])}; give one of the two"
             )
-    variant = words.get("variant", "")
-    if variant and variant not in variants:
-        rule = declare.choice(variant, variants) if variants else f"recipe {recipe} has no variants; leave variant= out"
-        raise ConfigError(f"variant={shown(variant)}: {rule}")
-    cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
-    profile = profiles.cluster_profile(cluster) if cluster else {}
-    defaults = {k: v for k, v in profile.items() if k in profiles.DEFAULTS}
-    defaults |= profiles.in_image(environ)
-    if "data_dir" in own_names & profile.keys() and not environ.get("RECIPES_DATA"):
-        defaults["data_dir"] = profile["data_dir"]
-    given = {**(variants[variant] if variant else {}), **words}
-    return CommandLine(recipe, with_job_keys, recipe_class, words, given, defaults, cluster)
+
+
+def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
+    """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are given or inherited."""
+    run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "not_inherited")
+    chosen = {**vars(config), **{name: value for name, value in vars(run).items() if name in run_keys}}
+    saved = {name: convert.plain(value) for name, value in chosen.items()}
+    path_names = saved.keys() & (declare.declared(type(config), "path") | {"network"})
+    with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
+        saved |= absolute({name: str(saved[name]) for name in path_names}, type(config), Path())
+    return saved
 
 
 def _misplaced(name: str, value: str) -> str:

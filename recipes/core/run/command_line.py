@@ -70,12 +70,9 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
 
 
 def _one(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], to_start: bool = True) -> Settings:
-    line = parser.command_line(words, recipe, environ)
-    resumes = resumed.run_to_resume(line.run_keys(), line.recipe, line.recipe_class)
-    of_run = resumed.keys_of(resumes, line.recipe, line.recipe_class) if resumes else {}
-    settings = line.settings(of_run, resumes)
-    if to_start and resumes:
-        resumed.check_same_experiment(settings, resumes, line.recipe_class)
+    settings = parser.settings(words, recipe, environ, resumed.run_to_resume)
+    if to_start:
+        resumed.check_same_experiment(settings)
     return settings
 
 

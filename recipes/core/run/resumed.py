@@ -17,10 +17,10 @@ from recipes.core.run import attempt, directory
 LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 
 
-def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
-    """The run directory whose keys a launch inherits: ``run_dir=``, else the run that ``resume=`` names.
+def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> tuple[Path | None, dict[str, str]]:
+    """The run directory whose keys a launch inherits, and these keys: ``run_dir=``, else the run that ``resume=`` names.
 
-    Returns None if there is neither. Raises ConfigError if ``run_dir=`` or ``resume=`` names a run of another recipe.
+    Raises ConfigError if ``run_dir=`` or ``resume=`` names a run of another recipe.
     """
     named = [("run_dir", Path(run.run_dir))] if run.run_dir else []
     if run.resume not in RESUME_WORDS:
@@ -37,9 +37,10 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
             raise ConfigError(
                 f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: give another {name}="
             )
-        resumable = issubclass(recipe_class, TrainKeys) and run.resume != "never"
-        return folder if resumable else None
-    return None
+        if issubclass(recipe_class, TrainKeys) and run.resume != "never":
+            return folder, keys_of(folder, recipe, recipe_class)
+        break
+    return None, {}
 
 
 def recipe_of(run_dir: Path) -> str:
@@ -77,10 +78,10 @@ def own_env_file(settings: Settings) -> str:
     return network if envfile.is_path(network) else ""
 
 
-def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type) -> None:
+def check_same_experiment(settings: Settings) -> None:
     """Raises ConfigError if the given keys would change the experiment of the run that is resumed."""
-    now = settings.config
-    if now.evaluate or not any((resumes / "checkpoints").glob("step-*.pt")):
+    now, resumes, recipe_class = settings.config, settings.resumes, type(settings.config)
+    if not resumes or now.evaluate or not any((resumes / "checkpoints").glob("step-*.pt")):
         return
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.datasets(settings.recipe).get(saved.get("dataset", ""), {}), **saved}
