@@ -81,23 +81,20 @@ class RunKeys:
 
 @dataclass(frozen=True)
 class RecipeKeys:
-    """The base of the keys of a recipe that does not train. A recipe that trains uses `TrainKeys`.
+    """The base of the keys of a recipe. A recipe that trains uses `TrainKeys`.
 
     starts_a_run: whether `recipes.core.train.session` runs it, so that `launch.py check` can start it up to its first step.
     """
 
     starts_a_run: ClassVar[bool] = True
-    epochs: ClassVar[int] = 0
-    evaluate: ClassVar[bool] = False
-    deterministic: ClassVar[bool] = False
-    seed: ClassVar[int] = 0
+    epochs, seed, evaluate, deterministic = 0, 0, False, False  # no keys, since they have no annotation
 
     def __post_init__(self) -> None:
         declare.check(self)
 
 
 @dataclass(frozen=True)
-class TrainKeys:
+class TrainKeys(RecipeKeys):
     """Keys of every training recipe. A recipe's own dataclass adds to them.
 
     prepared: values of ``dataset`` whose files `recipes.prepare` puts into ``data_dir``; launch.py looks for them before it submits
@@ -105,7 +102,6 @@ class TrainKeys:
     forward pass, starting a GPU's kernels takes longer than computing. A recipe may override each.
     """
 
-    starts_a_run: ClassVar[bool] = True
     prepared: ClassVar[tuple[str, ...]] = ()
     lr_depends_on_length: ClassVar[bool] = True
     small_part: ClassVar[int] = 32
@@ -171,6 +167,3 @@ class TrainKeys:
         may_change=True,
     )
     log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
-
-    def __post_init__(self) -> None:
-        declare.check(self)
