@@ -174,16 +174,6 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 @contextlib.contextmanager
-def umask(mask: int) -> Iterator[None]:
-    """Sets the umask of the process within the ``with`` block."""
-    old = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(old)
-
-
-@contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Holds an exclusive lock on the file ``path`` within the ``with`` block, if the file system has locks.
 

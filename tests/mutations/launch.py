@@ -61,8 +61,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "with files.umask(0o077), ",
-        "with ",
+        "os.umask(0o077))",
+        "os.umask(0))",
         "other users can read and change the pickles that a job runs",
         "tests/unit/launch/test_submit.py::test_the_run_directory_has_the_script_and_the_description",
     ),

@@ -54,8 +54,9 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     clean = allocation.clean_environment(os.environ, job.directives)
     for name in os.environ.keys() - clean.keys():  # submitit starts sbatch with the environment of this process
         del os.environ[name]
-    with files.umask(0o077), contextlib.redirect_stderr(io.StringIO()):
-        # submitit prints the errors that it raises.
+    # submitit prints the errors that it raises.
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.ExitStack() as stack:
+        stack.callback(os.umask, os.umask(0o077))
         try:
             files.write_bytes(path, script)
             executor = _executor(job, python)

@@ -19,8 +19,8 @@ def test_a_private_folder_is_private(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="runs/submitit: cannot be created"):
         files.private_folder(tmp_path / "runs/submitit")
     (tmp_path / "mine").mkdir()
-    with files.umask(0):
-        folder = files.private_folder(tmp_path / "mine/submitit")
+    os.umask(0)
+    folder = files.private_folder(tmp_path / "mine/submitit")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert files.private_folder(folder) == folder
 
