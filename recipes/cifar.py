@@ -158,9 +158,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
     is_real = cfg.dataset == "cifar10"
-    sets = (
-        in_memory.load(datasets.CIFAR10, cfg.data_dir) if is_real else in_memory.fake(50_000, 10_000, (3, 32, 32), 10)
-    )
+    sets = in_memory.load(datasets.CIFAR10, cfg.data_dir) if is_real else in_memory.fake(50_000, 10_000, (3, 32, 32))
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())

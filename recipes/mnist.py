@@ -55,7 +55,7 @@ class Net(nn.Module):
 def load(cfg: Config) -> tuple[ImageSet, ImageSet]:
     if cfg.dataset == "mnist":
         return in_memory.load(datasets.MNIST, cfg.data_dir)
-    return in_memory.digits() if cfg.dataset == "digits" else in_memory.fake(60_000, 10_000, (1, 28, 28), 10)
+    return in_memory.digits() if cfg.dataset == "digits" else in_memory.fake(60_000, 10_000, (1, 28, 28))
 
 
 def normalise(images: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def photos(folder: Path, size: Size) -> str:
 def mnist(folder: Path, size: Size) -> str:
     """Writes a data_dir with MNIST's files, plain; gives what they are."""
     real = _prepared(datasets.MNIST) if size.images == FULL.images else None
-    sets = real or in_memory.fake(size.images, 10, (1, 28, 28), 10)
+    sets = real or in_memory.fake(size.images, 10, (1, 28, 28))
     place = folder / datasets.MNIST.folder
     place.mkdir(parents=True)
     for file, tensor in zip(datasets.MNIST_FILES, (t for s in sets for t in (s.images, s.labels)), strict=True):
@@ -120,7 +120,7 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
         return _first_of_each(sets[0], wanted["train"]), _first_of_each(sets[1], wanted["test"]), "CIFAR-10"
     if real and CIFAR_JPEGS.is_file():
         return *_unpacked_cifar10(wanted), "CIFAR-10 (JPEG q75)"
-    made = in_memory.fake(train, test, (3, 32, 32), 10)
+    made = in_memory.fake(train, test, (3, 32, 32))
     train_set, test_set = (ImageSet(part.images, torch.arange(len(part)) % 10) for part in made)
     return train_set, test_set, RANDOM
 

@@ -100,7 +100,7 @@ def digits(place: Place) -> Figures:
 
 def arithmetic(place: Place) -> Figures:
     """augmentation, normalisation, LARS and averaged weights are those of the CPU"""
-    train, _ = in_memory.fake(256, 1, (3, 32, 32), 10)
+    train, _ = in_memory.fake(256, 1, (3, 32, 32))
     random, order = torch.Generator().manual_seed(0), torch.randperm(256)
 
     def crop(device: torch.device) -> Tensor:

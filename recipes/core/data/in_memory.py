@@ -65,13 +65,13 @@ def digits() -> tuple[ImageSet, ImageSet]:
     return ImageSet(images[~test], labels[~test]), ImageSet(images[test], labels[test])
 
 
-def fake(train: int, test: int, shape: tuple[int, int, int], classes: int) -> tuple[ImageSet, ImageSet]:
-    """Random images and labels, the same in every run. shape: (C, H, W)."""
+def fake(train: int, test: int, shape: tuple[int, int, int]) -> tuple[ImageSet, ImageSet]:
+    """Random images of ten classes, the same in every run. shape: (C, H, W)."""
     random = torch.Generator().manual_seed(0)
 
     def part(count: int) -> ImageSet:
         images = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=random)
-        return ImageSet(images, torch.randint(0, classes, (count,), generator=random))
+        return ImageSet(images, torch.randint(0, 10, (count,), generator=random))
 
     return part(train), part(test)
 
