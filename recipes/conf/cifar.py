@@ -1,9 +1,8 @@
 """Keys and variants of the recipe cifar."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -74,11 +73,11 @@ class Config(TrainKeys):
 
 
 # fast: airbench94_muon (K. Jordan, 2024). accurate: the network of its airbench96, trained in the same way.
-_AIRBENCH: Mapping[str, Any] = {
+_AIRBENCH = {
     "global_batch_size": 2000, "lr": 0.24, "lr_batch_size": 0, "warmup": 0.0, "momentum": 0.6, "weight_decay": 2e-6,
     "label_smoothing": 0.2, "tta_shift": 1,
 }  # fmt: skip
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
+VARIANTS = {
     "fast": {"arch": "airbench94", "epochs": 8, "crop": 2, **_AIRBENCH},
     "accurate": {"arch": "airbench96", "epochs": 40, "crop": 4, "cutout": 12, **_AIRBENCH},
 }

@@ -1,8 +1,6 @@
 """Keys of the recipe finetune."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from recipes.core.config.declare import NAME, default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -90,7 +88,7 @@ class Config(TrainKeys):
 
 
 # Random images, to try the recipe: there is nothing to learn.
-DATASETS: Mapping[str, Mapping[str, Any]] = {
+DATASETS = {
     "fake": {
         "arch": "resnet18", "pretrained": "false", "px": 64, "val_resize": 72, "epochs": 2, "global_batch_size": 16,
     },

@@ -1,8 +1,7 @@
 """Keys of the recipe gpt. `depth` sets the size of the model; what a key leaves at 0 follows from it by the rules here."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import Dtype, Mode, TrainKeys
@@ -70,6 +69,4 @@ class Config(TrainKeys):
 
 
 # Small enough for CPUs.
-DATASETS: Mapping[str, Mapping[str, Any]] = {
-    "bytes": {"depth": 2, "seq_len": 128, "global_batch_size": 32, "epochs": 2}
-}
+DATASETS = {"bytes": {"depth": 2, "seq_len": 128, "global_batch_size": 32, "epochs": 2}}

@@ -1,9 +1,8 @@
 """Keys and variants of the recipe imagenet."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from recipes.core.config.declare import NAME, default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -98,7 +97,7 @@ class Config(TrainKeys):
 # classic: the recipe of torchvision's first weights. fast: few epochs; the images grow. large: for 32 GPUs and more, LARS with the rates
 # of You et al., "Large Batch Training of Convolutional Networks" (2017). dev: a minute on CPUs, on random images.
 # Not measured on the full ImageNet.
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
+VARIANTS = {
     "classic": {
         "schedule": "step", "nesterov": False, "decay_norms": True, "label_smoothing": 0.0, "zero_init_residual": False,
         "warmup_epochs": 0, "global_batch_size": 256,
