@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
 
-from recipes.core import bandwidth
+from recipes import collectives
 from recipes.core.run import entry
 from recipes.core.train.rendezvous import process_group
 from recipes.core.train.world import World
@@ -68,11 +68,11 @@ def sides(world: World) -> dict[str, Callable[[], float]]:
             p.grad /= world.size
 
     def gb_per_s(count: int, call: Callable[[], object]) -> float:
-        return count / statistics.median(bandwidth.seconds_of(call, world, SECONDS)) / 1e9
+        return count / statistics.median(collectives.seconds_of(call, world, SECONDS)) / 1e9
 
     return {
         "tcp": lambda: gb_per_s(LARGE, lambda: one_way(connection, world.rank)),
-        "all_reduce": lambda: bandwidth.measure("all_reduce", LARGE, world, SECONDS).busbw,
+        "all_reduce": lambda: collectives.measure("all_reduce", LARGE, world, SECONDS).busbw,
         "tensors": lambda: gb_per_s(total, one_by_one),
         "parallel": lambda: gb_per_s(total, in_buckets),
     }

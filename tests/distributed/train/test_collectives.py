@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from recipes import collectives
 from recipes.conf.collectives import OPERATIONS, Config, sizes_of
-from recipes.core import bandwidth
 from recipes.core.config import parser
 from recipes.core.doctor import gpucheck, linkcheck
 from recipes.core.errors import ConfigError
@@ -56,7 +55,7 @@ def test_every_operation_is_timed(tmp_path: Path, size: int) -> None:
     best = helpers.read(tmp_path, "summary")["busbw"]
     rows = [line.replace(",", "").split() for line in ended.lines if re.match(r"\w+ +[\d,]+ +[\d,.]+ ", line)]
     cut, sizes = 16 * size, (5, 20, 80, 320, 1280, 5120)  # each rank's part is a multiple of 16 bytes
-    timed = {operation: [4, *sizes[1:]] for operation in bandwidth.WHOLE}
+    timed = {operation: [4, *sizes[1:]] for operation in collectives.WHOLE}
     timed |= {name: sorted({max(cut, one // cut * cut) for one in sizes}) for name in PARTS}
     if size == 1:
         del timed["send_recv"]
@@ -175,26 +174,26 @@ def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(monkeypatch: pytes
     """This rank takes 1 s for its first call, then 1 ms."""
     other, calls, repeated = OtherRank(others), itertools.count(), 20
     for name in ("dist", "time"):
-        monkeypatch.setattr(bandwidth, name, other)
-    monkeypatch.setattr(bandwidth, "synchronize", other.synchronize)
+        monkeypatch.setattr(collectives, name, other)
+    monkeypatch.setattr(collectives, "synchronize", other.synchronize)
 
     def call() -> None:
         other.pending += 0.001 if next(calls) else 1.0
 
     slowest = max(others, 0.001)
     world = cast(World, SimpleNamespace(device=torch.device("cpu")))
-    found = bandwidth.seconds_of(call, world, bandwidth.BATCHES * repeated * slowest * 1.01)
-    assert found == pytest.approx([slowest] * bandwidth.BATCHES)
-    assert next(calls) == bandwidth.WARM_UP + bandwidth.BATCHES * repeated
+    found = collectives.seconds_of(call, world, collectives.BATCHES * repeated * slowest * 1.01)
+    assert found == pytest.approx([slowest] * collectives.BATCHES)
+    assert next(calls) == collectives.WARM_UP + collectives.BATCHES * repeated
 
 
 def test_bandwidths_are_those_of_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "seconds_of", lambda call, world, budget_s: [4e-9, 1e-9, 9e-9, 2e-9, 64e-9])
+    monkeypatch.setattr(collectives, "seconds_of", lambda call, world, budget_s: [4e-9, 1e-9, 9e-9, 2e-9, 64e-9])
     world = cast(World, SimpleNamespace(size=4, rank=1, device=torch.device("cpu")))
-    assert bandwidth.measure("all_reduce", 1000, world, 1.0) == pytest.approx((1000, 4e-9, 250.0, 375.0))
+    assert collectives.measure("all_reduce", 1000, world, 1.0) == pytest.approx((1000, 4e-9, 250.0, 375.0))
     for operation in OPERATIONS:
         share = bus_factor(operation, 4)
-        assert bandwidth.measure(operation, 640, world, 1.0) == pytest.approx((640, 4e-9, 160.0, 160.0 * share))
+        assert collectives.measure(operation, 640, world, 1.0) == pytest.approx((640, 4e-9, 160.0, 160.0 * share))
 
 
 def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
