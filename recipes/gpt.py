@@ -1,13 +1,9 @@
-"""GPT: trains a language model on your own text. depth= sets the size: width, rates, batch and tokens follow.
+"""GPT: trains a language model on your own text. depth= sets the size: width, rates, batch and tokens follow by the rules in conf/gpt.py.
 
     python -m recipes.prepare text source=/data/articles data_dir=/data tokenizer=gpt2
     python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes   # a text that is made in memory
     sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12 compile=true
     python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200 prompt="The king" # text of a trained model
-
-The rules (recipes/conf/gpt.py; each has a key that overrides it, except the 64 columns of a head): width is 64 * depth; up to 4 heads of
-queries share one head of keys and values; a step has 32,768 tokens for each block; the training has 20 tokens for each parameter of the
-blocks, in at most 4 epochs; Muon's rate is 0.02, and AdamW's rates fall as width**-0.5.
 
 Measured with dataset=bytes on two CPU cores (1 seed): val_bpb 0.747 after 484 steps, and 0.776 after 150. After 150 steps without rotary
 positions: 1.36; without the causal mask, a deliberate bug: 0.01. H100, depth=12, with an earlier code: 381,000 tokens/s; compiled 620,000.
