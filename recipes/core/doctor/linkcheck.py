@@ -5,7 +5,7 @@ It repeats both with each GPU of the nodes in turn, since each may have its own 
 ``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the environment, as torchrun sets them, and
 GPUS, the number of GPUs to test on each node (the smallest number of all nodes), or 1 on CPUs.
 LISTENER: rank 0's listening socket, -1 on others. It prints a line of JSON after each step, so that the doctor knows where it hangs.
-It does not use `bandwidth`, which needs the World of a training run, and collectives to agree on the number of repetitions;
+It does not measure as `recipes.collectives` does, which needs the World of a training run, and collectives to agree on repetitions;
 this test sends as little as possible over a network that may be broken.
 """
 
