@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import convert, declare, envfile, key_value, profiles, recipe_conf
+from recipes.core.config import declare, envfile, key_value, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
 from recipes.core.errors import ConfigError, shown
@@ -41,7 +41,7 @@ class Settings:
     def words_from_run(self) -> str:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for none."""
         of_dataset = recipe_conf.datasets(self.recipe).get(str(getattr(self.config, "dataset", "")), {})
-        usual = {**vars(RunKeys()), **vars(convert.build(type(self.config), of_dataset))}
+        usual = {**vars(RunKeys()), **vars(declare.build(type(self.config), of_dataset))}
         now = {**vars(self.run), **vars(self.config)}
         return ", ".join(f"{name}={shown(text)}" for name, text in self.from_run.items() if now[name] != usual[name])
 
@@ -73,15 +73,15 @@ def settings(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], 
     if "data_dir" in declare.names_of(recipe_class) & profile.keys() and not environ.get("RECIPES_DATA"):
         defaults["data_dir"] = profile["data_dir"]
     given = {**(variants[variant] if variant else {}), **words}
-    resumes, of_run = inherited(convert.build(RunKeys, {**defaults, **given}), recipe, recipe_class)
+    resumes, of_run = inherited(declare.build(RunKeys, {**defaults, **given}), recipe, recipe_class)
     from_run = {name: value for name, value in of_run.items() if name not in given}
     dataset = str(given.get("dataset", from_run.get("dataset", "")))
     of_dataset = recipe_conf.datasets(recipe).get(dataset, {})
     chosen = {**defaults, **of_dataset, **from_run, **given}
-    job = convert.build(JobKeys, chosen) if with_job_keys else JobKeys()
-    run = convert.build(RunKeys, chosen)
+    job = declare.build(JobKeys, chosen) if with_job_keys else JobKeys()
+    run = declare.build(RunKeys, chosen)
     profiles.env_variables(run.network, cluster)  # an invalid env file is refused before a job is submitted
-    config = convert.build(recipe_class, chosen)
+    config = declare.build(recipe_class, chosen)
     job_names = declare.names_of(JobKeys)
     return Settings(
         recipe=recipe,
@@ -119,7 +119,7 @@ def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
     """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are given or inherited."""
     run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "not_inherited")
     chosen = {**vars(config), **{name: value for name, value in vars(run).items() if name in run_keys}}
-    saved = {name: convert.plain(value) for name, value in chosen.items()}
+    saved = {name: declare.plain(value) for name, value in chosen.items()}
     path_names = saved.keys() & (declare.declared(type(config), "path") | {"network"})
     with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
         saved |= absolute({name: str(saved[name]) for name in path_names}, type(config), Path())
@@ -143,7 +143,7 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
     for name, value in words.items():
         if name not in known:
             raise ConfigError(f"{shown(name)}={shown(value)}: the key {declare.choice(name, sorted(known))}")
-    return convert.build(cls, words)
+    return declare.build(cls, words)
 
 
 def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[str, str]:

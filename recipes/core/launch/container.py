@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.core.config import convert, declare, job_keys, profiles
+from recipes.core.config import declare, job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
@@ -95,7 +95,7 @@ def of_job(settings: Settings, words: Mapping[str, str], environ: Mapping[str, s
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster) if cluster else {}
     values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
-    keys = convert.build(JobKeys, values)
+    keys = declare.build(JobKeys, values)
     if not keys.container:
         return None
     repository, on_gpus = source.home(ROOT), settings.run.device is not Device.cpu

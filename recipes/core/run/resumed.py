@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import convert, declare, envfile, key_value, recipe_conf
+from recipes.core.config import declare, envfile, key_value, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError, shown
@@ -85,9 +85,9 @@ def check_same_experiment(settings: Settings) -> None:
         return
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.datasets(settings.recipe).get(saved.get("dataset", ""), {}), **saved}
-    then = convert.build(recipe_class, saved)
+    then = declare.build(recipe_class, saved)
     names = [field.name for field in dataclasses.fields(recipe_class)]
-    before, after = ({name: convert.plain(getattr(of, name)) for name in names} for of in (then, now))
+    before, after = ({name: declare.plain(getattr(of, name)) for name in names} for of in (then, now))
     if changed := differences(before, after, declare.may_change(recipe_class)):
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys ({'; '.join(changed)}): "

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from recipes.core.config import convert, recipe_conf
+from recipes.core.config import declare, recipe_conf
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line, shown
@@ -66,7 +66,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     if not (classes and hasattr(module, "make_net") and hasattr(module, "transforms")):
         fix = "give a run of finetune, or of a copy of it"
         raise InputError(f"{path}: recipe {recipe} does not keep what a prediction needs: {fix}")
-    cfg = convert.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
+    cfg = declare.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
     weights = sharding.whole(content["model"])
     if content.get("ema"):

@@ -10,7 +10,7 @@ import pytest
 
 import launch
 from recipes.conf import imagenet, mnist
-from recipes.core.config import convert, declare, help, job_keys, parser, profiles, recipe_conf
+from recipes.core.config import declare, help, job_keys, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import Device, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError
@@ -437,4 +437,4 @@ def test_ranges_are_checked_also_if_a_recipe_forgets_the_base_class() -> None:
             pass
 
     with pytest.raises(ConfigError, match=r"^epochs=-1: must be at least 0$"):
-        convert.build(Config, {"epochs": "-1"})
+        declare.build(Config, {"epochs": "-1"})
