@@ -3,10 +3,9 @@
 import dataclasses
 import textwrap
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
-from recipes.core.config import recipe_conf
+from recipes.core.config import declare, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RunKeys
 
@@ -53,8 +52,7 @@ def help_text(recipe: str = "", with_job_keys: bool = False) -> str:
 
 def typed(value: object) -> str:
     """A default as one types it."""
-    if isinstance(value, Enum):
-        return value.name
+    value = declare.plain(value)
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
