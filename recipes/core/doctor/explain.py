@@ -114,7 +114,7 @@ def _judgement(run_dir: Path, status: Mapping[str, Any]) -> tuple[str, int | Non
     attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
     if not attempt or not attempts.records(attempt):
         return "", None
-    found = judge.judge(judge.gather(attempt))
+    found = judge.judge(attempt)
     return found.reason, (found.first or {}).get("rank")
 
 

@@ -1,6 +1,6 @@
 """How an attempt ended, according to its records and to what its parent saw. Standard library only.
 
-`judge` is a pure function. `close` reads once, judges, and writes. The parent of the ranks calls it; readers call only `judge`.
+`close` judges and writes. The parent of the ranks calls it; readers call only `judge`.
 """
 
 import contextlib
@@ -39,25 +39,6 @@ class End:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the files of a run say about one attempt.
-
-    begun: whether it has owned the run. hosts: by rank. records: error records of ranks, earliest first. status: the content of
-    ``status.json``, of this or of another attempt. taken_by: the launch of a later attempt that has begun, or "". run_dir: as text.
-    of_program: whether the ranks are a program of the user, which is done when every rank has exited with status 0.
-    """
-
-    number: int
-    begun: bool
-    hosts: Sequence[str] = ()
-    records: Sequence[Mapping[str, Any]] = ()
-    status: Mapping[str, Any] | None = None
-    taken_by: str = ""
-    run_dir: str = ""
-    of_program: bool = False
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The judgement. state: as in ``status.json``, or `NOT_BEGUN`. reason: one line. first: the first failing rank, if it is known."""
 
@@ -83,20 +64,11 @@ class Outcome:
         return str((self.first or {}).get("error") or self.reason) if self.is_of_all else self.reason
 
 
-def gather(attempt: Attempt) -> Evidence:
-    """Reads the files of an attempt once."""
-    facts, status = attempt.facts(), directory.read_status(attempt.run_dir)
-    return Evidence(
-        attempt.number, attempt.has_begun, facts.get("hosts") or (), attempts.records(attempt), status,
-        attempts.taken_over_by(attempt), str(attempt.run_dir), bool(facts.get("of_program")),
-    )  # fmt: skip
-
-
 def close(attempt: Attempt, end: End) -> Outcome:
     """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` unless rank 0 has written its end there."""
-    evidence = gather(attempt)
-    outcome = judge(evidence, end)
-    by_parent = outcome.state in ("failed", "incomplete") or (outcome.state == "done" and evidence.of_program)
+    outcome = judge(attempt, end)
+    of_program = outcome.state == "done" and attempt.facts().get("of_program")
+    by_parent = outcome.state in ("failed", "incomplete") or of_program
     with contextlib.suppress(OSError):  # the disk may be full
         judgement = {**asdict(outcome), "line": outcome.line, "time": time.time()}
         files.write_json(attempt.folder / "ended.json", judgement)
@@ -116,54 +88,56 @@ def why_not_begun(run_dir: Path) -> str:
     is_past = moment <= float(status.get("updated") or 0.0) and status.get("state") != "running"
     if not moment or is_past or kind_of(ended) is Kind.stopped:
         return ""
-    return str(ended.get("line") or judge(gather(newest)).line)
+    return str(ended.get("line") or judge(newest).line)
 
 
-def judge(seen: Evidence, end: End | None = None) -> Outcome:
-    """How the attempt ended. end: None for a reader, which has not seen the processes end."""
-    status = seen.status or {}
-    own = status if status.get("attempt") == seen.number else {}  # written by this attempt
+def judge(attempt: Attempt, end: End | None = None) -> Outcome:
+    """How the attempt ended, by its files, which are read once. end: None for a reader, which has not seen the processes end."""
+    facts, records, begun = attempt.facts(), attempts.records(attempt), attempt.has_begun
+    status = directory.read_status(attempt.run_dir) or {}  # of this or of another attempt
+    own = status if status.get("attempt") == attempt.number else {}  # written by this attempt
+    of_program, hosts = facts.get("of_program"), facts.get("hosts") or ()
     step = int(status.get("step") or 0)
     if own.get("state") == "done":
         return Outcome("done", None, "", None, EXIT_DONE, step)
     # If a rank of a program has failed, srun sends the others SIGTERM, which they take for a stop.
-    has_failed = seen.of_program and (seen.records or (end and end.exit_status))
+    has_failed = of_program and (records or (end and end.exit_status))
     if own.get("state") == "preempted" and not has_failed:
         return Outcome("preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step)
-    if seen.taken_by:
-        reason = f"{seen.run_dir} was taken over by {seen.taken_by}; this job is not requeued"
+    if by := attempts.taken_over_by(attempt):
+        reason = f"{attempt.run_dir} was taken over by {by}; this job is not requeued"
         return Outcome(NOT_BEGUN, Kind.machine, reason, None, EXIT_MACHINE, step)
-    if seen.of_program and end and end.exit_status == 0 and not seen.records:
+    if of_program and end and end.exit_status == 0 and not records:  # every rank has exited with status 0
         return Outcome("done", None, "", None, EXIT_DONE, step)
-    if end and end.stopped and not seen.begun:
+    if end and end.stopped and not begun:
         return Outcome(NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step)
-    found = _first_failure(seen, end)
+    found = _first_failure(records, hosts, begun, end)
     code = int((found.first or {}).get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH)
-    state = NOT_BEGUN if not seen.begun and seen.status and not own else found.state
+    state = NOT_BEGUN if not begun and status and not own else found.state
     return replace(found, state=state, exit_status=code, step=step)
 
 
-def _first_failure(seen: Evidence, end: End | None) -> Outcome:
-    """Why the attempt failed, without its exit status."""
-    reported = {one["rank"] for one in seen.records}
+def _first_failure(records: Sequence[Mapping[str, Any]], hosts: Sequence[str], begun: bool, end: End | None) -> Outcome:
+    """Why the attempt failed, without its exit status. records: of ranks, earliest first. hosts: by rank."""
+    reported = {one["rank"] for one in records}
     by_parent = None
     if end and end.first and end.first["rank"] not in reported:
         by_parent = Outcome("failed", end.kind, end.reason, dict(end.first))
     if by_parent and by_parent.kind is Kind.killed:  # the other ranks do not know why this one ended
         return by_parent
-    causes = [one for one in seen.records if not _kind(one).is_consequence]
+    causes = [one for one in records if not _kind(one).is_consequence]
     if causes:
         first = _represents(causes)
         if _kind(first) is Kind.stopped:
             return Outcome("preempted", Kind.stopped, str(first["error"]), first)
         return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first)
-    if late := _late_rank(seen.records):
+    if late := _late_rank(records):
         return late
-    if not (by_parent or seen.begun or seen.records or seen.hosts):
+    if not (by_parent or begun or records or hosts):
         return Outcome("failed", Kind.killed, "it ended before the run began")
-    if end and end.exit_status == 0 and not seen.records:
+    if end and end.exit_status == 0 and not records:
         return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run")
-    return by_parent or _silent_ranks(seen.records, seen.hosts) or _lost(seen.records)
+    return by_parent or _silent_ranks(records, hosts) or _lost(records)
 
 
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -106,7 +106,7 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     last = "healthy: 3 nodes" if not status else f"bad nodes: 1 of 3; to exclude: sbatch --exclude={exclude[0]}"
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert not (tmp_path / "reports").exists()
-    judged = judge.judge(judge.gather(opened), judge.End(status))
+    judged = judge.judge(opened, judge.End(status))
     expected = ("failed", Kind.machine, 3) if status else ("done", None, 0)
     assert (judged.state, judged.kind, judged.exit_status) == expected
     assert judged.line == (BROKEN["what"] if status else "")

@@ -1,6 +1,7 @@
 """How an attempt ended: `judge` on the records of its ranks and on what their parent saw, and what `close` writes."""
 
 import errno
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from recipes.core import files
 from recipes.core.errors import Kind
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, judge
-from recipes.core.run.judge import End, Evidence, Outcome
+from recipes.core.run.judge import End, Outcome
 from tests import helpers
 
 HOSTS = ("a", "a", "b", "b")
@@ -19,14 +20,29 @@ RUNNING = {"state": "running", "attempt": 0, "step": 7}
 KILLED = End(137, {"rank": 1, "host": "a", "exit_status": 137}, "rank 1 on a was killed by SIGKILL")
 
 
-def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool = True, **facts: Any) -> Evidence:
-    """What an attempt has left whose ranks failed in this order, two seconds apart. A record: rank, kind, error, other fields."""
-    found = [
-        {"rank": rank, "host": hosts[rank], "kind": kind, "error": error, "exit_status": 1, "time": 2.0 * moment}
-        | dict(*more)
-        for moment, (rank, kind, error, *more) in enumerate(records)
-    ]
-    return Evidence(0, begun, hosts, found, **{"status": RUNNING, **facts})
+def judged(
+    folder: Path,
+    *records: tuple[Any, ...],
+    end: End | None = None,
+    hosts: tuple[str, ...] = HOSTS,
+    begun: bool = True,
+    of_program: bool = False,
+    status: dict[str, Any] | None = RUNNING,
+    taken_by: str = "",
+) -> Outcome:
+    """The judgement on an attempt whose ranks failed in this order, two seconds apart. A record: rank, kind, error, other fields."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    attempt = helpers.attempt(run_dir, hosts=hosts, step=None)
+    if begun:
+        attempts.begin(attempt, 0, own=False, of_program=of_program)
+    for moment, (rank, kind, error, *more) in enumerate(records, 1):
+        words = dict(*more)
+        attempts.record(attempt, rank=rank, host=hosts[rank], kind=kind, error=error, moment=2.0 * moment, **words)
+    if status:
+        files.write_json(run_dir / "status.json", {**status, "updated": 0.0})
+    if taken_by:
+        helpers.attempt(run_dir, launch=taken_by)
+    return judge.judge(attempt, end)
 
 
 @pytest.mark.parametrize(
@@ -47,68 +63,70 @@ def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool 
     ],
 )  # fmt: skip
 def test_the_first_failure_is_the_earliest_that_no_other_rank_caused(
-    records: list[tuple[Any, ...]], reason: str, rank: int | None, kind: Kind
+    tmp_path: Path, records: list[tuple[Any, ...]], reason: str, rank: int | None, kind: Kind
 ) -> None:
-    found = judge.judge(seen(*records))
+    found = judged(tmp_path, *records)
     assert found.reason.startswith(reason)
     assert (found.state, found.kind, (found.first or {}).get("rank")) == ("failed", kind, rank)
 
 
-def test_a_rank_for_which_the_others_timed_out_is_named() -> None:
+def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
     late = {"rank": 2, "host": "b", "at": "step 7 (backward)"}
-    found = judge.judge(seen((0, Kind.timeout, "x", {"behind": late})))
+    found = judged(tmp_path, (0, Kind.timeout, "x", {"behind": late}))
     expected = "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting for it"
     assert (found.reason, found.first, found.kind) == (expected, late, Kind.timeout)
     reported = [(2, *LOST), (0, Kind.timeout, "x", {"behind": late})]  # it was only stopped for a while
-    assert judge.judge(seen(*reported)).reason.startswith("rank 1 on a, rank 3 on b exited without an error record")
+    assert judged(tmp_path, *reported).reason.startswith("rank 1 on a, rank 3 on b exited without an error record")
     assert judge.describe({"behind": late}) == expected
 
 
-def test_four_ranks_without_a_record_are_named_and_the_others_counted() -> None:
-    found = judge.judge(seen((1, *LOST), hosts=tuple(f"h{i}" for i in range(8))))
+def test_four_ranks_without_a_record_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    found = judged(tmp_path, (1, *LOST), hosts=tuple(f"h{i}" for i in range(8)))
     assert found.reason.startswith("rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more exited")
     assert found.first == {"rank": 0, "host": "h0"}
 
 
-def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() -> None:
+def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record(tmp_path: Path) -> None:
     """Its peers may report an error of their own that its end has caused."""
-    found = judge.judge(seen((0, Kind.error, "ValueError: x")), KILLED)
+    found = judged(tmp_path, (0, Kind.error, "ValueError: x"), end=KILLED)
     assert (found.reason, found.exit_status) == ("rank 1 on a was killed by SIGKILL", 137)
     exited = End(1, KILLED.first, "rank 1 on a exited", Kind.exited)
-    assert judge.judge(seen((0, Kind.error, "x")), exited).reason == "rank 0 on a failed first: x"
-    assert judge.judge(seen((0, *LOST)), exited).reason == "rank 1 on a exited"
-    assert judge.judge(seen((1, Kind.hang, "hangs")), KILLED).reason == "rank 1 on a failed first: hangs"
+    assert judged(tmp_path, (0, Kind.error, "x"), end=exited).reason == "rank 0 on a failed first: x"
+    assert judged(tmp_path, (0, *LOST), end=exited).reason == "rank 1 on a exited"
+    assert judged(tmp_path, (1, Kind.hang, "hangs"), end=KILLED).reason == "rank 1 on a failed first: hangs"
 
 
 @pytest.mark.parametrize(
-    ("evidence", "end", "state", "status"),
+    ("records", "facts", "end", "state", "status"),
     [
-        (seen(status={"state": "done", "attempt": 0, "step": 7}), End(143), "done", 0),
-        (seen((2, Kind.error, "x"), status={"state": "preempted", "attempt": 0, "step": 7}), End(143), "preempted", 75),
-        (seen(), End(0), "incomplete", 1),
-        (seen(), End(137), "failed", 137),
-        (seen((2, Kind.input, "x", {"exit_status": 2})), End(143), "failed", 2),
+        ([], {"status": {"state": "done", "attempt": 0, "step": 7}}, End(143), "done", 0),
+        ([(2, Kind.error, "x")], {"status": {"state": "preempted", "attempt": 0, "step": 7}}, End(143), "preempted", 75),
+        ([], {}, End(0), "incomplete", 1),
+        ([], {}, End(137), "failed", 137),
+        ([(2, Kind.input, "x", {"exit_status": 2})], {}, End(143), "failed", 2),
         # An attempt that has not begun.
-        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "attempt": 8}), End(1), "not begun", 3),
-        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "state": "failed"}), End(1), "failed", 3),
-        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status=None), End(1), "failed", 3),
-        (seen((0, Kind.error, "x"), begun=False), End(1), "failed", 1),
-        (seen(begun=False, status={**RUNNING, "attempt": 8}), KILLED, "not begun", 137),
-        (seen(begun=False, status=None), End(143, stopped=True), "not begun", 75),
-        (seen(taken_by="9.0"), End(3), "not begun", 3),
-        (seen(), End(143, stopped=True), "failed", 143),
-        (seen((2, Kind.stopped, "SIGTERM", {"exit_status": 75}), (0, *LOST)), End(143), "preempted", 75),
+        ([(0, Kind.machine, "x", {"exit_status": 3})], {"begun": False, "status": {**RUNNING, "attempt": 8}}, End(1), "not begun", 3),
+        ([(0, Kind.machine, "x", {"exit_status": 3})], {"begun": False, "status": {**RUNNING, "state": "failed"}}, End(1), "failed", 3),
+        ([(0, Kind.machine, "x", {"exit_status": 3})], {"begun": False, "status": None}, End(1), "failed", 3),
+        ([(0, Kind.error, "x")], {"begun": False}, End(1), "failed", 1),
+        ([], {"begun": False, "status": {**RUNNING, "attempt": 8}}, KILLED, "not begun", 137),
+        ([], {"begun": False, "status": None}, End(143, stopped=True), "not begun", 75),
+        ([], {"taken_by": "9.0"}, End(3), "not begun", 3),
+        ([], {}, End(143, stopped=True), "failed", 143),
+        ([(2, Kind.stopped, "SIGTERM", {"exit_status": 75}), (0, *LOST)], {}, End(143), "preempted", 75),
         # A program of the user: done if all ranks exit with 0. srun ends the other ranks of one that has failed with SIGTERM.
-        (seen(of_program=True), End(0), "done", 0),
-        (seen((2, Kind.error, "x", {"exit_status": 3}), of_program=True), End(0), "failed", 3),
-        (seen(of_program=True, status={**RUNNING, "state": "preempted"}), End(0), "preempted", 75),
-        (seen((2, Kind.killed, "x", {"exit_status": 137}), of_program=True, status={**RUNNING, "state": "preempted"}), End(137), "failed", 137),
-        (seen(of_program=True, status={**RUNNING, "state": "preempted"}), End(137), "failed", 137),
+        ([], {"of_program": True}, End(0), "done", 0),
+        ([(2, Kind.error, "x", {"exit_status": 3})], {"of_program": True}, End(0), "failed", 3),
+        ([], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(0), "preempted", 75),
+        ([(2, Kind.killed, "x", {"exit_status": 137})], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(137), "failed", 137),
+        ([], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(137), "failed", 137),
     ],
 )  # fmt: skip
-def test_the_state_and_the_exit_status_follow(evidence: Evidence, end: End, state: str, status: int) -> None:
-    found = judge.judge(evidence, end)
-    assert (found.state, found.exit_status, found.step) == (state, status, 7 if evidence.status else 0)
+def test_the_state_and_the_exit_status_follow(
+    tmp_path: Path, records: list[tuple[Any, ...]], facts: dict[str, Any], end: End, state: str, status: int
+) -> None:
+    found = judged(tmp_path, *records, end=end, **facts)
+    assert (found.state, found.exit_status, found.step) == (state, status, 7 if facts.get("status", RUNNING) else 0)
 
 
 # --- close
