@@ -30,7 +30,7 @@ from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports
 from recipes.core.files import ROOT
 from recipes.core.place import hostlist, ranks
-from recipes.core.run import as_json, command_line, directory, source
+from recipes.core.run import command_line, directory, source
 
 OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even if it hangs itself
 
@@ -85,7 +85,7 @@ def _end(status: int, why: str = "") -> NoReturn:
 
 if __name__ == "__main__":
     try:
-        status = as_json.called(sys.argv[1:], main)
+        status = command_line.with_json(sys.argv[1:], main)
         sys.stdout.flush()
     except (errors.ConfigError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)

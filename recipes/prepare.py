@@ -35,7 +35,7 @@ from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import write
 from recipes.core.data.progress import Progress
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.run import as_json
+from recipes.core.run import command_line
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
 TIMEOUT_S = 30.0  # to connect, and for each read
@@ -81,7 +81,7 @@ class FinetuneKeys:
 
 def main(argv: Sequence[str]) -> int:
     """Runs a command line and returns the exit status."""
-    return as_json.called(argv, _main)
+    return command_line.with_json(argv, _main)
 
 
 def _main(arguments: list[str], told: dict[str, Any]) -> int:

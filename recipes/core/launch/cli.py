@@ -18,7 +18,7 @@ from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, snapshot, submit
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import as_json, command_line, directory, source
+from recipes.core.run import command_line, directory, source
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -30,7 +30,7 @@ def main(argv: list[str], python: str) -> int:
     """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
     if argv[:1] == ["runs"]:  # a line of JSON for each run
         return _main(argv, python, {})
-    return as_json.called(argv, lambda words, told: _main(words, python, told))
+    return command_line.with_json(argv, lambda words, told: _main(words, python, told))
 
 
 def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:

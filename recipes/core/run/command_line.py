@@ -1,11 +1,15 @@
 """The settings of a launch, from its command line, the keys of the run that it resumes, and the values of a sweep."""
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.core.config import declare, key_value, parser
 from recipes.core.config.job_keys import JobKeys
@@ -13,20 +17,18 @@ from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError, shown
 from recipes.core.run import resumed
 
-SWEEP, SCRIPT = "sweep.", "script"
+SWEEP, SCRIPT, JSON = "sweep.", "script", "--json"
 ONE_FOR_ALL = {"run_dir", "config", "umask", "device", "cpu_threads", "num_workers"}  # all runs request the same CPUs
 
 
 def parse(
-    argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] | None = None, to_start: bool = True
+    argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] = os.environ, to_start: bool = True
 ) -> Settings:
     """Checks a command line of ``key=value`` words, or with ``script=FILE -- ARGUMENT…``, and returns its settings.
 
-    recipe: "" for the words of launch.py, which contain ``recipe=`` and job keys. environ: that of the process by default. to_start:
-    False if only the result of the run is to be read. If ``run_dir=`` or ``resume=`` names a run, keys that are not given come from it.
-    Raises ConfigError with one line for the first invalid word.
+    recipe: "" for the words of launch.py, which contain ``recipe=`` and job keys. to_start: False if only the result of the run is to be
+    read. If ``run_dir=`` or ``resume=`` names a run, keys that are not given come from it. Raises ConfigError for the first invalid word.
     """
-    environ = os.environ if environ is None else environ
     words = key_value.read(of_script(argv, recipe))
     swept = {name: words[name] for name in words if name.startswith(SWEEP)}
     if swept and not recipe:
@@ -37,6 +39,21 @@ def parse(
 def before_dashes(argv: Sequence[str]) -> list[str]:
     """The words before ``--``, which separates the arguments of a program of your own."""
     return list(argv[: argv.index("--")] if "--" in argv else argv)
+
+
+def with_json(argv: Sequence[str], main: Callable[[list[str], dict[str, Any]], int]) -> int:
+    """Calls ``main`` with ``argv`` and a dictionary for its results. Returns the exit status.
+
+    With ``--json``, the results and ``exit_status`` are printed to stdout as one JSON object, and lines for people to stderr.
+    """
+    told: dict[str, Any] = {}
+    own = before_dashes(argv)
+    if JSON not in own:
+        return main(list(argv), told)
+    with contextlib.redirect_stdout(sys.stderr):
+        status = main([*(word for word in own if word != JSON), *argv[len(own) :]], told)
+    print(json.dumps({**told, "exit_status": status}, default=str), flush=True)
+    return status
 
 
 def of_script(argv: Sequence[str], recipe: str) -> list[str]:
