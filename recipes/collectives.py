@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,10 @@ from recipes.core.errors import RunError, Stopped
 from recipes.core.train.run import Run
 from recipes.core.train.world import World
 
-T = TypeVar("T")
 Answer = tuple[Tensor, Tensor]  # the result and the expected result
+WARM_UP, BATCHES = 2, 5
+# For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
+WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 
 
 def numbers(world: World, *ranks: int) -> Tensor:
@@ -51,10 +53,16 @@ def neighbours(world: World) -> tuple[int, int]:
     return (world.rank - 1) % world.size, (world.rank + 1) % world.size
 
 
-def in_turn(world: World, send: Callable[[], T], receive: Callable[[], T]) -> list[T]:
+def in_turn(world: World, send: Callable[[], Any], receive: Callable[[], Any]) -> list[Any]:
     """Sends to the next rank of the ring and receives from the previous one: rank 0 sends first, the others receive first."""
     calls = (send, receive) if world.rank == 0 else (receive, send)
     return [call() for call in calls]
+
+
+def at_once(batch: list[P2POp]) -> None:
+    """Starts all operations of a batch, then waits for them."""
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
 
 
 # The lessons. Each performs one operation on every rank and returns the result and the expected result. `learn` prints the docstring.
@@ -72,7 +80,6 @@ def isend_and_irecv(world: World) -> Answer:
     received, (previous, following) = empty(world), neighbours(world)
     mine = numbers(world, world.rank)
     for work in in_turn(world, lambda: dist.isend(mine, following), lambda: dist.irecv(received, previous)):
-        assert work is not None
         work.wait()
     return received, numbers(world, previous)
 
@@ -83,8 +90,7 @@ def batch_isend_irecv(world: World) -> Answer:
     from_previous, from_following, mine = empty(world), empty(world), numbers(world, world.rank)
     batch = [P2POp(dist.isend, mine, following), P2POp(dist.irecv, from_previous, previous)]
     batch += [P2POp(dist.isend, mine, previous), P2POp(dist.irecv, from_following, following)]
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()
+    at_once(batch)
     return torch.cat([from_previous, from_following]), numbers(world, previous, following)
 
 
@@ -195,16 +201,12 @@ def learn(run: Run) -> None:
         run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{lesson.__doc__}")
 
 
-# The bandwidth of messages: algbw and busbw are as defined by nccl-tests (doc/PERFORMANCE.md).
-WARM_UP, BATCHES = 2, 5
-# For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
-WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
+# The measurement, with algbw and busbw as defined by nccl-tests (doc/PERFORMANCE.md).
 
 
 class Figure(NamedTuple):
-    """The result of one operation at one size. size: bytes of the whole array. Bandwidths are in GB/s (1e9 bytes per second)."""
+    """The result of one operation at one size. Bandwidths are in GB/s (1e9 bytes per second)."""
 
-    size: int
     seconds: float
     algbw: float
     busbw: float
@@ -214,7 +216,7 @@ def measure(operation: str, size: int, world: World, budget_s: float) -> Figure:
     """Measures an operation on ``size`` bytes (`used_bytes`). Called by all ranks, which get the same result. budget_s: seconds, about."""
     seconds = statistics.median(seconds_of(call_of(operation, size, world), world, budget_s))
     algbw = size / seconds / 1e9
-    return Figure(size, seconds, algbw, algbw * bus_factor(operation, world.size))
+    return Figure(seconds, algbw, algbw * bus_factor(operation, world.size))
 
 
 def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
@@ -222,7 +224,8 @@ def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
     n, rank, count = world.size, world.rank, size // 4
     whole = torch.zeros(count, device=world.device)
     if operation == "send_recv":
-        return partial(_ring, whole, torch.zeros_like(whole), (rank + 1) % n, (rank - 1) % n)
+        received, (previous, following) = torch.zeros_like(whole), neighbours(world)
+        return lambda: at_once([P2POp(dist.isend, whole, following), P2POp(dist.irecv, received, previous)])
     if operation == "broadcast":
         return partial(dist.broadcast, whole, 0)
     if operation == "reduce":
@@ -257,11 +260,6 @@ def bus_factor(operation: str, ranks: int) -> float:
         return 1.0
     share = (ranks - 1) / ranks
     return 2 * share if operation == "all_reduce" else share
-
-
-def _ring(data: Tensor, received: Tensor, to: int, source: int) -> None:
-    for work in dist.batch_isend_irecv([P2POp(dist.isend, data, to), P2POp(dist.irecv, received, source)]):
-        work.wait()
 
 
 def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> list[float]:
@@ -309,7 +307,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
             with world.meeting():
                 figure = measure(operation, size, world, cfg.seconds)
             columns = f"{1e6 * figure.seconds:>12,.1f}{figure.algbw:>9.3f}{figure.busbw:>9.3f}"
-            run.say(f"{operation:<15}{figure.size:>13,}{columns}")
+            run.say(f"{operation:<15}{size:>13,}{columns}")
             best[operation] = max(round(figure.busbw, 4), best.get(operation, 0.0))
             fastest[operation] = min(round(1e6 * figure.seconds, 1), fastest.get(operation, math.inf))
             if reason := run.agree_to_stop():
