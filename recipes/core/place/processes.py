@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from recipes.core import errors
 
@@ -45,20 +44,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-class CpuTime(NamedTuple):
-    """cpu_s: CPU seconds so far. time_s: of a monotonic clock."""
-
-    cpu_s: float
-    time_s: float
-
-
-def cpu_time() -> CpuTime:
-    """Of this process and its descendants."""
+def cpu_time() -> tuple[float, float]:
+    """CPU seconds of this process and its descendants so far, and seconds of a monotonic clock."""
     ticks = 0
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
             ticks += sum(map(int, _stat(pid)[11:15]))  # its own and that of its children that have ended
-    return CpuTime(ticks / os.sysconf("SC_CLK_TCK"), time.monotonic())
+    return ticks / os.sysconf("SC_CLK_TCK"), time.monotonic()
 
 
 def memory() -> int:

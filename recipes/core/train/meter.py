@@ -110,15 +110,15 @@ class Meter:
         rank_step_s: seconds of each rank per step, without the wait for other ranks. memory_gb: of the node that uses most, with loader
         processes. cpus_used: CPUs kept busy per node. gpu_memory_gb: highest so far of any GPU. gpu_energy_kj: of all GPUs; left out if unknown.
         """
-        cpu, gpu = processes.cpu_time(), self._device.type == "cuda"
-        used_s = max(0.0, cpu.cpu_s - self._cpu.cpu_s) / max(1e-9, cpu.time_s - self._cpu.time_s)
-        if cpu.time_s >= self._memory_at + MEMORY_EVERY_S:
-            self._memory, self._memory_at = processes.memory(), cpu.time_s
+        (cpu_s, now), (cpu_before_s, before) = processes.cpu_time(), self._cpu
+        used_s, gpu = max(0.0, cpu_s - cpu_before_s) / max(1e-9, now - before), self._device.type == "cuda"
+        if now >= self._memory_at + MEMORY_EVERY_S:
+            self._memory, self._memory_at = processes.memory(), now
         peak = torch.cuda.max_memory_allocated(self._device) if gpu else 0
         joules = _energy_j(self._device)
         step_s = self._busy_s / max(1, self._busy_steps)
         own = OF_RANK.pack(step_s, used_s, joules - self._joules, self._memory, peak)
-        self._busy_s, self._busy_steps, self._cpu, self._joules = 0.0, 0, cpu, joules
+        self._busy_s, self._busy_steps, self._cpu, self._joules = 0.0, 0, (cpu_s, now), joules
         world.pulse.beat(watchdog.WAITING)
         found = [OF_RANK.unpack(one) for one in world.gather(own)]
         memory = Counter[str]()

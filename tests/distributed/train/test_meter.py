@@ -38,7 +38,7 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     told = measured.of_ranks(world)
     assert told["rank_step_s"] == [7.5, 7.5]  # without the 1.5 s in which it has waited
     assert 0.1 < told["memory_gb"] < 20
-    times = iter([measured._cpu._replace(cpu_s=cpu_s, time_s=time_s) for cpu_s, time_s in ((0, 0), (6, 10), (7, 20))])
+    times = iter([(0, 0), (6, 10), (7, 20)])
     monkeypatch.setattr(processes, "cpu_time", lambda: next(times))
     used = [measured.of_ranks(world)["cpus_used"] for _ in range(3)]
     assert used[1:] == [1.2, 0.2]  # of two ranks on one node, since the row before

@@ -15,9 +15,9 @@ OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 def test_the_time_of_a_child_that_has_ended_counts() -> None:
-    before = processes.cpu_time().cpu_s
+    before = processes.cpu_time()[0]
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
-    assert processes.cpu_time().cpu_s >= before + 0.4
+    assert processes.cpu_time()[0] >= before + 0.4
 
 
 def test_memory_that_a_forked_child_shares_counts_once() -> None:
