@@ -24,10 +24,7 @@ MEMORY_GB, MEMORY_USED, CPUS, CPUS_USED = 8.0, 0.33, 4, 0.25  # judged if so muc
 
 def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The median share of each part of a step in the last rows; {} if they have none. The first row of an attempt does not count."""
-    first = {
-        id(row) for row, before in zip(rows, [{}, *rows], strict=False) if row.get("attempt") != before.get("attempt")
-    }
-    usual = [row for row in rows if id(row) not in first][-RECENT:]
+    usual = [row for before, row in pairwise([{}, *rows]) if row.get("attempt") == before.get("attempt")][-RECENT:]
     found = {name: [value for row in usual if math.isfinite(value := number(row.get(name)))] for name in SHARES}
     return {name: statistics.median(values) for name, values in found.items() if values}
 
