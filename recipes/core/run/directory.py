@@ -53,8 +53,8 @@ def write_status(
     reason: str = "",
     kind: Kind | None = None,
     first: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Replaces ``status.json`` and returns its content.
+) -> None:
+    """Replaces ``status.json``.
 
     kind: why the attempt ended; None while it runs or if it is done. first: the first failing rank, with ``rank``, ``host`` and
     ``exit_status``. `note_next` adds ``next`` later. Raises OSError.
@@ -73,7 +73,6 @@ def write_status(
         "updated": time.time(),
     }
     files.write_json(run_dir / "status.json", content)
-    return content
 
 
 def note_next(run_dir: Path, word: Next, attempt: int) -> None:

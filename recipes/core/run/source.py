@@ -46,8 +46,7 @@ def loaded(code: Path) -> dict[str, str]:
 def commit(code: Path) -> str | None:
     """The commit of the code, followed by ``-dirty`` if files differ; None outside a git repository."""
     if there := stamp(code):
-        commit: str | None = there.get("commit")
-        return commit
+        return there.get("commit")
     return _git(code, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip() or None
 
 

@@ -51,11 +51,12 @@ def test_a_damaged_status_file_reads_as_none(tmp_path: Path, content: bytes) -> 
 def test_next_is_added_to_the_status_of_the_same_attempt(tmp_path: Path) -> None:
     directory.note_next(tmp_path, Next.requeued, 0)
     assert not (tmp_path / "status.json").exists()
-    before = directory.write_status(tmp_path, "preempted", attempt=0, step=7)
+    directory.write_status(tmp_path, "preempted", attempt=0, step=7)
+    before = directory.read_status(tmp_path)
     directory.note_next(tmp_path, Next.cancelled, 1)
     assert directory.read_status(tmp_path) == before
     directory.note_next(tmp_path, Next.requeued, 0)
-    assert directory.read_status(tmp_path) == {**before, "next": "requeued"}
+    assert directory.read_status(tmp_path) == {**(before or {}), "next": "requeued"}
 
 
 def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_path: Path) -> None:

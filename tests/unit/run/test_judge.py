@@ -168,7 +168,8 @@ def test_close_does_not_change_a_status_that_rank_0_has_written(tmp_path: Path, 
 def test_close_does_not_change_the_status_of_another_attempt(tmp_path: Path) -> None:
     first = helpers.attempt(tmp_path, launch="1.0", job="1")
     second = helpers.attempt(tmp_path, launch="2.0", job="2")
-    before = directory.write_status(tmp_path, "running", attempt=1, step=5)
+    directory.write_status(tmp_path, "running", attempt=1, step=5)
+    before = directory.read_status(tmp_path)
     assert judge.close(first, End(3)).reason == f"{tmp_path} was taken over by 2.0; this job is not requeued"
     never = helpers.attempt(tmp_path, launch="3.0", job="2", step=None)  # killed in its start; the second one runs
     assert judge.close(never, End(143)).state == "not begun"
