@@ -3,17 +3,30 @@
 python launch.py scale recipe=cifar nodes=1,2,4 max_steps=200            # submits a job for each; weak=true: larger batches too
 python launch.py scale runs/scale/20260101-120000                        # the table of these runs
 python launch.py scale RUN link=COLLECTIVES_RUN ranks=8,64,512,4096      # a prediction, without further jobs
+
+A step takes the work of a rank, plus the part of an all_reduce that the backward pass does not hide. On n ranks, an all_reduce takes
+t = 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth, as in a ring.
 """
 
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors
-from recipes.core.errors import ConfigError, shown
+from recipes.core import errors, files
+from recipes.core.errors import ConfigError, InputError, shown
 from recipes.core.launch import runs
-from recipes.core.run import command_line, scaling
+from recipes.core.run import command_line, efficiency, rows
+from recipes.core.run.rows import number
+
+BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
+ASSUMED = (
+    "assumed: a rank's work is in proportion to its samples; each rank has as many CPUs and the same type of GPU"
+    " as in the measured run; the latency and bandwidth of all_reduce's ring stay as measured; communication"
+    " overlaps with the backward pass on GPUs, but not on CPUs"
+)
 
 
 def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) -> int:
@@ -33,11 +46,10 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
             f"scale: {unknown[0]}=: with a run, only link= and ranks= (both or neither) and weak= are possible"
         )
     if "link" in given:
-        link, base = scaling.read_link(Path(given["link"])), scaling.read(runs.find(names[:1], root)[0])
-        ranks = _counts("ranks", given.get("ranks", ""))
-        print("\n".join(scaling.lines_of_prediction(base, link, ranks, weak == "true")))
+        link, base = read_link(Path(given["link"])), read(runs.find(names[:1], root)[0])
+        print("\n".join(lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak == "true")))
         return errors.EXIT_DONE
-    print("\n".join(scaling.lines_of_runs([scaling.read(folder) for folder in runs.find(names, root)])))
+    print("\n".join(lines_of_runs([read(folder) for folder in runs.find(names, root)])))
     return errors.EXIT_DONE
 
 
@@ -64,3 +76,100 @@ def _counts(name: str, text: str) -> list[int]:
     if not all(re.fullmatch("[1-9][0-9]{0,6}", one) for one in found):
         raise ConfigError(f"{name}={shown(text)}: must be numbers separated by commas, such as 1,2,4")
     return sorted({int(one) for one in found})
+
+
+@dataclass(frozen=True)
+class Link:
+    """What `recipes.collectives` has measured for all_reduce. latency_s: of one of the ring's steps. bandwidth: bytes/s (busbw)."""
+
+    latency_s: float
+    bandwidth: float
+
+    def all_reduce_s(self, size: float, ranks: int) -> float:
+        """Seconds of an all_reduce of ``size`` bytes."""
+        return 2 * (ranks - 1) * self.latency_s + 2 * (ranks - 1) / ranks * size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run. samples: per optimiser step. speed: samples/s over all ranks. work_s: seconds of a rank per step, without waiting for others."""
+
+    folder: Path
+    recipe: str
+    ranks: int
+    nodes: int
+    samples: float
+    speed: float
+    work_s: float
+    backward_s: float  # part of work_s during which a GPU also communicates; 0 on a CPU
+    gradient_bytes: float
+
+
+def read(folder: Path) -> Measured:
+    """Reads a run that is done. Raises InputError."""
+    summary, every = files.read_json(folder / "summary.json") or {}, rows.rows(folder)
+    sizes = [number(summary.get(name)) for name in ("world_size", "num_nodes", "samples_per_second", "parameters")]
+    work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
+    if summary.get("strategy") == "fsdp":
+        raise InputError(
+            f"{folder}: was trained with strategy=fsdp, which the prediction does not support: give a run with strategy=ddp"
+        )
+    if not all(value > 0 for value in sizes) or not work:
+        raise InputError(
+            f"{folder}: is not a finished training run with step times of its ranks: "
+            "give the directory of a training run that is done"
+        )
+    ranks, nodes, speed, parameters = sizes
+    usual = [number(row.get("samples_per_second")) for row in every]
+    speed = statistics.median([value for value in usual[1:] if value > 0] or [speed])
+    samples = number(summary.get("global_batch_size"))
+    hidden = efficiency.shares(every).get("forward_backward", 0.0) * BACKWARD * samples / speed
+    on_gpu = summary.get("device") == "cuda"
+    return Measured(
+        folder, str(summary.get("recipe")), int(ranks), int(nodes), samples, speed, statistics.median(work), hidden * on_gpu, 4 * parameters,
+    )  # fmt: skip
+
+
+def read_link(folder: Path) -> Link:
+    """The all_reduce of a run of recipes.collectives with mode=bench. Raises InputError."""
+    summary = files.read_json(folder / "summary.json") or {}
+    ranks, parts = number(summary.get("world_size")), (summary.get("busbw"), summary.get("latency_us"))
+    busbw, latency = (number(part.get("all_reduce")) if isinstance(part, dict) else 0.0 for part in parts)
+    if not (busbw > 0 and latency > 0 and ranks > 1):
+        fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
+        raise InputError(f"{folder}: has no measured bandwidth and latency of all_reduce: {fix}")
+    return Link(latency / 1e6 / (2 * (ranks - 1)), busbw * 1e9)
+
+
+def predicted(base: Measured, link: Link, ranks: int, weak: bool) -> tuple[float, float]:
+    """Seconds of a step on ``ranks`` ranks, and how many of them are communication that no computation hides. weak: samples per rank stay the same."""
+    share = 1.0 if weak else base.ranks / ranks
+    exposed = max(0.0, link.all_reduce_s(base.gradient_bytes, ranks) - base.backward_s * share) if ranks > 1 else 0.0
+    return base.work_s * share + exposed, exposed
+
+
+def lines_of_prediction(base: Measured, link: Link, ranks: Sequence[int], weak: bool) -> list[str]:
+    """A table of the predicted steps."""
+    kind = "weak: samples per rank stay the same" if weak else "strong: samples per step stay the same"
+    head = f"{base.recipe} from {base.folder} ({base.ranks} ranks, {1e3 * base.samples / base.speed:.4g} ms per step); scaling is {kind}"
+    lines = [head, f"{'ranks':>8}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}{'communication':>15}"]
+    one, _ = predicted(base, link, 1, weak)
+    alone = base.samples / base.ranks / one if weak else base.samples / one
+    for count in ranks:
+        step_s, exposed_s = predicted(base, link, count, weak)
+        speed = base.samples * (count / base.ranks if weak else 1.0) / step_s
+        columns = f"{count:>8}{1e3 * step_s:>14.4g}{speed:>14,.1f}{speed / (alone * count):>12.0%}"
+        lines.append(f"{columns}{exposed_s / step_s:>15.0%}")
+    return [*lines, ASSUMED]
+
+
+def lines_of_runs(runs: Sequence[Measured]) -> list[str]:
+    """A table of measured runs of one recipe, by ranks. Efficiency is relative to the run with the fewest ranks."""
+    runs = sorted(runs, key=lambda run: (run.ranks, run.nodes))
+    head = f"{'ranks':>8}{'nodes':>7}{'samples/step':>14}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}"
+    base = runs[0].speed / runs[0].ranks
+    return [head, *(
+        f"{run.ranks:>8}{run.nodes:>7}{run.samples:>14,.0f}{1e3 * run.samples / run.speed:>14.4g}{run.speed:>14,.1f}"
+        f"{run.speed / (base * run.ranks):>12.0%}"
+        for run in runs
+    )]  # fmt: skip

@@ -10,8 +10,7 @@ import pytest
 
 from recipes.core.errors import ConfigError, InputError
 from recipes.core.launch import scale
-from recipes.core.run import scaling
-from recipes.core.run.scaling import Link, Measured
+from recipes.core.launch.scale import Link, Measured
 
 
 def measured(**changed: Any) -> Measured:
@@ -95,9 +94,9 @@ def test_the_table_of_runs_and_a_prediction_from_one(tmp_path: Path, capsys: pyt
 
 def test_a_run_that_lacks_figures_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a finished training"):
-        scaling.read(run(tmp_path / "a", 1, 100.0, parameters=None))
+        scale.read(run(tmp_path / "a", 1, 100.0, parameters=None))
     with pytest.raises(InputError, match="has no measured bandwidth and latency of all_reduce: run recipe=collectives"):
-        scaling.read_link(run(tmp_path / "b", 2, 100.0, busbw={}))
+        scale.read_link(run(tmp_path / "b", 2, 100.0, busbw={}))
 
 
 def test_published_clusters_are_within_the_upper_bound() -> None:
@@ -109,13 +108,13 @@ def test_published_clusters_are_within_the_upper_bound() -> None:
         (measured(samples=256.0, speed=1200.0, work_s=0.213, backward_s=0.142), Link(20e-6, 6.25e9), 256, 0.90),
         (measured(ranks=4, samples=1024.0, speed=9600.0, work_s=0.107, backward_s=0.07), Link(10e-6, 25e9), 1024, 0.84),
     ):
-        alone, _ = scaling.predicted(base, link, base.ranks, weak=True)
-        many, _ = scaling.predicted(base, link, ranks, weak=True)
-        slow, _ = scaling.predicted(base, Link(link.latency_s, 0.125e9), ranks, weak=True)
+        alone, _ = scale.predicted(base, link, base.ranks, weak=True)
+        many, _ = scale.predicted(base, link, ranks, weak=True)
+        slow, _ = scale.predicted(base, Link(link.latency_s, 0.125e9), ranks, weak=True)
         assert alone / slow < 0.5 < published <= alone / many
 
 
 def test_backward_pass_hides_the_ring_on_a_gpu() -> None:
     slow = Link(5e-6, 0.2e9)  # a ring of 0.9 s
-    assert scaling.predicted(measured(), slow, 16, weak=True)[1] == pytest.approx(slow.all_reduce_s(102e6, 16) - 0.4)
-    assert scaling.predicted(measured(), Link(5e-6, 10e9), 16, weak=True) == (0.64, 0.0)
+    assert scale.predicted(measured(), slow, 16, weak=True)[1] == pytest.approx(slow.all_reduce_s(102e6, 16) - 0.4)
+    assert scale.predicted(measured(), Link(5e-6, 10e9), 16, weak=True) == (0.64, 0.0)
