@@ -18,8 +18,6 @@ from recipes.core.run.attempt import Attempt
 
 # The state of an attempt that ended before it began. The status.json of another attempt is not changed.
 NOT_BEGUN = "not begun"
-# With these kinds, a user's program may have ended with any exit status, even one that has another meaning for a recipe.
-OF_PROGRAM = (Kind.error, Kind.killed)
 
 
 @dataclass(frozen=True)
@@ -137,13 +135,18 @@ def _first_failure(records: Sequence[Mapping[str, Any]], hosts: Sequence[str], b
         return Outcome("failed", Kind.killed, "it ended before the run began")
     if end and end.exit_status == 0 and not records:
         return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run")
-    return by_parent or _silent_ranks(records, hosts) or _lost(records)
+    if cause := by_parent or _silent_ranks(records, hosts):
+        return cause
+    # All ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest.
+    first = next((one for one in records if _kind(one) is Kind.timeout), records[0])
+    return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first)
 
 
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The earliest cause. The lowest rank represents ranks that are refused for the same reason."""
     first = causes[0]
-    if first["exit_status"] == EXIT_CRASH or _kind(first) in OF_PROGRAM:
+    # With these kinds, a user's program may have ended with any exit status, even one that has another meaning for a recipe.
+    if first["exit_status"] == EXIT_CRASH or _kind(first) in (Kind.error, Kind.killed):
         return first
     return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
 
@@ -190,9 +193,3 @@ def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str]) ->
     more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
     reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
     return Outcome("failed", Kind.killed, reason, silent[0])
-
-
-def _lost(records: Sequence[Mapping[str, Any]]) -> Outcome:
-    """All ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest."""
-    first = next((one for one in records if _kind(one) is Kind.timeout), records[0])
-    return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first)
