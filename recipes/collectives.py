@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -204,19 +204,14 @@ def learn(run: Run) -> None:
 # The measurement, with algbw and busbw as defined by nccl-tests (doc/PERFORMANCE.md).
 
 
-class Figure(NamedTuple):
-    """The result of one operation at one size. Bandwidths are in GB/s (1e9 bytes per second)."""
+def measure(operation: str, size: int, world: World, budget_s: float) -> tuple[float, float, float]:
+    """Seconds of an operation on ``size`` bytes (`used_bytes`), its algbw and its busbw in GB/s (1e9 bytes per second).
 
-    seconds: float
-    algbw: float
-    busbw: float
-
-
-def measure(operation: str, size: int, world: World, budget_s: float) -> Figure:
-    """Measures an operation on ``size`` bytes (`used_bytes`). Called by all ranks, which get the same result. budget_s: seconds, about."""
+    Called by all ranks, which get the same result. budget_s: approximate duration of the measurement.
+    """
     seconds = statistics.median(seconds_of(call_of(operation, size, world), world, budget_s))
     algbw = size / seconds / 1e9
-    return Figure(seconds, algbw, algbw * bus_factor(operation, world.size))
+    return seconds, algbw, algbw * bus_factor(operation, world.size)
 
 
 def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
@@ -305,11 +300,10 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
         sizes = dict.fromkeys(used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes))
         for size in sizes:
             with world.meeting():
-                figure = measure(operation, size, world, cfg.seconds)
-            columns = f"{1e6 * figure.seconds:>12,.1f}{figure.algbw:>9.3f}{figure.busbw:>9.3f}"
-            run.say(f"{operation:<15}{size:>13,}{columns}")
-            best[operation] = max(round(figure.busbw, 4), best.get(operation, 0.0))
-            fastest[operation] = min(round(1e6 * figure.seconds, 1), fastest.get(operation, math.inf))
+                seconds, algbw, busbw = measure(operation, size, world, cfg.seconds)
+            run.say(f"{operation:<15}{size:>13,}{1e6 * seconds:>12,.1f}{algbw:>9.3f}{busbw:>9.3f}")
+            best[operation] = max(round(busbw, 4), best.get(operation, 0.0))
+            fastest[operation] = min(round(1e6 * seconds, 1), fastest.get(operation, math.inf))
             if reason := run.agree_to_stop():
                 raise Stopped(reason)
     return {"busbw": best, "latency_us": fastest}

@@ -72,7 +72,7 @@ def sides(world: World) -> dict[str, Callable[[], float]]:
 
     return {
         "tcp": lambda: gb_per_s(LARGE, lambda: one_way(connection, world.rank)),
-        "all_reduce": lambda: collectives.measure("all_reduce", LARGE, world, SECONDS).busbw,
+        "all_reduce": lambda: collectives.measure("all_reduce", LARGE, world, SECONDS)[2],
         "tensors": lambda: gb_per_s(total, one_by_one),
         "parallel": lambda: gb_per_s(total, in_buckets),
     }
