@@ -3,7 +3,7 @@
 import re
 from itertools import product
 
-from recipes.core.errors import shown
+from recipes.core.errors import ConfigError, shown
 
 MAX_RANGE = 65_536  # Slurm's MAX_SLURM_NODES
 
@@ -13,16 +13,12 @@ _ITEM = re.compile(rf"{_NAME}(?:\[{_RANGE}(?:,{_RANGE})*\]{_NAME})*")
 _COUNT = re.compile(r"([1-9][0-9]{0,17})(?:\(x([1-9][0-9]{0,17})\))?")
 
 
-class HostListError(ValueError):
-    """The text is not a list in Slurm's format. The message is one line with the part that is invalid and the problem."""
-
-
 def expand(text: str) -> list[str]:
     """The hosts of a Slurm host list, in its order and with its duplicates.
 
     Accepts every form of the "Slurm host list" in slurm.conf(5): ranges and lists in brackets, zero padding (the width
     of a range is that of its lower end, as in Slurm), several brackets in a name (the last varies fastest), and also
-    text after the last bracket. Raises HostListError for anything else, and for a range of more than 65,536 hosts.
+    text after the last bracket. Raises ConfigError for anything else, and for a range of more than 65,536 hosts.
     """
     items = re.findall(r"(?:[^,\[]|\[[^]]*\])+", text)
     if not items or ",".join(items) != text:
@@ -31,12 +27,12 @@ def expand(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The counts of `2(x3),1`: [2, 2, 2, 1], as in SLURM_TASKS_PER_NODE. Raises HostListError, also for a count of zero."""
+    """The counts of `2(x3),1`: [2, 2, 2, 1], as in SLURM_TASKS_PER_NODE. Raises ConfigError, also for a count of zero."""
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
         if not match:
-            raise HostListError(f"'{shown(item)}' is neither a count nor COUNT(xTIMES)")
+            raise ConfigError(f"'{shown(item)}' is neither a count nor COUNT(xTIMES)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -44,7 +40,7 @@ def expand_counts(text: str) -> list[int]:
 def _hosts(item: str) -> list[str]:
     """The hosts of one name with any number of brackets."""
     if not item or not _ITEM.fullmatch(item):
-        raise HostListError(f"'{shown(item)}' is not a host name with ranges of numbers in brackets")
+        raise ConfigError(f"'{shown(item)}' is not a host name with ranges of numbers in brackets")
     # split() with one group alternates: text, content of brackets, text, …
     pieces = re.split(r"\[([^]]*)\]", item)
     parts = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
@@ -58,8 +54,8 @@ def _numbers(ranges: str) -> list[str]:
         low, _, high = part.partition("-")
         numbers = range(int(low), int(high or low) + 1)
         if not numbers:
-            raise HostListError(f"the range {part} runs backwards")
+            raise ConfigError(f"the range {part} runs backwards")
         if len(numbers) > MAX_RANGE:
-            raise HostListError(f"the range {part} has more than {MAX_RANGE:,} numbers")
+            raise ConfigError(f"the range {part} has more than {MAX_RANGE:,} numbers")
         found += [f"{n:0{len(low)}d}" for n in numbers]
     return found

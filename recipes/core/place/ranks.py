@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place.hostlist import HostListError, expand, expand_counts
+from recipes.core.place.hostlist import expand, expand_counts
 
 Environ = Mapping[str, str]
 
@@ -193,7 +193,7 @@ def _slurm_layout(environ: Environ) -> RankInfo:
     nodes_text, counts_text = (environ.get(name, "") for name in ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"))
     try:
         nodes, counts = expand(nodes_text), expand_counts(counts_text)
-    except HostListError as error:
+    except ConfigError as error:
         given = f"SLURM_STEP_NODELIST={shown(nodes_text)} SLURM_STEP_TASKS_PER_NODE={shown(counts_text)}"
         raise ConfigError(f"{given}: {error}: {FIX_SLURM}") from None
     if sum(counts) != world_size:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.place.hostlist import HostListError, expand, expand_counts
+from recipes.core.errors import ConfigError
+from recipes.core.place.hostlist import expand, expand_counts
 from tests import helpers
 
 LISTS = {
@@ -55,7 +56,7 @@ NOT_A_NAME = "is not a host name"
     ],
 )  # fmt: skip
 def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> None:
-    with pytest.raises(HostListError) as caught:
+    with pytest.raises(ConfigError) as caught:
         expand(text)
     message = str(caught.value)
     assert reason in message
@@ -65,6 +66,6 @@ def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> 
 
 @pytest.mark.parametrize("text", ["", "a", "2(x3", "-1", "2,,1", " 2", "2\n", "0(x2)", "2(x0)", "1" * 999])
 def test_invalid_counts_are_refused_in_one_line(text: str) -> None:
-    with pytest.raises(HostListError, match="is neither a count") as caught:
+    with pytest.raises(ConfigError, match="is neither a count") as caught:
         expand_counts(text)
     assert str(caught.value).isprintable()
