@@ -59,7 +59,7 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     cluster, own_cluster = facts.get("cluster"), environ.get("SLURM_CLUSTER_NAME", "")
     if cluster is not None and (not own_cluster or cluster in ("", own_cluster)):
         with contextlib.suppress(MachineError):
-            return _check_by_slurm(str(job), run_dir, environ, patience_s, is_saved)
+            return _check_by_slurm(str(job), run_dir, patience_s, is_saved)
     if cluster is None and runs is not None:
         pid, host = facts["process"]["pid"], facts["process"]["host"]
         return _used(run_dir, f"process {pid} on {host}", f"end it (kill {pid})") if runs else ""
@@ -75,10 +75,10 @@ def is_running(facts: Mapping[str, Any]) -> bool | None:
     return bool(started) and attempts.start_time(pid) == started and pid != os.getpid()
 
 
-def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> str:
+def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> str:
     """Checks by the job's state in Slurm. saved: whether it was saved; salloc does not start it again. Raises MachineError."""
     deadline = time.monotonic() + patience_s
-    while (found := queue.find(job, environ, ASK_S)) and found.state == queue.COMPLETING:
+    while (found := queue.find(job, ASK_S)) and found.state == queue.COMPLETING:
         if time.monotonic() >= deadline:
             break
         time.sleep(1.0)

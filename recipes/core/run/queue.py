@@ -98,13 +98,13 @@ class Job:
         return None
 
 
-def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
+def show(job_id: str, timeout_s: float = ANSWER_S) -> list[Job]:
     """The job as the controller describes it (a site may have no accounting): one entry per array task or component.
 
-    The list is empty if Slurm does not know the job. environ: that of scontrol. Raises MachineError if it cannot be asked.
+    The list is empty if Slurm does not know the job. Raises MachineError if it cannot be asked.
     """
     try:
-        asked = _call("scontrol", "show", "job", job_id, environ=environ, timeout_s=timeout_s)
+        asked = _call("scontrol", "show", "job", job_id, timeout_s=timeout_s)
     except FileNotFoundError:
         raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
     except subprocess.TimeoutExpired:
@@ -116,17 +116,12 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
     return [] if asked.returncode else parse(asked.stdout)
 
 
-def _call(
-    *command: str,
-    environ: Mapping[str, str] = os.environ,
-    timeout_s: float = ANSWER_S,
-    again: bool = True,
-) -> "subprocess.CompletedProcess[str]":
+def _call(*command: str, timeout_s: float = ANSWER_S, again: bool = True) -> "subprocess.CompletedProcess[str]":
     """Runs a command of Slurm, and ``again`` after each of AGAIN_S if it fails. Raises OSError and subprocess.TimeoutExpired."""
     end = time.monotonic() + timeout_s
     for pause_s in (*(AGAIN_S if again else ()), math.inf):
         done = subprocess.run(
-            command, env=dict(environ), capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
+            command, capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
             encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
         )  # fmt: skip
         if not done.returncode or _is_unknown(done) or time.monotonic() + pause_s > end:
@@ -224,9 +219,9 @@ def cluster_name() -> str:
     return found[1] if found else ""
 
 
-def find(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> Job | None:
+def find(job_id: str, timeout_s: float = ANSWER_S) -> Job | None:
     """The first entry of `show`; None if Slurm does not know the job. Raises MachineError."""
-    return next(iter(show(job_id, environ, timeout_s)), None)
+    return next(iter(show(job_id, timeout_s)), None)
 
 
 def describe(job: Job) -> str:
@@ -286,16 +281,16 @@ def is_short(fields: Mapping[str, str]) -> bool:
     return limit_s is not None and limit_s < SHORT_S
 
 
-def seconds_left(environ: Mapping[str, str]) -> float | None:
+def seconds_left() -> float | None:
     """Seconds until Slurm ends this job, within OWN_JOB_S. inf means no limit, None means unknown; no exception is raised.
 
     The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began.
     """
-    job, end, left_s = directory.job_id(environ), environ.get("SLURM_JOB_END_TIME", ""), None
+    job, end, left_s = directory.job_id(os.environ), os.environ.get("SLURM_JOB_END_TIME", ""), None
     if not job:
         return None
     with contextlib.suppress(MachineError):
-        found = find(job, environ, OWN_JOB_S)
+        found = find(job, OWN_JOB_S)
         left_s = time_left_s(found.fields) if found else None
     return int(end) - time.time() if left_s is None and end.isdecimal() else left_s
 

@@ -34,7 +34,9 @@ def an_attempt(folder: Path, state: str = "running", job: str | None = None, lau
 
 def look(folder: Path, patience_s: float = 9, **environ: str) -> str:
     """Who else uses ``folder``, for an attempt that is opened next."""
-    return in_use.check(attempts.Attempt(folder, 99), environ, patience_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", environ.get("PATH", os.environ["PATH"]))
+        return in_use.check(attempts.Attempt(folder, 99), environ, patience_s)
 
 
 def test_a_running_process_on_this_machine_uses_the_run_directory(

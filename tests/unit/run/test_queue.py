@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -74,30 +73,39 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
         (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     if expected is None:
-        assert queue.find("7", os.environ) is None
+        assert queue.find("7") is None
     else:
         with pytest.raises(MachineError, match=expected):
-            queue.show("7", os.environ, timeout_s=0.5 if "sleep" in script else queue.ANSWER_S)
+            queue.show("7", timeout_s=0.5 if "sleep" in script else queue.ANSWER_S)
 
 
 def test_a_job_name_that_is_not_utf8_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scontrol").write_bytes(b"#!/bin/sh\necho 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING'\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [job.state for job in queue.show("7", os.environ)] == ["RUNNING"]
+    assert [job.state for job in queue.show("7")] == ["RUNNING"]
 
 
-def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(tmp_path: Path) -> None:
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000), "PATH": str(tmp_path)}
+def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("SLURM_JOB_ID", "7"),
+        ("SLURM_JOB_END_TIME", f"{time.time() + 1000:.0f}"),
+        ("PATH", f"{tmp_path}"),
+    ):
+        monkeypatch.setenv(name, value)
     scontrol = tmp_path / "scontrol"
     for told, left_s in (("TimeLimit=00:03:00 RunTime=00:01:00", 120), ("TimeLimit=NOT_SET", 1000)):
         scontrol.write_text(f"#!/bin/sh\necho JobId=7 {told}\n")
         scontrol.chmod(0o755)
-        assert queue.seconds_left(job) == pytest.approx(left_s, abs=5)
+        assert queue.seconds_left() == pytest.approx(left_s, abs=5)
     scontrol.unlink()
-    assert queue.seconds_left(job) == pytest.approx(1000, abs=5)
-    assert queue.seconds_left({"SLURM_JOB_ID": "7", "PATH": str(tmp_path)}) is None
-    assert queue.seconds_left({}) is None
+    assert queue.seconds_left() == pytest.approx(1000, abs=5)
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    assert queue.seconds_left() is None
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert queue.seconds_left() is None
 
 
 def test_a_call_that_fails_twice_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
