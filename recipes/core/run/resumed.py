@@ -1,6 +1,5 @@
 """The run that a launch resumes: its directory and keys, and the check that new keys do not change the experiment."""
 
-import dataclasses
 import math
 import os
 import re
@@ -86,8 +85,7 @@ def check_same_experiment(settings: Settings) -> None:
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.datasets(settings.recipe).get(saved.get("dataset", ""), {}), **saved}
     then = declare.build(recipe_class, saved)
-    names = [field.name for field in dataclasses.fields(recipe_class)]
-    before, after = ({name: declare.plain(getattr(of, name)) for name in names} for of in (then, now))
+    before, after = ({name: declare.plain(value) for name, value in vars(of).items()} for of in (then, now))
     if changed := differences(before, after, declare.may_change(recipe_class)):
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys ({'; '.join(changed)}): "
