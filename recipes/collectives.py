@@ -192,10 +192,8 @@ def learn(run: Run) -> None:
             continue
         with world.meeting():
             result, expected = lesson(world)
-        is_wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
-        is_wrong[world.rank] = not torch.allclose(result.double(), expected.double())
-        dist.all_reduce(is_wrong)
-        if wrong := is_wrong.nonzero().flatten().tolist():
+        correct = world.gather(bytes([torch.allclose(result.double(), expected.double())]))
+        if wrong := [rank for rank, one in enumerate(correct) if one == b"\0"]:
             first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
             raise RunError(f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}")
         run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{lesson.__doc__}")
@@ -297,8 +295,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
         if operation == "send_recv" and world.size == 1:
             run.say(f"{operation:<15}requires at least 2 ranks")
             continue
-        sizes = dict.fromkeys(used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes))
-        for size in sizes:
+        for size in dict.fromkeys(used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes)):
             with world.meeting():
                 seconds, algbw, busbw = measure(operation, size, world, cfg.seconds)
             run.say(f"{operation:<15}{size:>13,}{1e6 * seconds:>12,.1f}{algbw:>9.3f}{busbw:>9.3f}")
