@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/ranks.py",
-        'if "SLURM_STEP_ID" not in environ or step_id(environ) in _BATCH_STEPS:',
+        'if "SLURM_STEP_ID" not in environ or step_id(environ) == _BATCH_STEP:',
         "if False:",
         "a recipe in the batch shell without srun trains alone, on one of eight GPUs",
         "tests/unit/place/test_ranks.py::test_contradictory_variables_are_refused_in_one_line",

@@ -10,11 +10,9 @@ from recipes.core.place.hostlist import expand, expand_counts
 
 Environ = Mapping[str, str]
 
-# slurm.h: step ids from this value on are not steps of srun. The two ids in _BATCH_STEPS mean the batch script, since and before
-# 20.11. Slurm up to 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script,
-# -6 in the shell that salloc starts on a node.
-_FIRST_RESERVED_STEP = 0xFFFFFFF0
-_BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)
+# slurm.h: step ids from this value on are not steps of srun. Slurm up to 25.11 sets no step id in a batch script. Slurm 26.05 writes
+# the ids as signed numbers: -5 in a batch script, -6 in the shell that salloc starts on a node.
+_FIRST_RESERVED_STEP, _BATCH_STEP = 0xFFFFFFF0, 0xFFFFFFFB
 FIX_SLURM = "start the ranks with srun, and unset SLURM_* variables that an outer shell left"
 
 # Names of torchrun's variables with those of Open MPI (docs.open-mpi.org, "Environment variables set for MPI applications").
@@ -141,7 +139,7 @@ def _alone(environ: Environ) -> RankInfo:
     if "SLURM_PROCID" in environ:
         if "SLURM_JOB_ID" not in environ:
             raise ConfigError(f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {FIX_SLURM}")
-        if "SLURM_STEP_ID" not in environ or step_id(environ) in _BATCH_STEPS:
+        if "SLURM_STEP_ID" not in environ or step_id(environ) == _BATCH_STEP:
             raise ConfigError(
                 f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
                 "join it: put `srun` in front of the command"

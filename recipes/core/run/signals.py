@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL 2.12 and 2.13 caught SIGUSR1. Since 2.14,
-# NCCL catches it only if NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
+# SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL catches SIGUSR1 only if NCCL_PROXY_DUMP_SIGNAL names it
+# (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 TOGETHER_S = 0.3  # signals within this time count as one: timeout(1) signals the command, then its whole process group
 TOLD_S = 1.0  # time to write a line to stderr
