@@ -102,7 +102,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
     if name in ("running", "starting", "requeued", "stopped", "cancelled"):  # of others, only the last row is read
         keys, found = table.keys(folder), rows.rows(folder)
         so_far = rows.best(found, keys)
-        hint = efficiency.of_run(folder, found, keys) if name == "running" else ""
+        hint = efficiency.verdict(found, facts, keys) if name == "running" else ""
     best = (
         (summary["best"] if isinstance(summary.get("best"), dict) else None)
         or ({so_far[0]: so_far[1]} if so_far else None)

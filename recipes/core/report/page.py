@@ -177,7 +177,7 @@ def _facts(one: Shown, now: float) -> dict[str, object]:
     job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
     found: dict[str, object] = {
         "recipe": run.recipe, "state": run.state, "reason": run.note, "step": run.step, "best": f"{best[0]} {best[1]:.5g} at step {best[2]}" if best else "", "job": job,
-        "efficiency": efficiency.of_run(run.folder, one.rows, run.values), "hosts": ", ".join(dict.fromkeys(one.hosts)), "ranks": one.ranks or "", "nodes": one.nodes or "",
+        "efficiency": efficiency.verdict(one.rows, facts, run.values), "hosts": ", ".join(dict.fromkeys(one.hosts)), "ranks": one.ranks or "", "nodes": one.nodes or "",
         "start": _moment(times[0]) if times else "", "duration, with waiting": took, "restarts": max(0, begun - 1),
         **{name: table.text(value) for name, value in run.results.items()},
         **{name: one.summary.get(name) for name in ("device", "backend", "git_commit")},

@@ -29,20 +29,19 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items() if values}
 
 
-def verdict(
-    rows: Sequence[Mapping[str, Any]], asked: Mapping[str, Any], keys: Mapping[str, Any], hosts: Sequence[str]
-) -> str:
-    """The first thing to change in one line; "" if nothing stands out.
+def verdict(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
+    """The first thing to change in a run in one line; "" if nothing stands out.
 
-    asked: ``cpus`` and ``memory_mb`` per node that the job has asked for. keys: of the run. hosts: of each rank.
+    facts: of its attempt: ``hosts`` of the ranks, and ``cpus`` and ``memory_mb`` per node that the job has asked for. keys: of the run.
     """
+    hosts = facts["hosts"] if isinstance(facts.get("hosts"), list) else []
     part, steps = shares(rows), number(rows[-1].get("step")) if rows else 0.0
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
     used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
     busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
     waits = min(part.get("data_wait", 0.0), 1 - busy)  # the host may wait for data while a GPU still has work
     if waits >= WAITS:
-        return f"{waits:.0%} of each step waits for data: {_faster_data(asked, keys, hosts)}"
+        return f"{waits:.0%} of each step waits for data: {_faster_data(facts, keys, hosts)}"
     seconds = all_rows.numbers(last.get("rank_step_s"))
     seconds = seconds if all(0 <= value < math.inf for value in seconds) else []
     is_short = not seconds or statistics.median_low(seconds) < SHORT_S
@@ -53,7 +52,7 @@ def verdict(
     if part.get("communication", 0.0) >= COMMUNICATES and not is_short:
         fix = "use a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
         return f"{part['communication']:.0%} of each step waits for the gradients of other ranks: {fix}"
-    memory, cpus = number(asked.get("memory_mb")) / 1e3, number(asked.get("cpus"))
+    memory, cpus = number(facts.get("memory_mb")) / 1e3, number(facts.get("cpus"))
     if memory >= MEMORY_GB and used["memory_gb"] < MEMORY_USED * memory:
         enough = math.ceil(1.5 * used["memory_gb"])
         return f"{used['memory_gb']:.1f} of {memory:.0f} GB of memory per node are used: --mem={enough}G is enough"
@@ -62,9 +61,9 @@ def verdict(
     return ""
 
 
-def _faster_data(asked: Mapping[str, Any], keys: Mapping[str, Any], hosts: Sequence[str]) -> str:
+def _faster_data(facts: Mapping[str, Any], keys: Mapping[str, Any], hosts: Sequence[str]) -> str:
     """What makes the data arrive sooner."""
-    cpus, ranks = number(asked.get("cpus")), max(1, max(map(hosts.count, hosts), default=1))
+    cpus, ranks = number(facts.get("cpus")), max(1, max(map(hosts.count, hosts), default=1))
     workers, most = number(keys.get("num_workers")), cpus // ranks if cpus > 0 else math.inf
     if math.isfinite(workers) and workers >= 0 and 2 * max(1.0, workers) <= most:
         return f"use num_workers={min(most, 2 * max(1.0, workers)):.0f}, or a packed copy of the data"
@@ -86,13 +85,6 @@ def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_t
     name = f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}"
     fix = "the others wait for it: python -m recipes.doctor examines its node"
     return f"{name} needs {longest / usual:.1f} times as long per step as the median rank; {fix}"
-
-
-def of_run(folder: Path, rows: Sequence[Mapping[str, Any]], keys: Mapping[str, Any]) -> str:
-    """The verdict on a run directory, by its rows, and its keys in config.yaml."""
-    facts = attempts.facts(folder)
-    hosts = facts.get("hosts")
-    return verdict(rows, facts, keys, hosts if isinstance(hosts, list) else [])
 
 
 def time_spent(folder: Path, now: float) -> dict[str, float]:

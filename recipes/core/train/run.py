@@ -367,7 +367,7 @@ class Run:
                 cfg = self.settings.config
                 summary |= {"parameters": trained, "global_batch_size": cfg.global_batch_size, "strategy": cfg.strategy}
             summary |= {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
-            if line := efficiency.of_run(self.dir, rows.rows(self.dir), self.settings.saved):
+            if line := efficiency.verdict(rows.rows(self.dir), self.attempt.facts(), self.settings.saved):
                 summary["efficiency"] = line
                 self.say(f"efficiency: {line}")
             files.write_json(self.dir / "summary.json", {**summary, **results})

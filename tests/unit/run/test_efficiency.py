@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from recipes.core.run import efficiency
-from tests import helpers
 
 HEALTHY = {"data_wait": 0.02, "forward_backward": 0.8, "communication": 0.05, "optimizer": 0.1}
 USED = {"rank_step_s": [0.10, 0.11], "memory_gb": 20.0, "cpus_used": 7.0}
@@ -53,7 +52,7 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
 def test_the_first_thing_to_change_is_named(
     changed: dict[str, Any], asked: dict[str, int], keys: dict[str, Any], line: str
 ) -> None:
-    found = efficiency.verdict(rows(**changed), asked, keys, ["a", "b"])
+    found = efficiency.verdict(rows(**changed), {**asked, "hosts": ["a", "b"]}, keys)
     assert found.startswith(line)
     assert bool(found) == bool(line)
 
@@ -86,12 +85,3 @@ def test_no_times_if_a_clock_was_set_back_or_nothing_was_trained(tmp_path: Path)
     assert efficiency.time_spent(tmp_path, 200.0) == {}
     write(tmp_path, (0, 1, 90.0))
     assert efficiency.time_spent(tmp_path, 200.0) == {}
-
-
-def test_a_run_directory_is_judged_by_its_own_files(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 100.0, 0)
-    (tmp_path / "attempts/0000/opened.json").write_text(json.dumps({"time": 1.0, "hosts": ["a", "b"], **ASKED}))
-    text = "".join(json.dumps(row) + "\n" for row in rows(memory_gb=3.0))
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert efficiency.of_run(tmp_path, helpers.rows(tmp_path), {}).startswith("3.0 of 32 GB")
-    assert len(helpers.rows(tmp_path)) == 4
