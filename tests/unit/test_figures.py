@@ -47,7 +47,7 @@ FIGURES = [
     ("README.md", f"{H100['reference']['gpt']['tokens/s']:,} tokens/s"),
     *(("recipes/gpt.py", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
     ("docs/data.md", f"Each process decoded {FOUND['decoding']['images/s a process']} images per second"),
-    ("docs/data.md", f"a training step took {float(FOUND['decoding']['step']):.1f} times"),
+    ("docs/data.md", f"A training step took {float(FOUND['decoding']['step']):.1f} times"),
     ("docs/data.md", f"the GPU decoded {H100['reference']['jpeg']['GPU, batches of 64']:,} images per second"),
     ("docs/data.md", f"15 CPU threads decoded {H100['reference']['jpeg']['CPU, 15 threads']:,}."),
     ("recipes/cifar.py", f"airbench's own program: {100 * PEER:.1f} % (3 runs)"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import os
 import random
 import signal
