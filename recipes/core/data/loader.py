@@ -15,13 +15,13 @@ import math
 import mmap
 import multiprocessing
 import os
-import select
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Semaphore
 from functools import partial
 from typing import Any
 
@@ -195,13 +195,12 @@ class _Shared:
 _shared: _Shared  # of a worker process
 
 
-def _become_worker(shared: _Shared, stay: Callable[[], None], begun: int) -> None:
-    """begun: a pipe that gets one byte."""
+def _become_worker(shared: _Shared, stay: Callable[[], None], begun: Semaphore) -> None:
     global _shared
     stay()
     _shared = shared
     torch.set_num_threads(1)
-    os.write(begun, b"1")
+    begun.release()
 
 
 def _started(shared: _Shared, workers: int) -> ProcessPoolExecutor:
@@ -210,19 +209,13 @@ def _started(shared: _Shared, workers: int) -> ProcessPoolExecutor:
     A process that is forked while another thread holds a lock of the C library can hang at once (seen once in about 200 pools, with glibc
     2.36). The workers are then killed, and forked again.
     """
+    context = multiprocessing.get_context("fork")
     for _ in range(STARTS):
-        others, (read, write) = multiprocessing.active_children(), os.pipe()
-        try:
-            arguments = (shared, processes.die_with(os.getpid()), write)
-            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _become_worker, arguments)
-            pool.submit(os.getpid)  # forks all workers
-            missing, end = workers, time.monotonic() + START_S
-            while missing and select.select([read], [], [], max(0.0, end - time.monotonic()))[0]:
-                missing -= len(os.read(read, missing))
-        finally:
-            os.close(read)
-            os.close(write)
-        if not missing:
+        others, begun = multiprocessing.active_children(), context.Semaphore(0)
+        pool = ProcessPoolExecutor(workers, context, _become_worker, (shared, processes.die_with(os.getpid()), begun))
+        pool.submit(os.getpid)  # forks all workers
+        end = time.monotonic() + START_S
+        if all(begun.acquire(timeout=max(0.0, end - time.monotonic())) for _ in range(workers)):
             return pool
         for process in set(multiprocessing.active_children()).difference(others):
             process.kill()
