@@ -1,6 +1,5 @@
 """Optimisers that torch does not include: LARS for very large batches; Muon for filters, and with AdamW for transformers."""
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -152,16 +151,7 @@ def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
 
 def _iterated(x: Tensor, steps: int) -> Tensor:
     """Newton-Schulz steps of matrices (n, rows, columns) that have at least as many columns as rows."""
-    if x.dtype is torch.bfloat16 or x.shape[2] < 2 * x.shape[1]:
-        for _ in range(steps):
-            a = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=B, alpha=C), x, beta=A)
-        return x
-    # The same with fewer operations: each step multiplies x by a polynomial of x @ x.mT, which is small. bfloat16 is too coarse for it.
-    gram, factors = x @ x.mT, list[Tensor]()
     for _ in range(steps):
-        if factors:
-            gram = factors[-1] @ gram @ factors[-1]
-        factors.append(torch.baddbmm(gram, gram, gram, beta=B, alpha=C))
-        factors[-1].diagonal(dim1=1, dim2=2).add_(A)
-    return functools.reduce(torch.matmul, reversed(factors)) @ x
+        a = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=B, alpha=C), x, beta=A)
+    return x
