@@ -79,7 +79,7 @@ class Next(str, Enum):
     max_requeues = "max-requeues"  # not requeued: max_requeues= is reached
     no_progress = "no-progress"  # not requeued: the last start completed no step
     requeue_failed = "requeue-failed"  # scontrol requeue failed
-    not_requeued = "not-requeued"  # not requeued: Slurm ended the job at its time limit, or cancelled it for another
+    not_requeued = "not-requeued"  # not requeued: Slurm ended it at its time limit, or cancelled it for another job
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
