@@ -15,7 +15,7 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad configuration or bad input
 EXIT_MACHINE = 3  # this machine or allocation cannot run it
-EXIT_REQUEUE = 75  # the run was stopped and saved; Slurm requeues it, or start it again with the same run_dir=
+EXIT_REQUEUE = 75  # the run was stopped and saved; `next` in status.json says whether the job was requeued
 
 
 class _Printable(Exception):
@@ -55,7 +55,7 @@ class Kind(str, Enum):
     error = "error"  # the rank raised an exception, or exited with a status other than 0
     peer_lost = "peer-lost"  # the rank lost the connection to another rank
     timeout = "timeout"  # another rank did not reach a collective within timeout_s
-    hang = "hang"  # the rank itself made no progress for timeout_s (while it prepares data: six times timeout_s)
+    hang = "hang"  # the rank itself made no progress for timeout_s (outside of training and evaluation: six times timeout_s)
     killed = "killed"  # the rank ended without an error record
     exited = "exited"  # the rank exited with status 0 before the end of the run
     out_of_memory = "out-of-memory"

@@ -103,7 +103,7 @@ PATTERNS = (
       "find the rank that did not reach the collective: its log has the lowest SeqNum, or none", CONSEQUENCE),
     P("lost another rank", "Connection closed by peer | Connection reset by peer | Connection closed by remote peer | ncclRemoteError"
       " | got 0 bytes | Broken pipe | Did the remote server shutdown",
-      "another rank ended, or did not start", "look at the rank that failed first", CONSEQUENCE),
+      "another rank ended, or did not reach this point", "look at the rank that failed first", CONSEQUENCE),
     P("ended by the launcher", ": Terminated | Exited with exit code | closing signal SIGTERM | ChildFailedError",
       "the launcher, Slurm or scancel ended this process", "look at the rank that failed first", CONSEQUENCE),
 )  # fmt: skip

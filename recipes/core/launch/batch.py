@@ -62,10 +62,11 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     code = _code(environ, folder) if job else ROOT
     given = [f"{name}={value}" for name, value in typed.items()]
     if job and (script := environ.get("RECIPES_SCRIPT")):
-        about = {"root": str(repository), "code": str(code), "log": fields.get("StdOut")}
         with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
-            text, options = Path(script).read_bytes(), jobs.options_of(fields)
-            jobs.record(run_dir, text, job, recipe, given, **about, options=options)
+            text, log, options = Path(script).read_bytes(), fields.get("StdOut"), jobs.options_of(fields)
+            jobs.record(
+                run_dir, text, job, recipe, given, root=str(repository), code=str(code), log=log, options=options
+            )
     lines = [f"cd {shlex.quote(str(code))} || exit", shlex.join(["set", "--", *given])]
     lines += [
         f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}" if attempt else f"unset {attempts.VARIABLE}"

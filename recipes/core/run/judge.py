@@ -90,7 +90,7 @@ def why_not_begun(run_dir: Path) -> str:
 
 
 def judge(attempt: Attempt, end: End | None = None) -> Outcome:
-    """How the attempt ended, by its files, which are read once. end: None for a reader, which has not seen the processes end."""
+    """How the attempt ended, by its files. end: None for a reader, which has not seen the processes end."""
     facts, records, begun = attempt.facts(), attempts.records(attempt), attempt.has_begun
     status = directory.read_status(attempt.run_dir) or {}  # of this or of another attempt
     own = status if status.get("attempt") == attempt.number else {}  # written by this attempt

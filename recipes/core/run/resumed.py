@@ -38,7 +38,7 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> tuple[Path |
             )
         if issubclass(recipe_class, TrainKeys) and run.resume != "never":
             return folder, keys_of(folder, recipe, recipe_class)
-        break
+        return None, {}
     return None, {}
 
 
