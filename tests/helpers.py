@@ -97,6 +97,11 @@ class Ended:
     def lines(self) -> list[str]:
         return self.out.splitlines()
 
+    def expect(self, status: int) -> Ended:
+        """The same, if the command ended with ``status``."""
+        assert self.status == status, f"status {self.status}, not {status}: {self.out}"
+        return self
+
 
 def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Starts a command, its stdout and stderr together in one pipe; `finish` waits for it."""

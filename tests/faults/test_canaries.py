@@ -197,8 +197,7 @@ def test_a_run_in_a_folder_of_any_name_runs_nothing_and_logs_no_secret(tmp_path:
     words = ["-m", "recipes.mnist", "device=cpu", "dataset=digits", "max_steps=2", "data_dir=/nosuch/${oc.env:T_PLACE}"]
     ended = helpers.run_fork(
         [sys.executable, *words, f"run_dir={run_dir}"], environ=helpers.clean_environment(**SECRETS)
-    )
-    assert ended.status == 0, ended.out
+    ).expect(0)
     assert helpers.read(run_dir, "status")["state"] == "done"
     assert not list(tmp_path.rglob("canary*"))
     assert "data_dir: /nosuch/${oc.env:T_PLACE}" in (run_dir / "config.yaml").read_text()

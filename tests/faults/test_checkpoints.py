@@ -29,8 +29,7 @@ def made(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with the checkpoints of steps 4, 8 and 10."""
     run_dir = tmp_path_factory.mktemp("made") / "run"
     words = ("device=cpu", f"run_dir={run_dir}", "max_steps=10", "checkpoint_every_steps=4", "cpu_threads=1")
-    ended = helpers.run_fork([sys.executable, "-m", "recipes.broken", *words], cwd=repo)
-    assert ended.status == 0, ended.out
+    helpers.run_fork([sys.executable, "-m", "recipes.broken", *words], cwd=repo).expect(0)
     assert [path.name for path in checkpoint.candidates(run_dir / "checkpoints")] == [
         "step-00000010.pt", "step-00000008.pt", "step-00000004.pt",
     ]  # fmt: skip
@@ -107,16 +106,14 @@ def test_a_run_resumes_from_the_newest_valid_checkpoint_and_refuses_if_none_is_v
     whole = oldest.read_bytes()
     oldest.write_bytes(b"")
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".log"}
-    refused = helpers.finish(start(run_dir, "max_steps=12", ranks=0))
-    assert refused.status == 2, refused.out
+    refused = helpers.finish(start(run_dir, "max_steps=12", ranks=0)).expect(2)
     [line] = [line for line in refused.lines if line.startswith("broken: ") and " rank on " not in line]
     assert "no checkpoint can be read" in line
     assert "to start from step 0, move the checkpoints to another folder" in line
     assert "Traceback" not in refused.out
     assert {path: path.read_bytes() for path in before} == before
     oldest.write_bytes(whole)
-    ended = helpers.finish(start(run_dir, "max_steps=12", ranks=0))
-    assert ended.status == 0, ended.out
+    ended = helpers.finish(start(run_dir, "max_steps=12", ranks=0)).expect(0)
     for path in (newest, older):
         assert any(f"{path.name}: is damaged" in line and "using the previous" in line for line in ended.lines), path
     assert f"resumed from {oldest}, step 4" in ended.lines
@@ -226,8 +223,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.fault(30)
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, disk: Path) -> None:
     run_dir = disk / "run"
-    ended = helpers.finish(start(run_dir, *LARGE, "max_steps=40", ranks=0))
-    assert ended.status == 3, ended.out
+    ended = helpers.finish(start(run_dir, *LARGE, "max_steps=40", ranks=0)).expect(3)
     said = [
         line
         for line in ended.lines
@@ -244,8 +240,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, dis
         "latest", "step-00000005.pt", "step-00000010.pt",
     ]  # fmt: skip
     (run_dir / "checkpoints" / "step-00000005.pt").unlink()  # room
-    again = helpers.finish(start(run_dir, *LARGE, "max_steps=12", ranks=0))
-    assert again.status == 0, again.out
+    again = helpers.finish(start(run_dir, *LARGE, "max_steps=12", ranks=0)).expect(0)
     assert f"resumed from {run_dir}/checkpoints/step-00000010.pt, step 10" in again.lines
 
 
@@ -324,8 +319,7 @@ def test_ranks_that_see_different_files_resume_from_one_checkpoint(
 def test_a_checkpoint_of_another_model_is_refused_and_kept(start: Start, made: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
     before = {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()}
-    ended = helpers.finish(start(run_dir, "max_steps=20", FAULT="another_model"))
-    assert ended.status == 2, ended.out
+    ended = helpers.finish(start(run_dir, "max_steps=20", FAULT="another_model")).expect(2)
     # Rank 1 says it too where it has not seen in time that rank 0 does.
     (line,) = {line for line in ended.lines if line.startswith(("broken: ", "launch.py: ")) and "checkpoint" in line}
     assert "belongs to another model" in line
@@ -339,7 +333,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(start: Start, made: P
 def test_a_checkpoint_of_another_recipe_is_refused(start: Start, made: Path, tmp_path: Path) -> None:
     there = shutil.copy(made / "checkpoints/step-00000010.pt", tmp_path)
     words = ("recipe=mnist", "dataset=digits", "max_steps=2", f"resume={there}")
-    ended = helpers.finish(start(tmp_path / "run", *words, ranks=1))
-    assert ended.status == 2, ended.out
+    ended = helpers.finish(start(tmp_path / "run", *words, ranks=1)).expect(2)
     [line] = [line for line in ended.lines if line.startswith("mnist: checkpoint")]
     assert line == f"mnist: checkpoint {there}: is of recipe broken, not mnist: use that recipe"

@@ -96,16 +96,15 @@ def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Pat
     port, words = helpers.free_port(), ("max_steps=40", "checkpoint_every_steps=20")
     with garbage(port) as taken:
         ranks = [start(tmp_path, *words, ranks=0, **helpers.place(rank, 2, port)) for rank in (0, 1)]
-        for ended in [helpers.finish(rank) for rank in ranks]:
-            assert ended.status == 0, ended.out
+        for rank in ranks:
+            helpers.finish(rank).expect(0)
     assert len(taken) > 10
     assert conftest.steps(tmp_path) == list(range(1, 41))
 
 
 @pytest.mark.fault(16)
 def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(start: Start, tmp_path: Path) -> None:
-    ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_AT="8"))
-    assert ended.status == 1, ended.out
+    ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_AT="8")).expect(1)
     assert "Traceback" not in ended.out
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"

@@ -183,8 +183,7 @@ def test_a_hanging_read_names_the_file(tmp_path: Path) -> None:
     (folder / "train" / "class1" / "hanging.JPEG").symlink_to(tmp_path / "pipe")
     keys = ["arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "num_workers=2", "lr=0"]
     words = ["device=cpu", "cpu_threads=1", f"data_dir={folder}", f"run_dir={tmp_path}/run"]
-    ended = helpers.run_fork([sys.executable, "-c", IMPATIENT, *words, *keys])
-    assert ended.status == 3, ended.out
+    ended = helpers.run_fork([sys.executable, "-c", IMPATIENT, *words, *keys]).expect(3)
     [line] = [line for line in ended.lines if "did not return for 3 s" in line]
     assert "'class1/hanging.JPEG'" in line
     assert "Traceback" not in ended.out

@@ -38,14 +38,12 @@ def test_a_stopped_and_resumed_run_ends_with_the_state_of_an_unbroken_run(
     an_epoch, total = STEPS[recipe]
     words = (f"recipe={recipe}", "cpu_threads=1", "epochs=2", "log_every_steps=1", f"max_steps={total}")
     words += (*KEYS[recipe], f"data_dir={images}")
-    whole = helpers.finish(start(tmp_path / "whole", *words))
-    assert whole.status == 0, whole.out
+    helpers.finish(start(tmp_path / "whole", *words)).expect(0)
     launcher = start(tmp_path / "stopped", *words)
     conftest.wait_for_step(launcher, tmp_path / "stopped", 4)
     launcher.send_signal(signal.SIGTERM)
     assert helpers.finish(launcher).status == 75
-    ended = helpers.finish(start(tmp_path / "stopped", *words))
-    assert ended.status == 0, ended.out
+    helpers.finish(start(tmp_path / "stopped", *words)).expect(0)
     stopped_at = helpers.read(tmp_path / "stopped", "summary")["resumed_from_step"]
     assert 4 <= stopped_at < total
     assert stopped_at % an_epoch, "it was stopped at the end of an epoch, which shows less"

@@ -58,8 +58,7 @@ def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "S
 
 def assert_resumes(start: Start, run_dir: Path, step: int, attempt: int = 1, ranks: int = 2) -> None:
     """A run that was saved at ``step`` ends as it should."""
-    ended = helpers.finish(start(run_dir, *ENDLESS, f"max_steps={step + 3}", ranks=ranks))
-    assert ended.status == 0, ended.out
+    ended = helpers.finish(start(run_dir, *ENDLESS, f"max_steps={step + 3}", ranks=ranks)).expect(0)
     assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
     assert conftest.steps(run_dir, attempt) == [step + 1, step + 2, step + 3]
 

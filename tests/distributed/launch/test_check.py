@@ -57,8 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run with two ranks, three steps and two checkpoints."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     words = ("ranks_per_node=2", "max_steps=3", "keep_every_steps=2", f"run_dir={run_dir}")
-    ended = helpers.run_fork([*helpers.LOCAL, *words])
-    assert ended.status == 0, ended.out
+    helpers.run_fork([*helpers.LOCAL, *words]).expect(0)
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == ["step-00000002.pt", "step-00000003.pt"]
     return run_dir
 
@@ -71,8 +70,7 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     temporary.mkdir()
     before = everything(repo), everything(trained)
     words = (*DIGITS, "ranks_per_node=2", f"run_dir={trained}", "max_steps=4", "compile=true")
-    ended = check(*words, repo=repo, TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1")
-    assert ended.status == 0, ended.out
+    ended = check(*words, repo=repo, TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1").expect(0)
     said = parts(ended)
     assert list(said) == ["keys", "recipe", "disk"]
     assert said["keys"] == "ok: mnist, 2 ranks"
@@ -102,8 +100,7 @@ def test_a_recipe_without_checkpoints(tmp_path: Path) -> None:
 def test_a_batch_too_small_for_the_jobs_ranks_is_reported(tmp_path: Path) -> None:
     """The dry run itself has one rank."""
     words = ("recipe=cifar", "dataset=fake", "ranks_per_node=300", "global_batch_size=256")
-    ended = check(*words, *HERE, f"run_dir={tmp_path}/run")
-    assert ended.status == 2, ended.out
+    ended = check(*words, *HERE, f"run_dir={tmp_path}/run").expect(2)
     assert "needs 300, one for each rank; give at least " in parts(ended)["recipe"]
 
 
@@ -122,8 +119,7 @@ def test_a_recipe_that_fails_or_never_begins_is_reported(tmp_path: Path) -> None
     ):
         assert old in text
         (repo / "recipes/mine.py").write_text(text.replace(old, new))
-        ended = check("recipe=mine", *HERE, repo=repo)
-        assert ended.status == 1, ended.out
+        ended = check("recipe=mine", *HERE, repo=repo).expect(1)
         assert parts(ended)["recipe"].startswith("failed: mine: ")
         assert parts(ended)["recipe"].endswith(wanted)
 
@@ -155,8 +151,7 @@ def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
-    ended = check("recipe=doctor", *HERE, f"run_dir={closed}/run", before=before)
-    assert ended.status == 3, ended.out
+    ended = check("recipe=doctor", *HERE, f"run_dir={closed}/run", before=before).expect(3)
     assert parts(ended)["disk"] == f"failed: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match=f"{tmp_path}/file is not a folder: give another run_dir"):
@@ -174,8 +169,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     )
     [started] = helpers.children(process.pid)
     process.send_signal(signal.SIGINT)
-    ended = helpers.finish(process, 20)
-    assert ended.status == 130, ended.out
+    ended = helpers.finish(process, 20).expect(130)
     assert ended.lines[-1] == "nothing was submitted"
     assert "Traceback" not in ended.out
     helpers.wait_until(lambda: not helpers.alive(started), 10, "the recipe has ended")

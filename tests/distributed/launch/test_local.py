@@ -33,8 +33,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(elsewhere: Path) -> Ended:
-    ended = helpers.run_fork([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere)
-    assert ended.status == 0, ended.out
+    ended = helpers.run_fork([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere).expect(0)
     return ended
 
 
@@ -140,8 +139,7 @@ SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
 )
 def test_a_failed_rank_ends_the_others_and_is_reported(rank: int, end: str, status: int, how: str) -> None:
     code = STUBBORN + f"if rank == {rank}:\n    {end}\n" + SLEEP
-    ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20)
-    assert ended.status == status, ended.out
+    ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20).expect(status)
     assert ended.lines[-1].startswith(f"failed: rank {rank} on "), ended.out
     assert how in ended.lines[-1]
     pids = [int(line.split()[2]) for line in ended.lines if line.startswith("up ")]
@@ -184,8 +182,7 @@ def test_a_second_signal_ends_the_ranks_immediately() -> None:
     time.sleep(2 * signals.TOGETHER_S)
     assert all(helpers.alive(pid) for pid in pids)
     process.terminate()
-    ended = helpers.finish(process, timeout_s=5)
-    assert ended.status == 137, ended.out
+    helpers.finish(process, timeout_s=5).expect(137)
     assert not any(helpers.alive(pid) for pid in pids)
 
 
@@ -224,16 +221,14 @@ def test_signals_at_the_same_time_are_one_stop() -> None:
             process.send_signal(number)
             time.sleep(apart_s)  # for the handler to be called for each
     for process in started:
-        ended = helpers.finish(process, timeout_s=20)
-        assert ended.status == 0, ended.out
+        helpers.finish(process, timeout_s=20).expect(0)
 
 
 def test_ranks_that_do_not_end_after_a_stop_are_killed() -> None:
     process = helpers.start(launch(STUBBORN + SLEEP, 1, stop_grace_s=0.3))
     ups(process, 1)
     process.terminate()
-    ended = helpers.finish(process, timeout_s=20)
-    assert ended.status == 137, ended.out
+    helpers.finish(process, timeout_s=20).expect(137)
 
 
 def test_children_of_a_rank_that_dies_during_the_check_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,7 @@ def explained(folder: Path) -> list[str]:
 
 def test_a_ddp_program_gets_its_place_its_arguments_and_its_modules(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("")
-    ended = helpers.finish(start(tmp_path, DDP, "--lr", "0.1", "a b", "$HOME", ranks=2))
-    assert ended.status == 0, ended.out
+    helpers.finish(start(tmp_path, DDP, "--lr", "0.1", "a b", "$HOME", ranks=2)).expect(0)
     same = {"sum": 11.0, "argv": ["--lr", "0.1", "a b", "$HOME"], "cwd": str(tmp_path)}
     for rank in range(2):
         place = [str(rank), "2", str(rank), "2", "0", "0", "127.0.0.1"]
@@ -108,8 +107,7 @@ def test_a_signal_reaches_the_program_once_and_the_run_is_preempted(tmp_path: Pa
     notes = [tmp_path / f"run/notes{rank}" for rank in range(2)]
     helpers.wait_until(lambda: all(note.exists() for note in notes), helpers.START_S, "the programs")
     launcher.send_signal(signal.SIGUSR1)
-    ended = helpers.finish(launcher)
-    assert ended.status == 75, ended.out
+    helpers.finish(launcher).expect(75)
     assert [note.read_text() for note in notes] == [str([signal.SIGUSR1.value])] * 2
     assert status(tmp_path, "state", "kind", "reason") == ["preempted", "stopped", "SIGUSR1"]
     assert explained(tmp_path) == ["stopped by SIGUSR1; to resume, start the run again with the same run_dir="]
@@ -133,8 +131,7 @@ def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too
     launcher.terminate()
     assert helpers.finish(launcher).status == 75
     assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 0, "SIGTERM"]
-    ended = helpers.finish(start(tmp_path, "import sys; sys.exit(75)"))
-    assert ended.status == 75, ended.out
+    helpers.finish(start(tmp_path, "import sys; sys.exit(75)")).expect(75)
     why = "exit status 75, with which a program asks to be continued"
     assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 1, why]
 
@@ -152,8 +149,7 @@ def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_program_that_cannot_be_started_is_bad_input(tmp_path: Path) -> None:
-    ended = helpers.finish(start(tmp_path, "#!/no/such/interpreter", name="b.sh"))
-    assert ended.status == 2, ended.out
+    ended = helpers.finish(start(tmp_path, "#!/no/such/interpreter", name="b.sh")).expect(2)
     line = f"script={tmp_path}/b.sh: cannot be started in {tmp_path} (No such file or directory)"
     assert f"script: {line}" in ended.lines
     assert status(tmp_path, "kind") == ["input"]

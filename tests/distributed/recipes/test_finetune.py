@@ -125,8 +125,7 @@ def test_every_trained_parameter_is_in_one_group(arch: str) -> None:
 def launched(folder: Path, photographs: Path, ranks: int, *words: str) -> Path:
     """The run directory of a finished run of ``ranks`` ranks."""
     keys = (*SMALL, f"data_dir={photographs}", "log_every_steps=1", f"ranks_per_node={ranks}", f"run_dir={folder}")
-    ended = helpers.run_fork([*helpers.LOCAL, "recipe=finetune", "dataset=images", *keys, *words])
-    assert ended.status == 0, ended.out
+    helpers.run_fork([*helpers.LOCAL, "recipe=finetune", "dataset=images", *keys, *words]).expect(0)
     return folder
 
 

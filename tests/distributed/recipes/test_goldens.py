@@ -38,8 +38,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def reported(run_dir: Path) -> dict[str, Any]:
-    ended = helpers.run([sys.executable, "-m", "recipes.report", "--json", str(run_dir)])
-    assert ended.status == 0, ended.out
+    ended = helpers.run([sys.executable, "-m", "recipes.report", "--json", str(run_dir)]).expect(0)
     return json.loads(ended.out)
 
 

@@ -186,8 +186,7 @@ def test_bits_per_byte_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def launched(folder: Path, ranks: int, *words: str) -> Path:
     """The run directory of a finished run of ``ranks`` ranks."""
     keys = ("log_every_steps=1", f"ranks_per_node={ranks}", f"run_dir={folder}", "cpu_threads=1")
-    ended = helpers.run_fork([*helpers.LOCAL, "recipe=gpt", "dataset=bytes", *keys, *words])
-    assert ended.status == 0, ended.out
+    helpers.run_fork([*helpers.LOCAL, "recipe=gpt", "dataset=bytes", *keys, *words]).expect(0)
     return folder
 
 

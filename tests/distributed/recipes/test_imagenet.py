@@ -277,8 +277,7 @@ def test_images_are_learnt_and_each_is_counted_once(photos: Path, tmp_path: Path
     """From a packed copy, which each node copies to its disk."""
     packed = tmp_path / "packed"
     words = [f"source={photos}", f"data_dir={packed}", "size=36", "workers=1"]
-    ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words])
-    assert ended.status == 0, ended.out
+    ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words]).expect(0)
     assert "train: 2 images skipped" in ended.out
     words = [
         "ranks_per_node=2",

@@ -33,8 +33,7 @@ def run(run_dir: Path, ranks: int, *words: str) -> helpers.Ended:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_lesson_is_correct_on_an_odd_number_of_ranks(tmp_path: Path, size: int) -> None:
-    ended = run(tmp_path, size)
-    assert ended.status == 0, ended.out
+    ended = run(tmp_path, size).expect(0)
     found = {line[:20].strip(): line[20:36].strip() for line in ended.lines if line[:20].strip() in LESSONS}
     alone = dict.fromkeys(LESSONS[:3], "-") if size == 1 else {}
     assert found == dict.fromkeys(LESSONS, f"ok on {size} ranks") | alone
@@ -50,8 +49,7 @@ def bus_factor(operation: str, size: int) -> float:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_operation_is_timed(tmp_path: Path, size: int) -> None:
-    ended = run(tmp_path, size, "mode=bench", "sizes=5..5K", "seconds=0.01")
-    assert ended.status == 0, ended.out
+    ended = run(tmp_path, size, "mode=bench", "sizes=5..5K", "seconds=0.01").expect(0)
     best = helpers.read(tmp_path, "summary")["busbw"]
     rows = [line.replace(",", "").split() for line in ended.lines if re.match(r"\w+ +[\d,]+ +[\d,.]+ ", line)]
     cut, sizes = 16 * size, (5, 20, 80, 320, 1280, 5120)  # each rank's part is a multiple of 16 bytes
@@ -81,8 +79,7 @@ session.run(collectives.main, START)
 
 
 def test_a_wrong_result_is_reported_with_its_rank(tmp_path: Path) -> None:
-    ended = helpers.run_ranks(FAULT, ["device=cpu", f"run_dir={tmp_path}"], 2)
-    assert ended.status == 1, ended.out
+    helpers.run_ranks(FAULT, ["device=cpu", f"run_dir={tmp_path}"], 2).expect(1)
     expected = "all_gather: the result is wrong on 1 of 2 ranks; the first is rank 1 on "
     assert expected in helpers.read(tmp_path, "status")["reason"]
 

@@ -44,12 +44,10 @@ def states_of(ended: helpers.Ended) -> list[str]:
 
 
 def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: Path) -> None:
-    whole = helpers.run_ranks(CODE, [*WORDS, f"run_dir={tmp_path}/whole"], 2)
-    assert whole.status == 0, whole.out
+    whole = helpers.run_ranks(CODE, [*WORDS, f"run_dir={tmp_path}/whole"], 2).expect(0)
     words = [*WORDS, f"run_dir={tmp_path}/stopped"]
     # Rank 1 alone gets a signal, in step 6.
-    stopped = helpers.run_ranks(CODE, words, 2, STOP_AT="6")
-    assert stopped.status == 75, stopped.out
+    helpers.run_ranks(CODE, words, 2, STOP_AT="6").expect(75)
     status = helpers.read(tmp_path / "stopped", "status")
     assert (status["state"], status["attempt"], status["reason"]) == ("preempted", 0, "SIGTERM")
     step = status["step"]
@@ -61,8 +59,7 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     assert saved[0]["torch"].tolist() != saved[1]["torch"].tolist()  # the ranks drop different units
     assert saved[0]["python"]["numbers"].tolist() != saved[1]["python"]["numbers"].tolist()
     assert saved[0]["numpy"]["keys"].tolist() != saved[1]["numpy"]["keys"].tolist()
-    resumed = helpers.run_ranks(CODE, words, 2)
-    assert resumed.status == 0, resumed.out
+    resumed = helpers.run_ranks(CODE, words, 2).expect(0)
     assert f"resumed from {folder}/step-{step:08d}.pt, step {step}" in resumed.lines
     assert "broken: 2 ranks on 1 node, cpu, gloo, attempt 2" in resumed.lines
     status = helpers.read(tmp_path / "stopped", "status")

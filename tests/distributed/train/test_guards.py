@@ -72,8 +72,7 @@ def test_an_attempt_ends_during_a_wait_if_its_run_directory_is_taken_over(
     run_dir = tmp_path / "run"
     before = (run_dir / "status.json").read_bytes()
     helpers.attempt(run_dir, launch="other", step=5)
-    ended = helpers.finish(held[0], timeout_s=30)
-    assert ended.status == 3, ended.out
+    ended = helpers.finish(held[0], timeout_s=30).expect(3)
     assert (
         ended.lines[-1]
         == f"broken: {run_dir}: a later attempt (other) writes to this run directory, so this attempt ends"

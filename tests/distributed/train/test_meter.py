@@ -65,8 +65,7 @@ TOY = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=12", "log_e
 
 
 def test_rows_have_the_parts_of_a_step_and_a_profile_is_written(tmp_path: Path) -> None:
-    ended = helpers.run_fork([*TOY, "profile=3", f"run_dir={tmp_path}"])
-    assert ended.status == 0, ended.out
+    helpers.run_fork([*TOY, "profile=3", f"run_dir={tmp_path}"]).expect(0)
     last, summary = helpers.rows(tmp_path)[-1], helpers.read(tmp_path, "summary")
     assert last["forward_backward"] > 0
     assert last["communication"] == 0
@@ -93,8 +92,7 @@ start = toy.entry.begin("toy")
 toy.session.run(toy.main, start)
 """
     words = [*TOY[3:], f"run_dir={tmp_path}"]
-    ended = helpers.run_ranks(code, words, 2)
-    assert ended.status == 0, ended.out
+    ended = helpers.run_ranks(code, words, 2).expect(0)
     last, summary = helpers.rows(tmp_path)[-1], helpers.read(tmp_path, "summary")
     assert last["rank_step_s"][1] > 0.05 + last["rank_step_s"][0]
     assert "of each step waits for the gradients of other ranks" in summary["efficiency"]  # rank 0 waits

@@ -25,8 +25,8 @@ def same_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         helpers.fork([*helpers.LOCAL, *SAME, f"ranks_per_node={size}", f"run_dir={run_dir}"])
         for size, run_dir in run_dirs.items()
     ]
-    for ended in [helpers.finish(process) for process in started]:
-        assert ended.status == 0, ended.out
+    for process in started:
+        helpers.finish(process).expect(0)
     return run_dirs
 
 

@@ -27,14 +27,13 @@ def test_a_run_resumed_from_an_older_checkpoint_continues_from_there(tmp_path: P
     def resumed(*words: str, **environ: str) -> int:
         ended = helpers.run_fork(
             [*argv, *words], cwd=tmp_path, environ=helpers.clean_environment(**ONE_RANK, **environ)
-        )
-        assert ended.status == 0, ended.out
+        ).expect(0)
         [line] = [line for line in ended.lines if line.startswith("resumed from ")]
         assert line.startswith(f"resumed from {folder}/step-"), line
         return int(line.rpartition(" ")[2])
 
-    first = helpers.run_fork([*argv, "max_steps=6"], cwd=tmp_path, environ=helpers.clean_environment(**ONE_RANK))
-    assert first.status == 0, first.out
+    environ = helpers.clean_environment(**ONE_RANK)
+    helpers.run_fork([*argv, "max_steps=6"], cwd=tmp_path, environ=environ).expect(0)
     best = checkpoint.read(folder / "step-00000006.pt")["meta"]["best"]
     assert best["step"] == 6
     back = [f"resume=run/checkpoints/step-{step:08d}.pt" for step in (2, 4)]
@@ -69,8 +68,7 @@ def mnist(run_dir: Path, *words: str, recipe: str = "mnist") -> helpers.Ended:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 epochs of 3 steps, all of whose checkpoints of every 5 steps stay."""
     run_dir = tmp_path_factory.mktemp("runs") / "finished"
-    ended = mnist(run_dir, *RUN, "epochs=4", "checkpoint_every_steps=5", "keep_checkpoints=0")
-    assert ended.status == 0, ended.out
+    mnist(run_dir, *RUN, "epochs=4", "checkpoint_every_steps=5", "keep_checkpoints=0").expect(0)
     return run_dir
 
 
@@ -89,8 +87,7 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
-    ended = mnist(stopped)
-    assert ended.status == 0, ended.out
+    ended = mnist(stopped).expect(0)
     [line] = [line for line in ended.lines if line.startswith("keys from the resumed run: ")]
     told = set(line.removeprefix("keys from the resumed run: ").split(", "))
     assert {"dataset=digits", "lr=0.002", "device=cpu", "cpu_threads=1", "keep_checkpoints=0"} <= told, line
@@ -103,18 +100,15 @@ def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
 def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
     finished: Path, stopped: Path, tmp_path: Path
 ) -> None:
-    ended = mnist(stopped, "epochs=6", "force=true", "cpu_threads=2")
-    assert ended.status == 0, ended.out
+    ended = mnist(stopped, "epochs=6", "force=true", "cpu_threads=2").expect(0)
     assert "results will not be bitwise identical (cpu_threads=1 becomes 2)" in ended.out
     assert helpers.read(stopped, "summary")["steps"] == 18
     assert "epochs: 6" in (stopped / "config.yaml").read_text()
     longer = shutil.copytree(finished, tmp_path / "longer")
-    ended = mnist(longer, "epochs=5")
-    assert ended.status == 0, ended.out
+    mnist(longer, "epochs=5").expect(0)
     assert helpers.read(longer, "summary")["steps"] == 15
     summary = helpers.read(longer, "summary")
-    ended = mnist(longer)
-    assert ended.status == 0, ended.out
+    ended = mnist(longer).expect(0)
     assert "already finished: step 15 of 15" in ended.out
     assert helpers.read(longer, "summary") == summary
     assert mnist(longer, "epochs=4").status == 2
@@ -122,24 +116,19 @@ def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
 
 def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(stopped: Path, tmp_path: Path) -> None:
     alone = shutil.copy(stopped / "checkpoints/step-00000005.pt", tmp_path / "one_rank.pt")
-    ended = mnist(tmp_path / "new", *RUN, f"resume={alone}")  # the default happens to be the same
-    assert ended.status == 0, ended.out
-    ended = mnist(tmp_path / "other", *RUN, f"resume={alone}", "epochs=9")
-    assert ended.status == 2, ended.out
+    mnist(tmp_path / "new", *RUN, f"resume={alone}").expect(0)  # the default happens to be the same
+    ended = mnist(tmp_path / "other", *RUN, f"resume={alone}", "epochs=9").expect(2)
     assert "one_rank.pt: was saved with other keys (epochs=4 becomes 9): use its values" in ended.out
-    ended = mnist(tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt")
-    assert ended.status == 0, ended.out
+    ended = mnist(tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt").expect(0)
     assert "dataset=digits" not in ended.out.partition("from the run")[2].partition("\n")[0]  # typed
 
 
 def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopped: Path, tmp_path: Path) -> None:
-    ended = mnist(stopped, "resume=best")
-    assert ended.status == 2, ended.out
+    ended = mnist(stopped, "resume=best").expect(2)
     assert f"resume=best: {stopped}/checkpoints/best does not exist: leave resume= out" in ended.out
     run_dir = shutil.copytree(finished, tmp_path / "run")
     (run_dir / "checkpoints/best").write_text("step-00000010.pt\n")
-    ended = mnist(run_dir, "resume=best")
-    assert ended.status == 0, ended.out
+    ended = mnist(run_dir, "resume=best").expect(0)
     assert f"resumed from {run_dir}/checkpoints/step-00000010.pt, step 10" in ended.lines
     assert ended.lines[-1] == f"finished at step 12; val_top1 {helpers.read(run_dir, 'summary')['val_top1']:.4f}"
     ended = mnist(run_dir, "resume=latest", "evaluate=true")
@@ -147,8 +136,7 @@ def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopp
     assert ended.lines[-1].startswith("evaluated step 12; val_top1 ")
     ended = mnist(tmp_path / "new", f"resume={stopped}/checkpoints", "evaluate=true")
     assert f"resumed from {stopped}/checkpoints/step-00000005.pt, step 5" in ended.lines
-    ended = mnist(tmp_path / "new", *RUN, f"resume={tmp_path}")
-    assert ended.status == 2, ended.out
+    ended = mnist(tmp_path / "new", *RUN, f"resume={tmp_path}").expect(2)
     assert f"resume={tmp_path}: there is no checkpoint in that folder: give a run directory that has one" in ended.out
 
 

@@ -28,8 +28,7 @@ toy.session.run(toy.main, start)
 
 def train(run_dir: Path, ranks: int, *words: str) -> tuple[dict[int, float], list[int]]:
     """The loss of each step, and the bytes that each rank holds."""
-    ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={run_dir}"], ranks)
-    assert ended.status == 0, ended.out
+    ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={run_dir}"], ranks).expect(0)
     held = {line.split()[1]: int(line.split()[2]) for line in ended.lines if line.startswith("bytes ")}
     return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}, [*held.values()]
 
@@ -114,8 +113,7 @@ dist.destroy_process_group()
 
 
 def test_an_evaluation_before_the_first_step_and_other_memory_formats() -> None:
-    ended = helpers.run_ranks(DIRECT, [], 2)
-    assert ended.status == 0, ended.out
+    helpers.run_ranks(DIRECT, [], 2).expect(0)
 
 
 def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> None:
@@ -129,8 +127,7 @@ def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> 
         "timeout_s=20",
     ]
     code = "from recipes import mnist; mnist.session.run(mnist.main, mnist.entry.begin('mnist'))"
-    ended = helpers.run_ranks(code, [*words, f"run_dir={tmp_path}"], 2)
-    assert ended.status == 0, ended.out
+    helpers.run_ranks(code, [*words, f"run_dir={tmp_path}"], 2).expect(0)
 
 
 def test_muon_treats_whole_matrices(tmp_path: Path) -> None:
@@ -139,8 +136,7 @@ def test_muon_treats_whole_matrices(tmp_path: Path) -> None:
     code = "from recipes import gpt; gpt.session.run(gpt.main, gpt.entry.begin('gpt'))"
     losses = []
     for strategy in ("ddp", "fsdp"):
-        ended = helpers.run_ranks(code, [*words, f"strategy={strategy}", f"run_dir={tmp_path / strategy}"], 2)
-        assert ended.status == 0, ended.out
+        helpers.run_ranks(code, [*words, f"strategy={strategy}", f"run_dir={tmp_path / strategy}"], 2).expect(0)
         losses.append([row["loss"] for row in helpers.rows(tmp_path / strategy)])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -84,8 +84,7 @@ def found(folder: Path, rank: int = 0) -> dict[str, list[float]]:
 
 def test_accumulation_gives_the_same_weights(tmp_path: Path) -> None:
     for name, keys, ranks in (("whole", [], 1), ("ranks", ["accumulate=2"], 2)):
-        ended = run_ranks(tmp_path / name, FIT, *keys, ranks=ranks)
-        assert ended.status == 0, ended.out
+        run_ranks(tmp_path / name, FIT, *keys, ranks=ranks).expect(0)
     whole, ranks_ = (found(tmp_path / name) for name in ("whole", "ranks"))
     assert [whole["calls"], ranks_["calls"]] == [[8] * 6, [2] * 12]
     assert ranks_["weights"] == pytest.approx(whole["weights"], rel=1e-5)
@@ -94,8 +93,7 @@ def test_accumulation_gives_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_a_forward_pass_that_bypasses_ddp_ends_all_ranks(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, "return train(dict, losses=lambda shard: net(x[shard.indices])[:, 0])")
-    assert ended.status == 1, ended.out
+    ended = run_ranks(tmp_path, "return train(dict, losses=lambda shard: net(x[shard.indices])[:, 0])").expect(1)
     line = (
         "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
         "and pass the same model to loop.steps()"
@@ -122,8 +120,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path, ranks: int, sta
 def test_all_ranks_evaluate_the_same_weights(tmp_path: Path) -> None:
     for ema in (0.0, 0.5):
         folder = tmp_path / str(ema)
-        ended = run_ranks(folder, FIT, norm=True, ema=ema)
-        assert ended.status == 0, ended.out
+        run_ranks(folder, FIT, norm=True, ema=ema).expect(0)
         assert found(folder, 0) == found(folder, 1)
         content = torch.load(folder / "checkpoints" / "step-00000006.pt", weights_only=True)
         prefix, kept = ("module.", content["ema"]) if ema else ("", content["model"])
