@@ -69,13 +69,14 @@ def _signals_and_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Trained:
     """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1, 2, 3, …"""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **changed: Any) -> None:
         self.folder, self.evaluations, self.stop_at = folder, 0, 0
         self.samples, self.metric = 10, "val_top1"
         self.values: list[float | None] = []  # 0: no results; None: a stop comes meanwhile
         self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
         self.calls, self.leave_at = {"backward": 1, "optimizer": 1, "scheduler": 1}, 0  # of each step, if held wrong
         self.reduction: Callable[[Tensor], Tensor] = lambda losses: losses[:, 0]
+        vars(self).update(changed)
         for name in ("logs", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -136,8 +137,7 @@ class Trained:
 
 
 def test_the_best_checkpoint_is_that_of_best_metric(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.metric, trained.values = "val_loss", [0.5, 0.2, 0.3, math.nan]
+    trained = Trained(tmp_path, metric="val_loss", values=[0.5, 0.2, 0.3, math.nan])
     _, run = trained.run(resumes=True, epochs=4, best_metric="val_loss", best_mode=Mode.min)
     assert run.state.meta["best"] == {"val_loss": 0.2, "step": 4}
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
@@ -154,8 +154,7 @@ def test_an_evaluation_without_best_metric_ends_the_run(tmp_path: Path) -> None:
 def test_the_run_ends_after_patience_epochs_without_a_better_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = Trained(tmp_path)
-    trained.values = [0.5, 0.7, 0.6, 0.7, 0.9]
+    trained = Trained(tmp_path, values=[0.5, 0.7, 0.6, 0.7, 0.9])
     _, run = trained.run(resumes=True, epochs=9, patience=2)
     assert (run.state.step, helpers.read(tmp_path, "status")["state"]) == (8, "done")
     assert "no better result for patience=2 epochs: the run ends" in capsys.readouterr().out
@@ -165,8 +164,7 @@ def test_the_run_ends_after_patience_epochs_without_a_better_result(
 
 
 def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.values, trained.stop_at = [0.5, 0.9, 0.95, 0.99, 0.9], 4
+    trained = Trained(tmp_path, values=[0.5, 0.9, 0.95, 0.99, 0.9], stop_at=4)
     _, run = trained.run(resumes=True, epochs=4, patience=1)
     assert (run.step, bool(run.stopping)) == (4, True)
     trained.stop_at = 0
@@ -175,17 +173,14 @@ def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Pa
 
 
 def test_patience_and_a_best_metric_need_a_result_and_the_epoch_is_saved(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.metric = "val_loss"
     line = r"best_metric=val_top1: must be one of the numbers that the evaluation returns \(val_loss\)$"
     with pytest.raises(InputError, match=line):
-        trained.run(resumes=True, patience=1)
+        Trained(tmp_path, metric="val_loss").run(resumes=True, patience=1)
     assert checkpoint.named(tmp_path / "checkpoints", "latest") == "step-00000002.pt"
 
 
 def test_another_best_metric_on_a_resume_begins_anew(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.values = [0.5, 0.4, 0.3]
+    trained = Trained(tmp_path, values=[0.5, 0.4, 0.3])
     trained.run(resumes=True, epochs=9, patience=1)
     trained.metric = "val_f1"
     _, run = trained.run(resumes=True, epochs=3, patience=1, best_metric="val_f1")
@@ -212,10 +207,8 @@ def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_
 
 
 def test_a_result_must_not_have_the_name_of_another_value_of_its_row(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.metric = "loss"
     with pytest.raises(RunError, match=r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it"):
-        trained.run(epochs=1)
+        Trained(tmp_path, metric="loss").run(epochs=1)
 
 
 def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: Path) -> None:
@@ -249,12 +242,10 @@ def test_a_call_left_out_or_made_twice_ends_the_run(tmp_path: Path, call: str, t
 
 @pytest.mark.parametrize("reduction", [torch.mean, lambda losses: losses], ids=["mean", "(B, 1)"])
 def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduction: Any) -> None:
-    trained = Trained(tmp_path)
-    trained.reduction = reduction
     with pytest.raises(
         RunError, match=r'losses of shape \(.*\), not \(5,\): give one loss per sample, reduction="none"'
     ):
-        trained.run()
+        Trained(tmp_path, reduction=reduction).run()
 
 
 def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
@@ -277,30 +268,23 @@ def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
 
 
 def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.leave_at = 3
     with pytest.raises(
         RunError, match=r"^main\(\) has left the loop over loop\.steps\(\) before its end: remove the break"
     ):
-        trained.run(resumes=True, epochs=3)
+        Trained(tmp_path, leave_at=3).run(resumes=True, epochs=3)
     assert helpers.read(tmp_path, "status")["state"] == "running"
 
 
 def test_an_evaluation_without_results_is_complete(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.values = [0.0, 0.0]
-    results, run = trained.run(resumes=True, epochs=2)
+    results, run = Trained(tmp_path, values=[0.0, 0.0]).run(resumes=True, epochs=2)
     assert (results, run.stopping, run.state.meta["unevaluated"], run.step) == ({}, "", None, 4)
     assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
 def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: Path) -> None:
-    first = Trained(tmp_path / "first")
-    first.values = [0.9, 0.5]
-    first.run(resumes=True, epochs=2)
+    Trained(tmp_path / "first", values=[0.9, 0.5]).run(resumes=True, epochs=2)
     for pointer, step in (("best", 2), ("latest", 4)):
-        again = Trained(tmp_path / pointer)
-        again.values = [0.1, 0.2]
+        again = Trained(tmp_path / pointer, values=[0.1, 0.2])
         _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
         assert (run.resumed_from_step, run.state.step) == (step, 6)
         # The first run's best checkpoint is in another folder, so this run starts without a best result.
@@ -379,8 +363,7 @@ def test_rows_and_summary_have_the_learning_rate_the_training_speed_and_the_wait
 
 
 def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.values = [0.9, 0.5]
+    trained = Trained(tmp_path, values=[0.9, 0.5])
     trained.run(resumes=True, epochs=1)
     _, run = trained.run(resumes=True, epochs=2)
     assert run.resumed_from_step == 2
@@ -392,8 +375,7 @@ def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Pa
 def test_a_stop_saves_at_its_step_without_an_older_evaluation(
     tmp_path: Path, stop_at: int, step: int, evaluated: list[float]
 ) -> None:
-    trained = Trained(tmp_path)
-    trained.stop_at = stop_at
+    trained = Trained(tmp_path, stop_at=stop_at)
     results, run = trained.run(epochs=3)
     assert (run.state.step, bool(run.stopping)) == (step, stop_at != 6)
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}.pt\n"
@@ -411,8 +393,7 @@ def test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming(
     tmp_path: Path, step: int, values: list[float | None]
 ) -> None:
     """The row of its step is written again with the results, and the best evaluation has its checkpoint."""
-    trained = Trained(tmp_path)
-    trained.values, trained.stop_at = values, 4 if step == 4 else 0
+    trained = Trained(tmp_path, values=values, stop_at=4 if step == 4 else 0)
     _, run = trained.run(resumes=True, epochs=3)
     assert (run.state.step, bool(run.stopping)) == (step, True)
     trained.stop_at = 0
@@ -448,8 +429,7 @@ def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_
 
 def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
     """A job that is too short for an evaluation still makes progress."""
-    trained = Trained(tmp_path)
-    trained.values, trained.stop_at = [0.1, None, 0.3], 4
+    trained = Trained(tmp_path, values=[0.1, None, 0.3], stop_at=4)
     trained.run(resumes=True, epochs=3)
     trained.stop_at = 0
     _, run = trained.run(resumes=True, epochs=3)
@@ -511,8 +491,7 @@ def test_a_failed_save_ends_the_run_before_its_next_row(tmp_path: Path, monkeypa
 
 def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     """Even if the resumed run has no step left to train."""
-    trained = Trained(tmp_path)
-    trained.values = [0.1, 0.2, None, 0.9]
+    trained = Trained(tmp_path, values=[0.1, 0.2, None, 0.9])
     trained.run(resumes=True, epochs=1)
     assert helpers.read(tmp_path, "summary")["steps"] == 2
     trained.run(resumes=True, epochs=3)
@@ -548,9 +527,7 @@ def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.values = [0.5, 0.75, 0.25, 0.75, 0.125]
-    _, run = trained.run(epochs=5, keep_checkpoints=1)
+    _, run = Trained(tmp_path, values=[0.5, 0.75, 0.25, 0.75, 0.125]).run(epochs=5, keep_checkpoints=1)
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
         "step-00000004.pt",
@@ -584,9 +561,7 @@ def test_the_row_of_a_stop_has_the_loss_of_its_step(tmp_path: Path, monkeypatch:
     """The ranks agree after every second step; they stop at a step that has no row and no agreement otherwise."""
     read = Agreement.read
     monkeypatch.setattr(Agreement, "read", lambda sums: (*read(sums)[:3], 2.0))
-    trained = Trained(tmp_path)
-    trained.samples, trained.stop_at = 30, 3
-    _, run = trained.run()
+    _, run = Trained(tmp_path, samples=30, stop_at=3).run()
     [*_, last] = helpers.rows(tmp_path)
     assert (last["step"], run.stopping) == (4, "SIGUSR2")
     assert abs(last["loss"]) > 0.01
