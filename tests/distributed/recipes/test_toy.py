@@ -1,28 +1,17 @@
-"""The recipe toy: what it learns and writes, stopped and resumed."""
+"""The recipe toy: what it learns and writes."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests import helpers
 
 TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of one rank's whole run."""
-    run_dir = tmp_path_factory.mktemp("alone")
-    helpers.run_fork([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={run_dir}"]).expect(0)
-    return run_dir
-
-
-def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> None:
-    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
+def test_it_learns_and_writes_the_usual_files(tmp_path: Path) -> None:
+    helpers.run_fork([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={tmp_path}"]).expect(0)
     rows = helpers.rows(tmp_path)
     assert (rows[0]["step"], rows[-1]["step"]) == (1, 320)
     assert rows[-1]["loss"] < 0.02 < 0.2 < rows[0]["loss"]
