@@ -16,6 +16,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -270,14 +271,7 @@ def test_weights_fetched_by_several_processes_are_complete(weights: tuple[Server
         whole(handler)
 
     server.answers[path.name] = all_here
-    statuses: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: statuses.append(prepare.main(["weights", "arch=resnet18"]))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert statuses == [0, 0, 0, 0]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(prepare.main, [["weights", "arch=resnet18"]] * 4)) == [0, 0, 0, 0]
     assert os.listdir(path.parent) == [path.name]
     assert models.fault_of(path) == ""
