@@ -22,6 +22,7 @@ from tests.faults import conftest
 from tests.faults.conftest import Start
 
 LARGE = ("width=20000", "checkpoint_every_steps=5", "keep_best=false")  # some 5.4 MB each
+EMPTY = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": []}  # a checkpoint's other parts
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
     """The folder is copied before and after each call that changes it, as a kill at that moment would leave it."""
     folder, points, copies = tmp_path / "checkpoints", [], tmp_path / "copies"
     folder.mkdir()
-    content = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": [], "model": {"w": torch.ones(9)}}
+    content = {**EMPTY, "model": {"w": torch.ones(9)}}
     checkpoint.write(folder, {**content, "meta": {"step": 1, "config": {}}})
 
     def copy_at(what: str) -> None:
@@ -184,14 +185,7 @@ def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoi
         "taken_apart",
         lambda content: ({**content, "model": {"w": {sharding.NUMBER: 0}}}, [content["model"]["w"]]),
     )
-    content = {
-        "optimizer": {},
-        "scheduler": {},
-        "ema": None,
-        "sampler": {},
-        "rng": [],
-        "meta": {"step": 2, "config": {}},
-    }
+    content = {**EMPTY, "meta": {"step": 2, "config": {}}}
 
     def save(attempt: int, ranks: int, files_written: int) -> None:
         for number in [*range(1, ranks), 0][:files_written]:
