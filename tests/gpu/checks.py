@@ -239,8 +239,7 @@ def ends(place: Place) -> Figures:
     keys = ("dataset=fake", "arch=airbench94", "epochs=1000", "log_every_steps=1", "global_batch_size=64")
     for number, expected in ((signal.SIGTERM, (75,)), (signal.SIGKILL, (-9,)), (signal.SIGINT, (130, -2, 75))):
         process = place.start(*busy, *place.recipe("cifar", *keys, run=number.name)[2:])
-        rows = place.folder / number.name / "metrics.jsonl"
-        place.until(process, lambda rows=rows: rows.exists() and rows.stat().st_size)
+        place.until(process, number.name)
         process.send_signal(number)
         if number is signal.SIGINT:
             process.send_signal(number)
@@ -265,8 +264,7 @@ def hang(place: Place) -> Figures:
     process = place.start(
         "-c", BUSY, "mnist", "5", "200000000000", *place.recipe("mnist", "timeout_s=10", *FOREVER)[2:]
     )
-    rows = place.folder / "run" / "metrics.jsonl"
-    place.until(process, lambda: rows.exists() and rows.read_text().count("\n") >= 5)
+    place.until(process, rows=5)
     begin = time.monotonic()
     out, _ = process.communicate(timeout=60)
     took = time.monotonic() - begin
@@ -449,8 +447,7 @@ def shared_gpu(place: Place) -> Figures:
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(place.rows("one"), place.rows("two"), strict=True))
     assert apart <= 1e-3, apart
     first, second = place.ranks(*place.recipe("mnist", *keys, "epochs=1000", run="killed"))
-    rows = place.folder / "killed" / "metrics.jsonl"
-    place.until(first, lambda: rows.exists() and rows.stat().st_size)
+    place.until(first, "killed")
     second.kill()
     out, _ = first.communicate(timeout=60)
     second.communicate()

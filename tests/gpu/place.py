@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,10 +82,14 @@ class Place:
             place["CUDA_VISIBLE_DEVICES"] = "0"
         return [self.start(*words, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)]
 
-    def until(self, process: subprocess.Popen[str], is_so: Callable[[], object]) -> None:
-        """Waits, for a time, until it is so or the process ends."""
-        end = time.monotonic() + 100
-        while not is_so() and time.monotonic() < end and process.poll() is None:
+    def until(self, process: subprocess.Popen[str], run: str = "run", rows: int = 1) -> None:
+        """Waits, for a time, until a run has so many rows or the process ends."""
+        path, end = self.folder / run / "metrics.jsonl", time.monotonic() + 100
+        while (
+            not (path.exists() and path.read_text().count("\n") >= rows)
+            and time.monotonic() < end
+            and process.poll() is None
+        ):
             time.sleep(0.1)
 
     def rows(self, run: str = "run") -> list[dict[str, Any]]:
