@@ -1,9 +1,10 @@
-"""The guards of a run while it trains: the watchdog, the fence of the run directory, the umask, and signals to any rank."""
+"""The guards of a run while it trains: the watchdog, the fence of the run directory, the umask; and a crash after its end."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import signal
 import socket
 import stat
 import sys
@@ -118,3 +119,26 @@ def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(polls))
     watchdog.watch(os.getppid(), memory, 10.0)
     assert ends == [21]  # polls of 0.5 s, and the suspended one counts as that too
+
+
+# A library that crashes when the interpreter takes itself apart, and what is done before that.
+CRASHES = """
+import atexit, os
+from recipes.core.run import entry
+entry.begin("toy")
+import sys
+class Library:
+    abort = staticmethod(os.abort)
+    def __del__(self):
+        self.abort()
+library = Library()
+atexit.register(print, "at exit")
+entry.end(0)
+"""
+
+
+@pytest.mark.parametrize(("looked_into", "status"), [({}, 0), ({"LD_PRELOAD": ""}, -signal.SIGABRT)])
+def test_a_crash_after_the_end_does_not_fail_the_run(looked_into: dict[str, str], status: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CRASHES, "device=cpu", "max_steps=1", f"run_dir={tmp_path}/run"]
+    ended = helpers.run(command, environ=helpers.clean_environment(**looked_into)).expect(status)
+    assert "at exit" in ended.lines
