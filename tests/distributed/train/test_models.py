@@ -44,17 +44,19 @@ def test_missing_weights_name_the_command_that_fetches_them(hub: Path) -> None:
     assert str(hub) in str(caught.value)
 
 
-def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path) -> None:
-    def named_by_hash(content: object) -> Path:
-        torch.save(content, tmp_path / "new")
-        digest = hashlib.sha256((tmp_path / "new").read_bytes()).hexdigest()
-        return (tmp_path / "new").rename(tmp_path / f"net-{digest[:8]}.pth")
+def saved(content: object, folder: Path) -> Path:
+    """A file of weights that is named by torchvision's rule: the end is the start of the SHA-256."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(content, made := folder / "made")
+    return made.rename(folder / f"net-{hashlib.sha256(made.read_bytes()).hexdigest()[:8]}.pth")
 
-    good = named_by_hash({"a": torch.ones(2)})
+
+def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path) -> None:
+    good = saved({"a": torch.ones(2)}, tmp_path)
     assert models.fault_of(good) == ""
     good.write_bytes(good.read_bytes() + b"x")
     assert "its SHA-256 differs from the one in its name" in models.fault_of(good)
-    assert "is not a file of weights" in models.fault_of(named_by_hash({"a": Path("of any class")}))
+    assert "is not a file of weights" in models.fault_of(saved({"a": Path("of any class")}, tmp_path))
     assert models.fault_of(tmp_path / "none-12345678.pth") == "does not exist"
 
 
@@ -82,22 +84,13 @@ def test_the_head_of_every_classifier_is_its_last_layer() -> None:
         assert len(layer.weight) == 7, name
 
 
-def given_weights(monkeypatch: pytest.MonkeyPatch, hub: Path, arch: str) -> dict[str, torch.Tensor]:
-    """Random weights in torchvision's cache, by the rule for its names: the end is the start of the SHA-256."""
-    hub.mkdir(parents=True, exist_ok=True)
-    state = torchvision.models.get_model(arch, weights=None).state_dict()
-    torch.save(state, hub / "made.pth")
-    name = f"{arch}-{hashlib.sha256((hub / 'made.pth').read_bytes()).hexdigest()[:8]}.pth"
-    (hub / "made.pth").rename(hub / name)
-    monkeypatch.setattr(models, "cached", lambda weights: hub / name)
-    return state
-
-
 @pytest.mark.parametrize("arch", ["resnet18", "squeezenet1_0"])  # their heads are a linear layer and a convolution
 def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
     hub: Path, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
-    state = given_weights(monkeypatch, hub, arch)
+    state = torchvision.models.get_model(arch, weights=None).state_dict()
+    path = saved(state, hub)
+    monkeypatch.setattr(models, "cached", lambda weights: path)
     net = models.classifier(arch, "true", 3, new_head=True).eval()
     (name,) = optimisation.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
