@@ -11,7 +11,7 @@ import pytest
 
 from recipes.core.run import attempt as attempts
 from tests import helpers, namespaces
-from tests.helpers import LOCAL, Ended
+from tests.helpers import LOCAL
 
 WORDS = ("max_steps=4", "log_every_steps=1", "timeout_s=60")
 
@@ -32,21 +32,6 @@ def start(
     return helpers.start([*inside, *command, f"node_rank={node_rank}", *words], cwd=cwd)
 
 
-def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, str], ranks: tuple[int, int]) -> None:
-    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
-    size = sum(ranks)
-    assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
-    assert any(line.startswith("network: eth0 (") for line in ended[0].lines), ended[0].out
-    # Rank 0 speaks, and is on the other.
-    assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
-    summary = helpers.read(run_dir, "summary")
-    found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
-    assert found == {"world_size": size, "num_nodes": 2, "steps": 4, "val_samples": 359, "restarts": 0}
-    assert attempts.facts(run_dir)["hosts"] == [machines[0]] * ranks[0] + [machines[1]] * ranks[1]
-    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [f"rank{r}.log" for r in range(size)]
-    assert helpers.read(run_dir, "status")["state"] == "done"
-
-
 @pytest.mark.parametrize(
     ("ranks", "host"), [((2, 1), "10.83.0.1"), pytest.param((1, 1), "[fd83::1]", marks=pytest.mark.long)]
 )
@@ -57,7 +42,19 @@ def test_uneven_machines_may_start_in_any_order(
     second = start(machines[1], 1, *layout, cwd=tmp_path)
     helpers.wait_until(lambda: helpers.children(second.pid), 20, "the rank of the second machine")
     first = start(machines[0], 0, *layout, cwd=tmp_path)
-    check_run(tmp_path / "run", (helpers.finish(first), helpers.finish(second)), machines, ranks)
+    ended = [helpers.finish(first), helpers.finish(second)]
+    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
+    run_dir, size = tmp_path / "run", sum(ranks)
+    assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
+    assert any(line.startswith("network: eth0 (") for line in ended[0].lines), ended[0].out
+    # Rank 0 speaks, and is on the other.
+    assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
+    summary = helpers.read(run_dir, "summary")
+    found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
+    assert found == {"world_size": size, "num_nodes": 2, "steps": 4, "val_samples": 359, "restarts": 0}
+    assert attempts.facts(run_dir)["hosts"] == [machines[0]] * ranks[0] + [machines[1]] * ranks[1]
+    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [f"rank{r}.log" for r in range(size)]
+    assert helpers.read(run_dir, "status")["state"] == "done"
 
 
 @pytest.mark.long
