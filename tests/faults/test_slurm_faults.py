@@ -45,9 +45,6 @@ class Job:
     def status(self) -> dict[str, Any]:
         return directory.read_status(self.run_dir) or {"state": "not begun"}
 
-    def log_text(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
-
     def tail(self) -> str:
         return jobs.tail(self.log)
 
@@ -90,10 +87,6 @@ def submit(
 
 def trains(job: Job, attempt: int = 0, step: int = 3) -> None:
     jobs.wait_for_training(job.slurm, job.id, job.run_dir, attempt, step)
-
-
-def rank_pids(job: Job) -> dict[int, int]:
-    return {rank: process.pid for rank, (process, _) in jobs.ranks(job.slurm, job.id, "broken").items()}
 
 
 def ended(job: Job, timeout_s: float = END_S) -> tuple[str, str]:
@@ -141,7 +134,7 @@ def test_before_the_time_limit_a_job_saves_and_is_requeued(slurm: Cluster, clone
     start = time.mktime(time.strptime(job.fields()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     wait_requeued(job, 90)
     step = saved_at(job, "the time limit")
-    assert f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.log_text()
+    assert f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.log.read_text()
     assert 30 < job.status()["updated"] - start < 60  # a quarter of the minute ahead of its end, at most
     slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10", check=True)
     resumes(job, step)
@@ -293,14 +286,14 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write_to_the_run(
     job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=300", options=options)
     trains(job)
     node = job.fields()["BatchHost"]
-    old = rank_pids(job)
+    old = [process.pid for process, _ in jobs.ranks(job.slurm, job.id, "broken").values()]
     assert len(old) == 2
     restarted.kill_slurmd(node)
     wait_requeued(job, 90)  # Slurm finds out by its pings, of which it makes several
     jobs.start_again(job.slurm, job.id)
 
     def taken_over() -> bool:
-        outlived = all(helpers.alive(pid) for pid in old.values())
+        outlived = all(helpers.alive(pid) for pid in old)
         number = attempts.facts(job.run_dir)["attempt"]
         assert outlived or number == 1, "the fault was not there: the first attempt's ranks are dead already"
         return bool(number == 1)
@@ -310,7 +303,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write_to_the_run(
 
     def fenced() -> bool:
         assert job.status()["attempt"] == 1
-        return not any(helpers.alive(pid) for pid in old.values())
+        return not any(helpers.alive(pid) for pid in old)
 
     wait_until(fenced, 25, "the end of the first attempt")  # it looks every 10 s
     # not in the job's log: the first srun has ended with the daemon
