@@ -40,6 +40,7 @@ def assert_named(run_dir: Path, ended: Ended, rank: int, *words: str, status: in
     for word in words:
         assert word in found["reason"], found
         assert word in ended.lines[-1], ended.out
+    assert conftest.newest(run_dir)
 
 
 def assert_notices(run_dir: Path, rank: int, within_s: float = NOTICED_S) -> None:
@@ -63,7 +64,6 @@ def test_a_killed_rank_is_reported_immediately(start: Start, tmp_path: Path, ran
     assert_named(tmp_path, ended, rank, "was killed by SIGKILL", status=137)
     assert "frame #" not in ended.out  # of torch's own C++
     assert not any(helpers.alive(pid) for pid in pids)
-    assert conftest.newest(tmp_path)
 
 
 @pytest.mark.long
@@ -147,7 +147,6 @@ def test_out_of_memory_is_reported_in_one_line_with_the_sizes(start: Start, tmp_
     reason = helpers.read(tmp_path, "status")["reason"]
     assert re.search(r"\b(8(\.0*)? ?GiB|8589934592|8\.\d+ ?GB)", reason), reason
     assert "Traceback" not in ended.out
-    assert conftest.newest(tmp_path)
 
 
 @pytest.mark.fault(7)
@@ -158,7 +157,6 @@ def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, t
         r"Fatal Python error: Segmentation fault\n(.*\n)+?.*broken\.py.* in segv\n", conftest.log(tmp_path, 1)
     )
     assert "Fatal Python error" not in conftest.log(tmp_path, 0)
-    assert conftest.newest(tmp_path)
 
 
 # The recipe imagenet, whose loaders wait 3 s for an image, not 5 min.
