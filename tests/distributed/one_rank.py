@@ -6,7 +6,7 @@ In a world of one; or as one rank of several, of which there are no others: coll
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -106,6 +106,16 @@ def train(
                 run.saver.wait()
     trained.rows = helpers.rows(folder)
     return trained
+
+
+def check_second_of_three(train: Callable[..., Trained], batch: slice, validation: slice) -> None:
+    """The second of three ranks has these samples of one rank's batch and validation set, and its own random numbers."""
+    single, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, single.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, single.training[0].inputs[batch])
+    assert torch.equal(trained.evaluation[0].inputs, single.evaluation[0].inputs[validation])
+    assert trained.results["val_samples"] == validation.stop - validation.start
+    assert len({0, single.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> float:

@@ -121,12 +121,7 @@ def test_the_image_size_follows_the_schedule_of_the_epochs(train: Train) -> None
 
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
-    single, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
-    assert torch.equal(trained.training[0].weights, single.training[0].weights)  # from the same seed
-    assert torch.equal(trained.training[0].inputs, single.training[0].inputs[4:8])  # of 12 in 4, 4 and 4
-    assert torch.equal(trained.evaluation[0].inputs, single.evaluation[0].inputs[5:9])  # of 13 in 5, 4 and 4
-    assert trained.results["val_samples"] == 4
-    assert len({0, single.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+    one_rank.check_second_of_three(train, slice(4, 8), slice(5, 9))  # 12 in 4, 4 and 4; 13 in 5, 4 and 4
 
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:

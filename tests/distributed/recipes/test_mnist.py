@@ -66,12 +66,7 @@ def test_test_images_are_unchanged_and_counted_by_their_labels(train: Train) -> 
 
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
-    single, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
-    assert torch.equal(trained.training[0].weights, single.training[0].weights)  # from the same seed
-    assert torch.equal(trained.training[0].inputs, single.training[0].inputs[6:11])  # of 16 in 6, 5 and 5
-    assert torch.equal(trained.evaluation[0].inputs, single.evaluation[0].inputs[17:34])  # of 50 in 17, 17 and 16
-    assert trained.results["val_samples"] == 17
-    assert len({0, single.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+    one_rank.check_second_of_three(train, slice(6, 11), slice(17, 34))  # 16 in 6, 5 and 5; 50 in 17, 17 and 16
 
 
 @pytest.mark.parametrize(
