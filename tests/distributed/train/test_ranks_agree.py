@@ -44,17 +44,16 @@ def test_losses_agree_even_if_a_rank_has_no_sample(same_run: dict[int, Path]) ->
 
 
 def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
-    alone, *others = [[row for row in helpers.rows(run_dir) if "val_top1" in row] for run_dir in same_run.values()]
+    alone, other = ([row for row in helpers.rows(run_dir) if "val_top1" in row] for run_dir in same_run.values())
     assert [row["step"] for row in alone] == [8, 16, 20]  # the ends of two epochs and of the run
     for row in alone:
         assert row["val_samples"] == 359  # a prime number: no number of ranks divides it
         right = row["val_top1"] * 359
         assert right == pytest.approx(round(right), abs=1e-6)
         assert row["val_top1"] < row["val_top5"] <= 1
-    for other in others:
-        for name in ("val_samples", "val_top1", "val_top5"):
-            assert [row[name] for row in other] == [row[name] for row in alone]
-    summaries = {size: helpers.read(run_dir, "summary") for size, run_dir in same_run.items()}
-    for size, summary in summaries.items():
+    for name in ("val_samples", "val_top1", "val_top5"):
+        assert [row[name] for row in other] == [row[name] for row in alone]
+    for size, run_dir in same_run.items():
+        summary = helpers.read(run_dir, "summary")
         assert (summary["world_size"], summary["val_samples"], summary["steps"]) == (size, 359, 20)
-        assert summary["val_top1"] == helpers.rows(same_run[size])[-1]["val_top1"]
+        assert summary["val_top1"] == helpers.rows(run_dir)[-1]["val_top1"]
