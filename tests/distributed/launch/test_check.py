@@ -87,8 +87,7 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
 
 
 def test_a_recipe_without_checkpoints(tmp_path: Path) -> None:
-    said = parts(ended := check("recipe=doctor", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run"))
-    assert ended.status == 0, ended.out
+    said = parts(check("recipe=doctor", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run").expect(0))
     assert said["recipe"] == "ok: nothing to train, and no checkpoints"
     assert said["disk"].endswith(f"free in {tmp_path}")
     assert list(tmp_path.iterdir()) == []
