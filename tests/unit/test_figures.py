@@ -30,9 +30,7 @@ PROJECT = (ROOT / "pyproject.toml").read_text()
 
 def of_pyproject(name: str) -> str:
     """The oldest version that pyproject.toml requires, after ``name``."""
-    found = re.search(rf'{name}>=([0-9.]+)"', PROJECT)
-    assert found
-    return found[1]
+    return re.search(rf'{name}>=([0-9.]+)"', PROJECT)[1]
 
 
 PYTHON, TORCH = of_pyproject('requires-python = "'), of_pyproject('"torch')

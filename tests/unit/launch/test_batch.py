@@ -263,9 +263,7 @@ def test_finish_returns_the_runs_exit_status(
     directory.write_status(tmp_path, state, attempt=helpers.attempt(tmp_path, launch="7.0").number, step=1)
     assert finish(tmp_path, srun_status=srun_status) == expected
     assert stubs.calls("scontrol") == []
-    status = directory.read_status(tmp_path)
-    assert status
-    assert status["state"] != "running"
+    assert directory.read_status(tmp_path)["state"] != "running"
 
 
 def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -200,7 +200,6 @@ def test_a_script_runs_no_command_from_a_folder_name_or_value(tmp_path: Path) ->
     (tmp_path / "job.sh").write_text(jobs.sbatch_script(job))
     status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
     assert (status, "before the run began" in stderr) == (errors.EXIT_CRASH, True), stderr
-    assert bench.srun
     assert bench.srun[-2:] == [HOSTILE[0], "device=cpu"]
     assert (tmp_path / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
     assert (tmp_path / "cluster").read_text() == "example\n"

@@ -81,8 +81,6 @@ def test_the_log_continues_after_stdout_is_closed(tmp_path: Path) -> None:
     """Ctrl-C ends the user's ``tee`` just when the run has to save."""
     command, log = [sys.executable, "-c", UNREAD, str(tmp_path / "log")], tmp_path / "log"
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin
-        assert process.stdout
         for number in range(4):
             process.stdin.write("on\n")
             process.stdin.flush()

@@ -80,7 +80,6 @@ with signals.stop_flag(lambda name: print("noted", name, flush=True)):
 def test_signals_act_at_once_while_the_main_thread_waits_below_python() -> None:
     process = subprocess.Popen([sys.executable, "-c", BLOCKED], cwd=ROOT, text=True, stdout=subprocess.PIPE)
     try:
-        assert process.stdout
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "noted SIGTERM\n"
