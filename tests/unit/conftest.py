@@ -7,11 +7,22 @@ import pytest
 from recipes.core.run import queue
 from tests import helpers
 from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import Bench, Stubs
 
 
 @pytest.fixture(autouse=True)
 def _no_pause_between_calls_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "AGAIN_S", (0.0, 0.0))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, tmp_path / "repository")
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
+    return Stubs(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -40,6 +40,14 @@ def directives(text: str) -> dict[str, str]:
     return found
 
 
+def executable(path: Path, text: str) -> str:
+    """Writes a script that can be executed, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
 class Bench:
     """A copy of the repository in which scripts run as in a job, with stubs of srun and Python."""
 
@@ -54,10 +62,7 @@ class Bench:
         self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
 
     def stub(self, name: str, body: str) -> None:
-        path = self.folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
+        executable(self.folder / "bin" / name, f"#!/bin/bash\n{body}\n")
 
     def run(self, script: Path | str, *words: str, cwd: str = "", **environ: str) -> tuple[int, str]:
         """Runs a script as in a job. Returns its exit status and its stderr."""
@@ -89,16 +94,13 @@ class Stubs:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        (folder / "stubs").mkdir()
         monkeypatch.setenv("NOTES", str(folder))
         monkeypatch.setenv("PATH", f"{folder}/stubs:/usr/bin:/bin")
 
     def add(self, name: str, body: str) -> None:
         """Makes or replaces the command ``name``. body: what it does, in bash."""
-        path = self.folder / "stubs" / name
         record = f'printf "%s\\0" "$@" >> "$NOTES/{name}.calls"; echo >> "$NOTES/{name}.calls"'
-        path.write_text(f"#!/bin/bash\n{record}\n{body}\n")
-        path.chmod(0o755)
+        executable(self.folder / "stubs" / name, f"#!/bin/bash\n{record}\n{body}\n")
 
     def calls(self, name: str) -> list[list[str]]:
         """The arguments of each call of the command ``name``."""

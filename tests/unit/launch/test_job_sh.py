@@ -15,7 +15,7 @@ from recipes.core.config import profiles
 from recipes.core.launch import jobs
 from recipes.core.run import directory, source
 from tests import helpers
-from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe
+from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe, executable
 
 
 def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
@@ -32,7 +32,6 @@ def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
 def test_the_arguments_of_a_program_are_no_keys_of_the_job(bench: Bench) -> None:
     bench.run("sbatch/script_2x8.sh", f"script={__file__}", bench.run_dir, "--", "cluster=mine", "$(touch canary)")
     keys = [bench.run_dir, f"program={__file__}", "args=cluster=mine '$(touch canary)'"]
-    assert bench.srun
     assert bench.srun[-4:] == [f"workdir={bench.root}", *keys]
     assert (bench.folder / "cluster").read_text() == "none\n"
     assert "canary" not in bench.files
@@ -47,9 +46,7 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
         ends = {"STEP_ENDS": "143", "SIGNALS": "TERM USR1 USR2"}
         status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", **ends)
         assert status == expected, stderr
-    status_now = directory.read_status(run_dir)
-    assert status_now
-    assert status_now["state"] == "failed"
+    assert directory.read_status(run_dir)["state"] == "failed"
     bench.stub("scontrol", "echo JobId=7 JobState=RUNNING")
     directory.write_status(run_dir, "preempted", attempt=3, step=3)
     status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", "max_requeues=0")
@@ -57,15 +54,12 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
 
 
 def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path: Path) -> None:
-    step = tmp_path / "srun"
-    step.write_text("#!/bin/bash\ntrap 'exit 75' USR1\necho ready\nwhile :; do sleep 0.05; done\n")
-    step.chmod(0o755)
+    executable(tmp_path / "srun", "#!/bin/bash\ntrap 'exit 75' USR1\necho ready\nwhile :; do sleep 0.05; done\n")
     script = ". sbatch/job.sh; srun; echo status $?"
     environ = helpers.clean_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(
         ["bash", "-c", script], cwd=helpers.ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as shell:
-        assert shell.stdout
         try:
             assert shell.stdout.readline() == "ready\n"
             # Again, since the shell may not have noted the process ID of srun yet.
@@ -115,7 +109,6 @@ def test_the_profiles_modules_are_loaded(bench: Bench, text: str, monkeypatch: p
     log = bench.folder / "modules"
     loaded = log.read_text().splitlines() if log.exists() else []
     assert loaded == [f"load {module}" for module in PROFILES[text]]
-    assert bench.srun
     assert bench.srun[-2:] == ["epochs=2", bench.run_dir]  # the script uses cluster= itself
     assert (bench.folder / "cluster").read_text() == "here\n"
 
@@ -129,10 +122,7 @@ def chosen_python(bench: Bench, *words: str, **environ: str) -> str:
 
 def make_python(path: Path) -> str:
     """Makes a stub of Python that only records that it was chosen."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text('#!/bin/bash\necho "$0" > "$NOTES/chosen"; exit 1\n')
-    path.chmod(0o755)
-    return str(path)
+    return executable(path, '#!/bin/bash\necho "$0" > "$NOTES/chosen"; exit 1\n')
 
 
 def test_the_profiles_environment_is_used_if_none_is_active(bench: Bench) -> None:
@@ -204,7 +194,6 @@ def test_output_of_a_sites_python_is_not_executed(bench: Bench) -> None:
         "import atexit\nprint('hello; touch canary')\natexit.register(print, 'bye; touch canary')\n"
     )
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, PYTHONPATH=str(bench.folder))
-    assert bench.srun
     assert bench.srun[-1] == bench.run_dir
     assert not list(bench.folder.rglob("canary"))
 
@@ -218,7 +207,6 @@ def test_a_requeued_job_runs_the_same_code_with_the_same_paths(bench: Bench) -> 
         bench.run("sbatch/mnist_1x1.sh", *words, SLURM_RESTART_COUNT=restarts, CDPATH=str(bench.folder))
         ran_in.add((bench.folder / "pwd").read_text())
         (bench.root / "recipes/toy.py").write_text("edited")
-        assert bench.srun
         whole = {"epochs=7", f"network={bench.root}/mine.env", f"run_dir={bench.root}/here", "umask=027"}
         assert set(bench.srun[-4:]) == whole
         (bench.folder / "srun").unlink()

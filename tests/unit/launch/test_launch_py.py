@@ -13,7 +13,7 @@ import pytest
 import launch
 from recipes.core import errors
 from tests.helpers import ROOT
-from tests.unit.launch.stand_ins import Bench
+from tests.unit.launch.stand_ins import Bench, executable
 
 
 def test_python_3_6_can_read_launch_py() -> None:
@@ -43,10 +43,7 @@ def launch_py(bench: Bench, *words: str, **environ: str) -> tuple[int, str, str]
 
 
 def stub_python(environment: Path) -> None:
-    path = environment / "bin/python"
-    path.parent.mkdir(parents=True)
-    path.write_text('#!/bin/sh\necho "taken: $*; $RECIPES_PYTHON"\n')
-    path.chmod(0o755)
+    executable(environment / "bin/python", '#!/bin/sh\necho "taken: $*; $RECIPES_PYTHON"\n')
 
 
 ENOUGH = {"PYTHONPATH": ":".join(sys.path[1:])}  # this Python has all packages

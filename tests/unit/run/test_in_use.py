@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from recipes.core import files
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use
 from tests import helpers
+from tests.unit.launch.stand_ins import Stubs
 
 
 @pytest.fixture
@@ -95,15 +97,6 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypa
         thread.join()
 
 
-def answering(folder: Path, *fields: str) -> dict[str, str]:
-    """The environment of a job, with a scontrol that says this of job 7 and notes each question."""
-    folder.mkdir()
-    lines = "\\n".join(["JobId=7 JobName=x", *fields])
-    (folder / "scontrol").write_text(f"#!/bin/sh\necho asked >>{folder}/asked\nprintf '{lines}\\n'\n")
-    (folder / "scontrol").chmod(0o755)
-    return {"SLURM_JOB_ID": "8", "PATH": f"{folder}:{os.environ['PATH']}"}
-
-
 @pytest.mark.parametrize(
     ("state", "fields", "used"),
     [
@@ -115,17 +108,18 @@ def answering(folder: Path, *fields: str) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_slurm_is_asked_once_for_the_state_of_the_job(
-    tmp_path: Path, state: str, fields: tuple[str, ...], used: str
+    tmp_path: Path, stubs: Stubs, state: str, fields: tuple[str, ...], used: str
 ) -> None:
-    environ = answering(tmp_path / "bin", *fields)
+    stubs.add("scontrol", r"printf '%s\n' 'JobId=7 JobName=x' " + shlex.join(fields))
     an_attempt(tmp_path, state, job="7", launch="7.0", cluster="")
-    problem = look(tmp_path, **environ)
+    problem = look(tmp_path, SLURM_JOB_ID="8")
     assert used in problem if used else not problem
-    assert (tmp_path / "bin/asked").read_text() == "asked\n"
+    assert len(stubs.calls("scontrol")) == 1
 
 
-def test_a_job_that_is_ending_counts_unless_nobody_waits_for_it(tmp_path: Path) -> None:
-    environ = answering(tmp_path / "bin", "JobState=COMPLETING")
+def test_a_job_that_is_ending_counts_unless_nobody_waits_for_it(tmp_path: Path, stubs: Stubs) -> None:
+    stubs.add("scontrol", "echo JobId=7; echo JobState=COMPLETING")
     an_attempt(tmp_path, job="7", launch="7.0", cluster="here")
-    assert look(tmp_path, patience_s=0, **environ) == ""
-    assert "job 7 (completing) uses it: cancel it (scancel 7), or " in look(tmp_path, patience_s=1e-9, **environ)
+    assert look(tmp_path, patience_s=0, SLURM_JOB_ID="8") == ""
+    line = "job 7 (completing) uses it: cancel it (scancel 7), or "
+    assert line in look(tmp_path, patience_s=1e-9, SLURM_JOB_ID="8")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 from recipes.core.errors import MachineError, Next
 from recipes.core.run import queue
+from tests.unit.launch.stand_ins import Stubs
 
 # Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
 PRINTED = """\
@@ -66,12 +66,11 @@ def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(monkeyp
     ],
 )
 def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
-    tmp_path: Path, script: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    stubs: Stubs, script: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if script:
-        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+        stubs.add("scontrol", script)
+    monkeypatch.setenv("PATH", f"{stubs.folder}/stubs")
     if expected is None:
         assert queue.find("7") is None
     else:
@@ -79,28 +78,20 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
             queue.show("7", timeout_s=0.5 if "sleep" in script else queue.ANSWER_S)
 
 
-def test_a_job_name_that_is_not_utf8_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scontrol").write_bytes(b"#!/bin/sh\necho 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING'\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_a_job_name_that_is_not_utf8_is_parsed(stubs: Stubs) -> None:
+    stubs.add("scontrol", r"printf 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING\n'")
     assert [job.state for job in queue.show("7")] == ["RUNNING"]
 
 
 def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (
-        ("SLURM_JOB_ID", "7"),
-        ("SLURM_JOB_END_TIME", f"{time.time() + 1000:.0f}"),
-        ("PATH", f"{tmp_path}"),
-    ):
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_JOB_END_TIME", f"{time.time() + 1000:.0f}")):
         monkeypatch.setenv(name, value)
-    scontrol = tmp_path / "scontrol"
     for told, left_s in (("TimeLimit=00:03:00 RunTime=00:01:00", 120), ("TimeLimit=NOT_SET", 1000)):
-        scontrol.write_text(f"#!/bin/sh\necho JobId=7 {told}\n")
-        scontrol.chmod(0o755)
+        stubs.add("scontrol", f"echo JobId=7 {told}")
         assert queue.seconds_left() == pytest.approx(left_s, abs=5)
-    scontrol.unlink()
+    monkeypatch.setenv("PATH", "/nosuch")
     assert queue.seconds_left() == pytest.approx(1000, abs=5)
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     assert queue.seconds_left() is None
@@ -108,40 +99,24 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
     assert queue.seconds_left() is None
 
 
-def test_a_call_that_fails_twice_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
     """A busy controller does not always answer."""
-    script = (
-        '#!/bin/bash\necho >> "$0.calls"; [ $(wc -l < "$0.calls") -gt 2 ] || exit 1; echo JobId=7 JobState=RUNNING\n'
-    )
-    (tmp_path / "scontrol").write_text(script)
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    job = queue.find("7")
-    assert job
-    assert job.state == "RUNNING"
-    (tmp_path / "scontrol.calls").unlink()
+    stubs.add("scontrol", "[ $(wc -l < $NOTES/scontrol.calls) -gt 2 ] || exit 1; echo JobId=7 JobState=RUNNING")
+    assert queue.find("7").state == "RUNNING"
+    (stubs.folder / "scontrol.calls").unlink()
     queue.change("requeue", "7")
-    assert len((tmp_path / "scontrol.calls").read_text().splitlines()) == 3
+    assert len(stubs.calls("scontrol")) == 3
 
 
-def test_a_requeue_whose_answer_is_lost_counts_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scontrol").write_text(
-        '#!/bin/bash\n[ "$1" = show ] || exit 1; echo "JobId=7 JobState=PENDING Restarts=$RESTARTS"\n'
-    )
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("RESTARTS", "1")
+def test_a_requeue_whose_answer_is_lost_counts_as_done(stubs: Stubs) -> None:
+    stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=PENDING Restarts=1")
     queue.requeue("7", 0)
-    (tmp_path / "scontrol").write_text("#!/bin/bash\n[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING\n")
+    stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING")
     with pytest.raises(subprocess.CalledProcessError):
         queue.requeue("7", 0)
 
 
-def test_a_slow_controller_does_not_keep_a_user_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def test_a_slow_controller_does_not_keep_a_user_waiting(stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+    stubs.add("squeue", "exec sleep 60")
     assert queue.mine(timeout_s=1.0) is None
     assert "Slurm has not answered within 1 s" in capsys.readouterr().err
