@@ -52,6 +52,7 @@ EIGHT = [card(i) for i in range(8)]
 def test_healthy_gpus_are_no_finding() -> None:
     assert findings(EIGHT) == []
     assert findings([], in_slurm=False) == []
+    assert findings(None, why="no driver", in_slurm=False) == []  # no GPU was granted
     assert findings([card(0)], CUDA_VISIBLE_DEVICES="3") == []  # each task may have its own
 
 
@@ -62,31 +63,24 @@ def test_missing_gpus() -> None:
     assert (found.what, found.bad, found.leave_out) == ("Slurm granted 0 GPUs and torch sees 0", True, False)
 
 
+def third(**changed: Any) -> list[dict[str, Any]]:
+    return [*EIGHT[:2], card(2, **changed), *EIGHT[3:]]
+
+
+SMI = "".join(f"GPU-{i}, {5 if i == 4 else '[N/A]'}\n" for i in range(8))
+
+
 @pytest.mark.parametrize(
-    ("changed", "expected", "is_bad"),
+    ("cards", "said", "expected", "is_bad"),
     [
-        ({"correct": False}, "GPU 2 (GPU-2) returns a wrong matrix product", True),
-        (
-            {"error": "CUDA error: an illegal memory access"},
-            "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal",
-            True,
-        ),
-        ({"free": 125 * GIB}, "GPU 2 (GPU-2) has 125.0 of 140.0 GiB free", False),
+        (third(correct=False), {}, "GPU 2 (GPU-2) returns a wrong matrix product", True),
+        (third(error="CUDA error: an illegal x"), {}, "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal", True),
+        (third(free=125 * GIB), {}, "GPU 2 (GPU-2) has 125.0 of 140.0 GiB free", False),
+        (EIGHT, {"smi": SMI}, "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded", True),
+        (None, {"why": "no answer in 60 s"}, "its GPUs could not be tested (no answer in 60 s)", True),
     ],
 )
-def test_a_gpu_that_computes_wrongly_is_a_finding(changed: dict[str, Any], expected: str, is_bad: bool) -> None:
-    (found,) = findings([*EIGHT[:2], card(2, **changed), *EIGHT[3:]])
+def test_a_faulty_gpu_or_driver_is_a_finding(cards: Any, said: dict[str, str], expected: str, is_bad: bool) -> None:
+    (found,) = findings(cards, **said)
     assert found.what.startswith(expected)
     assert found.bad is is_bad
-
-
-def test_memory_errors() -> None:
-    (found,) = findings(EIGHT, smi="".join(f"GPU-{i}, {5 if i == 4 else '[N/A]'}\n" for i in range(8)))
-    what = "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded"
-    assert (found.what, found.bad) == (what, True)
-
-
-def test_a_driver_that_does_not_answer() -> None:
-    (found,) = findings(None, why="python did not answer in 60 s")
-    assert (found.what, found.bad) == ("its GPUs could not be tested (python did not answer in 60 s)", True)
-    assert findings(None, why="no driver", in_slurm=False) == []  # no GPU was granted
