@@ -48,6 +48,15 @@ def packed(tmp_path: Path) -> Path:
     return make(tmp_path / "packed-256")
 
 
+def target(packed: Path, node: Path) -> Path:
+    digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
+    return node / f"{packed.name}-{digest[:12]}-{os.geteuid()}"
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
 def ignore(done: int, total: int) -> None:
     pass
 
@@ -63,13 +72,11 @@ def test_a_copy_is_complete_private_and_made_once(
 ) -> None:
     told: list[tuple[int, int]] = []
     staged = to_local_disk(packed, tmp_path / "node", lambda done, total: told.append((done, total)))
-    digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
-    assert staged == tmp_path / "node" / f"packed-256-{digest[:12]}-{os.geteuid()}"
+    assert staged == target(packed, tmp_path / "node")
     assert same(packed, staged)
     assert staged.stat().st_mode & 0o777 == 0o700
-    total = (SHARDS + 1) * SHARD_BYTES + 2 * 240 + (packed / "index.json").stat().st_size
-    assert told[0] == (0, total)
-    assert told[-1] == (total, total)
+    total = size(packed)
+    assert (told[0], told[-1]) == ((0, total), (total, total))
     monkeypatch.setattr(stage, "_copy", lambda *arguments: pytest.fail("copied again"))
     assert to_local_disk(packed, tmp_path / "node", ignore) == staged
 
@@ -82,7 +89,7 @@ def test_missing_and_truncated_files_of_a_copy_are_copied_again(packed: Path, tm
     kept = (staged / "train-00003.bin").stat().st_ino
     told: list[tuple[int, int]] = []
     assert same(packed, to_local_disk(packed, tmp_path / "node", lambda *now: told.append(now)))
-    total = (SHARDS + 1) * SHARD_BYTES + 2 * 240 + (packed / "index.json").stat().st_size
+    total = size(packed)
     assert (told[0], told[-1]) == ((total - 2 * SHARD_BYTES, total), (total, total))
     assert (staged / "train-00003.bin").stat().st_ino == kept
 
@@ -114,7 +121,7 @@ def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None
     )
     waiting.start()
     helpers.wait_until(lambda: told, 20, "a word on how far it is")
-    total = (SHARDS + 1) * SHARD_BYTES + 2 * 240 + (packed / "index.json").stat().st_size
+    total = size(packed)
     assert told[0] == (total - SHARD_BYTES, total)
     inode = kept.rename(staged / "train-00000.bin").stat().st_ino  # the process that has the lock completes the copy
     os.close(lock)
@@ -148,11 +155,6 @@ def test_a_name_in_the_index_names_no_file(packed: Path, tmp_path: Path) -> None
     (packed / "index.json").write_text(json.dumps(index))
     assert same(packed, to_local_disk(packed, tmp_path / "node", ignore))
     assert not list(tmp_path.rglob("outside*"))
-
-
-def target(packed: Path, node: Path) -> Path:
-    digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
-    return node / f"{packed.name}-{digest[:12]}-{os.geteuid()}"
 
 
 @pytest.mark.parametrize("kind", ["link", "others may write", "link for a lock", "another user's"])

@@ -94,12 +94,8 @@ def test_a_run_of_the_older_layout_has_its_facts_and_the_numbers_continue(tmp_pa
     assert [helpers.attempt(tmp_path).number for _ in range(2)] == [5, 6]
 
 
-def content(step: int) -> dict[str, object]:
-    return {"model": {}, "meta": {"step": step}}
-
-
 def write_checkpoint(old: Attempt, step: int = 9) -> None:
-    checkpoint.write(old.run_dir / "checkpoints", content(step), old.staging)
+    checkpoint.write(old.run_dir / "checkpoints", {"model": {}, "meta": {"step": step}}, old.staging)
 
 
 def point_to_it(old: Attempt) -> None:

@@ -10,13 +10,6 @@ from recipes.core.errors import Next
 from recipes.core.run import directory
 
 
-def test_the_job_id_is_that_of_the_job_or_array_task() -> None:
-    assert directory.job_id({}) is None
-    assert directory.job_id({"SLURM_JOB_ID": ""}) is None
-    assert directory.job_id({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12"}) == "14"
-    assert directory.job_id({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}) == "12_0"
-
-
 def test_the_run_directory_is_the_given_one_else_named_by_job_or_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,7 +25,9 @@ def test_the_run_directory_is_the_given_one_else_named_by_job_or_time(
     assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}", stamped.name)
 
 
-def test_each_launch_of_a_job_has_its_own_id() -> None:
+def test_each_job_or_array_task_and_each_launch_of_it_has_its_own_id() -> None:
+    assert [directory.job_id(job) for job in ({}, {"SLURM_JOB_ID": ""})] == [None, None]
+    assert directory.job_id({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12"}) == "14"
     job = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
     assert directory.launch_id({}) == ""
     assert directory.launch_id(job) == "12_0.0"
