@@ -232,24 +232,18 @@ def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> N
         assert batch.main([step, "mnist", "0"]) is True
 
 
-def test_a_missing_scontrol_is_reported(
-    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert finish(preempted) == errors.EXIT_REQUEUE
-    assert "not requeued (scontrol is not on the PATH" in capfd.readouterr().out
-    assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
-
-
 def test_a_failed_requeue_is_reported_in_one_line(
-    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+    preempted: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stub_scontrol(stubs, f"{RUNNING} Restarts=1", "printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
-    assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
-    output = capfd.readouterr().out
-    assert "not requeued (slurm_update error: Access denied): to resume, start the run again" in output
-    assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
-    assert len(output.splitlines()) == 1
+    for why in ("slurm_update error: Access denied): to resume, start the run again", "scontrol is not on the PATH"):
+        assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
+        output = capfd.readouterr().out
+        assert f"not requeued ({why}" in output
+        assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
+        assert len(output.splitlines()) == 1
+        directory.write_status(preempted, "preempted", attempt=0, step=12)
+        monkeypatch.setenv("PATH", "/nosuch")
 
 
 @pytest.mark.parametrize(
