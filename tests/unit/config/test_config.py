@@ -250,19 +250,15 @@ def test_empty_values_of_a_profile_are_ignored(site: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_name_is_a_job_key_a_run_key_or_a_recipe_key(recipe: str) -> None:
+def test_every_key_has_one_place_a_help_text_and_a_valid_default(recipe: str) -> None:
     job, run = ({f.name for f in dataclasses.fields(cls)} for cls in (JobKeys, RunKeys))
-    own = {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}
+    cls, variants = recipe_conf.load(recipe)
+    own = {f.name for f in dataclasses.fields(cls)}
     assert len(job) > 15
     assert len(run) > 8
     assert own
     assert not job & run
     assert not (job | run) & own
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_key_has_a_help_text_and_a_valid_default(recipe: str) -> None:
-    cls, variants = recipe_conf.load(recipe)
     for keys in (JobKeys, RunKeys, cls):
         assert all(f.metadata.get("help") for f in dataclasses.fields(keys))
         keys()
