@@ -18,6 +18,7 @@ from recipes.core import errors
 from recipes.core.launch import batch, cli, local
 from recipes.core.run import entry, source
 from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import Stubs
 
 ALIASES = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefghij", "bcdefghijk", strict=True))
 # Files in the current folder of the commands.
@@ -82,19 +83,17 @@ HERE: tuple[tuple[str, ...], ...] = (
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that commands are typed in; Slurm's commands are stubs that note when they are called, ranks cannot start."""
-    folder, stubs = tmp_path / "here", tmp_path / "bin"
-    for path in (folder, stubs, tmp_path / "runs"):
+    folder = tmp_path / "here"
+    for path in (folder, tmp_path / "runs"):
         path.mkdir()
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
     for name in ("sbatch", "srun", "scontrol", "module"):
-        (stubs / name).write_text(f'#!/bin/sh\ntouch "{tmp_path}/{name}-was-called"\necho Submitted batch job 7\n')
-        (stubs / name).chmod(0o755)
+        stubs.add(name, "echo Submitted batch job 7")
     for variable in [v for v in os.environ if v.startswith(("SLURM_", "SRUN_", "SBATCH_", "RECIPES_", "RANK"))]:
         monkeypatch.delenv(variable)
-    monkeypatch.setenv("PATH", f"{stubs}:/usr/bin:/bin")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli, "ROOT", tmp_path)  # where a job would run, and its files be written

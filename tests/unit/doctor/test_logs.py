@@ -92,9 +92,6 @@ def test_a_progress_bar_does_not_hide_the_text_after_it(tmp_path: Path) -> None:
     assert f"  job.out: {DISK.strip()}" in said(tmp_path, job__out=f"a\n{bar}\r{DISK}")
 
 
-# --- files that are no logs
-
-
 @pytest.mark.parametrize(
     "make", [lambda p: None, lambda p: p.mkdir(), lambda p: os.mkfifo(p), lambda p: p.symlink_to(p)]
 )

@@ -11,14 +11,13 @@ from recipes.core.errors import ConfigError
 from recipes.core.launch import new
 from tests import helpers
 from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import Bench
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    for name in ("env", "recipes", "sbatch"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "launch.py", tmp_path)
-    return tmp_path
+def repository(bench: Bench) -> Path:
+    shutil.copy(ROOT / "launch.py", bench.root)
+    return bench.root
 
 
 def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sqlite3
 import struct
 import sys
@@ -119,14 +120,8 @@ def train(folder: Path, attempt: int, begin: int, end: int, state: str = "preemp
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to start the command in, away from the trackers of whoever runs the tests."""
-    for name in (
-        "WANDB_MODE",
-        "WANDB_DIR",
-        "MLFLOW_TRACKING_URI",
-        "MLFLOW_ALLOW_FILE_STORE",
-        "MLFLOW_DISABLE_TELEMETRY",
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -129,9 +129,6 @@ def test_the_state_and_the_exit_status_follow(
     assert (found.state, found.exit_status, found.step) == (state, status, 7 if facts.get("status", RUNNING) else 0)
 
 
-# --- close
-
-
 def closed(
     run_dir: Path, end: End, state: str = "running", rank: int | None = None, kind: Kind = Kind.error
 ) -> tuple[Outcome, dict[str, Any]]:
