@@ -27,7 +27,6 @@ from tests.helpers import ROOT
 
 END = 256
 Prepare = Callable[..., tuple[int, str]]
-IN_THREADS = "text.ProcessPoolExecutor = lambda count, *rest: ThreadPoolExecutor(count)"
 
 
 @pytest.fixture
@@ -133,13 +132,13 @@ def six_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, **{f"{i}_txt": f"document {i}" for i in range(6)})
 
 
-KILLED = f"""
+KILLED = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
 from recipes import prepare
 from recipes.core import files
 from recipes.core.data import text
-{IN_THREADS}
+text.ProcessPoolExecutor = lambda count, *rest: ThreadPoolExecutor(count)
 text.SHARD_BYTES, whole = 1, files.write_whole
 
 def write_whole(path, write):

@@ -52,10 +52,6 @@ def stream(epoch: int) -> Iterator[int]:
     return iter(range(COUNT))
 
 
-def drawn(i: int) -> dict[str, Any]:
-    return Numbers()[i]
-
-
 def batches(rank: int = 0, ranks: int = 1, count: int = COUNT) -> GlobalBatches:
     return GlobalBatches(count, BATCH, 5, rank, ranks)
 
@@ -65,7 +61,7 @@ def of_set(part: GlobalBatches, workers: int) -> TorchLoader:
 
 
 def of_stream(part: GlobalBatches, workers: int) -> StreamLoader:
-    return StreamLoader(stream, part, num_workers=workers, device=CPU, transform=drawn)
+    return StreamLoader(stream, part, num_workers=workers, device=CPU, transform=Numbers().__getitem__)
 
 
 def rows(loader: TorchLoader | StreamLoader, epoch: int, first_batch: int = 0) -> Found:

@@ -12,11 +12,6 @@ import pytest
 from recipes.core.doctor import reach
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        return int(other.getsockname()[1])
-
-
 def served(answer: Callable[[socket.socket], object], connections: int = 1) -> int:
     """A port at which these connections get this answer."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -38,7 +33,9 @@ def test_a_node_that_answers(host: str) -> None:
 
 
 def test_a_port_that_is_closed() -> None:
-    assert reach.probe("127.0.0.1", closed_port(), 5) == ("connect", "Connection refused")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    assert reach.probe("127.0.0.1", port, 5) == ("connect", "Connection refused")
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ def test_a_finished_script() -> None:
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
 def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> None:
-    root = HOSTILE_ROOT
-    job = describe(*words, root=root)
+    job = describe(*words, root=HOSTILE_ROOT)
     executor = submit._executor(job, "/py thon")
     if job.elements:
         executor.parameters["map_count"] = len(job.elements)
@@ -66,9 +65,9 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
     ours, theirs = directives(jobs.sbatch_script(job)), directives(text)
     number = "%A_%a" if job.elements else "%j"
     assert ours.pop("--output") == f"%x-{number}.out"
-    assert theirs.pop("--output") == f"{root}/runs/submitit/{number}_0_log.out"
+    assert theirs.pop("--output") == f"{HOSTILE_ROOT}/runs/submitit/{number}_0_log.out"
     assert ours == theirs
-    assert ours["--chdir"] == str(root)
+    assert ours["--chdir"] == str(HOSTILE_ROOT)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,6 @@ def test_each_run_of_a_sweep_has_its_own_values() -> None:
 
 def test_shellcheck_accepts_every_script(tmp_path: Path) -> None:
     """The name of the repository needs quoting."""
-    assert READY
     helpers.need("" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck")
     written = [tmp_path / f"{number}.sh" for number in range(len(JOBS))]
     for path, words in zip(written, JOBS, strict=True):
