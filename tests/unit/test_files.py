@@ -12,14 +12,6 @@ from recipes.core import errors, files
 from recipes.core.errors import DiskFull, MachineError
 
 
-def test_write_json_replaces_the_file_and_leaves_no_other_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    files.write_json(path, {"a": 1})
-    files.write_json(path, {"b": "ü"})
-    assert files.read_json(path) == {"b": "ü"}
-    assert os.listdir(tmp_path) == ["x.json"]
-
-
 def test_a_failed_write_json_keeps_the_old_file_and_leaves_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,8 +34,11 @@ def test_a_failed_write_json_keeps_the_old_file_and_leaves_no_other_file(
     assert os.listdir(tmp_path) == ["x.json"]
 
 
-def test_write_json_flushes_the_file_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_json_flushes_the_file_before_it_replaces_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
+    files.write_json(tmp_path / "x.json", {"a": 1})
 
     def noted(name: str) -> Callable[..., None]:
         real = getattr(os, name)
@@ -56,7 +51,8 @@ def test_write_json_flushes_the_file_before_the_rename(tmp_path: Path, monkeypat
 
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, noted(name))
-    files.write_json(tmp_path / "x.json", {})
+    files.write_json(tmp_path / "x.json", {"b": "ü"})
+    assert (files.read_json(tmp_path / "x.json"), os.listdir(tmp_path)) == ({"b": "ü"}, ["x.json"])
     assert done == ["fsync", "replace", "fsync"]  # the file, then its name
 
 
