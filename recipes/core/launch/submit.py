@@ -172,7 +172,7 @@ def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
             is_over = job is None or job.ended or job.never_starts
         except MachineError as error:
             if not silent:
-                print(f"{error}; this does not affect the job: asking Slurm again", file=sys.stderr)
+                print(f"{error}; the job is not affected; asking Slurm again", file=sys.stderr)
             silent = True
         if log and job and job.waiting and (line := queue.describe(job)) != said:
             said = line
