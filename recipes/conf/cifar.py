@@ -52,7 +52,7 @@ class Config(TrainKeys):
     crop: int = key(
         4, "maximum shift of training images in pixels; the border is filled with mirrored pixels", low=0, high=31
     )
-    flip: bool = key(True, "mirror each training image in every second epoch")
+    flip: bool = key(True, "mirror half of the training images, and the other half in the next epoch")
     cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
     tta: bool = key(True, "test-time augmentation: also evaluate the mirror image of each image, and add the outputs")
     tta_shift: int = key(

@@ -169,5 +169,7 @@ def _divided(source: Listing | Table | Fake, fraction: float, seed: int) -> tupl
         chosen = torch.randperm(len(positions), generator=random)[:count]
         val |= {positions[i] for i in chosen.tolist()}
     if not val:
-        raise InputError(f"{source.place}: too few images for a validation set: give a folder val/, or a column split")
+        raise InputError(
+            f"{source.place}: too few images for a validation set: give a folder val/, or a column split in labels="
+        )
     return (source, [i for i in range(len(source)) if i not in val]), (source, sorted(val))

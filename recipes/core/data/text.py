@@ -58,7 +58,9 @@ class Text:
         rows = [self._tokens(i * seq_len, (i + 1) * seq_len + 1) for i in sequences]
         found = np.array(rows, np.int64).reshape(-1, seq_len + 1)
         if found.size and found.max() >= len(self.vocabulary):
-            raise InputError(f"the text has token {found.max()}, but knows {len(self.vocabulary)}: prepare it again")
+            raise InputError(
+                f"token {found.max()} is not one of the {len(self.vocabulary)} of this text: prepare it again"
+            )
         return found
 
     def _tokens(self, begin: int, end: int) -> Tokens:
@@ -114,7 +116,8 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
         folder.mkdir(parents=True, exist_ok=True)
         with files.locked(folder / "preparing.lock"):
             if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
-                raise InputError(f"tokenizer={tokenizer}: {str(folder)!r} has another one: give another data_dir=")
+                made = f"{str(folder)!r} was made with another tokenizer"
+                raise InputError(f"tokenizer={tokenizer}: {made}: give another data_dir=")
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
             files.remove_temporary(folder)
             try:

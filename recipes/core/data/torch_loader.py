@@ -81,7 +81,7 @@ class TorchLoader(_Loaded):
         super().__init__(batches, num_workers, device, collate)
         count = len(dataset)  # type: ignore[arg-type]
         if count != batches.num_samples:
-            raise InputError(f"the data set has {count} samples, but GlobalBatches() was given {batches.num_samples}")
+            raise InputError(f"the data set has {count} samples: give GlobalBatches() this, not {batches.num_samples}")
         self._training = self._reader(dataset)
         self._evaluation: _Reader | None = None
         if batches.rank == 0 and not self._training.repeats():

@@ -356,9 +356,8 @@ class Run:
                 "versions": {
                     "python": platform.python_version(),
                     "torch": torch.__version__,
-                    "torchvision": getattr(
-                        sys.modules.get("torchvision"), "__version__", None
-                    ),  # if the recipe uses it
+                    # If the recipe uses it.
+                    "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),
                     "cuda": torch.version.cuda,
                 },
             }

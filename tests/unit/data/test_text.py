@@ -93,7 +93,7 @@ def test_tokenizers_and_formats_of_other_libraries(
     assert (data.decode(all_tokens(data)), data._shards[0].dtype) == ("w1 w65536 w69998 w0 ", "<u4")
     assert run("tokenizer=bytes") == (
         2,
-        f"error: tokenizer=bytes: '{tmp_path}/data/text' has another one: give another data_dir=\n",
+        f"error: tokenizer=bytes: '{tmp_path}/data/text' was made with another tokenizer: give another data_dir=\n",
     )
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     shard, index = folder / "00000.bin", folder / "index.json"
     content, known = shard.read_bytes(), index.read_text()
     shard.write_bytes(b"\xff\xff" + content[2:])
-    with pytest.raises(InputError, match="token 65535, but knows 257"):
+    with pytest.raises(InputError, match="token 65535 is not one of the 257"):
         text.open_text(where).take([0], 3)
     shard.write_bytes(content[:-2])
     with pytest.raises(InputError, match=r"00000\.bin' is not a file of 20 bytes: run python -m recipes\.prepare text"):
