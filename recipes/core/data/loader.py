@@ -220,7 +220,7 @@ def _started(shared: _Shared, workers: int) -> ProcessPoolExecutor:
         for process in set(multiprocessing.active_children()).difference(others):
             process.kill()
         pool.shutdown()
-    raise MachineError("the processes that decode images do not begin: start the run again, or give num_workers=0")
+    raise MachineError("the processes that decode images did not start: start the run again, or give num_workers=0")
 
 
 def _decode(*task: Any) -> dict[int, str]:

@@ -246,9 +246,11 @@ def test_workers_that_hang_when_they_are_forked_are_forked_again(
     begin = loader._become_worker
 
     def become(*shared: Any) -> None:
-        if len(list(tmp_path.iterdir())) < hanging:
-            (tmp_path / str(os.getpid())).touch()
-            time.sleep(600)
+        if len(list(tmp_path.glob("hung-*"))) < hanging:
+            (tmp_path / f"hung-{os.getpid()}").touch()
+            time.sleep(10)
+            (tmp_path / "not killed").touch()
+            os._exit(1)
         begin(*shared)
 
     monkeypatch.setattr(loader, "_become_worker", become)
@@ -257,9 +259,10 @@ def test_workers_that_hang_when_they_are_forked_are_forked_again(
     if hanging == 1:
         assert len(list(shards)) == 10
     else:
-        with pytest.raises(MachineError, match="do not begin: start the run again, or give num_workers=0"):
+        with pytest.raises(MachineError, match="did not start: start the run again, or give num_workers=0"):
             next(shards)
         assert len(list(tmp_path.iterdir())) == loader.STARTS
+    assert not (tmp_path / "not killed").exists()
     assert multiprocessing.active_children() == []
 
 
