@@ -156,15 +156,18 @@ def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str)
     if record.get("source") == identity and path.is_file() and files.sha256(path) == record["sha256"]:
         return record
     encode, _, end = open_tokenizer(tokenizer)
+    digest = hashlib.sha256()
 
     def fill(file: IO[bytes]) -> None:
         for document in itertools.chain.from_iterable(map(_documents, sources)):
             ids = np.append(np.asarray(encode(document), np.int64), end)
-            file.write(ids.astype(dtype).tobytes())
+            content = ids.astype(dtype).tobytes()
+            digest.update(content)
+            file.write(content)
 
     files.write_whole(path, fill)
     tokens = path.stat().st_size // np.dtype(dtype).itemsize
-    record = {"tokens": tokens, "sha256": files.sha256(path), "source": identity}
+    record = {"tokens": tokens, "sha256": digest.hexdigest(), "source": identity}
     files.write_json(path.with_suffix(".json"), record)
     return record
 
