@@ -118,7 +118,7 @@ def require(module: str, extra: str, place: str = "") -> Any:
 
 
 def status_of(command: str, main: Callable[[list[str]], int]) -> int:
-    """Runs ``main`` with the words of the command line, and returns its exit status. What a user can correct is one line on stderr."""
+    """Runs ``main`` with the arguments of the command line, and returns its exit status. Errors of the user or the machine print one line."""
     try:
         return main(sys.argv[1:])
     except (ConfigError, InputError, MachineError, OSError) as error:

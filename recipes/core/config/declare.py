@@ -143,7 +143,7 @@ def _expected(field: "dataclasses.Field[Any]", text: str) -> str:
 
 
 def plain(value: object) -> Any:
-    """A key's value as it is written into a YAML file."""
+    """The value of a key for a YAML file: the name of an enum's member, else the value itself."""
     return value.name if isinstance(value, Enum) else value
 
 

@@ -30,7 +30,10 @@ def launch_id(environ: Mapping[str, str]) -> str:
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
-    """``run_dir`` if it is given (for the doctor, its folder in that of a training), else ``runs/<recipe>/<run_id>`` in the repository of ``base``; without an ID, a time stamp."""
+    """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository of ``base``; without an ID, a time stamp.
+
+    If ``run_dir`` is that of a training, the doctor uses a folder in it.
+    """
     if run_dir:
         found = Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
         return inside(found, DOCTOR) if recipe == DOCTOR else found

@@ -5,7 +5,6 @@ No other module calls ``scontrol``. A call that fails is repeated, since a busy 
 
 import contextlib
 import math
-import os
 import re
 import subprocess
 import sys
@@ -281,12 +280,12 @@ def is_short(fields: Mapping[str, str]) -> bool:
     return limit_s is not None and limit_s < SHORT_S
 
 
-def seconds_left() -> float | None:
+def seconds_left(environ: Mapping[str, str]) -> float | None:
     """Seconds until Slurm ends this job, within OWN_JOB_S. inf means no limit, None means unknown; no exception is raised.
 
     The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began.
     """
-    job, end, left_s = directory.job_id(os.environ), os.environ.get("SLURM_JOB_END_TIME", ""), None
+    job, end, left_s = directory.job_id(environ), environ.get("SLURM_JOB_END_TIME", ""), None
     if not job:
         return None
     with contextlib.suppress(MachineError):

@@ -64,7 +64,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         with process_group(start, device) as world, signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop:
             if info.rank == 0 and info.in_slurm and start.settings.run.stop_before_s:
-                signals.watch_the_end(stop, start.settings.run.stop_before_s, queue.seconds_left, tell)
+                left = functools.partial(queue.seconds_left, os.environ)
+                signals.watch_the_end(stop, start.settings.run.stop_before_s, left, tell)
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
                 # Skip the teardown of the group: it can wait for a rank that has ended, while the others wait for this one.

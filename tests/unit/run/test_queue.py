@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 
@@ -90,13 +91,13 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
         monkeypatch.setenv(name, value)
     for told, left_s in (("TimeLimit=00:03:00 RunTime=00:01:00", 120), ("TimeLimit=NOT_SET", 1000)):
         stubs.add("scontrol", f"echo JobId=7 {told}")
-        assert queue.seconds_left() == pytest.approx(left_s, abs=5)
+        assert queue.seconds_left(os.environ) == pytest.approx(left_s, abs=5)
     monkeypatch.setenv("PATH", "/nosuch")
-    assert queue.seconds_left() == pytest.approx(1000, abs=5)
+    assert queue.seconds_left(os.environ) == pytest.approx(1000, abs=5)
     monkeypatch.delenv("SLURM_JOB_END_TIME")
-    assert queue.seconds_left() is None
+    assert queue.seconds_left(os.environ) is None
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert queue.seconds_left() is None
+    assert queue.seconds_left(os.environ) is None
 
 
 def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
