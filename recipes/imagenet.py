@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
-from recipes.core.data import in_memory, sampling
+from recipes.core.data import decode, image_sets, in_memory, sampling
 from recipes.core.train import images, loop, models, optimisation, scores, session
-from recipes.core.data.loader import LoadedShard, Loader
+from recipes.core.data.decode import Decoder, Pixels
+from recipes.core.data.image_sets import Crops
 from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.torch_loader import TorchLoader
 from recipes.core.train.checkpoint import State
 from recipes.core.train.optimizers import LARS
 from recipes.core.train.run import Run
@@ -67,30 +69,39 @@ def side(cfg: Config, epochs: int, epoch: int) -> int:
     return cfg.px if grown == 1 else small + int((cfg.px - small) * grown) // 32 * 32
 
 
-def mixed(cfg: Config, shard: LoadedShard, x: Tensor) -> tuple[Tensor, Tensor, float]:
+def training_crop(cfg: Config, epochs: int, decoder: Decoder, image: Pixels, epoch: int) -> Pixels:
+    return decode.random_crop(decoder, image, side(cfg, epochs, epoch), cfg.min_crop, cfg.flip)
+
+
+def validation_crop(cfg: Config, decoder: Decoder, image: Pixels, epoch: int) -> Pixels:
+    return decode.centre_crop(decoder, image, cfg.val_px, cfg.val_resize)
+
+
+def mixed(cfg: Config, x: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor, float]:
     """mixup (Zhang et al., 2018): blends each image with another image of the same rank.
 
     Returns the images, the labels of the other images, and the share of each image itself (1 without mixup).
     """
     if not cfg.mixup:
-        return x, shard.labels, 1.0
-    share = random.Random(f"{cfg.seed} {shard.epoch} {shard.batch}").betavariate(cfg.mixup, cfg.mixup)
-    return x.lerp(x.flip(0), 1 - share), shard.labels.flip(0), share
+        return x, labels, 1.0
+    share = random.Random(f"{cfg.seed} {epoch} {batch}").betavariate(cfg.mixup, cfg.mixup)
+    return x.lerp(x.flip(0), 1 - share), labels.flip(0), share
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
+    validation = Crops(val_set, cfg.decoder.name, partial(validation_crop, cfg))
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     batches.require_full(run.ranks, cfg.accumulate)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
-    loader = Loader(
-        train_set, batches, size=lambda epoch: side(cfg, epochs, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
-        workers=images.workers(run, cfg.num_workers), device=world.device, warn=run.warn,
+    loader = TorchLoader(
+        Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)), batches, collate=image_sets.batch,
+        num_workers=images.workers(run, cfg.num_workers), device=world.device, warn=run.warn,
     )  # fmt: skip
-    run.say(f"decoder: {loader.decoder.name}")
+    run.say(f"decoder: {validation.decoder}")
     net = make_net(cfg, run, len(train_set.classes))
     model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
@@ -106,7 +117,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), world.rank, world.size)
-        for batch, labels in loader.centres(val_set, part, cfg.val_px, cfg.val_resize, cfg.val_batch_size):
+        for batch, labels in loader.in_order(validation, part, cfg.val_batch_size):
             with autocast:
                 yield best(in_memory.normalise(batch, mean, std)), labels
 
@@ -114,13 +125,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     run.resume(State(net, optimizer, scheduler, ema), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=bool(cfg.pretrained)):
         for shard in step.shards:
-            x = in_memory.normalise(shard.images, mean, std)
-            if cfg.flip:
-                x = torch.where(shard.flip[:, None, None, None], x.flip(3), x)
-            x, others, share = mixed(cfg, shard, x)
+            crops, labels = shard.data
+            x = in_memory.normalise(crops, mean, std)
+            x, others, share = mixed(cfg, x, labels, shard.epoch, shard.batch)
             with autocast:
                 logits = model(x).float()
-            own = losses(logits, shard.labels)
+            own = losses(logits, labels)
             step.backward(own if share == 1 else share * own + (1 - share) * losses(logits, others))
         optimizer.step()
         scheduler.step()

@@ -1,4 +1,4 @@
-"""Reading large JPEGs on one core: random crops of 224 px through `Loader`, against ImageFolder in a DataLoader.
+"""Reading large JPEGs on one core: random crops of 224 px through `TorchLoader`, against ImageFolder in a DataLoader.
 
 Both sides do the same work: crops as uint8; or crops mirrored at random and normalised to floats, which the recipe leaves to its device.
 """
@@ -19,11 +19,12 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from recipes import imagenet
+from recipes.conf.imagenet import Config
 from recipes.core.data import image_sets, in_memory
-from recipes.core.data.image_sets import Images
-from recipes.core.data.loader import Loader
+from recipes.core.data.image_sets import Crops, Images
 from recipes.core.data.packed import write
 from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.torch_loader import TorchLoader
 from tests.benchmarks import inputs
 from tests.benchmarks.inputs import Batch
 from tests.benchmarks.measure import Figure, Size, interleaved, one_core, samples_per_s
@@ -62,7 +63,7 @@ def sides(folder: Path, least_s: float) -> dict[str, Callable[[], float]]:
         peer = peer_loader(folder / "files", floats=kind == "floats")
         found[kind] = partial(samples_per_s, peer.__iter__, least_s)
         for name, place, decoder, *_ in WAYS:
-            epochs = OurEpochs(image_sets.open_images(folder / place, "train"), decoder)
+            epochs = OurEpochs(image_sets.open_images(folder / place, "train"), decoder, flip=kind == "floats")
             found[f"{name}, {kind}"] = partial(samples_per_s, partial(epochs.next, batches), least_s)
     return found
 
@@ -82,29 +83,27 @@ def peer_loader(folder: Path, px: int = PX, floats: bool = True) -> DataLoader[B
 class OurEpochs:
     """Epoch after epoch of one loader; where ``workers`` is 0, it decodes in the calling thread."""
 
-    def __init__(self, found: Images, decoder: str, workers: int = 0, px: int = PX) -> None:
+    def __init__(self, found: Images, decoder: str, workers: int = 0, px: int = PX, flip: bool = False) -> None:
         batches = GlobalBatches(len(found), BATCH_SIZE, 0, rank=0, world_size=1)
-        self._loader = Loader(
-            found, batches, size=lambda epoch: px, decoder=decoder, workers=workers, device=torch.device("cpu"),
-            warn=lambda line: None,
-        )  # fmt: skip
+        crops = Crops(found, decoder, partial(imagenet.training_crop, Config(px=px, flip=flip), 1))
+        device = torch.device("cpu")
+        self._loader = TorchLoader(crops, batches, collate=image_sets.batch, num_workers=workers, device=device)
         self._epochs = itertools.count()
 
-    def next(self, batches: Callable[[Loader, int], Iterator[Batch]]) -> Iterator[Batch]:
+    def next(self, batches: Callable[[TorchLoader, int], Iterator[Batch]]) -> Iterator[Batch]:
         """Raises RuntimeError where an image could not be read, and so was not decoded."""
         yield from batches(self._loader, next(self._epochs))
         if self._loader.skipped:
             raise RuntimeError(f"images: {len(self._loader.skipped)} could not be read")
 
 
-def crops(loader: Loader, epoch: int) -> Iterator[Batch]:
+def crops(loader: TorchLoader, epoch: int) -> Iterator[Batch]:
     for shard in loader.epoch(epoch):
-        yield shard.images, shard.labels
+        yield shard.data
 
 
-def floats(loader: Loader, epoch: int) -> Iterator[Batch]:
-    """Mirrored and normalised as the recipe's step does it on its device."""
+def floats(loader: TorchLoader, epoch: int) -> Iterator[Batch]:
+    """Normalised as the recipe's step does it on its device."""
     mean, std = (torch.tensor(values) for values in (imagenet.MEAN, imagenet.STD))
-    for shard in loader.epoch(epoch):
-        x = in_memory.normalise(shard.images, mean, std)
-        yield torch.where(shard.flip[:, None, None, None], x.flip(3), x), shard.labels
+    for images, labels in crops(loader, epoch):
+        yield in_memory.normalise(images, mean, std), labels

@@ -159,33 +159,34 @@ def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, t
     assert "Fatal Python error" not in conftest.log(tmp_path, 0)
 
 
-# The recipe imagenet, whose loaders wait 3 s for an image, not 5 min.
-IMPATIENT = """
-from recipes.core.run import entry
-START = entry.begin("imagenet")
-from recipes import imagenet
-from recipes.core.data import loader
-from recipes.core.train import session
-loader.STALL_S = 3.0
-session.run(imagenet.main, START)
-"""
+IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "num_workers=1", "lr=0")
 
 
+@pytest.mark.long
 @pytest.mark.fault(8)
-def test_a_hanging_read_names_the_file(tmp_path: Path) -> None:
+def test_a_hanging_read_names_the_rank(tmp_path: Path) -> None:
     """One of the images is a pipe without a writer, like a file on a file system that is gone."""
     folder = tmp_path / "images"
     for split in ("train", "val"):
         helpers.write_images(folder / split, 2, 24, 32)
     os.mkfifo(tmp_path / "pipe")
     (folder / "train" / "class1" / "hanging.JPEG").symlink_to(tmp_path / "pipe")
-    keys = ["arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "num_workers=2", "lr=0"]
-    words = ["device=cpu", "cpu_threads=1", f"data_dir={folder}", f"run_dir={tmp_path}/run"]
-    ended = helpers.run_fork([sys.executable, "-c", IMPATIENT, *words, *keys]).expect(3)
-    [line] = [line for line in ended.lines if "did not return for 3 s" in line]
-    assert "'class1/hanging.JPEG'" in line
+    words = ["launcher=local", "ranks_per_node=2", "timeout_s=3", f"data_dir={folder}", f"run_dir={tmp_path}/run"]
+    keys = ["recipe=imagenet", "device=cpu", "cpu_threads=1", *words, *IMAGES]
+    ended = helpers.run([sys.executable, str(helpers.ROOT / "launch.py"), *keys]).expect(1)
+    assert re.search(rf"rank \d on {HOST} got no further than step \d \(data\)", ended.lines[-1]), ended.out
+
+
+@pytest.mark.fault(8)
+def test_a_killed_loader_process_ends_the_run_with_the_fix(tmp_path: Path) -> None:
+    keys = ["device=cpu", "dataset=fake", f"run_dir={tmp_path}/run", "max_steps=100000", "log_every_steps=1", *IMAGES]
+    rank = helpers.fork([sys.executable, "-m", "recipes.imagenet", *keys])
+    conftest.wait_for_step(rank, tmp_path / "run", 2)
+    os.kill(max(helpers.children(rank.pid)), signal.SIGKILL)  # the process that was started last
+    ended = helpers.finish(rank).expect(3)
+    [line] = [line for line in ended.lines if "is killed by signal: Killed" in line and "--mem" in line]
+    assert "num_workers=" in line
     assert "Traceback" not in ended.out
-    assert "hanging.JPEG" in helpers.read(tmp_path / "run", "status")["reason"]
 
 
 @pytest.mark.fault(9)

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes import cifar
+from recipes import cifar, imagenet
+from recipes.conf.imagenet import Config
 from recipes.core.data import image_sets, in_memory
+from recipes.core.data.image_sets import Crops
 from recipes.core.data.in_memory import AugmentedImages
-from recipes.core.data.loader import Loader, _Mover
 from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.torch_loader import TorchLoader
 from recipes.core.train import checkpoint, sharding
 from recipes.core.train.checkpoint import HostCopy
 from recipes.core.train.optimisation import _Average
@@ -161,24 +164,6 @@ def no_sync(place: Place) -> Figures:
     )
     assert place.summary()["steps"] == steps
     return {"steps": steps}
-
-
-def mover(place: Place) -> Figures:
-    """batches arrive whole while the GPU is busy, although their host memory is used again at once"""
-    move, count = _Mover(place.device), place.size(300, 10)
-    weights = torch.randint(1, 1000, (8, 64, 64, 3), device=place.device)
-    found, expected = [], []
-    host = torch.empty((8, 64, 64, 3), dtype=torch.uint8)
-    for number in range(count):
-        host.random_(0, 256, generator=torch.Generator().manual_seed(number))
-        expected.append(int((host.long() * weights.cpu()).sum()))
-        if not place.dry:
-            torch.cuda._sleep(2_000_000)
-        moved = move(host.permute(0, 3, 1, 2), used_again=True)
-        host.fill_(255)
-        found.append((moved.permute(0, 2, 3, 1).long() * weights).sum())
-    assert [int(one) for one in found] == expected
-    return {"batches": count}
 
 
 def host_copy(place: Place) -> Figures:
@@ -407,16 +392,14 @@ def packed_images(place: Place) -> Figures:
 def decoding(place: Place) -> Figures:
     """beside processes that decode images, a step takes at most 1.1 times as long"""
     workers, batch = max(1, len(os.sched_getaffinity(0)) - 2), place.size(256, 4)
-    fake = image_sets.Fake(1_000_000)
-    loader = Loader(
-        fake, GlobalBatches(len(fake), batch, 0, 0, 1), size=lambda epoch: 224, decoder="auto", workers=workers,
-        device=torch.device("cpu"), warn=print,
-    )  # fmt: skip
+    crops = Crops(image_sets.Fake(1_000_000), "auto", partial(imagenet.training_crop, Config(), 1))
+    batches, cpu = GlobalBatches(len(crops), batch, 0, 0, 1), torch.device("cpu")
+    loader = TorchLoader(crops, batches, collate=image_sets.batch, num_workers=workers, device=cpu)
     over, decoded = threading.Event(), [0]
 
     def read() -> None:
         for shard in loader.epoch(0):
-            decoded[0] += len(shard.images)
+            decoded[0] += len(shard.indices)
             if over.is_set():
                 return
 
@@ -431,7 +414,7 @@ def decoding(place: Place) -> Figures:
             over.set()
         reading.result()
     figures: Figures = {
-        "decoder": loader.decoder.name, "images/s a process": f"{rate / workers:,.0f}", "step": f"{alone / beside:.3f}",
+        "decoder": crops.decoder, "images/s a process": f"{rate / workers:,.0f}", "step": f"{alone / beside:.3f}",
     }  # fmt: skip
     assert place.dry or alone / beside <= 1.1, figures
     return figures
@@ -490,7 +473,7 @@ def one_gpu_twice(place: Place) -> Figures:
 
 
 TOGETHER = (
-    collectives, ddp, digits, arithmetic, no_sync, mover, exact_resume, compiled, gpt, fsdp, ends, hang, shared_gpu,
+    collectives, ddp, digits, arithmetic, no_sync, exact_resume, compiled, gpt, fsdp, ends, hang, shared_gpu,
     one_gpu_twice,
 )  # fmt: skip
 ALONE = (doctor, host_copy, out_of_memory, speed, growing_images, packed_images, decoding, accuracy)

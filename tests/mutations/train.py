@@ -180,8 +180,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/imagenet.py",
-        "loader.centres(val_set, part,",
-        "loader.centres(train_set, part,",
+        "loader.in_order(validation, part,",
+        "loader.in_order(loader._training.batches.dataset, part,",
         "imagenet: the evaluation uses training images",
         "tests/distributed/recipes/test_imagenet.py::test_validation_images_equal_torchvisions_presets",
     ),

@@ -1,7 +1,6 @@
-"""Decodes JPEGs by torchcodec, torchvision or OpenCV, and what these cannot read by Pillow; crops as torchvision's transforms draw them."""
+"""Decodes JPEGs by torchcodec, torchvision or OpenCV, and what these cannot read by Pillow; crops as torchvision's transforms do."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import interpolate
+from torchvision.transforms import RandomResizedCrop
 
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
@@ -18,8 +18,7 @@ from recipes.core.errors import InputError, one_line, require
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
 ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # JPEG markers without a length
 MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
-RATIOS = (3 / 4, 4 / 3)  # width to height of a random crop; as TRIES, from torchvision's RandomResizedCrop
-TRIES = 10
+RATIOS = [3 / 4, 4 / 3]  # width to height of a random crop, from torchvision's RandomResizedCrop
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -27,16 +26,12 @@ Pixels = npt.NDArray[np.uint8]
 class Decoder:
     """decode: returns a JPEG's upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for other content.
 
-    resize: scales the image in its first argument to the size of the second one, and writes it there.
+    resize: scales an image to a height and a width; returns new memory.
     """
 
     name: str
     decode: Callable[[bytes], Pixels]
-    resize: Callable[[Pixels, Pixels], None]
-
-
-# Writes a crop of an image's pixels into the last argument: `random_crop` or `centre_crop` with its first arguments.
-Crop = Callable[[Decoder, Pixels, Pixels], None]
+    resize: Callable[[Pixels, int, int], Pixels]
 
 
 def make_decoder(name: str) -> Decoder:
@@ -83,12 +78,12 @@ def _of_torch(name: str, decode_jpeg: Callable[[Tensor], Any]) -> Decoder:
     return Decoder(name, decode, _resize)
 
 
-def _resize(pixels: Pixels, out: Pixels) -> None:
+def _resize(pixels: Pixels, height: int, width: int) -> Pixels:
     # Contiguous: torch would otherwise copy with its own threads, in each of ours. Writable: torch would otherwise warn.
     # Made a batch of one before the axes are permuted: torch then sees channels_last, and its result needs no transposing.
     source = torch.from_numpy(np.require(pixels, None, ["C", "W"]))[None].permute(0, 3, 1, 2)
-    done = functional.interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
-    out[...] = done[0].permute(1, 2, 0).numpy()
+    done = interpolate(source, size=(height, width), mode="bilinear", antialias=True)
+    return done[0].permute(1, 2, 0).numpy()
 
 
 def _opencv() -> Decoder:
@@ -100,8 +95,8 @@ def _opencv() -> Decoder:
             return np.asarray(pillow.decode(data))
         return simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True)
 
-    def resize(pixels: Pixels, out: Pixels) -> None:
-        cv2.resize(pixels, (out.shape[1], out.shape[0]), out, interpolation=cv2.INTER_LINEAR)
+    def resize(pixels: Pixels, height: int, width: int) -> Pixels:
+        return cv2.resize(pixels, (width, height), interpolation=cv2.INTER_LINEAR)
 
     return Decoder("opencv", decode, resize)
 
@@ -129,41 +124,24 @@ def _announced(data: bytes) -> int:
     return 0
 
 
-def random_box(uniform: Sequence[float], height: int, width: int, least: float) -> tuple[int, int, int, int]:
-    """The y, x, height and width of torchvision's RandomResizedCrop, from uniform numbers: two for each try, and two for the position.
+def random_crop(decoder: Decoder, pixels: Pixels, side: int, least: float, flip: bool) -> Pixels:
+    """The box of torchvision's RandomResizedCrop, resized; with ``flip``, mirrored in half of the cases.
 
-    least: smallest fraction of the area. If no try fits, the box is the largest centred one with a valid ratio.
+    least: smallest fraction of the image's area. The random numbers are those of torch's global generator.
     """
-    area, low, span = height * width, math.log(RATIOS[0]), math.log(RATIOS[1] / RATIOS[0])
-    for i in range(0, 2 * TRIES, 2):
-        target = area * (least + (1 - least) * uniform[i])
-        ratio = math.exp(low + span * uniform[i + 1])
-        w, h = round(math.sqrt(target * ratio)), round(math.sqrt(target / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            return int(uniform[2 * TRIES] * (height - h + 1)), int(uniform[2 * TRIES + 1] * (width - w + 1)), h, w
-    h, w = height, width
-    if width < RATIOS[0] * height:
-        h = min(height, round(width / RATIOS[0]))
-    elif width > RATIOS[1] * height:
-        w = min(width, round(height * RATIOS[1]))
-    return (height - h) // 2, (width - w) // 2, h, w
+    shape = torch.empty(()).expand(3, *pixels.shape[:2])
+    y, x, h, w = RandomResizedCrop.get_params(shape, [least, 1.0], RATIOS)
+    crop = decoder.resize(pixels[y : y + h, x : x + w], side, side)
+    return crop[:, ::-1].copy() if flip and torch.rand(()) < 0.5 else crop
 
 
-def random_crop(uniform: Sequence[float], least: float, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
-    """A `random_box` of the image, resized."""
-    y, x, h, w = random_box(uniform, pixels.shape[0], pixels.shape[1], least)
-    decoder.resize(pixels[y : y + h, x : x + w], out)
-
-
-def centre_crop(shorter: int, decoder: Decoder, pixels: Pixels, out: Pixels) -> None:
+def centre_crop(decoder: Decoder, pixels: Pixels, side: int, shorter: int) -> Pixels:
     """The centre of the image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
     height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
     if height * width > MOST_PIXELS:
         raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long")
     if (height, width) != pixels.shape[:2]:
-        whole = np.empty((height, width, 3), np.uint8)
-        decoder.resize(pixels, whole)
-        pixels = whole
+        pixels = decoder.resize(pixels, height, width)
     # round() as in torchvision's center_crop, which prefers the even one of two centres
-    y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
-    out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
+    y, x = round((height - side) / 2), round((width - side) / 2)
+    return pixels[y : y + side, x : x + side].copy()

@@ -1,15 +1,25 @@
-"""Sets of images too large for memory: class folders, packed copies, and random images for benchmarks."""
+"""Sets of images too large for memory: class folders, packed copies, and random images for benchmarks; and their crops."""
 
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
-from recipes.core.data import classfolder, datasets
+from recipes.core.data import classfolder, datasets, decode
 from recipes.core.data.classfolder import Listing
+from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
+from recipes.core.data.pillow import Unreadable
+from recipes.core.data.torch_loader import SkippedSample
+
+IGNORE = -100  # the label of an image that cannot be read: cross_entropy's ignore_index
+_decoder = functools.cache(decode.make_decoder)  # for each process
 
 
 class Fake:
@@ -58,3 +68,36 @@ def open_images(folder: Path, split: str, report: Callable[[object], None] = lam
         return Packed(folder, format.read_index(folder), split)
     classes = None if split == "train" else classfolder.class_names(folder / "train")
     return classfolder.scan(folder / split, classes, report)
+
+
+class Crops(Dataset[tuple[Tensor, int]]):
+    """The images of a set, decoded and cropped, uint8 (S, S, 3), and their labels.
+
+    decoder: as in `make_decoder`, which may raise InputError. crop: makes a crop of an image, in the epoch that its last argument states.
+    An image that cannot be read is black, and its label is IGNORE.
+    """
+
+    def __init__(self, images: Images, decoder: str, crop: Callable[[Decoder, Pixels, int], Pixels]) -> None:
+        self.images, self.decoder, self._crop, self._epoch = images, _decoder(decoder).name, crop, 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        decoder = _decoder(self.decoder)
+        try:
+            pixels = decode.decode_any(decoder, self.images.read(i))
+            return torch.from_numpy(self._crop(decoder, pixels, self._epoch)), self.images.label(i)
+        except (OSError, Unreadable) as error:
+            black = torch.from_numpy(self._crop(decoder, np.zeros((1, 1, 3), np.uint8), self._epoch))
+            why = (isinstance(error, OSError) and error.strerror) or str(error)
+            raise SkippedSample(f"{self.images.place}: {self.images.name(i)}", why, (black, IGNORE)) from None
+
+
+def batch(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Makes a batch of `Crops`, for `TorchLoader`: uint8 (B, 3, S, S) in channels_last, and labels, int64 (B,)."""
+    images, labels = default_collate(samples)
+    return images.permute(0, 3, 1, 2), labels

@@ -39,7 +39,7 @@ class Shard:
 
 
 class Source(Protocol[S_co]):
-    """This rank's shards of the batches of each epoch, for the step loop: `GlobalBatches`, or a `Loader` of them.
+    """This rank's shards of the batches of each epoch, for the step loop: `GlobalBatches`, or a `TorchLoader` of them.
 
     per_epoch: batches of an epoch. order: the values that determine the order of samples; a checkpoint keeps them, and
     a run with other values does not resume from it.
@@ -133,7 +133,6 @@ class OfBatches:
         return self._batches.order
 
 
-def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
-    """A generator for each (seed, epoch, stream, batch), the same on every rank. stream: 0 order, 1 augmentation, 2 recipes, 3 flips."""
-    mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
-    return torch.Generator().manual_seed(mixed % 2**63)
+def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:
+    """A generator for each (seed, epoch, stream), the same on every rank. stream: 0 order, 1 augmentation, 2 recipes, 3 flips."""
+    return torch.Generator().manual_seed(((seed * 1_000_003 + epoch) * 1_000_003 + stream) % 2**63)

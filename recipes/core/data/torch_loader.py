@@ -5,6 +5,7 @@ are the same on any number of ranks and workers, and after a resume in the middl
 """
 
 import contextlib
+import json
 import random
 import traceback
 import zlib
@@ -25,6 +26,12 @@ from recipes.core.errors import InputError, RunError
 Collate = Callable[[list[Any]], Any]
 Index = tuple[int, Sequence[int]]  # the epoch and the samples of a batch
 EVALUATION = -1  # in place of an epoch
+# More skipped samples than this, and more than this fraction of those of the epoch or evaluation so far, end the run.
+MOST_SKIPPED, FRACTION = 10, 0.01
+
+
+class SkippedSample(Exception):
+    """Raised by ``dataset[i]`` for a sample that cannot be read: its name, the reason, and a sample for its place, which the loss ignores."""
 
 
 def unchanged(sample: Any) -> Any:  # not a lambda: workers that are spawned unpickle it
@@ -64,8 +71,9 @@ class TorchLoader(_Loaded):
     """The samples of a map-style ``dataset`` that ``batches`` selects, in worker processes that last as long as the loader.
 
     Within ``dataset[i]``, the global generators of torch, Python and NumPy are seeded for the sample: random transforms repeat exactly.
-    An InputError there ends the run with its line. num_workers: processes per rank; 0 reads in the main process. collate: makes a batch
-    of a list of samples. warn: gets a line if a sample differs between two reads.
+    An InputError there ends the run with its line; `SkippedSample` is counted, until there are too many. ``dataset.set_epoch``, if it
+    exists, is called before samples are read. num_workers: processes per rank; 0 reads in the main process. collate: makes a batch of a
+    list of samples. warn: gets a line if a sample differs between two reads, and for each skipped one.
     """
 
     def __init__(
@@ -79,6 +87,8 @@ class TorchLoader(_Loaded):
         warn: Callable[[str], None] = print,
     ) -> None:
         super().__init__(batches, num_workers, device, collate)
+        self._warn = warn
+        self.skipped: set[str] = set()  # names of the samples that this rank could not read
         count = len(dataset)  # type: ignore[arg-type]
         if count != batches.num_samples:
             raise InputError(f"the data set has {count} samples: give GlobalBatches() this, not {batches.num_samples}")
@@ -94,17 +104,38 @@ class TorchLoader(_Loaded):
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises the InputError of a sample."""
         shards = list(self._batches.epoch(epoch, first_batch))
-        found = self._training.read([(epoch, shard.indices.tolist() or [0]) for shard in shards])
-        yield from self._loaded(shards, found)
+        wanted = ((epoch, shard.indices.tolist() or [0]) for shard in shards)
+        yield from self._loaded(shards, self._read(self._training, wanted))
 
     def in_order(self, dataset: Dataset[Any], part: slice, batch_size: int) -> Iterator[Any]:
         """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device. Raises the InputError of a sample."""
         if not self._evaluation or self._evaluation.batches.dataset is not dataset:
             self._evaluation = self._reader(dataset)
         samples = range(len(dataset))[part]  # type: ignore[arg-type]
-        starts = range(0, len(samples), batch_size)
-        for data in self._evaluation.read([(EVALUATION, samples[at : at + batch_size]) for at in starts]):
+        wanted = ((EVALUATION, samples[at : at + batch_size]) for at in range(0, len(samples), batch_size))
+        for data in self._read(self._evaluation, wanted):
             yield _on(self._device, data)
+
+    def skipped_on_all(self, gather: Callable[[bytes], list[bytes]]) -> int:
+        """Number of samples that some rank could not read, each counted once. gather: `World.gather`. Collective."""
+        return len({name for found in gather(json.dumps(sorted(self.skipped)).encode()) for name in json.loads(found)})
+
+    def _read(self, reader: "_Reader", wanted: Iterable[Index]) -> Iterator[Any]:
+        """The batches on the CPU. Raises InputError if too many samples are skipped."""
+        seen = bad = 0
+        for found in reader.read(wanted):
+            if isinstance(found, Exception):
+                raise found
+            data, size, skipped = found
+            seen, bad = seen + size, bad + len(skipped)
+            for name, why in skipped:
+                if name not in self.skipped:
+                    self.skipped.add(name)
+                    self._warn(f"{name!r} cannot be read ({why}) and is skipped")
+            if skipped and bad > max(MOST_SKIPPED, FRACTION * seen):
+                example = "{!r}: {}".format(*skipped[-1])
+                raise InputError(f"{bad} of {seen} samples cannot be read ({example}): check that the data is complete")
+            yield data
 
 
 class StreamLoader(_Loaded):
@@ -175,23 +206,42 @@ class _Collated(Dataset[Any]):
     collate: Collate
 
     def __getitem__(self, index: Index) -> Any:
+        """A batch, its size, and the name and reason of each skipped sample; or an error."""
         epoch, samples = index
-        return _or_error(lambda: self.collate([self._one(epoch, i) for i in samples]))
+        if set_epoch := getattr(self.dataset, "set_epoch", None):
+            set_epoch(epoch)
+        skipped: list[tuple[str, str]] = []
+        return _or_error(lambda: (self.collate([self._one(epoch, i, skipped) for i in samples]), len(samples), skipped))
 
-    def _one(self, epoch: int, i: int) -> Any:
-        with seeded(self.seed, epoch, i):
-            return self.dataset[i]
+    def _one(self, epoch: int, i: int, skipped: list[tuple[str, str]]) -> Any:
+        try:
+            with seeded(self.seed, epoch, i):
+                return self.dataset[i]
+        except SkippedSample as skip:
+            name, why, instead = skip.args
+            skipped.append((name, why))
+            return instead
+
+
+@dataclass
+class _Wanted:
+    """The sampler of a `DataLoader` that is used again with other indices."""
+
+    indices: Iterable[Index] = ()
+
+    def __iter__(self) -> Iterator[Index]:
+        return iter(self.indices)
 
 
 class _Reader:
     """Reads the batches whose indices `read` gets. Its worker processes stay alive between two calls."""
 
     def __init__(self, batches: _Collated, workers: int, device: torch.device) -> None:
-        self.batches, self._workers, self._wanted = batches, workers, list[Index]()
+        self.batches, self._workers, self._wanted = batches, workers, _Wanted()
         self._loader = _whole_batches(batches, workers, device, self._wanted)
 
-    def read(self, wanted: list[Index]) -> Iterator[Any]:
-        self._wanted[:] = wanted
+    def read(self, wanted: Iterable[Index]) -> Iterator[Any]:
+        self._wanted.indices = wanted
         return iter(self._loader)
 
     def repeats(self) -> bool:
@@ -201,7 +251,7 @@ class _Reader:
 
 
 def _whole_batches(
-    dataset: Dataset[Any], workers: int, device: torch.device, wanted: list[Index] | None = None
+    dataset: Dataset[Any], workers: int, device: torch.device, wanted: Iterable[Index] | None = None
 ) -> DataLoader[Any]:
     """A `DataLoader` of a data set whose items are batches. wanted: the indices of the batches; None for a stream."""
     # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.

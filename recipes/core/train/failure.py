@@ -137,9 +137,12 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
 
 def cause_of(error: BaseException, stop: str = "") -> Cause:
     """What ended this rank. stop: why it was to stop at that moment, or ""."""
-    if stop and torch_errors.is_dead_worker(error):
-        line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
-        return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
+    if torch_errors.is_dead_worker(error):
+        if stop:
+            line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
+            return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
+        fix = "if memory was short, request more with --mem, or lower num_workers="
+        return Cause(Kind.machine, f"{errors.one_line(error)}: {fix}", errors.EXIT_MACHINE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)

@@ -18,8 +18,8 @@ from torchvision import models as theirs
 
 from recipes import imagenet
 from recipes.conf.imagenet import Config
-from recipes.core.data import classfolder, decode, loader
-from recipes.core.data.loader import IGNORE, LoadedShard
+from recipes.core.data import classfolder, decode, image_sets, torch_loader
+from recipes.core.data.image_sets import IGNORE
 from recipes.core.errors import InputError, MachineError
 from recipes.core.train.optimizers import LARS
 from tests import helpers
@@ -132,17 +132,21 @@ def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
 
 
 def test_the_keys_select_the_decoder_and_its_workers(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, names, worked, workers = decode.make_decoder, [], loader._worked, []
-    monkeypatch.setattr(loader, "_worked", lambda jobs, made, count: workers.append(count) or worked(jobs, made, count))
-    monkeypatch.setattr(decode, "make_decoder", lambda name: names.append(name) or make("torchvision"))
-    for name in ("opencv", "torchvision"):
-        train("max_steps=1", f"decoder={name}", "num_workers=2", size=1 + len(names))
-    assert (names, set(workers)) == (["opencv", "torchvision"], {2})
+    make, names, loaded, workers = decode.make_decoder, [], torch_loader.DataLoader, []
+    monkeypatch.setattr(image_sets, "_decoder", lambda name: names.append(name) or make("torchvision"))
+    monkeypatch.setattr(
+        torch_loader, "DataLoader", lambda *of, **keys: workers.append(keys["num_workers"]) or loaded(*of, **keys)
+    )
+    for size, name in enumerate(("opencv", "torchvision"), 1):
+        names.clear()
+        train("max_steps=1", f"decoder={name}", "num_workers=2", size=size)
+        assert set(names) == {name}
+    assert set(workers) == {1, 2}  # one compares two reads
 
 
 def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, calls = imagenet.mixed, []
-    monkeypatch.setattr(imagenet, "mixed", lambda *of: calls.append((of[1].labels, mixed(*of))) or calls[-1][1])
+    monkeypatch.setattr(imagenet, "mixed", lambda *of: calls.append((of[2], mixed(*of))) or calls[-1][1])
     trained = train("epochs=4", "mixup=0.4", "label_smoothing=0")
     shares = []
     for forward, (labels, (x, others, share)), row in zip(trained.training, calls, trained.rows, strict=True):
@@ -156,13 +160,11 @@ def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.M
 
 
 def test_mixup_takes_the_same_share_on_every_rank() -> None:
-    labels = torch.arange(6)
-    shard = LoadedShard(3, 5, labels, 12, labels, labels, labels > 2)
-    x = torch.randn(6, 3, 4, 4)
-    blended, _, share = imagenet.mixed(Config(mixup=0.4), shard, x)
+    x, labels = torch.randn(6, 3, 4, 4), torch.arange(6)
+    blended, _, share = imagenet.mixed(Config(mixup=0.4), x, labels, 3, 5)
     assert torch.allclose(blended, share * x + (1 - share) * x.flip(0), atol=1e-6)
-    assert imagenet.mixed(Config(mixup=0.4), shard, x[:2])[2] == share
-    plain, same, whole = imagenet.mixed(Config(), shard, x)
+    assert imagenet.mixed(Config(mixup=0.4), x[:2], labels[:2], 3, 5)[2] == share
+    plain, same, whole = imagenet.mixed(Config(), x, labels, 3, 5)
     assert (plain is x, same is labels, whole) == (True, True, 1.0)
 
 

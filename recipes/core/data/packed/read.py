@@ -3,7 +3,7 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class Packed:
         found = copy.splits[split]
         self.kind = f"packed jpeg, {copy.size} px"
         self.classes, self.place = copy.classes, str(folder)
+        self._opened = folder, copy, split
         self._split, self._files = split, [file.name for file in found.shards]
         self._shards = [_open(folder, file, again) for file in found.shards]
         with _open(folder, found.index, again) as opened:
@@ -46,6 +47,9 @@ class Packed:
             return False
         size = np.asarray(sizes, np.uint64)[shard]
         return not ((offset > size).any() or (length > size - offset).any())  # offset + length could overflow
+
+    def __reduce__(self) -> tuple[Any, ...]:  # workers that are not forked open the files themselves
+        return Packed, self._opened
 
     def __len__(self) -> int:
         return len(self._records)
