@@ -81,7 +81,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(F.rms_norm(x, x.shape[-1:]), cos, sin)
-        return x + self.down(self.up(F.rms_norm(x, x.shape[-1:])).relu().square())
+        hidden = self.up(F.rms_norm(x, x.shape[-1:])).relu()
+        return x + self.down(hidden * hidden)  # not square(), which autocast computes in float32
 
 
 class GPT(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from recipes.core.train import sharding
 
@@ -110,14 +111,11 @@ class MuonAdamW(_Grouped):
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         if group["betas"]:
-            (one, two), first, second = group["betas"], self._momenta(params), self._momenta(params, "squares")
-            torch._foreach_lerp_(first, gradients, 1 - one)
-            torch._foreach_mul_(second, two)
-            torch._foreach_addcmul_(second, gradients, gradients, 1 - two)
-            sizes = torch._foreach_sqrt(second)
-            torch._foreach_div_(sizes, (1 - two ** group["steps"]) ** 0.5)
-            torch._foreach_add_(sizes, ADAM_EPS)
-            torch._foreach_addcdiv_(params, first, sizes, -group["lr"] / (1 - one ** group["steps"]))
+            steps = [torch.full((), group["steps"] - 1.0, device=p.device) for p in params]
+            adamw(
+                params, gradients, self._momenta(params), self._momenta(params, "squares"), [], steps, fused=True, lr=group["lr"],
+                beta1=group["betas"][0], beta2=group["betas"][1], eps=ADAM_EPS, weight_decay=0.0, amsgrad=False, maximize=False,
+            )  # fmt: skip
             return
         momenta = self._momenta(params)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
@@ -141,8 +139,8 @@ def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
     found = list(tensors)
     for shape, those in places.items():
         x = torch.stack([tensors[place].flatten(1) for place in those])
-        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
         x = x.bfloat16() if x.is_cuda else x  # few CPUs have fast products in bfloat16
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
         x = _iterated(x, steps) if x.shape[1] <= x.shape[2] else _iterated(x.mT, steps).mT
         for place, one in zip(those, x.to(tensors[those[0]].dtype).unbind(), strict=True):
             found[place] = sharding.as_part(one.reshape(shape), divided[place])
