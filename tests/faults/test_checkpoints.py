@@ -95,9 +95,7 @@ def test_a_damaged_checkpoint_is_refused_or_its_content_is_unchanged(
 
 
 @pytest.mark.fault(27, 28)
-def test_a_run_resumes_from_the_newest_valid_checkpoint_and_refuses_if_none_is_valid(
-    start: Start, made: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_from_the_newest_valid_checkpoint_and_needs_one(start: Start, made: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
     newest, older, oldest = checkpoint.candidates(run_dir / "checkpoints")
     newest.write_bytes(newest.read_bytes()[:-5000])
@@ -176,9 +174,7 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("after", ["rows of rank 1", "file of rank 0"])
-def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoint_is_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
-) -> None:
+def test_a_kill_between_files_leaves_a_valid_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
     """strategy=fsdp: a later attempt writes the same step with another number of ranks."""
     monkeypatch.setattr(
         sharding,

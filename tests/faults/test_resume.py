@@ -32,9 +32,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=pytest.mark.long if name == "imagenet" else ()) for name in STEPS]
 )
-def test_a_stopped_and_resumed_run_ends_with_the_state_of_an_unbroken_run(
-    start: Start, images: Path, tmp_path: Path, recipe: str
-) -> None:
+def test_a_resumed_run_ends_like_an_unbroken_run(start: Start, images: Path, tmp_path: Path, recipe: str) -> None:
     an_epoch, total = STEPS[recipe]
     words = (f"recipe={recipe}", "cpu_threads=1", "epochs=2", "log_every_steps=1", f"max_steps={total}")
     words += (*KEYS[recipe], f"data_dir={images}")

@@ -123,9 +123,7 @@ def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Pat
 @pytest.mark.parametrize(
     "method", ["fork", *(pytest.param(method, marks=pytest.mark.long) for method in ("spawn", "forkserver"))]
 )
-def test_a_signal_to_every_process_of_a_rank_does_not_end_its_loader_processes(
-    start: Start, tmp_path: Path, method: str
-) -> None:
+def test_a_signal_to_each_process_of_a_rank_does_not_end_its_loader(start: Start, tmp_path: Path, method: str) -> None:
     """Slurm signals all processes of a step. The start method forkserver is the default of Python 3.14."""
     rank = start(tmp_path, *ENDLESS, f"workers={method}", "samples=100000", "pace_s=0.05", ranks=0, before=("env",))
     conftest.wait_for_step(rank, tmp_path)

@@ -141,9 +141,7 @@ def test_before_the_time_limit_a_job_saves_and_is_requeued(slurm: Cluster, clone
 
 
 @pytest.mark.fault(39)
-def test_sigusr1_saves_and_requeues_even_if_only_the_batch_shell_gets_it(
-    slurm: Cluster, clone: Path, tmp_path: Path
-) -> None:
+def test_sigusr1_to_the_batch_shell_alone_saves_and_requeues(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     """Both are conventions of sites: `--signal=USR1@60` and `--signal=B:USR1@60`."""
     job = submit(slurm, clone, tmp_path)
     for attempt, options in enumerate((["--batch", "--signal=USR1"], ["--signal=USR1"])):
@@ -169,9 +167,7 @@ def test_a_preempted_job_saves_immediately_and_resumes(slurm: Cluster, clone: Pa
 
 
 @pytest.mark.fault(19)
-def test_a_cancelled_job_is_saved_within_kill_wait_and_stays_cancelled(
-    slurm: Cluster, clone: Path, tmp_path: Path
-) -> None:
+def test_a_cancelled_job_saves_in_kill_wait_and_stays_cancelled(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path)
     trains(job)
     slurm.run("scancel", job.id, check=True)
@@ -278,9 +274,7 @@ def test_a_job_whose_node_dies_is_requeued_and_resumes(restarted: Cluster, clone
 
 
 @pytest.mark.fault(21)
-def test_an_attempt_that_outlives_its_requeue_cannot_write_to_the_run(
-    restarted: Cluster, clone: Path, tmp_path: Path
-) -> None:
+def test_an_attempt_that_outlives_its_requeue_cannot_write(restarted: Cluster, clone: Path, tmp_path: Path) -> None:
     """Only the daemon dies. Slurm considers the node dead and starts the job on the other one, while the first ranks continue to train."""
     options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
     job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=300", options=options)

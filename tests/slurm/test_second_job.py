@@ -45,9 +45,7 @@ def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
         jobs.leave_no_job(slurm)
 
 
-def test_a_second_job_is_refused_while_the_first_runs_or_is_suspended(
-    slurm: Cluster, repo: Path, first: First, tmp_path: Path
-) -> None:
+def test_a_second_job_is_refused_until_the_first_ends(slurm: Cluster, repo: Path, first: First, tmp_path: Path) -> None:
     used = f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel {first.job})"
     log = tmp_path / "second"
     job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={first.run_dir}")

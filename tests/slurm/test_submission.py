@@ -175,9 +175,7 @@ VAL_SAMPLES = {"mnist": 359, "cifar": 13, "imagenet": 13, "finetune": 12}
 
 @pytest.mark.parametrize("script", [path.name for path in sorted((ROOT / "sbatch").glob("[!s]*x*.sh"))])  # not script
 @pytest.mark.long
-def test_every_ready_script_trains(
-    slurm: Cluster, repo: Path, tmp_path: Path, script: str, image_folders: Path
-) -> None:
+def test_each_ready_script_trains(slurm: Cluster, repo: Path, tmp_path: Path, script: str, image_folders: Path) -> None:
     recipe, log = script.split("_")[0], tmp_path / "log"
     keys = ["device=cpu", *KEYS_OF[recipe], f"data_dir={image_folders}", f"run_dir={tmp_path}/run"]
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, f"sbatch/{script}", *keys)

@@ -57,9 +57,7 @@ def check_origin(repo: Path, run_dir: Path) -> None:
     assert "bias=True" in (code / "recipes" / "toy.py").read_text()
 
 
-def test_a_job_runs_the_code_of_its_submission_although_the_source_is_edited(
-    slurm: Cluster, repo: Path, tmp_path: Path
-) -> None:
+def test_a_job_runs_the_code_of_its_submission_after_an_edit(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     inner = f"{sys.executable} ../clone/launch.py recipe=toy nodes=2 {' '.join(KEYS)} run_dir=mine"

@@ -189,9 +189,7 @@ def test_a_contradictory_environment_is_refused(
     assert "RANK" in refused(lambda: status_of_begin(("run_dir=/proc/none",)), here, capfd)
 
 
-def test_a_submission_without_slurm_is_refused(
-    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submission_needs_slurm(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(here))
     line = refused(lambda: launch.main(["recipe=toy"]), here, capfd, errors.EXIT_MACHINE)
     assert "launcher=local" in line

@@ -12,9 +12,7 @@ from recipes.core import errors, files
 from recipes.core.errors import DiskFull, MachineError
 
 
-def test_a_failed_write_json_keeps_the_old_file_and_leaves_no_other_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_json_keeps_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
     files.write_json(path, {"a": 1})
 
@@ -34,9 +32,7 @@ def test_a_failed_write_json_keeps_the_old_file_and_leaves_no_other_file(
     assert os.listdir(tmp_path) == ["x.json"]
 
 
-def test_write_json_flushes_the_file_before_it_replaces_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_json_flushes_before_it_replaces_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     files.write_json(tmp_path / "x.json", {"a": 1})
 

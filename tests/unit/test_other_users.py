@@ -65,9 +65,7 @@ def test_a_file_that_another_user_can_change_is_not_used(path: Path, change: str
 
 
 @as_root
-def test_a_link_in_the_clone_to_such_a_file_is_not_used(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_link_to_such_a_file_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     helpers.use_root(monkeypatch, tmp_path / "clone")
     link = tmp_path / "clone/env/mine.env"
     link.parent.mkdir(parents=True)

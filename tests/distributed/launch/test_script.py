@@ -88,9 +88,7 @@ def test_one_rank_of_an_executable_may_form_a_group(tmp_path: Path) -> None:
         ("import os; os.kill(os.getpid(), 9)", 137, "killed", "the program was killed by signal 9 (Killed)"),
     ],
 )
-def test_the_rank_whose_program_fails_first_is_named(
-    tmp_path: Path, program: str, code: int, kind: str, error: str
-) -> None:
+def test_the_rank_that_fails_first_is_named(tmp_path: Path, program: str, code: int, kind: str, error: str) -> None:
     (tmp_path / "fails.py").write_text(program)
     peer = "import runpy, os, time\nif os.environ['RANK'] == '1': runpy.run_path('fails.py')\ntime.sleep(1.5); exit(7)"
     ended = helpers.finish(start(tmp_path, peer, ranks=2))

@@ -50,9 +50,7 @@ def reported(run_dir: Path) -> dict[str, Any]:
         ("failed", 2, 12, "rank 1 on ", 8),
     ],
 )
-def test_a_run_directory_of_before_is_reported_and_continued(
-    name: str, ranks: int, step: int, note: str, saved: int, tmp_path: Path
-) -> None:
+def test_runs_of_before_are_continued(name: str, ranks: int, step: int, note: str, saved: int, tmp_path: Path) -> None:
     """step: of the last row before. saved: of the newest checkpoint."""
     run_dir = goldens.copy_of_run(name, tmp_path)
     before = reported(run_dir)

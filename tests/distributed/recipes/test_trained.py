@@ -60,9 +60,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:
             recipes.load(tmp_path / "changed.pt")
 
 
-def test_predictions_name_each_image_of_a_folder_in_order(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_name_images_in_order(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     tall = Image.effect_noise((30, 50), 90).convert("RGB")
@@ -91,9 +89,7 @@ def test_predictions_name_each_image_of_a_folder_in_order(
     assert "d.png is not an image: give another image" in said.err
 
 
-def test_an_export_has_the_models_outputs_and_classes(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_keeps_outputs_and_classes(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = recipes.load(run_dir)
     assert export.main([str(run_dir), "safetensors"]) == 0
     with safe_open(run_dir / "model.safetensors", "pt") as file:

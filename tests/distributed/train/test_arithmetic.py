@@ -38,9 +38,7 @@ def test_top1_and_top5_hits() -> None:
     ("lr_batch_size", "batch_size", "samples", "expected"),
     [(256, 1024, 10_000, 0.4), (256, 64, 10_000, 0.025), (256, 1024, 512, 0.2), (0, 1024, 10_000, 0.1), (64, 64, 99, 0.1)],
 )  # fmt: skip
-def test_the_learning_rate_is_proportional_to_the_batch_size(
-    lr_batch_size: int, batch_size: int, samples: int, expected: float
-) -> None:
+def test_the_rate_scales_with_batch_size(lr_batch_size: int, batch_size: int, samples: int, expected: float) -> None:
     assert optimisation.scaled_lr(RUN, 0.1, lr_batch_size, batches(batch_size, samples)) == pytest.approx(expected)
 
 

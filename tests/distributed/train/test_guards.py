@@ -46,9 +46,7 @@ def held(tmp_path: Path) -> Iterator[list[forked.Process]]:
             rank.kill()
 
 
-def test_each_rank_has_a_watchdog_and_umask_makes_files_group_readable(
-    held: list[forked.Process], tmp_path: Path
-) -> None:
+def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(held: list[forked.Process], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     os.utime(opened := run_dir / "attempts/0000/opened.json", (0, 0))
     helpers.wait_until(lambda: opened.stat().st_mtime > 0, 30, "a heartbeat, by which other jobs know that it runs")
@@ -67,9 +65,7 @@ def test_each_rank_has_a_watchdog_and_umask_makes_files_group_readable(
     assert (status["state"], status["attempt"], status["step"]) == ("running", 0, 5)
 
 
-def test_an_attempt_ends_during_a_wait_if_its_run_directory_is_taken_over(
-    held: list[forked.Process], tmp_path: Path
-) -> None:
+def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(held: list[forked.Process], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     before = (run_dir / "status.json").read_bytes()
     helpers.attempt(run_dir, launch="other", step=5)

@@ -151,9 +151,7 @@ def test_an_evaluation_without_best_metric_ends_the_run(tmp_path: Path) -> None:
         Trained(tmp_path).run(best_metric="f1")
 
 
-def test_the_run_ends_after_patience_epochs_without_a_better_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_patience_epochs_after_its_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained = Trained(tmp_path, values=[0.5, 0.7, 0.6, 0.7, 0.9])
     _, run = trained.run(resumes=True, epochs=9, patience=2)
     assert (run.state.step, helpers.read(tmp_path, "status")["state"]) == (8, "done")
@@ -336,9 +334,7 @@ def test_the_rank_that_is_behind_is_named(
     assert world.behind() == named
 
 
-def test_rows_and_summary_have_the_learning_rate_the_training_speed_and_the_wait_for_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_summary_have_rate_speed_and_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, begin, epoch = Trained(tmp_path), time.monotonic(), GlobalBatches.epoch
 
     def slow(batches: GlobalBatches, number: int, first_batch: int = 0) -> Iterator[Shard]:
@@ -389,9 +385,7 @@ def test_a_stop_saves_at_its_step_without_an_older_evaluation(
 @pytest.mark.parametrize(
     ("step", "values"), [(4, [0.1, 0.9, 0.5]), (6, [0.1, 0.2, None, 0.9])], ids=["before it", "in the last one"]
 )
-def test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming(
-    tmp_path: Path, step: int, values: list[float | None]
-) -> None:
+def test_a_postponed_evaluation_runs_first_on_a_resume(tmp_path: Path, step: int, values: list[float | None]) -> None:
     """The row of its step is written again with the results, and the best evaluation has its checkpoint."""
     trained = Trained(tmp_path, values=values, stop_at=4 if step == 4 else 0)
     _, run = trained.run(resumes=True, epochs=3)
@@ -439,9 +433,7 @@ def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: P
     assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
 
 
-def test_an_evaluation_that_only_another_rank_has_cut_short_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_cut_short_elsewhere_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
     ends = loop._StepEnds(
         run, run.settings.config, nn.Linear(1, 1), GlobalBatches(10, 5, 0, 0, 1), lambda: {"val_top1": 0.9}
@@ -456,9 +448,7 @@ def test_an_evaluation_that_only_another_rank_has_cut_short_does_not_count(
     assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (1.0, 0.5)
 
 
-def test_an_attempt_keeps_its_commit_and_difference_and_removes_what_an_earlier_one_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_keeps_its_code_and_removes_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, half = Trained(tmp_path), tmp_path / "checkpoints/.latest.a.7.0123abcd"
     monkeypatch.setattr(source, "commit", lambda root: "c0ffee")
     for difference, found in ((b"mine", [b"mine"] * 2), (b"", [])):
@@ -641,9 +631,7 @@ def test_an_evaluation_of_another_model_is_refused() -> None:
         (watchdog.OUTSIDE, {"rank": 1}, False),
     ],
 )
-def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
-    monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, ends: bool
-) -> None:
+def test_a_wait_with_no_rank_behind_ends(monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, ends: bool) -> None:
     """If no rank is behind, the network is the cause."""
     said: list[Any] = []
     over = threading.Event()

@@ -97,9 +97,7 @@ def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
     assert (stopped / "config.yaml").read_text() == (finished / "config.yaml").read_text()
 
 
-def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
-    finished: Path, stopped: Path, tmp_path: Path
-) -> None:
+def test_force_changes_the_length_and_a_finished_run_may_grow(finished: Path, stopped: Path, tmp_path: Path) -> None:
     ended = mnist(stopped, "epochs=6", "force=true", "cpu_threads=2").expect(0)
     assert "results will not be bitwise identical (cpu_threads=1 becomes 2)" in ended.out
     assert helpers.read(stopped, "summary")["steps"] == 18

@@ -267,9 +267,7 @@ def test_every_key_has_one_place_a_help_text_and_a_valid_default(recipe: str) ->
 
 
 @pytest.mark.parametrize(("attribute", "kind"), [("VARIANTS", "variant"), ("DATASETS", "dataset")])
-def test_an_invalid_key_of_a_variant_or_a_data_set_is_refused(
-    monkeypatch: pytest.MonkeyPatch, attribute: str, kind: str
-) -> None:
+def test_an_invalid_variant_or_data_set_is_refused(monkeypatch: pytest.MonkeyPatch, attribute: str, kind: str) -> None:
     monkeypatch.setattr(mnist, attribute, {"digits": {"epoch": 3}})
     message = refusal()  # even if it is not selected
     assert message.startswith(f"recipes/conf/mnist.py: {kind}=digits: sets 'epoch', ")
@@ -349,9 +347,7 @@ def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_p
 
 
 @pytest.mark.parametrize("words", [["resume=never"], ["run_dir=other"], []])
-def test_a_launch_without_a_resume_inherits_no_keys(
-    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_run_inherits_no_keys(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     a_run(tmp_path / "run", 5, epochs=40)
     settings = parse(*(["run_dir=run", *words] if words == ["resume=never"] else words))

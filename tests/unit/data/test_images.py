@@ -296,9 +296,7 @@ def flip_a_label(path: Path) -> None:
         (lambda copy: flip_a_label(copy / "train.index"), r"train.index' is damaged"),
     ],
 )
-def test_a_damaged_packed_copy_is_found_when_it_is_opened(
-    packed: Path, tmp_path: Path, damage: Callable[[Path], object], says: str
-) -> None:
+def test_a_damaged_copy_is_refused(packed: Path, tmp_path: Path, damage: Callable[[Path], object], says: str) -> None:
     shutil.copytree(packed, tmp_path / "copy")
     damage(tmp_path / "copy")
     with pytest.raises(InputError, match=says) as caught:
@@ -355,9 +353,7 @@ def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") 
     return {"dataset": dataset, "data_dir": str(data_dir), "stage_dir": stage_dir}
 
 
-def test_stage_dir_may_contain_an_environment_variable(
-    packed: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stage_dir_takes_variables(packed: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     train, val = images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NODE_DISK"))

@@ -88,9 +88,7 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
          "all images of class 'cat', such as 'a/1.png', have split val: "),
     ],
 )  # fmt: skip
-def test_a_faulty_table_is_refused_with_its_line(
-    folder: Path, lines: tuple[str, ...], several: bool, expected: str
-) -> None:
+def test_a_faulty_table_is_refused_by_line(folder: Path, lines: tuple[str, ...], several: bool, expected: str) -> None:
     with pytest.raises(InputError, match=rf"^labels='.*labels.csv': (line|must|no row|{expected}).*") as caught:
         opened(folder, write(folder, *lines), several)
     assert caught.match(expected)

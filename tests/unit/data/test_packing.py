@@ -215,9 +215,7 @@ def test_progress_is_a_line_every_few_seconds(source: Path, tmp_path: Path, monk
     ("number", "status", "err"),
     [(signal.SIGKILL, -9, ""), (signal.SIGINT, 130, "error: interrupted; run the same command again\n")],
 )
-def test_packing_that_was_stopped_starts_again(
-    source: Path, tmp_path: Path, number: signal.Signals, status: int, err: str
-) -> None:
+def test_stopped_packing_restarts(source: Path, tmp_path: Path, number: signal.Signals, status: int, err: str) -> None:
     many, target, whole = tmp_path / "many", tmp_path / "out", tmp_path / "whole"
     both(many, "a/good.jpg")
     for i in range(600):
@@ -274,9 +272,7 @@ def test_a_finished_copy_is_verified_and_damage_is_reported(source: Path, unbrok
 
 
 @pytest.mark.parametrize("changed", [{"version": 2}, {"splits": 1}])
-def test_a_damaged_index_or_another_version_is_reported(
-    source: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_an_invalid_index_is_reported(source: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     target = shutil.copytree(unbroken, tmp_path / "copy")
     index = target / "index.json"
     index.write_text(json.dumps({**json.loads(index.read_bytes()), **changed}))
@@ -301,9 +297,7 @@ def test_a_disk_that_fills_up_is_reported(tmp_path: Path) -> None:
         assert list(small.glob(".*")) == []
 
 
-def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_names_skipped_images_and_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both(tmp_path / "in", "n00/good.jpg")
     (tmp_path / "in/val/n00/bad.jpg").symlink_to("nowhere")
     argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", "size=24", "quality=80", "workers=1"]

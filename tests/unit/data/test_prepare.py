@@ -140,9 +140,7 @@ def test_a_server_that_misbehaves_is_named_and_leaves_no_file(
     assert there(tmp_path / "data") == {}
 
 
-def test_a_download_says_how_far_it_is(
-    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_download_progress(server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 0)
     server.answers["large"] = content(data := bytes(5 << 19))
     assert prepare.download(url := f"{server.url}large") == data
@@ -174,9 +172,7 @@ def test_an_unwritable_data_dir_is_refused(run: Run, server: Server, reachable: 
         ("imagenet source={} data_dir={}/locked/out", "data_dir"),
     ],
 )
-def test_missing_permission_is_reported_with_its_key(
-    argv: str, key: str, reachable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_permission_names_key(argv: str, key: str, reachable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (reachable / "locked").mkdir(mode=0)
     (reachable / "out").mkdir(mode=0o777)
     (reachable / "out").chmod(0o777)

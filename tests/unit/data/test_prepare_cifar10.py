@@ -116,9 +116,7 @@ def test_all_kinds_of_sources_give_the_same_files(
     assert all((source / name).is_file() for name in contents)
 
 
-def test_an_archive_that_is_not_the_published_one_is_never_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_archive_that_was_not_published_is_never_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = put_all(tmp_path / "source", {cifar10.ARCHIVE: tarred({"../outside": b"x"})})
     assert run(tmp_path / "data", source) == 2
     err = capsys.readouterr().err
@@ -189,9 +187,7 @@ def test_an_invalid_source_of_cifar10_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_a_valid_conversion_is_kept_and_a_damaged_one_is_repeated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_valid_conversion_is_kept_a_damaged_one_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = put_all(tmp_path / "source", PICKLES)
     assert run(tmp_path / "data", source) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data/cifar10").iterdir()}

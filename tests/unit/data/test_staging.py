@@ -67,9 +67,7 @@ def same(folder: Path, staged: Path) -> bool:
     return found == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_copy_is_complete_private_and_made_once(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_whole_private_and_made_once(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     staged = to_local_disk(packed, tmp_path / "node", lambda done, total: told.append((done, total)))
     assert staged == target(packed, tmp_path / "node")
@@ -183,9 +181,7 @@ def test_a_folder_that_another_user_may_have_created_is_refused(packed: Path, tm
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_is_reported_and_complete_files_are_kept(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_complete_files(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "COPIERS", 1)
     with helpers.small_disk(tmp_path / "small", "1m") as small:
         with monkeypatch.context() as patch:

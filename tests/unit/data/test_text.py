@@ -73,9 +73,7 @@ def test_documents_are_packed_one_after_another(tmp_path: Path, run: Prepare) ->
     assert data.decode(expected) == "one\nrest\ntwo\ndrei ä?"
 
 
-def test_tokenizers_and_formats_of_other_libraries(
-    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_libraries_tokenizers_and_formats(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer of 70,000 words, which needs uint32; a column that has a null."""
     words = [f"w{i} ".encode() for i in range(69_999)]
     gpt2 = SimpleNamespace(
@@ -206,9 +204,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
             text.open_text(where)
 
 
-def test_a_worker_that_ended_is_named_and_the_text_is_not_complete(
-    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_worker_leaves_no_complete_text(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*tasks: object) -> Iterator[object]:
         raise BrokenProcessPool
 

@@ -74,9 +74,7 @@ def test_an_invalid_report_counts_as_missing(tmp_path: Path) -> None:
         ([report(0)], []),
     ],
 )
-def test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth(
-    reports: list[dict[str, Any]], expected: list[int]
-) -> None:
+def test_nodes_that_answered_and_are_good_measure_bandwidth(reports: list[dict[str, Any]], expected: list[int]) -> None:
     by_node = dict(enumerate(reports))
     chosen = _members(by_node, place(0, 4), 4711)
     assert (chosen["nodes"], chosen["port"]) == (expected, 4711)

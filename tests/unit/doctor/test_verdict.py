@@ -101,9 +101,7 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
 
 
 @pytest.mark.parametrize(("broken", "count"), [((4, 5), 6), ((1, 2, 3), 8), ((62, 63), 64), (tuple(range(40, 56)), 64)])
-def test_several_nodes_without_a_network_are_named_and_the_healthy_first_is_not(
-    broken: tuple[int, ...], count: int
-) -> None:
+def test_nodes_without_a_network_are_named_and_the_healthy_first_is_not(broken: tuple[int, ...], count: int) -> None:
     reports = healthy(count)
     for node in broken:
         fail(reports, "connect", node)

@@ -75,9 +75,7 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     assert [60 < int(end) - time.time() <= 119 for end in ends] == [True] * expected
 
 
-def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_lost_its_files_is_refused(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its run directory is on the disk of the node of that start."""
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
     stub_scontrol(stubs)
@@ -97,9 +95,7 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
         batch.begin("mnist", words, environ)
 
 
-def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
-    tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_ended_early_says_what_follows(tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
     stub_scontrol(stubs, RUNNING.replace("RUNNING", "PENDING") + " Restarts=1")
     assert finish(tmp_path, srun_status=143) == errors.EXIT_REQUEUE
@@ -203,9 +199,7 @@ def test_a_job_without_progress_is_not_requeued(
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
-def test_a_program_is_requeued_without_steps_up_to_max_requeues(
-    tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_programs_without_steps_are_requeued(tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
     stub_scontrol(stubs)
     for number in range(2):
         attempts.begin(helpers.attempt(tmp_path, launch="7.1", step=None), 0, own=False, of_program=True)
@@ -214,9 +208,7 @@ def test_a_program_is_requeued_without_steps_up_to_max_requeues(
     assert "mnist: stopped; requeued (restart 2 of at most 20)" in capfd.readouterr().out
 
 
-def test_the_ranks_of_a_program_need_not_end_together_and_it_gets_the_signal_in_a_short_job(
-    tmp_path: Path, stubs: Stubs
-) -> None:
+def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(tmp_path: Path, stubs: Stubs) -> None:
     """srun would end the others 60 s after the first one."""
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
     own = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK"}
@@ -250,9 +242,7 @@ def test_a_failed_requeue_is_reported_in_one_line(
     ("state", "srun_status", "expected"),
     [("done", 0, 0), ("done", 143, 0), ("failed", 143, 143), ("running", 137, 137), ("running", 0, 1)],
 )
-def test_finish_returns_the_runs_exit_status(
-    tmp_path: Path, stubs: Stubs, state: str, srun_status: int, expected: int
-) -> None:
+def test_finish_has_the_runs_status(tmp_path: Path, stubs: Stubs, state: str, srun_status: int, expected: int) -> None:
     stub_scontrol(stubs)
     directory.write_status(tmp_path, state, attempt=helpers.attempt(tmp_path, launch="7.0").number, step=1)
     assert finish(tmp_path, srun_status=srun_status) == expected
@@ -269,9 +259,7 @@ def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capfd: pytest
     assert (preempted / "status.json").read_bytes() == before
 
 
-def test_a_config_file_that_became_invalid_is_reported_in_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_file_that_became_invalid_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "keys.yaml").write_text("epoch: 3\n")
     assert finish(tmp_path, f"config={tmp_path}/keys.yaml", srun_status=75) == 75
     assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == errors.EXIT_CONFIG
@@ -280,9 +268,7 @@ def test_a_config_file_that_became_invalid_is_reported_in_one_line(
     assert "is not requeued" in second
 
 
-def test_finish_of_a_run_that_never_began_returns_sruns_status(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_never_began_ends_with_sruns_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
     (tmp_path / "logs").mkdir()
     assert finish(tmp_path, srun_status=137) == 137

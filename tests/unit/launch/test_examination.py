@@ -64,9 +64,7 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
     return ScriptJob(run_dir, words, environ)
 
 
-def test_a_job_is_requeued_without_the_bad_nodes(
-    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_requeue_leaves_out_bad_nodes(script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
     """First Slurm is asked whether the job could run without them."""
     (stubs.folder / "runs").mkdir()
     refused = {attempts.VARIABLE: str(helpers.attempt(script_job.run_dir, step=None).folder)}
@@ -131,9 +129,7 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(script_job: ScriptJob,
     assert "--nv" not in call
 
 
-def test_nothing_is_trained_without_a_verdict(
-    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_training_without_a_verdict(script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
     """A verdict of an earlier job does not count."""
     (script_job.run_dir / "doctor/reports").mkdir(parents=True)
     (script_job.run_dir / "doctor/doctor.json").write_text('{"healthy": true}')
@@ -157,9 +153,7 @@ def test_bad_nodes_are_known_for_a_day_in_their_cluster(tmp_path: Path) -> None:
     assert bad_nodes.known(tmp_path, "c") == {}
 
 
-def test_new_jobs_leave_out_the_bad_nodes_until_they_are_forgotten(
-    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_avoid_bad_nodes_until_forgotten(tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("scontrol", "echo ClusterName = a")
     stubs.add("sinfo", "echo n1; echo n2; echo n3")

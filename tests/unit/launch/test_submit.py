@@ -66,9 +66,7 @@ def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(tmp_pat
         submit.submit(describe(root=tmp_path), sys.executable, "")
 
 
-def test_a_full_disk_for_the_job_files_is_reported(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_for_job_files_is_reported(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(
         files, "write_bytes", lambda path, content: os.write(os.open("/dev/full", os.O_WRONLY), content)
@@ -77,9 +75,7 @@ def test_a_full_disk_for_the_job_files_is_reported(
         submit.submit(describe(root=tmp_path), sys.executable, "")
 
 
-def test_a_refusal_of_sbatch_is_reported_in_one_line(
-    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_of_sbatch_is_one_line(tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo 'sbatch: error: Batch job submission failed: too many jobs' >&2\nexit 1")
     for job in (describe(root=tmp_path), describe("sweep.lr=0.1,0.2", root=tmp_path)):

@@ -40,9 +40,7 @@ def test_waiting_returns_the_jobs_exit_status(
     assert (output.out.count("rank 0's words"), output.err.count("asking Slurm again")) == (1, 1)
 
 
-def test_a_job_whose_dependency_cannot_be_met_ends_the_wait(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unmet_dependency_ends_the_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Slurm does not remove such a job from the queue."""
     job = queue.Job("7", "PENDING", "DependencyNeverSatisfied", 0, 0, {"Dependency": "afterok:6(failed)"})
     monkeypatch.setattr(queue, "find", lambda job_id: job)

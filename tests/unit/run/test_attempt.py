@@ -21,9 +21,7 @@ from tests import helpers
 from tests.helpers import ROOT
 
 
-def test_attempts_are_numbered_from_zero_above_the_highest_that_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_count_from_zero_above_the_highest_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [helpers.attempt(tmp_path, step=None).number for _ in range(3)] == [0, 1, 2]
     (tmp_path / "attempts/0009").mkdir()
     assert helpers.attempt(tmp_path).number == 10
@@ -114,9 +112,7 @@ def write_summary(old: Attempt) -> None:
 
 
 @pytest.mark.parametrize("write", [write_checkpoint, point_to_it, set_status, write_summary])
-def test_an_attempt_that_wakes_up_after_its_successor_has_begun_changes_nothing(
-    tmp_path: Path, write: Callable[[Attempt], None]
-) -> None:
+def test_an_attempt_that_wakes_up_too_late_changes_nothing(tmp_path: Path, write: Callable[[Attempt], None]) -> None:
     """It is stopped just before it renames a checkpoint, ``latest``, the status or the summary."""
     old = helpers.attempt(tmp_path)
     write_checkpoint(old, 5)

@@ -10,9 +10,7 @@ from recipes.core.errors import Next
 from recipes.core.run import directory
 
 
-def test_the_run_directory_is_the_given_one_else_named_by_job_or_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_directory_is_given_or_named_by_job_or_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
     assert directory.choose("a/../b", "mnist", "7", Path("/base")) == tmp_path / "b"

@@ -41,9 +41,7 @@ def look(folder: Path, patience_s: float = 9, **environ: str) -> str:
         return in_use.check(attempts.Attempt(folder, 99), environ, patience_s)
 
 
-def test_a_running_process_on_this_machine_uses_the_run_directory(
-    tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_process_uses_the_run(tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_use, "WATCH_S", 1.0)  # for a heartbeat of the launch that was refused
     an_attempt(tmp_path, **other)
     pid = other["process"]["pid"]
@@ -60,9 +58,7 @@ def test_a_running_process_on_this_machine_uses_the_run_directory(
 
 
 @pytest.mark.parametrize(("name", "value"), [("pid", 2**22), ("started", "1")])
-def test_an_ended_process_or_another_one_with_its_id_does_not_count(
-    tmp_path: Path, other: dict[str, Any], name: str, value: object
-) -> None:
+def test_ended_or_other_processes_do_not_count(tmp_path: Path, other: dict[str, Any], name: str, value: object) -> None:
     an_attempt(tmp_path, **{**other, "process": {**other["process"], name: value}})
     assert look(tmp_path) == ""
 
@@ -107,9 +103,7 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypa
         ("running", ("JobState=FAILED",), ""),
     ],
 )  # fmt: skip
-def test_slurm_is_asked_once_for_the_state_of_the_job(
-    tmp_path: Path, stubs: Stubs, state: str, fields: tuple[str, ...], used: str
-) -> None:
+def test_slurm_is_asked_once(tmp_path: Path, stubs: Stubs, state: str, fields: tuple[str, ...], used: str) -> None:
     stubs.add("scontrol", r"printf '%s\n' 'JobId=7 JobName=x' " + shlex.join(fields))
     an_attempt(tmp_path, state, job="7", launch="7.0", cluster="")
     problem = look(tmp_path, SLURM_JOB_ID="8")
