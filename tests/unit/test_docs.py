@@ -57,12 +57,8 @@ def test_files_that_are_named_exist() -> None:
     assert len(named) > 20
     places = [ROOT, ROOT / "recipes", *(ROOT / "recipes/core").glob("**/")]
     written = {"job.sh", *readme.shown_files()}  # job.sh: in a run directory
-    missing = [
-        (page.name, name)
-        for page, name in named
-        if name not in written and not any((place / name).exists() for place in places)
-    ]
-    assert missing == []
+    others = [(page.name, name) for page, name in named if name not in written]
+    assert [other for other in others if not any((place / other[1]).exists() for place in places)] == []
 
 
 def test_the_front_page_and_each_page_for_a_task() -> None:
@@ -103,15 +99,13 @@ def test_a_run_has_the_files_that_are_listed_and_the_notebook_reads_it(tmp_path:
     words = ["-m", "recipes.mnist", "dataset=digits", "device=cpu", "max_steps=2", f"run_dir={tmp_path}/runs/demo"]
     ended = helpers.run([sys.executable, *words])
     assert ended.status == 0, ended.out
-    listed = {
-        name for row in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
-    }
+    cells = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     for path in (tmp_path / "runs/demo").iterdir():
         assert path.name + "/" * path.is_dir() in listed
     for name in ("status", "summary"):
         assert [key for key in helpers.read(tmp_path / "runs/demo", name) if f"`{key}`" not in page] == []
     [notebook] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    ended = helpers.run(
-        [sys.executable, "-c", notebook], cwd=tmp_path, environ=helpers.clean_environment(PYTHONPATH=str(ROOT))
-    )
+    environ = helpers.clean_environment(PYTHONPATH=str(ROOT))
+    ended = helpers.run([sys.executable, "-c", notebook], cwd=tmp_path, environ=environ)
     assert (ended.status, ended.lines[-1].split(" ")[:2]) == (0, ["step-00000002.pt", "2"]), ended.out

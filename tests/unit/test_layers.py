@@ -68,10 +68,8 @@ def imports(path: Path) -> set[str]:
 def is_allowed(module: str, other: str) -> bool:
     room, there = room_of(module), room_of(other)
     if room == "recipes":  # a recipe imports no recipe, and of the keys its own alone
-        return (
-            there.removeprefix("recipes.core.") in ROOMS[room].below.split()
-            or other == f"recipes.conf.{module.removeprefix('recipes.')}"
-        )
+        own = f"recipes.conf.{module.removeprefix('recipes.')}"
+        return there.removeprefix("recipes.core.") in ROOMS[room].below.split() or other == own
     return room == there or there.removeprefix("recipes.core.").removeprefix("recipes.") in ROOMS[room].below.split()
 
 

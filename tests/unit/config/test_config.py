@@ -147,11 +147,9 @@ def test_keys_that_contradict_each_other_are_refused() -> None:
         ("imagenet", "stage_dir=/x", "dataset=fake has no files to copy"),
     ):
         assert refusal(word, "dataset=fake", recipe=recipe) == f"{word}: {wanted}"
-    decay = (
-        "weight_decay=0.0005: is too large, since arch=airbench94 multiplies it by the batch size; "
-        "give variant=fast, or weight_decay=2e-6"
-    )
-    assert refusal("arch=airbench94", recipe="cifar") == decay
+    start, fix = refusal("arch=airbench94", recipe="cifar").split("; ")
+    assert start == "weight_decay=0.0005: is too large, since arch=airbench94 multiplies it by the batch size"
+    assert fix == "give variant=fast, or weight_decay=2e-6"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
@@ -328,9 +326,7 @@ def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mn
 
 
 def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_path: Path) -> None:
-    run = a_run(
-        tmp_path / "run", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, log_every_steps=2
-    )
+    run = a_run(tmp_path / "r", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, log_every_steps=2)
     (tmp_path / "keys.yaml").write_text("log_every_steps: 3\n")
     words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70", "force=true"]
     for settings in (parse(*words), parse(*words, recipe="mnist")):

@@ -31,14 +31,8 @@ def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, st
         pytest.skip(f"{argv[0]} is not installed")
     cwd.mkdir(parents=True, exist_ok=True)
     script = 'for f do ( set -a; . "$f" && exec env -0 ) || exit 1; printf "=\\0"; done'
-    done = subprocess.run(
-        [*argv, "-c", script, "sh", "/dev/null", *map(str, files)],
-        env={"PATH": "/usr/bin:/bin"},
-        cwd=cwd,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    argv += ["-c", script, "sh", "/dev/null", *map(str, files)]
+    done = subprocess.run(argv, env={"PATH": "/usr/bin:/bin"}, cwd=cwd, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
     bare, *read = [
@@ -138,13 +132,9 @@ def test_variables_that_the_user_has_set_are_not_changed() -> None:
 
 
 def test_the_fabrics_file_is_between_common_and_site() -> None:
-    site_files = ["clusters/a.env", "/etc/b.env"]
-    assert envfile.files_for("ethernet", ENV_DIR, site_files) == [
-        ENV_DIR / "common.env",
-        ENV_DIR / "ethernet.env",
-        ENV_DIR / "clusters/a.env",
-        Path("/etc/b.env"),
-    ]
+    found = envfile.files_for("ethernet", ENV_DIR, ["clusters/a.env", "/etc/b.env"])
+    own = [ENV_DIR / name for name in ("common.env", "ethernet.env", "clusters/a.env")]
+    assert found == [*own, Path("/etc/b.env")]
     assert envfile.files_for("", ENV_DIR) == [ENV_DIR / "common.env"]
     assert envfile.files_for("~/x.env", ENV_DIR)[1] == Path.home() / "x.env"
     for network in ("./mine", "mine.env"):  # paths

@@ -76,10 +76,8 @@ def make_loader(
     size: Callable[[int], int] = lambda epoch: 32,
     warn: Callable[[str], None] = lambda text: None,
 ) -> TorchLoader:
-    batches, crops = (
-        GlobalBatches(len(source), batch, 3, rank, world_size),
-        Crops(source, decoder, partial(random_crop, size)),
-    )
+    batches = GlobalBatches(len(source), batch, 3, rank, world_size)
+    crops = Crops(source, decoder, partial(random_crop, size))
     return TorchLoader(crops, batches, num_workers=workers, device=CPU, collate=image_sets.batch, warn=warn)
 
 
@@ -162,11 +160,9 @@ def test_samples_do_not_depend_on_ranks_and_workers(folder: Path, packed: Path, 
     assert len(alone) == len(source) == len({sample[2] for sample in alone})
     assert content(make_loader(source, decoder=decoder).epoch(2)) != alone
     for world_size, workers in ((2, 0), (3, 2), (1, 1), (1, 2)):
-        ranks = (
-            make_loader(source, decoder=decoder, workers=workers, rank=rank, world_size=world_size).epoch(1)
-            for rank in range(world_size)
-        )
-        assert sorted(itertools.chain.from_iterable(map(content, ranks))) == alone
+        own = partial(make_loader, source, decoder=decoder, workers=workers, world_size=world_size)
+        ranks = (content(own(rank=rank).epoch(1)) for rank in range(world_size))
+        assert sorted(itertools.chain.from_iterable(ranks)) == alone
 
 
 def test_a_resumed_epoch_has_the_remaining_samples(folder: Path) -> None:
@@ -237,14 +233,12 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_an_unreadable_image_is_skipped_named_and_counted(
-    folder: Path, tmp_path: Path, kind: str, decoder: str
-) -> None:
+@pytest.mark.parametrize("how", DAMAGED)
+def test_an_unreadable_image_is_skipped_named_and_counted(folder: Path, tmp_path: Path, how: str, decoder: str) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     source = open_images(tmp_path / "copy", "train")
     bad = 11
-    DAMAGED[kind](tmp_path / "copy" / "train" / source.name(bad))
+    DAMAGED[how](tmp_path / "copy" / "train" / source.name(bad))
     told: list[str] = []
     one = make_loader(source, decoder=decoder, workers=2, warn=told.append)
     good = {s[2]: s for s in content(make_loader(open_images(folder, "train"), decoder=decoder).epoch(0))}
@@ -272,9 +266,8 @@ def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest
         list(one.epoch(0))
         assert len(one.skipped) == 15
     else:
-        with pytest.raises(
-            InputError, match=r"^1\d of \d+ samples cannot be read \('dataset=fake: fake sample \d+': is empty\)"
-        ):
+        line = r"^1\d of \d+ samples cannot be read \('dataset=fake: fake sample \d+': is empty\)"
+        with pytest.raises(InputError, match=line):
             list(one.epoch(0))
 
 
@@ -344,9 +337,8 @@ def fake_run(told: list[str]) -> Any:
         except (InputError, MachineError) as error:
             raise type(error)(f"node1: {error}") from None
 
-    return SimpleNamespace(
-        world=SimpleNamespace(together=together), say=told.append, progress=lambda text: None, stop=StopFlag()
-    )
+    world = SimpleNamespace(together=together)
+    return SimpleNamespace(world=world, say=told.append, progress=lambda text: None, stop=StopFlag())
 
 
 def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> dict[str, str]:

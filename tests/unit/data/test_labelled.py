@@ -57,9 +57,8 @@ def write(folder: Path, *lines: str) -> str:
 
 
 def test_a_table_gives_files_labels_and_split(folder: Path) -> None:
-    table = write(
-        folder, "split,file,label", "train,a/0.png,dog", "val,b/0.png,dog", ",a/1.png,cat", "train,a/2.png,cat"
-    )
+    lines = ("train,a/0.png,dog", "val,b/0.png,dog", ",a/1.png,cat", "train,a/2.png,cat")
+    table = write(folder, "split,file,label", *lines)
     (source, train), (_, val) = opened(folder, table)
     assert (source.classes, list(train), list(val)) == (("cat", "dog"), [0, 2, 3], [1])
     assert [source.label(i) for i in range(4)] == [1, 1, 0, 0]

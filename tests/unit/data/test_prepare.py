@@ -167,10 +167,7 @@ def test_an_unwritable_data_dir_is_refused(run: Run, server: Server, reachable: 
 
 @pytest.mark.parametrize(
     ("argv", "key"),
-    [
-        ("mnist source={}/locked data_dir={}/out", "source"),
-        ("imagenet source={} data_dir={}/locked/out", "data_dir"),
-    ],
+    [("mnist source={}/locked data_dir={}/out", "source"), ("imagenet source={} data_dir={}/locked/out", "data_dir")],
 )
 def test_missing_permission_names_key(argv: str, key: str, reachable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (reachable / "locked").mkdir(mode=0)

@@ -151,11 +151,8 @@ def test_a_class_folder_is_decoded_as_pillow_does(tmp_path: Path) -> None:
 def test_other_sizes_are_resized(tmp_path: Path) -> None:
     wide = Image.new("RGB", (96, 64), "red")
     wide.paste("blue", (16, 0, 80, 64))  # the middle square
-    files = {
-        "train/a/1.png": encoded(wide, "PNG"),
-        "train/a/2.png": encoded(picture(1, 20, 16), "PNG"),
-        "test/a/1.png": encoded(picture(3), "PNG"),
-    }
+    images = {"train/a/1.png": wide, "train/a/2.png": picture(1, 20, 16), "test/a/1.png": picture(3)}
+    files = {name: encoded(image, "PNG") for name, image in images.items()}
     assert run(tmp_path / "data", put_all(tmp_path / "source", files)) == 0
     train, _ = read(tmp_path / "data")
     rows = [train[0][1][start : start + 32] for start in range(0, 3072, 32)]
@@ -178,9 +175,7 @@ def test_other_sizes_are_resized(tmp_path: Path) -> None:
 def test_an_invalid_source_of_cifar10_is_one_line(
     names: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = put_all(
-        tmp_path / "source", {name: b"" if "bad" in name else encoded(picture(0), "PNG") for name in names}
-    )
+    source = put_all(tmp_path / "in", {name: b"" if "bad" in name else encoded(picture(0), "PNG") for name in names})
     assert run(tmp_path / "data", source) == 2
     err = capsys.readouterr().err
     assert words in err

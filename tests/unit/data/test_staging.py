@@ -114,9 +114,8 @@ def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None
     lock = os.open(staged / stage.LOCK, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     told: list[tuple[int, int]] = []
-    waiting = threading.Thread(
-        target=to_local_disk, args=(packed, tmp_path / "node", lambda *now: told.append(now)), daemon=True
-    )
+    given = (packed, tmp_path / "node", lambda *now: told.append(now))
+    waiting = threading.Thread(target=to_local_disk, args=given, daemon=True)
     waiting.start()
     helpers.wait_until(lambda: told, 20, "a word on how far it is")
     total = size(packed)
@@ -135,9 +134,8 @@ def test_a_damaged_source_is_named_and_never_staged(packed: Path, tmp_path: Path
     content[1000] ^= 4
     changed = {"flipped": bytes(content), "short": bytes(content[:-5]), "long": bytes(content) + b"x"}
     shard.unlink() if kind == "gone" else shard.write_bytes(changed[kind])
-    with pytest.raises(
-        InputError, match=r"train-00002\.bin' (has invalid content|has (\d+ bytes|more than)|cannot be read)"
-    ) as caught:
+    line = r"train-00002\.bin' (has invalid content|has (\d+ bytes|more than)|cannot be read)"
+    with pytest.raises(InputError, match=line) as caught:
         to_local_disk(packed, tmp_path / "node", ignore)
     assert "\n" not in str(caught.value)
     (staged,) = (tmp_path / "node").iterdir()
@@ -173,9 +171,8 @@ def test_a_folder_that_another_user_may_have_created_is_refused(packed: Path, tm
         if os.geteuid():
             pytest.skip("wants root, to give a folder to another user")
         os.chown(planted, 65534, 65534)
-    with pytest.raises(
-        MachineError, match=r"(node/.* must be a folder that belongs to you|^stage_dir='.*node': )"
-    ) as caught:
+    line = r"(node/.* must be a folder that belongs to you|^stage_dir='.*node': )"
+    with pytest.raises(MachineError, match=line) as caught:
         to_local_disk(packed, node, ignore)
     assert "\n" not in str(caught.value)
     assert list(elsewhere.iterdir()) == []

@@ -89,10 +89,8 @@ def test_other_libraries_tokenizers_and_formats(tmp_path: Path, run: Prepare, mo
     data = text.open_text(str(tmp_path / "data"))
     assert all_tokens(data) == [1, 65_536, 69_999, 69_998, 0, 69_999]
     assert (data.decode(all_tokens(data)), data._shards[0].dtype) == ("w1 w65536 w69998 w0 ", "<u4")
-    assert run("tokenizer=bytes") == (
-        2,
-        f"error: tokenizer=bytes: '{tmp_path}/data/text' was made with another tokenizer: give another data_dir=\n",
-    )
+    why = f"'{tmp_path}/data/text' was made with another tokenizer: give another data_dir="
+    assert run("tokenizer=bytes") == (2, f"error: tokenizer=bytes: {why}\n")
 
 
 @pytest.mark.parametrize(
@@ -211,10 +209,7 @@ def test_a_dead_worker_leaves_no_complete_text(tmp_path: Path, run: Prepare, mon
     put(tmp_path, a_txt="x")
     assert run()[0] == 0
     monkeypatch.setattr(text, "write_shard", broken)
-    assert run() == (
-        3,
-        "error: a worker process died, probably for lack of memory: reduce workers=\n",
-    )
+    assert run() == (3, "error: a worker process died, probably for lack of memory: reduce workers=\n")
     assert not (tmp_path / "data/text/index.json").exists()  # it is not complete until a run has ended well
 
 

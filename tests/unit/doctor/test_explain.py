@@ -109,11 +109,9 @@ def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None
 def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running")
     refuse(run, "run_dir= is used by job 1")
-    found = of_run(run, Answers({"1": job("RUNNING")}))
-    assert found == [
-        "it is running, at step 7, status written 0:00:00 ago; job 1 is running",
-        "a later launch did not begin: run_dir= is used by job 1",
-    ]
+    first, second = of_run(run, Answers({"1": job("RUNNING")}))
+    assert first == "it is running, at step 7, status written 0:00:00 ago; job 1 is running"
+    assert second == "a later launch did not begin: run_dir= is used by job 1"
     helpers.attempt(run, launch="3.0")
     directory.write_status(run, "done", attempt=2, step=9)
     assert of_run(run, NO_SLURM) == ["status.json says done: nothing failed"]
@@ -153,12 +151,11 @@ def test_a_job_submitted_later_is_the_one_that_counts(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
     files.write_json(run / "job.yaml", {"job_id": "2"})
     answers = Answers({"1": job("FAILED"), "2": Job("2", "PENDING", "Resources", 0, 0)})
-    expected = "stopped by SIGTERM, saved at step 7; job 2 is pending (Resources)"
-    assert of_run(run, answers) == [expected]
-    assert of_run(run, NO_SLURM) == [
-        "stopped by SIGTERM, saved at step 7; scontrol is not on the PATH; "
-        "to resume, start the run again with the same run_dir="
-    ]
+    for given, said in (
+        (answers, "job 2 is pending (Resources)"),
+        (NO_SLURM, "scontrol is not on the PATH; to resume, start the run again with the same run_dir="),
+    ):
+        assert of_run(run, given) == [f"stopped by SIGTERM, saved at step 7; {said}"]
 
 
 def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Path) -> None:

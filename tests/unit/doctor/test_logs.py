@@ -80,11 +80,8 @@ def test_only_the_newest_attempt_in_a_log_counts(tmp_path: Path) -> None:
     assert found[0] == "best clue in the logs: file system failed"
     assert f"  rank0.log: {DISK.strip()}" in found
     assert "CUDA" not in "\n".join(found)
-    assert said(tmp_path, rank0__log=f"{OOM}\fstep 7\n") == [
-        "no known cause in 1 file",
-        "rank0.log ends:",
-        "  | step 7",
-    ]
+    found = said(tmp_path, rank0__log=f"{OOM}\fstep 7\n")
+    assert found == ["no known cause in 1 file", "rank0.log ends:", "  | step 7"]
 
 
 def test_a_progress_bar_does_not_hide_the_text_after_it(tmp_path: Path) -> None:
@@ -113,10 +110,8 @@ def test_pipes_circular_links_and_unreadable_files_are_skipped(tmp_path: Path) -
 
 
 def test_binary_content_is_escaped_and_colours_hide_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a\x1b[2J\n.log").write_bytes(
-        bytes(range(256)) * 4000
-        + b"\n\x1b[31mCUDA \x1b[1mout of\x1b[0m memory \xff\x00\x1b]0;title\x07 \xe2\x80\xae end\n"
-    )
+    line = b"\n\x1b[31mCUDA \x1b[1mout of\x1b[0m memory \xff\x00\x1b]0;title\x07 \xe2\x80\xae end\n"
+    (tmp_path / "a\x1b[2J\n.log").write_bytes(bytes(range(256)) * 4000 + line)
     found = explain(tmp_path)
     assert "CUDA out of memory" in found[0]
     assert all(line.isprintable() for line in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import time
@@ -120,12 +121,8 @@ def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.Monk
     found = only(probes.torch_import(here(tmp_path)))
     assert (found.what, found.bad) == ("NCCL 2.28.7 can hang in large jobs", False)
     assert found.fix == "use a torch with NCCL 2.28.9 or later"
-    hang = [
-        (nccl, machine)
-        for nccl in ("2.28.3", "2.28.9", "2.29.2", "2.29.3", "")
-        for machine in ("x86_64", "aarch64")
-        if probes.known_hangs(nccl, machine)
-    ]
+    pairs = itertools.product(("2.28.3", "2.28.9", "2.29.2", "2.29.3", ""), ("x86_64", "aarch64"))
+    hang = [(nccl, machine) for nccl, machine in pairs if probes.known_hangs(nccl, machine)]
     assert hang == [("2.28.3", "x86_64"), ("2.28.3", "aarch64"), ("2.29.2", "aarch64")]
 
 

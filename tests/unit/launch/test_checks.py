@@ -16,15 +16,8 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, "5")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("RECIPES_DATA", "/d")
-    words = [
-        "recipe=imagenet",
-        "cluster=example",
-        "stage_dir=$TMPDIR/x",
-        "backend=nccl",
-        "resume=c.pt",
-        "sweep.lr=0.5,0.1",
-    ]
-    settings = command_line.parse(words, environ={})
+    words = ["recipe=imagenet", "cluster=example", "stage_dir=$TMPDIR/x", "backend=nccl", "resume=c.pt"]
+    settings = command_line.parse([*words, "sweep.lr=0.5,0.1"], environ={})
     environ = checks.environment(settings, Request("/f", 16))
     assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH", "PYTHONSAFEPATH"} & set(environ)
     asked = dryrun.asked(environ)

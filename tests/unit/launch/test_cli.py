@@ -182,8 +182,6 @@ def test_json_has_the_results_and_nothing_else_is_on_stdout(capsys: pytest.Captu
     assert (told["script"].splitlines()[0], told["exit_status"]) == ("#!/bin/bash", 0)
     assert cli.main(["check", "recipe=toy", "epoch=1", "--json"], sys.executable) == 2
     out, err = capsys.readouterr()
-    assert json.loads(out) == {
-        "error": "epoch=1: recipe toy has no key 'epoch'; did you mean 'epochs'?",
-        "exit_status": 2,
-    }
+    line = "epoch=1: recipe toy has no key 'epoch'; did you mean 'epochs'?"
+    assert json.loads(out) == {"error": line, "exit_status": 2}
     assert err.endswith("nothing was submitted\n")

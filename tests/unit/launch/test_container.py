@@ -59,12 +59,8 @@ def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("RECIPES_DATA", raising=False)  # it would also be bound
     (tmp_path / "x.sqsh").touch()
     for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
-        with open(tmp_path / "lines", "w") as lines:
-            environ = {
-                "RECIPES_CONTAINER": image,
-                "RECIPES_CONTAINER_MOUNTS": "/m",
-                "RECIPES_LINES": str(lines.fileno()),
-            }
+        with open(tmp_path / "lines", "w") as out:
+            environ = {"RECIPES_CONTAINER": image, "RECIPES_CONTAINER_MOUNTS": "/m", "RECIPES_LINES": str(out.fileno())}
             assert batch.begin("toy", ["network=ethernet", "device=cpu"], environ) == 0
         output = (tmp_path / "lines").read_text()
         assert "export NCCL_IB_DISABLE=1" in output
@@ -95,9 +91,8 @@ def test_variables_of_the_host_take_precedence_over_the_image(runtime: str) -> N
 
 def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command has the folders of the run, the mounts, the folder of the code, and the network variables."""
-    environ = {f"{start}_X": "1" for start in ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]} | {
-        "PATH": "/bin"
-    }
+    starts = ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]
+    environ = {f"{start}_X": "1" for start in starts} | {"PATH": "/bin"}
     of_run, given = ("/c:/c", "/d:/d"), (Path("/c"), environ)
     for device, option in (("/dev/null", "--rocm"), ("/dev/nosuch", "--nv")):  # the driver of AMD, or NVIDIA's
         monkeypatch.setattr(container, "AMD", device)

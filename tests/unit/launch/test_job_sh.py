@@ -276,6 +276,5 @@ def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:
     bench.stub("srun", 'rm "$NOTES/bin/python"; exit 75')
     status, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir)
     assert status == 75
-    assert stderr.splitlines()[-1].startswith(
-        f"mnist: ended with status 75 and is not requeued, since {bench.folder}/bin/python no"
-    )
+    line = f"mnist: ended with status 75 and is not requeued, since {bench.folder}/bin/python no"
+    assert stderr.splitlines()[-1].startswith(line)

@@ -39,12 +39,9 @@ def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> N
 def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None:
     assert new.new(["mine", f"from={source}"], repository) == 0
     old, copy = ((repository / f"recipes/{name}.py").read_text() for name in (source, "mine"))
-    same = [
-        line
-        for line in old.splitlines()[1:]
-        if not re.search(rf"recipes\.(conf\.)?{source}|recipe={source}|sbatch/{source}|begin\(", line)
-    ]
-    assert [line for line in same if line not in copy.splitlines()] == []
+    renamed = rf"recipes\.(conf\.)?{source}|recipe={source}|sbatch/{source}|begin\("
+    changed = [line for line in old.splitlines()[1:] if line not in copy.splitlines()]
+    assert [line for line in changed if not re.search(renamed, line)] == []
     assert 'entry.begin("mine")' in copy
     assert "recipes.conf.mine import" in copy
 

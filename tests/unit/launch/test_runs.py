@@ -63,21 +63,13 @@ def root(tmp_path: Path) -> Path:
     done, pending, element = (tmp_path / "runs/mnist" / name for name in ("11", "12", "13_1"))
     for folder, job in ((done, "11"), (pending, "12"), (element, "13_1")):
         folder.mkdir(parents=True)
-        about = {
-            "job_id": job,
-            "recipe": "mnist",
-            "arguments": ["lr=0.1"],
-            "root": str(tmp_path),
-            "log": str(folder / "out"),
-        }
+        about = {"job_id": job, "recipe": "mnist", "arguments": ["lr=1"], "root": str(tmp_path), "log": f"{folder}/out"}
         files.write_json(folder / "job.yaml", about)
     attempts.begin(attempts.open_next(done, "mnist", {}), 0, own=False)
     directory.write_status(done, "done", attempt=0, step=20)
     best = {"best": {"val_f1": 0.75, "step": 10}, "steps": 20, "val_f1": 0.5, "samples_per_second": 9.5}
     files.write_json(done / "summary.json", best)
-    (element / "metrics.jsonl").write_text(
-        '{"step": 3, "total_steps": 20, "epoch": 1, "loss": 1.5, "val_top1": 0.25}\n'
-    )
+    (element / "metrics.jsonl").write_text('{"step": 3, "total_steps": 20, "epoch": 1, "loss": 1, "val_top1": 0.25}\n')
     attempts.open_next(element, "mnist", {})
     directory.write_status(element, "failed", attempt=0, step=3, reason="rank 0 on node1 failed first: no")
     for age, folder in enumerate((element, pending, done)):
@@ -191,19 +183,10 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
    Command=/r/sbatch/mnist_2x8.sh lr=1
    TresPerNode=gres:gpu:2"""
     (job,) = queue.parse(text)
-    of_size = [
-        "--nodes=2",
-        "--ntasks-per-node=2",
-        "--gpus-per-node=2",
-        "--cpus-per-task=4",
-        "--time=00:30:00",
-        "--partition=gpu",
-    ]
-    assert jobs.options_of(job.fields) == of_size
-    assert jobs.options_of({**job.fields, "NtasksPerN:B:S:C": "0:0:*:*", "TresPerNode": "(null)"})[1:3] == [
-        "--ntasks=4",
-        "--gpus-per-node=0",
-    ]
+    of_nodes = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    assert jobs.options_of(job.fields) == [*of_nodes, "--cpus-per-task=4", "--time=00:30:00", "--partition=gpu"]
+    of_job = jobs.options_of({**job.fields, "NtasksPerN:B:S:C": "0:0:*:*", "TresPerNode": "(null)"})
+    assert of_job[1:3] == ["--ntasks=4", "--gpus-per-node=0"]
     assert jobs.options_of({**job.fields, "Command": "/r/runs/submitit/7_submission.sh"}) == []
 
 

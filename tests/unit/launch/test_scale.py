@@ -15,31 +15,14 @@ from recipes.core.launch.scale import Link, Measured
 
 def measured(**changed: Any) -> Measured:
     """8 GPUs of a node, 256 samples each in 0.64 s, ResNet-50's gradients."""
-    usual: dict[str, Any] = {
-        "ranks": 8,
-        "nodes": 1,
-        "samples": 2048.0,
-        "speed": 3200.0,
-        "work_s": 0.64,
-        "backward_s": 0.4,
-    }
+    usual = {"ranks": 8, "nodes": 1, "samples": 2048.0, "speed": 3200.0, "work_s": 0.64, "backward_s": 0.4}
     return Measured(Path("runs/imagenet/1"), "imagenet", gradient_bytes=102e6, **{**usual, **changed})
 
 
 def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
-    summary = {
-        "recipe": "toy",
-        "world_size": ranks,
-        "num_nodes": ranks,
-        "samples_per_second": speed,
-        "parameters": 1_000_000,
-    }
-    summary |= {
-        "device": "cpu",
-        "global_batch_size": 100,
-        "busbw": {"all_reduce": 2.0},
-        "latency_us": {"all_reduce": 60.0},
-    }
+    summary = {"recipe": "toy", "world_size": ranks, "num_nodes": ranks, "samples_per_second": speed, "device": "cpu"}
+    summary |= {"parameters": 1_000_000, "global_batch_size": 100}
+    summary |= {"busbw": {"all_reduce": 2.0}, "latency_us": {"all_reduce": 60.0}}
     folder.mkdir()
     (folder / "job.yaml").write_text("{}")
     (folder / "summary.json").write_text(json.dumps({**summary, **changed}))

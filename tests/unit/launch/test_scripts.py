@@ -135,11 +135,7 @@ def test_every_job_key_reaches_slurm() -> None:
         options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
         expectations = [asked for words, asked in ASKED for word in words if word.split("=")[0].endswith(field.name)]
         known = options and any(asked.get(option) for asked in expectations for option in options)
-        assert (
-            known
-            or field.name in ("extra", "gpu_memory_gb")
-            or field.name in {word.split("=")[0] for word in IN_SCRIPT}
-        ), field.name
+        assert known or field.name in {"extra", "gpu_memory_gb", *(w.split("=")[0] for w in IN_SCRIPT)}, field.name
     for word, line in IN_SCRIPT.items():
         job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
         assert line in jobs.sbatch_script(job), word
@@ -169,12 +165,10 @@ def test_each_run_of_a_sweep_has_its_own_values() -> None:
     hostile = [word for word in HOSTILE if "," not in word]
     given = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
     text = jobs.sbatch_script(describe(given, "sweep.seed=1,2", "epochs=3"))
-    assert elements(text, 2 * len(hostile)) == [
-        ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
-    ]
-    outside = subprocess.run(
-        ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
-    )
+    wanted = [["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)]
+    assert elements(text, 2 * len(hostile)) == wanted
+    case = text[text.index("\ncase $") : text.index("\nesac") + 5]
+    outside = subprocess.run(["bash", "-c", case], capture_output=True, text=True)
     assert (outside.returncode, outside.stderr) == (2, "mnist: this sweep has no run \n")
 
 

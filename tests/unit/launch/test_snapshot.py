@@ -85,13 +85,8 @@ def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
     run_git(root, "commit", "--quiet", "--allow-empty", "--message=the same code")
     assert source.commit(snapshot.take(root)) == (head := run_git(root, "rev-parse", "HEAD"))
     new = {"recipes/new.py": b"mine\n", "mine/körper 1.py": bytes(range(256)), "mine/empty.py": b""}
-    for name, content in {
-        **new,
-        "recipes/ignored.py": b"",
-        "toy-13.out": b"",
-        "data/y.py": b"",
-        "recipes/token.txt": b"secret",
-    }.items():
+    others = ("recipes/ignored.py", "toy-13.out", "data/y.py", "recipes/token.txt")
+    for name, content in {**new, **dict.fromkeys(others, b"secret")}.items():
         (root / name).write_bytes(content)
     (root / "recipes/toy.py").write_text("changed\n")
     run_git(root, "add", "recipes/toy.py", "recipes/new.py")

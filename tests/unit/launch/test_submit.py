@@ -68,9 +68,7 @@ def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(tmp_pat
 
 def test_a_full_disk_for_job_files_is_reported(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
-    monkeypatch.setattr(
-        files, "write_bytes", lambda path, content: os.write(os.open("/dev/full", os.O_WRONLY), content)
-    )
+    monkeypatch.setattr(files, "write_bytes", lambda path, data: os.write(os.open("/dev/full", os.O_WRONLY), data))
     with pytest.raises(MachineError, match=r"runs/submitit: cannot be written \(No space left on device\): free some"):
         submit.submit(describe(root=tmp_path), sys.executable, "")
 

@@ -77,9 +77,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
     """Two nodes, each with an unreachable docker0 that has the same address on both."""
     helpers.need(namespaces.missing())
     with namespaces.joined(("10.77.0.1/24", "fd77::1/64"), ("10.77.0.2/24", "fd77::2/64")) as (first, second):
-        nodes = (
-            Node(first, "node1", tmp_path_factory.mktemp("node1")),
-            Node(second, "node2", tmp_path_factory.mktemp("node2")),
+        nodes = tuple(
+            Node(at, name, tmp_path_factory.mktemp(name)) for at, name in ((first, "node1"), (second, "node2"))
         )
         for node, peer in zip(nodes, ("node2", "node1"), strict=True):
             (node.files / "hosts").write_text(HOSTS.format(own=node.name, peer=peer))
@@ -142,6 +141,7 @@ def test_each_node_uses_the_interface_that_reaches_the_other_node(pair: tuple[No
 
 
 def test_a_missing_route_or_name_is_reported_with_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
+    end = "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
     route_fix, name_fix = ": bring the interface up", "): add the name to DNS, or to /etc/hosts on each node"
     for peer, said, fix in (
         ("far", "node1 does not reach far: no route to 203.0.113.7 (Network is unreachable)", route_fix),
@@ -154,9 +154,7 @@ def test_a_missing_route_or_name_is_reported_with_host_peer_and_fix(pair: tuple[
         [answer] = pair[0].ask(info(0, ("node1", peer)))
         assert answer["error"].startswith(said)
         assert fix in answer["error"]
-        assert answer["error"].endswith(
-            "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
-        )
+        assert answer["error"].endswith(end)
         assert "\n" not in answer["error"]
 
 

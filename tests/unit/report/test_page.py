@@ -36,9 +36,7 @@ class Page(HTMLParser):
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         assert self.open == []
-        self.figures = [
-            ET.fromstring(one) for one in re.findall(r'<svg viewBox="0 0 420.*?</svg>', self.source, re.DOTALL)
-        ]
+        self.figures = list(map(ET.fromstring, re.findall(r'<svg viewBox="0 0 420.*?</svg>', self.source, re.DOTALL)))
         assert not {tag for tag, _ in self.tags} & {"script", "img", "iframe", "object", "image", "use", "a"}
         linked = [attrs for _, attrs in self.tags if {"src", "href", "xlink:href", "style", "srcset"} & attrs.keys()]
         assert linked == [{"rel": "icon", "href": "data:,"}]
@@ -67,15 +65,8 @@ class Page(HTMLParser):
 
 
 def row(attempt: int, step: int, loss: float = 1.0, **more: Any) -> dict[str, Any]:
-    return {
-        "attempt": attempt,
-        "step": step,
-        "loss": loss,
-        "lr": 0.1,
-        "samples_per_second": 100.0,
-        "data_wait": 0.25,
-        **more,
-    }
+    usual = {"lr": 0.1, "samples_per_second": 100.0, "data_wait": 0.25}
+    return {"attempt": attempt, "step": step, "loss": loss, **usual, **more}
 
 
 def make(
@@ -98,26 +89,16 @@ def page(folder: Path, *runs: Path) -> Page:
 
 
 def test_one_run(tmp_path: Path) -> None:
-    rows = [
-        row(0, step, 2.0 - step / 10, **({"val_top1": step / 20} if step % 5 == 0 else {})) for step in range(1, 11)
-    ]
-    folder = make(
-        tmp_path / "run",
-        rows,
-        summary={"val_top1": 0.5, "versions": {"torch": "2.99"}, "world_size": 4, "git_commit": "abc"},
-        lr=0.1,
-        name="",
-    )
+    rows = [row(0, step, 2.0 - step / 10, **({} if step % 5 else {"val_top1": step / 20})) for step in range(1, 11)]
+    summary = {"val_top1": 0.5, "versions": {"torch": "2.99"}, "world_size": 4, "git_commit": "abc"}
+    folder = make(tmp_path / "run", rows, summary=summary, lr=0.1, name="")
     (folder / "checkpoints").mkdir(exist_ok=True)
     for step in (5, 10):
         (folder / f"checkpoints/step-{step:08d}.pt").write_bytes(bytes(123_000 * step))
     (folder / "checkpoints/latest").write_text("step-00000010.pt\n")
-    verdict = {
-        "hosts": ["node1", "node2"],
-        "entries": [{"nodes": [1], "what": "GPU 3 is slow", "fix": "leave it out", "bad": True}],
-    }
+    entry = {"nodes": [1], "what": "GPU 3 is slow", "fix": "leave it out", "bad": True}
     (folder / "doctor").mkdir()
-    files.write_json(folder / "doctor/doctor.json", verdict)
+    files.write_json(folder / "doctor/doctor.json", {"hosts": ["node1", "node2"], "entries": [entry]})
     found = page(tmp_path, folder)
     assert [label.partition(".")[0] for label in found.labels()] == [
         "Loss: mean loss per sample against optimiser step",
@@ -129,13 +110,10 @@ def test_one_run(tmp_path: Path) -> None:
     assert all(one.find("title") is not None for one in found.figures)
     assert found.labels()[0].endswith(f"Last values: {folder}: 1 at 10")
     cells = {
-        name: found.after(name)
-        for name in ("state", "best", "job", "hosts", "ranks", "nodes", "restarts", "torch", "git_commit", "lr")
-    }
-    assert cells == {
         "state": "done", "best": "val_top1 0.5 at step 10", "job": "12", "hosts": "node1, node2", "ranks": "2", "nodes": "2",
         "restarts": "0", "torch": "2.99", "git_commit": "abc", "lr": "0.1",
     }  # fmt: skip
+    assert {name: found.after(name) for name in cells} == cells
     assert (found.after("GPU 3 is slow"), found.after("1.2 MB")) == ("leave it out", " latest")
     assert len(found.source) < 50_000
 
@@ -157,18 +135,10 @@ def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
         one = helpers.attempt(folder, hosts=("node1", "node2"), step=step)
     first = attempts.Attempt(folder, 0)
     for rank in range(20):
-        attempts.record(
-            first,
-            rank=rank,
-            host="node2",
-            kind=Kind.out_of_memory,
-            error=f"CUDA out of memory on {rank}",
-            moment=1e9 + rank,
-        )
-    files.write_json(
-        first.folder / "ended.json",
-        {"state": "failed", "kind": "out-of-memory", "line": "rank 0 failed first", "time": 1e9},
-    )
+        error, moment = f"CUDA out of memory on {rank}", 1e9 + rank
+        attempts.record(first, rank=rank, host="node2", kind=Kind.out_of_memory, error=error, moment=moment)
+    ended = {"state": "failed", "kind": "out-of-memory", "line": "rank 0 failed first", "time": 1e9}
+    files.write_json(first.folder / "ended.json", ended)
     attempts.record(one, rank=1, host="node2", kind=Kind.hang, error="no progress", moment=1e9)
     directory.write_status(folder, "failed", attempt=3, step=80, kind=Kind.hang, reason="rank 1 hung")
     found = page(tmp_path, folder)
@@ -231,10 +201,9 @@ def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
     one = make(tmp_path / f"1{name}", [row(0, step, **{HOSTILE: 0.5}) for step in range(1, 4)], summary=summary, **keys)
     two = make(tmp_path / f"2{name}", [row(0, 1, **{HOSTILE: 0.25})], state="failed", **{**keys, "lr": 1})
     for folder in (one, two):
+        facts = {"job": HOSTILE, "hosts": [HOSTILE], "recipe": HOSTILE}
         opened = helpers.read(folder / "attempts/0000", "opened")
-        files.write_json(
-            folder / "attempts/0000/opened.json", {**opened, "job": HOSTILE, "hosts": [HOSTILE], "recipe": HOSTILE}
-        )
+        files.write_json(folder / "attempts/0000/opened.json", opened | facts)
         attempts.record(attempts.Attempt(folder, 0), rank=0, host=HOSTILE, kind=Kind.error, error=HOSTILE)
         (folder / "doctor").mkdir()
         entry = {"nodes": [0, 7], "what": HOSTILE, "fix": HOSTILE}
@@ -258,10 +227,8 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     found = page(tmp_path, *runs)
     head = found.texts[found.texts.index("run") :]
     assert head[:6] == ["run", "state", "step", "lr", "samples_per_second", "note"]
-    assert (
-        found.labels()[-1]
-        == "Scaling of mnist: samples/s, all ranks against ranks. Last values: ideal: 800 at 8; measured: 640 at 8"
-    )
+    label = "Scaling of mnist: samples/s, all ranks against ranks. Last values: ideal: 800 at 8; measured: 640 at 8"
+    assert found.labels()[-1] == label
     table = found.texts[found.texts.index("efficiency") + 1 :]
     assert " ".join(table[:15]) == "1 1 100.0 100.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"
     lines = [one.attrib["class"] for one in found.figures[0].iter("path") if one.attrib["class"].startswith("line")]
@@ -305,9 +272,8 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_texts_and_lines_have_contrast_in_light_and_dark() -> None:
-    schemes = [
-        dict(re.findall(r"--(\w+):(#\w{6})", block)) for block in re.findall(r":root\{(.*?)\}", SHEET, re.DOTALL)
-    ]
+    blocks = re.findall(r":root\{(.*?)\}", SHEET, re.DOTALL)
+    schemes = [dict(re.findall(r"--(\w+):(#\w{6})", block)) for block in blocks]
     assert [len(colours) for colours in schemes] == [12, 12]
     for colours in schemes:
         for name in colours.keys() - {"bg", "grid"}:

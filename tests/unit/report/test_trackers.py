@@ -35,9 +35,7 @@ def in_tensorboard(run_dir: Path, place: Path) -> Found:
     from tensorboard.util import tensor_util
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    read = {
-        tag: events.Tensors(tag) for tag in events.Tags()["tensors"] if not tag.startswith(("_hparams_", "summary"))
-    }
+    read = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"] if not tag.startswith(("_hparams", "summary"))}
     return {tag: [(one.step, tensor_util.make_ndarray(one.tensor_proto).item()) for one in read[tag]] for tag in read}
 
 
@@ -109,8 +107,7 @@ def train(folder: Path, attempt: int, begin: int, end: int, state: str = "preemp
             loss = math.nan if step == 3 else 1 / (step + attempt)
             row = {"attempt": attempt, "step": step, "loss": loss, "lr": 0.1}
             file.write(json.dumps(row | ({"val_top1": step / 64} if step % 4 == 0 else {})) + "\n")
-        file.write('{"step": 9')
-        file.write("\n")
+        file.write('{"step": 9\n')
     (folder / "config.yaml").write_text("lr: 0.1\nname: x\n")
     directory.write_status(folder, state, attempt=attempt, step=end if saved is None else saved)
     if state == "done":
@@ -145,10 +142,8 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
     train(folder, 0, 0, 9, "running", saved=6)
     assert f"{folder}: 5 rows to " in call(folder, to)
     assert call(folder, to) == f"{folder}: nothing new for {where}; 4 rows are held back: a resume may replace them"
-    close(
-        READERS[to](folder, place),
-        {name: [one for one in of_rows(folder)[name] if one[0] < 6] for name in of_rows(folder)},
-    )
+    released = {name: [one for one in found if one[0] < 6] for name, found in of_rows(folder).items()}
+    close(READERS[to](folder, place), released)
     train(folder, 1, 6, 14)  # from the checkpoint of step 6
     assert f"{folder}: 8 rows to " in call(folder, to)
     train(folder, 2, 14, 20, "done")
@@ -185,9 +180,7 @@ def test_keys_come_first_and_the_summary_last(tmp_path: Path) -> None:
     assert b"lr" in events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert json.loads(summaries[0].tensor_proto.string_val[0])["val_top1"] == 0.5
     assert export.main([str(tmp_path), "to=tensorboard", "project=other"]) == 0
-    assert list(helpers.read(tmp_path / "run", "exported")) == [
-        "tensorboard"
-    ]  # in the run directory, whatever project=
+    assert list(helpers.read(tmp_path / "run", "exported")) == ["tensorboard"]  # whatever project=
 
 
 def test_rows_that_were_replaced_are_refused(tmp_path: Path) -> None:

@@ -42,9 +42,8 @@ def test_an_attempt_owns_the_run_until_a_later_one_begins(tmp_path: Path) -> Non
     assert attempts.taken_over_by(first) == "3.0"
     attempts.check_owner(later)
     for stale in (first, refused):
-        with pytest.raises(
-            MachineError, match=r"a later attempt \(3\.0\) writes to this run directory, so this attempt ends"
-        ):
+        line = r"a later attempt \(3\.0\) writes to this run directory, so this attempt ends"
+        with pytest.raises(MachineError, match=line):
             attempts.begin(stale, 3, own=False)
 
 

@@ -18,10 +18,8 @@ ASKED = {"cpus": 16, "memory_mb": 32000}
 def rows(**changed: Any) -> list[dict[str, Any]]:
     """Rows of a healthy run with changes. The first one has the start of the run in it, and does not count."""
     odd = dict.fromkeys(HEALTHY, 1.0)
-    return [
-        {"attempt": 0, "step": 1, **odd},
-        *({"attempt": 0, "step": n, **HEALTHY, **USED, **changed} for n in (50, 99, 100)),
-    ]
+    usual = ({"attempt": 0, "step": n, **HEALTHY, **USED, **changed} for n in (50, 99, 100))
+    return [{"attempt": 0, "step": 1, **odd}, *usual]
 
 
 @pytest.mark.parametrize(

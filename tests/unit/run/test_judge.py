@@ -143,9 +143,7 @@ def closed(
 
 
 def test_close_writes_the_judgement_into_the_status(tmp_path: Path) -> None:
-    assert (
-        closed(tmp_path / "other", KILLED, state="failed")[1]["reason"] == KILLED.reason
-    )  # it replaces that of a rank
+    assert closed(tmp_path / "other", KILLED, state="failed")[1]["reason"] == KILLED.reason  # replaces that of a rank
     _, status = closed(tmp_path, End(1), rank=2)
     assert (status["state"], status["attempt"], status["step"], status["kind"]) == ("failed", 0, 7, "error")
     assert status["reason"] == "rank 2 on b failed first: ValueError: boom"

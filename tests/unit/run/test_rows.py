@@ -26,25 +26,10 @@ def test_a_row_replaces_those_that_a_resume_has_made_void(tmp_path: Path) -> Non
 
 
 def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
-    damaged = (
-        b'{"step": 2, "lo',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b"[3]",
-        b"",
-        b'{"step": true}',
-        b'{"step": "2"}',
-        b'{"step": -1}',
-    )
-    write(
-        tmp_path,
-        {"step": 1},
-        *damaged,
-        b'{"step": 1e3}',
-        b'{"step": 1%s}' % (b"0" * 400),
-        {"step": 3, "loss": math.nan},
-        damaged[0],
-    )
+    wrong = (b'{"step": %s}' % step for step in (b"true", b'"2"', b"-1", b"1e3", b"1" + b"0" * 400))
+    cut = b'{"step": 2, "lo'
+    damaged = (cut, b"\xff\xfe", b"[" * 100_000, b"[3]", b"", *wrong)
+    write(tmp_path, {"step": 1}, *damaged, {"step": 3, "loss": math.nan}, cut)
     first, last = rows.rows(tmp_path)
     assert (first, last["step"]) == ({"step": 1}, 3)
     assert math.isnan(last["loss"])

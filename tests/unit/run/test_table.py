@@ -45,9 +45,8 @@ def test_the_table_shows_the_keys_in_which_runs_differ(tmp_path: Path) -> None:
     make(tmp_path / "cifar/7_0", lr=0.1, seed=1, epochs=3, data_dir="${oc.env:X}")
     make(tmp_path / "cifar/7_1", lr=0.2, seed=1, epochs=3, data_dir="${oc.env:X}")
     make(tmp_path / "cifar/7_2", "failed", 4, "rank 1 on node3 failed first: out of memory", lr=0.4, seed=1, epochs=3)
-    (tmp_path / "cifar/7_2/metrics.jsonl").write_text(
-        '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25}\n{"step": 5, "lo'
-    )
+    rows = '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25}\n{"step": 5, "lo'
+    (tmp_path / "cifar/7_2/metrics.jsonl").write_text(rows)
     files.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})  # of an earlier attempt
     for number in range(3):
         os.utime(tmp_path / f"cifar/7_{number}", (number, number))
@@ -66,9 +65,8 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
         if number in (0, 3):
             make(tmp_path / f"{number}", lr=(number + 1) / 10, seed=0)
         (tmp_path / f"{number}").mkdir(exist_ok=True)
-        files.write_json(
-            tmp_path / f"{number}/job.yaml", {"job_id": f"7_{number}", "recipe": "cifar", "arguments": words}
-        )
+        about = {"job_id": f"7_{number}", "recipe": "cifar", "arguments": words}
+        files.write_json(tmp_path / f"{number}/job.yaml", about)
     refuse(tmp_path / "2", "node7: no GPU")
     directory.write_status(tmp_path / "3", "failed", attempt=1, step=50, reason="lost")
     (tmp_path / "3/metrics.jsonl").write_text('{"step": 50, "loss": 0.5, "val_top1": 0.95}\n')
