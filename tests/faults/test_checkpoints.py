@@ -214,11 +214,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, disk: Path) -> None:
     run_dir = disk / "run"
     ended = helpers.finish(start(run_dir, *LARGE, "max_steps=40", ranks=0)).expect(3)
-    said = [
-        line
-        for line in ended.lines
-        if " cannot be written (No space left on device" in line and line.startswith("broken: ")
-    ]
+    line = re.compile(r"broken: .* cannot be written \(No space left on device")
+    said = list(filter(line.match, ended.lines))
     assert len(said) == 1, ended.out
     assert str(run_dir) in said[0]
     assert len(re.findall(r"\d[\d.,]* ?[KMG]i?B", said[0])) >= 2, said  # what it takes, and what there is

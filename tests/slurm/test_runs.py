@@ -14,14 +14,7 @@ from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(400)
-KEYS = (
-    "recipe=mnist",
-    "dataset=fake",
-    "device=cpu",
-    "cpu_threads=1",
-    "epochs=100000",
-    "log_every_steps=5",
-)
+KEYS = ("recipe=mnist", "dataset=fake", "device=cpu", "cpu_threads=1", "epochs=100000", "log_every_steps=5")
 
 
 @pytest.fixture(scope="module")

@@ -79,9 +79,8 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
         r"continues from step 3",
         said["recipe"],
     )
-    assert re.fullmatch(
-        rf"ok: 3 checkpoints of up to [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"]
-    )
+    disk = rf"ok: 3 checkpoints of up to [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints"
+    assert re.fullmatch(disk, said["disk"])
     assert (everything(repo), everything(trained)) == before
     assert list(temporary.iterdir()) == []
 

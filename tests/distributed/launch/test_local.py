@@ -33,8 +33,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(elsewhere: Path) -> Ended:
-    ended = helpers.run_fork([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere).expect(0)
-    return ended
+    return helpers.run_fork([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere).expect(0)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,8 @@ def run_dir(elsewhere: Path, first: Ended) -> Path:
 def test_a_run_prints_its_size_and_run_directory(first: Ended, run_dir: Path) -> None:
     assert "mnist: 2 ranks on 1 node, cpu, gloo" in first.lines
     assert f"run directory: {run_dir}" in first.lines
-    steps = [line for line in first.lines if "  epoch 1/4  step " in line]
-    assert [line.split()[4] for line in steps] == [
-        f"{step}/10" for step in (1, 3, 4, 6, 8, 9, 10)
-    ]  # only rank 0 prints
+    steps = [line.split()[4] for line in first.lines if "  epoch 1/4  step " in line]
+    assert steps == [f"{step}/10" for step in (1, 3, 4, 6, 8, 9, 10)]  # only rank 0 prints
     assert "Traceback" not in first.out
 
 
@@ -208,11 +205,8 @@ def test_signals_at_the_same_time_are_one_stop() -> None:
     """Hangups: the kernel sends one where a terminal goes, and the shell passes its own on when it ends. Signals that come together:
     `timeout 1h python launch.py …` sends its own to the launcher, and then to its group, which the launcher is in."""
     ranks = STUBBORN + SLEEP.replace("30", "3")
-    cases = (
-        (signal.SIGHUP, 0.1, signals.TOGETHER_S),
-        (signal.SIGTERM, 0.1, 60),
-        (signal.SIGHUP, 0.6, signals.TOGETHER_S),
-    )
+    usual = signals.TOGETHER_S
+    cases = ((signal.SIGHUP, 0.1, usual), (signal.SIGTERM, 0.1, 60), (signal.SIGHUP, 0.6, usual))
     started = [helpers.start(launch(ranks, 1, together_s=together_s)) for _, _, together_s in cases]
     for process in started:
         ups(process, 1)

@@ -106,11 +106,8 @@ def test_an_evaluation_with_shifts_gives_them_half_of_the_weight(train: Train) -
     assert all(map(torch.equal, seen, [view.byte() for view in (*views, *map(TF.hflip, views))]))
     answers = [forward.outputs for forward in trained.evaluation]
     logits = sum(answers) + answers[0] + answers[3]
-    found, wanted, other = (
-        trained.results,
-        *([one_rank.top(one, TEST.labels, k) for k in (1, 5)] for one in (logits, sum(answers))),
-    )
-    assert [found["val_top1"], found["val_top5"]] == wanted != other
+    wanted, other = ([one_rank.top(one, TEST.labels, k) for k in (1, 5)] for one in (logits, sum(answers)))
+    assert [trained.results["val_top1"], trained.results["val_top5"]] == wanted != other
 
 
 def test_a_rank_takes_its_own_samples(train: Train) -> None:
@@ -180,11 +177,8 @@ def test_the_networks_are_the_variants_for_32_px() -> None:
         net.get_submodule(last).register_forward_hook(lambda module, inputs, output: sides.append(output.shape[-1]))
         assert net.train()(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     assert sides == [4, 3, 3]
-    assert [sum(p.numel() for p in net.parameters()) for net in (resnet18, shallow, deep)] == [
-        11_173_962,
-        1_972_792,
-        9_918_776,
-    ]
+    sizes = [sum(p.numel() for p in net.parameters()) for net in (resnet18, shallow, deep)]
+    assert sizes == [11_173_962, 1_972_792, 9_918_776]
     assert not any(block.bn2.weight.any() for block in (*resnet18.layer1, *resnet18.layer4))  # type: ignore[misc]
 
 
@@ -197,9 +191,8 @@ def test_the_first_layer_of_airbench_whitens_patches() -> None:
 
 def test_the_keys_select_the_network() -> None:
     run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
-    nets = [
-        cifar.make_net(Config(arch=arch, weight_decay=0, sync_bn=arch is Arch.airbench94), run, IMAGES) for arch in Arch
-    ]
+    configs = [Config(arch=arch, weight_decay=0, sync_bn=arch is Arch.airbench94) for arch in Arch]
+    nets = [cifar.make_net(config, run, IMAGES) for config in configs]
     assert [net.head.out_features if isinstance(net, cifar.AirBench) else 0 for net in nets] == [0, 10, 10]
     assert [sum(p.numel() for p in net.parameters()) > 9_000_000 for net in nets] == [True, False, True]
     assert [any(isinstance(m, nn.SyncBatchNorm) for m in net.modules()) for net in nets] == [False, True, False]

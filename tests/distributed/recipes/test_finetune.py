@@ -19,14 +19,8 @@ from recipes.core.train import checkpoint, models, optimisation
 from tests import helpers, states
 from tests.distributed import one_rank
 
-SMALL = (
-    "arch=shufflenet_v2_x0_5",
-    "pretrained=false",
-    "px=32",
-    "val_resize=32",
-    "num_workers=0",
-    "global_batch_size=6",
-)
+WORDS = ("arch=shufflenet_v2_x0_5", "pretrained=false", "px=32", "val_resize=32")
+SMALL = (*WORDS, "num_workers=0", "global_batch_size=6")
 COLORS = {"blue": (30, 60, 220), "green": (40, 200, 60), "red": (220, 40, 50)}
 
 
@@ -130,10 +124,8 @@ def launched(folder: Path, photographs: Path, ranks: int, *words: str) -> Path:
 
 
 def test_metrics_are_the_same_on_one_two_and_three_ranks(tmp_path: Path, photographs: Path) -> None:
-    rows = [
-        helpers.rows(launched(tmp_path / str(ranks), photographs, ranks, "epochs=2", "train=head", "erasing=0.5"))
-        for ranks in (1, 2, 3)
-    ]
+    words = ("epochs=2", "train=head", "erasing=0.5")
+    rows = [helpers.rows(launched(tmp_path / str(ranks), photographs, ranks, *words)) for ranks in (1, 2, 3)]
     for name in ("loss", "val_f1", "val_top1"):
         alone, *others = ([row[name] for row in found if name in row] for found in rows)
         for other in others:
@@ -141,20 +133,12 @@ def test_metrics_are_the_same_on_one_two_and_three_ranks(tmp_path: Path, photogr
 
 
 def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: Path, photographs: Path) -> None:
-    words = [
-        "max_steps=6",
-        "epochs=2",
-        "checkpoint_every_steps=3",
-        "num_workers=1",
-        "train=lora",
-        "cutmix=1",
-        "ema=0.9",
-    ]
-    whole = launched(tmp_path / "whole", photographs, 1, *words)
+    keys = ["max_steps=6", "epochs=2", "checkpoint_every_steps=3", "num_workers=1", "train=lora", "cutmix=1", "ema=0.9"]
+    whole = launched(tmp_path / "whole", photographs, 1, *keys)
     folder = tmp_path / "again/checkpoints"
     folder.mkdir(parents=True)
     shutil.copy(whole / "checkpoints/step-00000003.pt", folder)
-    again = launched(tmp_path / "again", photographs, 1, *words)
+    again = launched(tmp_path / "again", photographs, 1, *keys)
     assert helpers.rows(again)[0]["step"] == 4
     first, second = (checkpoint.read(run_dir / "checkpoints/step-00000006.pt") for run_dir in (whole, again))
     assert states.digest(first) == states.digest(second)

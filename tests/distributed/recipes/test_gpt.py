@@ -116,15 +116,8 @@ def test_what_follows_from_the_depth() -> None:
     assert sum(p.numel() for p in net.blocks.parameters()) == parameters
     assert [Config(depth=depth).kv_heads for depth in (1, 2, 3, 4, 5, 6, 16, 20)] == [1, 1, 1, 1, 5, 2, 4, 5]
     assert Config(depth=3).head_lr == pytest.approx(0.008)
-    given = {
-        "width": 128,
-        "kv_heads": 2,
-        "global_batch_size": 7,
-        "tokens": 10_000,
-        "max_steps": 3,
-        "embed_lr": 0.5,
-        "head_lr": 0.25,
-    }
+    given = {"width": 128, "kv_heads": 2, "global_batch_size": 7, "tokens": 10_000, "embed_lr": 0.5}
+    given |= {"max_steps": 3, "head_lr": 0.25}
     assert {name: getattr(Config(**given), name) for name in given} == given
     assert Config(tokens=1000, seq_len=10, global_batch_size=30).max_steps == 4
 

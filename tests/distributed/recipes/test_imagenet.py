@@ -211,10 +211,8 @@ def test_the_optimizer_settings() -> None:
     assert {group["nesterov"] for group in plain.param_groups} == {False}
     lars = imagenet.make_optimizer(Config(optimizer=imagenet.Optimizer.lars, **keys), net, 9.0)
     assert (type(lars), one_rank.decayed(net, lars)) == (LARS, {"weight": 0.25, "bias": 0.0})
-    assert [(group["adapt"], group["lr"], group["momentum"]) for group in lars.param_groups] == [
-        (True, 9.0, 0.8),
-        (False, 9.0, 0.8),
-    ]
+    settings = [(group["adapt"], group["lr"], group["momentum"]) for group in lars.param_groups]
+    assert settings == [(True, 9.0, 0.8), (False, 9.0, 0.8)]
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -276,16 +274,8 @@ def test_images_are_learnt_and_each_is_counted_once(photos: Path, tmp_path: Path
     words = [f"source={photos}", f"data_dir={packed}", "size=36", "workers=1"]
     ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words]).expect(0)
     assert "train: 2 images skipped" in ended.out
-    words = [
-        "ranks_per_node=2",
-        "epochs=4",
-        "ema=0.3",
-        "lr_batch_size=32",
-        "lr=0.06",
-        "mixup=0.1",
-        f"data_dir={packed}",
-    ]
-    ended = helpers.run_fork([*LOCAL, *SMALL, *words, f"run_dir={tmp_path}/run", f"stage_dir={tmp_path}/node"])
+    keys = ["ranks_per_node=2", "epochs=4", "ema=0.3", "lr_batch_size=32", "lr=0.06", "mixup=0.1", f"data_dir={packed}"]
+    ended = helpers.run_fork([*LOCAL, *SMALL, *keys, f"run_dir={tmp_path}/run", f"stage_dir={tmp_path}/node"])
     assert ended.status == 0, ended.out
     summary = helpers.read(tmp_path / "run", "summary")
     assert (summary["world_size"], summary["val_samples"], summary["skipped_samples"]) == (2, 37, 0)

@@ -70,8 +70,7 @@ def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "falls"),
-    [("cosine", [1, 0.933013, 0.75, 0.5, 0.25, 0.066987]), ("constant", [1] * 6)],
+    ("schedule", "falls"), [("cosine", [1, 0.933013, 0.75, 0.5, 0.25, 0.066987]), ("constant", [1] * 6)]
 )
 def test_the_learning_rate_schedule(train: Train, schedule: str, falls: list[float]) -> None:
     trained = train("epochs=2", "lr=0.01", "warmup=0.25", f"schedule={schedule}")

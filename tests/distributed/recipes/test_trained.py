@@ -25,9 +25,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with LoRA and averaged weights; beside its checkpoints, the logits of its last evaluation."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
-        trained = one_rank.train(
-            finetune, folder, patched, *WORDS, "epochs=1", "train=lora", "ema=0.5", "keep_best=false"
-        )
+        words = (*WORDS, "epochs=1", "train=lora", "ema=0.5", "keep_best=false")
+        trained = one_rank.train(finetune, folder, patched, *words)
     torch.save([trained.evaluation[0].inputs, trained.evaluation[0].outputs], folder / "answers.pt")
     return folder
 

@@ -23,16 +23,8 @@ from recipes.core.train.run import Run
 from tests.distributed import one_rank
 
 META = torch.device("meta")
-SMALL = (
-    "arch=resnet18",
-    "dataset=fake",
-    "px=32",
-    "small_px=32",
-    "val_px=32",
-    "val_resize=32",
-    "num_workers=0",
-    "global_batch_size=4",
-)
+PX = ("px=32", "small_px=32", "val_px=32", "val_resize=32")
+SMALL = ("arch=resnet18", "dataset=fake", *PX, "num_workers=0", "global_batch_size=4")
 STEPS: list[tuple[ModuleType, tuple[str, ...]]] = [
     (toy, ()),
     (mnist, ("dataset=fake", "accumulate=2")),

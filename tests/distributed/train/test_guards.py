@@ -55,9 +55,7 @@ def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(held: list[forke
         [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]
         at = watcher.index("recipes.core.run.watchdog")
         assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
-    found = {
-        path.relative_to(run_dir): stat.S_IMODE(path.stat().st_mode) for path in run_dir.rglob("*") if path.is_file()
-    }
+    found = {p.relative_to(run_dir): stat.S_IMODE(p.stat().st_mode) for p in run_dir.rglob("*") if p.is_file()}
     assert {Path("checkpoints/step-00000005.pt"), Path("logs/rank1.log"), Path("metrics.jsonl")} <= found.keys()
     assert {name: oct(mode) for name, mode in found.items() if mode & 0o137} == {}
     assert stat.S_IMODE((run_dir / "checkpoints").stat().st_mode) == 0o750
@@ -70,10 +68,8 @@ def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(held: list[forke
     before = (run_dir / "status.json").read_bytes()
     helpers.attempt(run_dir, launch="other", step=5)
     ended = helpers.finish(held[0], timeout_s=30).expect(3)
-    assert (
-        ended.lines[-1]
-        == f"broken: {run_dir}: a later attempt (other) writes to this run directory, so this attempt ends"
-    )
+    line = f"broken: {run_dir}: a later attempt (other) writes to this run directory, so this attempt ends"
+    assert ended.lines[-1] == line
     assert (run_dir / "status.json").read_bytes() == before
 
 

@@ -81,9 +81,7 @@ class Trained:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, resumes: bool = False, **keys: Any) -> tuple[dict[str, Any], Run]:
-        of_run = [
-            f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith(("checkpoint_", "keep_", "resume"))
-        ]
+        of_run = [f"{key}={keys.pop(key)}" for key in list(keys) if key.startswith(("checkpoint_", "keep_", "resume"))]
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
         with rendezvous.process_group(start, torch.device("cpu")) as world, signals.stop_flag() as stop:
@@ -145,9 +143,8 @@ def test_the_best_checkpoint_is_that_of_best_metric(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_without_best_metric_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"best_metric=f1: must be one of the numbers that the evaluation returns \(val_top1\)$"
-    ):
+    line = r"best_metric=f1: must be one of the numbers that the evaluation returns \(val_top1\)$"
+    with pytest.raises(InputError, match=line):
         Trained(tmp_path).run(best_metric="f1")
 
 
@@ -240,9 +237,8 @@ def test_a_call_left_out_or_made_twice_ends_the_run(tmp_path: Path, call: str, t
 
 @pytest.mark.parametrize("reduction", [torch.mean, lambda losses: losses], ids=["mean", "(B, 1)"])
 def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduction: Any) -> None:
-    with pytest.raises(
-        RunError, match=r'losses of shape \(.*\), not \(5,\): give one loss per sample, reduction="none"'
-    ):
+    line = r'losses of shape \(.*\), not \(5,\): give one loss per sample, reduction="none"'
+    with pytest.raises(RunError, match=line):
         Trained(tmp_path, reduction=reduction).run()
 
 
@@ -266,9 +262,8 @@ def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
 
 
 def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError, match=r"^main\(\) has left the loop over loop\.steps\(\) before its end: remove the break"
-    ):
+    line = r"^main\(\) has left the loop over loop\.steps\(\) before its end: remove the break"
+    with pytest.raises(RunError, match=line):
         Trained(tmp_path, leave_at=3).run(resumes=True, epochs=3)
     assert helpers.read(tmp_path, "status")["state"] == "running"
 
@@ -367,24 +362,22 @@ def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Pa
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
 
 
-@pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(3, 4, [1.0]), (4, 4, [1.0]), (6, 6, [1.0, 2.0, 3.0])])
+@pytest.mark.parametrize(("stop_at", "step", "count"), [(3, 4, 1), (4, 4, 1), (6, 6, 3)])
 def test_a_stop_saves_at_its_step_without_an_older_evaluation(
-    tmp_path: Path, stop_at: int, step: int, evaluated: list[float]
+    tmp_path: Path, stop_at: int, step: int, count: int
 ) -> None:
     trained = Trained(tmp_path, stop_at=stop_at)
     results, run = trained.run(epochs=3)
     assert (run.state.step, bool(run.stopping)) == (step, stop_at != 6)
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}.pt\n"
-    assert trained.evaluations == len(evaluated)
+    assert trained.evaluations == count
     if stop_at == 6:  # the run is over all the same
         assert results == {"val_top1": 3.0}
     else:
         assert "val_top1" not in helpers.rows(tmp_path)[-1]
 
 
-@pytest.mark.parametrize(
-    ("step", "values"), [(4, [0.1, 0.9, 0.5]), (6, [0.1, 0.2, None, 0.9])], ids=["before it", "in the last one"]
-)
+@pytest.mark.parametrize(("step", "values"), [(4, [0.1, 0.9, 0.5]), (6, [0.1, 0.2, None, 0.9])])
 def test_a_postponed_evaluation_runs_first_on_a_resume(tmp_path: Path, step: int, values: list[float | None]) -> None:
     """The row of its step is written again with the results, and the best evaluation has its checkpoint."""
     trained = Trained(tmp_path, values=values, stop_at=4 if step == 4 else 0)
@@ -435,9 +428,8 @@ def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: P
 
 def test_an_evaluation_cut_short_elsewhere_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
-    ends = loop._StepEnds(
-        run, run.settings.config, nn.Linear(1, 1), GlobalBatches(10, 5, 0, 0, 1), lambda: {"val_top1": 0.9}
-    )
+    net, batches = nn.Linear(1, 1), GlobalBatches(10, 5, 0, 0, 1)
+    ends = loop._StepEnds(run, run.settings.config, net, batches, lambda: {"val_top1": 0.9})
     theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
     monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
     assert not ends._evaluate()
@@ -519,10 +511,8 @@ def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
     _, run = Trained(tmp_path, values=[0.5, 0.75, 0.25, 0.75, 0.125]).run(epochs=5, keep_checkpoints=1)
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
-        "step-00000004.pt",
-        "step-00000010.pt",
-    ]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert left == ["step-00000004.pt", "step-00000010.pt"]
     assert run.state.meta["best"] == {"val_top1": 0.75, "step": 4}
 
 
@@ -594,9 +584,8 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(mo
     assert store.timeout == worlds.TORCH_TIMEOUT  # torch counts the time in which a job is suspended
     assert set(names) == {"7-attempt-2-gloo"}
     info = dataclasses.replace(info, master_addr="fe80::1%none")  # whose interface does not exist
-    with pytest.raises(
-        errors.MachineError, match=r"cannot resolve fe80::1%none, the host of rank 0 \(.*: set MASTER_ADDR"
-    ):
+    line = r"cannot resolve fe80::1%none, the host of rank 0 \(.*: set MASTER_ADDR"
+    with pytest.raises(errors.MachineError, match=line):
         rendezvous._meet(info, "gloo", 40.0)
 
 

@@ -25,9 +25,8 @@ def test_a_run_resumed_from_an_older_checkpoint_continues_from_there(tmp_path: P
     folder, again = tmp_path / "run/checkpoints", {"TORCHELASTIC_RESTART_COUNT": "1"}
 
     def resumed(*words: str, **environ: str) -> int:
-        ended = helpers.run_fork(
-            [*argv, *words], cwd=tmp_path, environ=helpers.clean_environment(**ONE_RANK, **environ)
-        ).expect(0)
+        place = helpers.clean_environment(**ONE_RANK, **environ)
+        ended = helpers.run_fork([*argv, *words], cwd=tmp_path, environ=place).expect(0)
         [line] = [line for line in ended.lines if line.startswith("resumed from ")]
         assert line.startswith(f"resumed from {folder}/step-"), line
         return int(line.rpartition(" ")[2])
@@ -148,9 +147,7 @@ def test_a_resume_names_the_code_that_has_changed(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "recipes.toy", *keys]
 
     def run(*words: str) -> str:
-        return helpers.run(
-            [*argv, *words], cwd=repo, environ={**helpers.clean_environment(), "PYTHONPATH": str(repo)}
-        ).out
+        return helpers.run([*argv, *words], cwd=repo, environ=helpers.clean_environment(PYTHONPATH=str(repo))).out
 
     assert "code has changed" not in run()
     assert "code has changed" not in run("max_steps=3", "force=true")

@@ -48,9 +48,8 @@ def test_cutout_covers_one_square_in_each_image() -> None:
             height, width = len(rows), len(columns)
             assert 2 <= height <= 4
             assert 2 <= width <= 4
-            assert (
-                covered.sum() == height * width == covered[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].sum()
-            )
+            square = covered[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+            assert covered.sum() == height * width == square.sum()
             assert torch.equal(image[:, ~covered], original[:, ~covered])
             touches_border += height * width < 16
     assert 0.2 < touches_border / (20 * COUNT) < 0.8  # its middle may be anywhere

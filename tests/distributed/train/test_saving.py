@@ -85,9 +85,8 @@ def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: p
 def test_free_space_is_checked_before_the_state_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=3999)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(
-        MachineError, match=r"cannot be written \(No space left on device; 4\.0 kB needed, 4\.0 kB free"
-    ):
+    line = r"cannot be written \(No space left on device; 4\.0 kB needed, 4\.0 kB free"
+    with pytest.raises(MachineError, match=line):
         make_saver(tmp_path).save(content())
     assert names(tmp_path) == []
     # As some network file systems say.
@@ -136,10 +135,8 @@ def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> No
         saver.save(content(step), best=step == 7)
     saver.wait()
     assert steps_left(tmp_path) == [7, 10, 20, 24, 25]
-    assert (checkpoint.named(tmp_path, "best"), checkpoint.named(tmp_path, "latest")) == (
-        "step-00000007.pt",
-        "step-00000025.pt",
-    )
+    assert checkpoint.named(tmp_path, "best") == "step-00000007.pt"
+    assert checkpoint.named(tmp_path, "latest") == "step-00000025.pt"
 
 
 def test_candidates_are_checkpoints_newest_first(tmp_path: Path) -> None:

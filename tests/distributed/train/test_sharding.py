@@ -117,17 +117,9 @@ def test_an_evaluation_before_the_first_step_and_other_memory_formats() -> None:
 
 
 def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> None:
-    words = [
-        "device=cpu",
-        "dataset=fake",
-        "strategy=fsdp",
-        "accumulate=2",
-        "global_batch_size=3",
-        "max_steps=2",
-        "timeout_s=20",
-    ]
+    words = ["device=cpu", "dataset=fake", "strategy=fsdp", "accumulate=2", "global_batch_size=3", "max_steps=2"]
     code = "from recipes import mnist; mnist.session.run(mnist.main, mnist.entry.begin('mnist'))"
-    helpers.run_ranks(code, [*words, f"run_dir={tmp_path}"], 2).expect(0)
+    helpers.run_ranks(code, [*words, "timeout_s=20", f"run_dir={tmp_path}"], 2).expect(0)
 
 
 def test_muon_treats_whole_matrices(tmp_path: Path) -> None:
