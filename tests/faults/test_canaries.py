@@ -171,7 +171,9 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, 
         checkpoint.read(path)
 
 
-def test_links_named_as_a_temporary_file_or_lock_are_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_at_the_names_of_a_temporary_file_and_a_lock_are_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The temporary name cannot be guessed; here it is known, and a link to another file lies there."""
     monkeypatch.setattr(secrets, "token_hex", lambda count=None: "0" * 8)
     (tmp_path / "victim").write_text("mine")

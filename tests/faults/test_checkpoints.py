@@ -174,7 +174,9 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("after", ["rows of rank 1", "file of rank 0"])
-def test_a_kill_between_files_leaves_a_valid_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoint_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
     """strategy=fsdp: a later attempt writes the same step with another number of ranks."""
     monkeypatch.setattr(
         sharding,

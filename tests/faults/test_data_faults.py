@@ -15,19 +15,17 @@ import resource
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from recipes import prepare
 from recipes.core.data import decode, image_sets
-from recipes.core.data.decode import Crop
 from recipes.core.data.packed import format, write
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
@@ -95,19 +93,18 @@ PHOTOS = (
 )
 
 
-def cropped(content: bytes, decoder: str, crop: Crop) -> str:
+def cropped(content: bytes, decoder: str, crop: Callable[..., object]) -> str:
     """What becomes of an image while it is trained on: ``read``, or why it is unreadable."""
     made = decode.make_decoder(decoder)
     try:
-        crop(made, decode.decode_any(made, content), np.zeros((32, 32, 3), np.uint8))
+        crop(made, decode.decode_any(made, content), 32)
     except Unreadable as error:
         one_line(str(error))
         return str(error)
     return "read"
 
 
-UNIFORM = torch.rand(2 * decode.TRIES + 2).tolist()
-CROPS = (partial(decode.centre_crop, 40), partial(decode.random_crop, UNIFORM, 0.08))
+CROPS = (partial(decode.centre_crop, shorter=40), partial(decode.random_crop, least=0.08, flip=True))
 
 
 def test_a_damaged_photo_is_decoded_or_skipped(decoder: str) -> None:
@@ -144,7 +141,7 @@ def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: 
     """With a shorter side of 256 px it would take 11 GiB."""
     content = encoded(Image.new("RGB", (width, height)))
     with bounded():
-        assert "its longer side is too long" in cropped(content, decoder, partial(decode.centre_crop, 256))
+        assert "its longer side is too long" in cropped(content, decoder, partial(decode.centre_crop, shorter=256))
         assert cropped(content, decoder, CROPS[1]) == "read"
 
 

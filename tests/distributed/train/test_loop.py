@@ -620,7 +620,9 @@ def test_an_evaluation_of_another_model_is_refused() -> None:
         (watchdog.OUTSIDE, {"rank": 1}, False),
     ],
 )
-def test_a_wait_with_no_rank_behind_ends(monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, ends: bool) -> None:
+def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
+    monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, ends: bool
+) -> None:
     """If no rank is behind, the network is the cause."""
     said: list[Any] = []
     over = threading.Event()

@@ -85,7 +85,9 @@ def test_the_head_of_every_classifier_is_its_last_layer() -> None:
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "squeezenet1_0"])  # their heads are a linear layer and a convolution
-def test_a_new_head_leaves_the_other_weights_of_the_file(hub: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
     state = torchvision.models.get_model(arch, weights=None).state_dict()
     path = saved(state, hub)
     monkeypatch.setattr(models, "cached", lambda weights: path)

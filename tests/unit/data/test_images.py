@@ -289,7 +289,9 @@ def flip_a_label(path: Path) -> None:
         (lambda copy: flip_a_label(copy / "train.index"), r"train.index' is damaged"),
     ],
 )
-def test_a_damaged_copy_is_refused(packed: Path, tmp_path: Path, damage: Callable[[Path], object], says: str) -> None:
+def test_a_damaged_packed_copy_is_found_when_it_is_opened(
+    packed: Path, tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
     shutil.copytree(packed, tmp_path / "copy")
     damage(tmp_path / "copy")
     with pytest.raises(InputError, match=says) as caught:

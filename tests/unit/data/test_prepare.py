@@ -140,7 +140,9 @@ def test_a_server_that_misbehaves_is_named_and_leaves_no_file(
     assert there(tmp_path / "data") == {}
 
 
-def test_download_progress(server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_says_how_far_it_is(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 0)
     server.answers["large"] = content(data := bytes(5 << 19))
     assert prepare.download(url := f"{server.url}large") == data

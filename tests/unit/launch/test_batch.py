@@ -95,7 +95,9 @@ def test_a_job_that_lost_its_files_is_refused(tmp_path: Path, stubs: Stubs, monk
         batch.begin("mnist", words, environ)
 
 
-def test_a_job_ended_early_says_what_follows(tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
+    tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
     stub_scontrol(stubs, RUNNING.replace("RUNNING", "PENDING") + " Restarts=1")
     assert finish(tmp_path, srun_status=143) == errors.EXIT_REQUEUE
@@ -199,7 +201,9 @@ def test_a_job_without_progress_is_not_requeued(
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
-def test_programs_without_steps_are_requeued(tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_is_requeued_without_steps_up_to_max_requeues(
+    tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
     stub_scontrol(stubs)
     for number in range(2):
         attempts.begin(helpers.attempt(tmp_path, launch="7.1", step=None), 0, own=False, of_program=True)

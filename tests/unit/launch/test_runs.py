@@ -95,7 +95,9 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     ("word", "expected"),
     [("last", ["13_1"]), ("13", ["13_1"]), ("13_1", ["13_1"]), ("11", ["11"]), ("runs", ["11", "12", "13_1"])],
 )
-def test_how_a_run_is_found(root: Path, monkeypatch: pytest.MonkeyPatch, word: str, expected: list[str]) -> None:
+def test_a_run_is_found_by_its_folder_job_or_as_the_last(
+    root: Path, monkeypatch: pytest.MonkeyPatch, word: str, expected: list[str]
+) -> None:
     monkeypatch.chdir(root)
     assert [path.name for path in runs.find([word], root)] == expected
 

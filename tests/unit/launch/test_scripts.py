@@ -79,7 +79,9 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
         ("--gres", ("device=cpu",), {}),
     ],
 )
-def test_a_profile_has_options_for_gpus(site: Path, way: str, words: tuple[str, ...], expected: dict[str, str]) -> None:
+def test_the_profile_chooses_the_options_for_gpus_and_nodes(
+    site: Path, way: str, words: tuple[str, ...], expected: dict[str, str]
+) -> None:
     nodes = {"--exclusive": "", "--mem": "0", "--switches": "1@30:00"}
     count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
     site.write_text(f"gpus: {way}\n{count}extra: --exclusive --mem=0 --switches=1@30:00\n")

@@ -103,7 +103,9 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypa
         ("running", ("JobState=FAILED",), ""),
     ],
 )  # fmt: skip
-def test_slurm_is_asked_once(tmp_path: Path, stubs: Stubs, state: str, fields: tuple[str, ...], used: str) -> None:
+def test_slurm_is_asked_once_for_the_state_of_the_job(
+    tmp_path: Path, stubs: Stubs, state: str, fields: tuple[str, ...], used: str
+) -> None:
     stubs.add("scontrol", r"printf '%s\n' 'JobId=7 JobName=x' " + shlex.join(fields))
     an_attempt(tmp_path, state, job="7", launch="7.0", cluster="")
     problem = look(tmp_path, SLURM_JOB_ID="8")
