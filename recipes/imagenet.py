@@ -98,7 +98,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     loader = TorchLoader(
-        Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)), batches, collate=image_sets.batch,
+        Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)), batches, collate=image_sets.collate,
         num_workers=images.workers(run, cfg.num_workers), device=world.device, warn=run.warn,
     )  # fmt: skip
     run.say(f"decoder: {validation.decoder}")

@@ -1,6 +1,6 @@
 """Reading large JPEGs on one core: random crops of 224 px through `TorchLoader`, against ImageFolder in a DataLoader.
 
-Both sides do the same work: crops as uint8; or crops mirrored at random and normalised to floats, which the recipe leaves to its device.
+Both sides do the same work: crops as uint8; or crops mirrored at random and normalised to floats. The recipe normalises on its device.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class OurEpochs:
         batches = GlobalBatches(len(found), BATCH_SIZE, 0, rank=0, world_size=1)
         crops = Crops(found, decoder, partial(imagenet.training_crop, Config(px=px, flip=flip), 1))
         device = torch.device("cpu")
-        self._loader = TorchLoader(crops, batches, collate=image_sets.batch, num_workers=workers, device=device)
+        self._loader = TorchLoader(crops, batches, collate=image_sets.collate, num_workers=workers, device=device)
         self._epochs = itertools.count()
 
     def next(self, batches: Callable[[TorchLoader, int], Iterator[Batch]]) -> Iterator[Batch]:

@@ -394,7 +394,7 @@ def decoding(place: Place) -> Figures:
     workers, batch = max(1, len(os.sched_getaffinity(0)) - 2), place.size(256, 4)
     crops = Crops(image_sets.Fake(1_000_000), "auto", partial(imagenet.training_crop, Config(), 1))
     batches, cpu = GlobalBatches(len(crops), batch, 0, 0, 1), torch.device("cpu")
-    loader = TorchLoader(crops, batches, collate=image_sets.batch, num_workers=workers, device=cpu)
+    loader = TorchLoader(crops, batches, collate=image_sets.collate, num_workers=workers, device=cpu)
     over, decoded = threading.Event(), [0]
 
     def read() -> None:

@@ -79,7 +79,7 @@ def _of_torch(name: str, decode_jpeg: Callable[[Tensor], Any]) -> Decoder:
 
 
 def _resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    # Contiguous: torch would otherwise copy with its own threads, in each of ours. Writable: torch would otherwise warn.
+    # Contiguous: torch would otherwise copy with its own threads. Writable: torch would otherwise warn.
     # Made a batch of one before the axes are permuted: torch then sees channels_last, and its result needs no transposing.
     source = torch.from_numpy(np.require(pixels, None, ["C", "W"]))[None].permute(0, 3, 1, 2)
     done = interpolate(source, size=(height, width), mode="bilinear", antialias=True)
@@ -144,4 +144,4 @@ def centre_crop(decoder: Decoder, pixels: Pixels, side: int, shorter: int) -> Pi
         pixels = decoder.resize(pixels, height, width)
     # round() as in torchvision's center_crop, which prefers the even one of two centres
     y, x = round((height - side) / 2), round((width - side) / 2)
-    return pixels[y : y + side, x : x + side].copy()
+    return pixels[y : y + side, x : x + side].copy()  # Pillow's pixels are read-only

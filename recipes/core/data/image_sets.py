@@ -73,8 +73,8 @@ def open_images(folder: Path, split: str, report: Callable[[object], None] = lam
 class Crops(Dataset[tuple[Tensor, int]]):
     """The images of a set, decoded and cropped, uint8 (S, S, 3), and their labels.
 
-    decoder: as in `make_decoder`, which may raise InputError. crop: makes a crop of an image, in the epoch that its last argument states.
-    An image that cannot be read is black, and its label is IGNORE.
+    decoder: as in `make_decoder`, which may raise InputError. crop: called with the decoder, the image's pixels and the epoch (-1 in an
+    evaluation); returns the crop. An image that cannot be read is black, and its label is IGNORE.
     """
 
     def __init__(self, images: Images, decoder: str, crop: Callable[[Decoder, Pixels, int], Pixels]) -> None:
@@ -94,10 +94,11 @@ class Crops(Dataset[tuple[Tensor, int]]):
         except (OSError, Unreadable) as error:
             black = torch.from_numpy(self._crop(decoder, np.zeros((1, 1, 3), np.uint8), self._epoch))
             why = (isinstance(error, OSError) and error.strerror) or str(error)
-            raise SkippedSample(f"{self.images.place}: {self.images.name(i)}", why, (black, IGNORE)) from None
+            name = f"{Path(self.images.place).name}/{self.images.name(i)}"  # the same on all nodes
+            raise SkippedSample(name, why, (black, IGNORE)) from None
 
 
-def batch(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Makes a batch of `Crops`, for `TorchLoader`: uint8 (B, 3, S, S) in channels_last, and labels, int64 (B,)."""
+def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Makes a batch of samples of `Crops`: uint8 (B, 3, S, S) in channels_last, and labels, int64 (B,)."""
     images, labels = default_collate(samples)
     return images.permute(0, 3, 1, 2), labels

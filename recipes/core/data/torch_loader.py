@@ -6,11 +6,15 @@ are the same on any number of ranks and workers, and after a resume in the middl
 
 import contextlib
 import json
+import os
 import random
+import shutil
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,16 +26,24 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard
 from recipes.core.errors import InputError, RunError
+from recipes.core.place import processes
 
 Collate = Callable[[list[Any]], Any]
 Index = tuple[int, Sequence[int]]  # the epoch and the samples of a batch
 EVALUATION = -1  # in place of an epoch
 # More skipped samples than this, and more than this fraction of those of the epoch or evaluation so far, end the run.
 MOST_SKIPPED, FRACTION = 10, 0.01
+LITTLE_SHM = (
+    256 << 20
+)  # bytes free in /dev/shm, which holds the batches of workers, at which a failure of a worker mentions it
 
 
 class SkippedSample(Exception):
-    """Raised by ``dataset[i]`` for a sample that cannot be read: its name, the reason, and a sample for its place, which the loss ignores."""
+    """Raised by ``dataset[i]`` for a sample that cannot be read. The batch has ``instead`` in its place: give it a label that the loss ignores."""
+
+    def __init__(self, name: str, reason: str, instead: Any) -> None:
+        super().__init__(name, reason)
+        self.instead = instead
 
 
 def unchanged(sample: Any) -> Any:  # not a lambda: workers that are spawned unpickle it
@@ -71,9 +83,10 @@ class TorchLoader(_Loaded):
     """The samples of a map-style ``dataset`` that ``batches`` selects, in worker processes that last as long as the loader.
 
     Within ``dataset[i]``, the global generators of torch, Python and NumPy are seeded for the sample: random transforms repeat exactly.
-    An InputError there ends the run with its line; `SkippedSample` is counted, until there are too many. ``dataset.set_epoch``, if it
-    exists, is called before samples are read. num_workers: processes per rank; 0 reads in the main process. collate: makes a batch of a
-    list of samples. warn: gets a line if a sample differs between two reads, and for each skipped one.
+    An InputError there ends the run with its line. A `SkippedSample` is counted and replaced; the run fails if there are too many.
+    ``dataset.set_epoch``, if it exists, is called with the epoch (-1 in an evaluation) before each batch. num_workers: processes per rank,
+    which also end with the thread that took the first batch; 0 reads in the main process. collate: makes a batch of a list of samples.
+    warn: gets a line if a sample differs between two reads, and for each skipped one.
     """
 
     def __init__(
@@ -102,13 +115,13 @@ class TorchLoader(_Loaded):
         return _Reader(_Collated(dataset, self._batches.seed, self._collate), self._workers, self._device)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises the InputError of a sample."""
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError: that of a sample, or if too many are skipped."""
         shards = list(self._batches.epoch(epoch, first_batch))
         wanted = ((epoch, shard.indices.tolist() or [0]) for shard in shards)
         yield from self._loaded(shards, self._read(self._training, wanted))
 
     def in_order(self, dataset: Dataset[Any], part: slice, batch_size: int) -> Iterator[Any]:
-        """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device. Raises the InputError of a sample."""
+        """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device. Raises as `epoch` does."""
         if not self._evaluation or self._evaluation.batches.dataset is not dataset:
             self._evaluation = self._reader(dataset)
         samples = range(len(dataset))[part]  # type: ignore[arg-type]
@@ -122,19 +135,17 @@ class TorchLoader(_Loaded):
 
     def _read(self, reader: "_Reader", wanted: Iterable[Index]) -> Iterator[Any]:
         """The batches on the CPU. Raises InputError if too many samples are skipped."""
-        seen = bad = 0
-        for found in reader.read(wanted):
-            if isinstance(found, Exception):
-                raise found
-            data, size, skipped = found
-            seen, bad = seen + size, bad + len(skipped)
+        seen, bad = 0, set[str]()
+        for data, size, skipped in reader.read(wanted):
+            seen += size
             for name, why in skipped:
+                bad.add(name)
                 if name not in self.skipped:
                     self.skipped.add(name)
                     self._warn(f"{name!r} cannot be read ({why}) and is skipped")
-            if skipped and bad > max(MOST_SKIPPED, FRACTION * seen):
-                example = "{!r}: {}".format(*skipped[-1])
-                raise InputError(f"{bad} of {seen} samples cannot be read ({example}): check that the data is complete")
+            if skipped and len(bad) > max(MOST_SKIPPED, FRACTION * seen):
+                found = "{} of {} samples cannot be read ({!r}: {})".format(len(bad), seen, *skipped[-1])
+                raise InputError(f"{found}: check that the data is complete")
             yield data
 
 
@@ -162,7 +173,7 @@ class StreamLoader(_Loaded):
         """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError if the stream ends early."""
         shards = list(self._batches.epoch(epoch, first_batch, in_order=True))
         part = _Part(self, epoch, [shard.indices.tolist() for shard in shards])
-        yield from self._loaded(shards, _whole_batches(part, self._workers, self._device))
+        yield from self._loaded(shards, _results(_whole_batches(part, self._workers, self._device)))
 
 
 @dataclass
@@ -207,20 +218,21 @@ class _Collated(Dataset[Any]):
 
     def __getitem__(self, index: Index) -> Any:
         """A batch, its size, and the name and reason of each skipped sample; or an error."""
-        epoch, samples = index
+        return _or_error(lambda: self._batch(*index))
+
+    def _batch(self, epoch: int, numbers: Sequence[int]) -> tuple[Any, int, list[Any]]:
         if set_epoch := getattr(self.dataset, "set_epoch", None):
             set_epoch(epoch)
-        skipped: list[tuple[str, str]] = []
-        return _or_error(lambda: (self.collate([self._one(epoch, i, skipped) for i in samples]), len(samples), skipped))
-
-    def _one(self, epoch: int, i: int, skipped: list[tuple[str, str]]) -> Any:
-        try:
-            with seeded(self.seed, epoch, i):
-                return self.dataset[i]
-        except SkippedSample as skip:
-            name, why, instead = skip.args
-            skipped.append((name, why))
-            return instead
+        samples, skipped = [], []
+        with _kept_generators():  # once for all samples, since it takes 0.1 ms
+            for i in numbers:
+                _seed(self.seed, epoch, i)
+                try:
+                    samples.append(self.dataset[i])
+                except SkippedSample as skip:
+                    samples.append(skip.instead)
+                    skipped.append(skip.args)
+        return self.collate(samples), len(samples), skipped
 
 
 @dataclass
@@ -242,7 +254,7 @@ class _Reader:
 
     def read(self, wanted: Iterable[Index]) -> Iterator[Any]:
         self._wanted.indices = wanted
-        return iter(self._loader)
+        return _results(self._loader)
 
     def repeats(self) -> bool:
         """Whether two reads of the first sample are equal. A worker reads them, if there are any, since it must not share an open file."""
@@ -254,11 +266,28 @@ def _whole_batches(
     dataset: Dataset[Any], workers: int, device: torch.device, wanted: Iterable[Index] | None = None
 ) -> DataLoader[Any]:
     """A `DataLoader` of a data set whose items are batches. wanted: the indices of the batches; None for a stream."""
+    warnings.filterwarnings(
+        "ignore", "This DataLoader will create"
+    )  # … more workers than CPUs; each rank would repeat it
     # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.
     return DataLoader(
         dataset, batch_size=None, sampler=wanted, num_workers=workers, collate_fn=unchanged, pin_memory=device.type == "cuda",
-        persistent_workers=workers > 0 and wanted is not None, generator=torch.Generator(),
+        persistent_workers=workers > 0 and wanted is not None, generator=torch.Generator(), worker_init_fn=partial(_end_with, os.getpid()),
     )  # fmt: skip
+
+
+def _end_with(rank: int, worker: int) -> None:
+    """A worker that hangs in a read does not notice that its rank has ended, so the kernel ends it."""
+    if os.getppid() == rank:  # a fork server may have started it
+        processes.die_with(rank)()
+
+
+def _results(found: Iterable[Any]) -> Iterator[Any]:
+    """The batches of ``found``, up to the first error, which it raises."""
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+        yield one
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
@@ -272,7 +301,11 @@ def _or_error(make: Callable[[], Any]) -> Any:
             raise
         traceback.print_exception(error)
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return RunError(f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
+        text = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+        if (free := shutil.disk_usage("/dev/shm").free) < LITTLE_SHM:
+            fix = "in a container, use --shm-size=16g or --ipc=host; or lower num_workers="
+            text = f"{text}; /dev/shm has only {free / 1e6:.0f} MB free: {fix}"
+        return RunError(text)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -284,12 +317,22 @@ def _equal(one: Any, other: Any) -> bool:
 @contextlib.contextmanager
 def seeded(seed: int, epoch: int, number: int) -> Iterator[None]:
     """Seeds the global generators of torch (CPU), Python and NumPy within the ``with`` block. Afterwards they continue as before."""
+    with _kept_generators():
+        _seed(seed, epoch, number)
+        yield
+
+
+def _seed(seed: int, epoch: int, number: int) -> None:
     mixed = zlib.crc32(f"{seed} {epoch} {number}".encode())  # torch's generator uses 32 bits
+    torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which seeds the GPU too
+    random.seed(mixed)
+    np.random.seed(mixed)
+
+
+@contextlib.contextmanager
+def _kept_generators() -> Iterator[None]:
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which seeds the GPU too
-        random.seed(mixed)
-        np.random.seed(mixed)
         yield
     finally:
         torch.set_rng_state(of_torch)
@@ -298,7 +341,4 @@ def seeded(seed: int, epoch: int, number: int) -> Iterator[None]:
 
 
 def _on(device: torch.device, data: Any) -> Any:
-    """The batch on the device. Raises ``batch`` if it is the error of a sample."""
-    if isinstance(data, Exception):
-        raise data
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)

@@ -66,7 +66,7 @@ PATTERNS = (
       " | can't allocate memory | [Errno 12] Cannot allocate memory",
       "the host's or the job's memory is used up",
       "request more with --mem (--mem=0: all memory of the node), or lower num_workers="),
-    P("shared memory is full", "creating shared memory segment | failed to extend /dev/shm | signal: Bus error | insufficient shared memory",
+    P("shared memory is full", "creating shared memory segment | unable to allocate shared memory | failed to extend /dev/shm | signal: Bus error | insufficient shared memory",
       "/dev/shm is too small for NCCL or for loader processes",
       "in a container, use --shm-size=16g or --ipc=host; remove old /dev/shm/nccl-*"
       " (check with `df -h /dev/shm`); lower num_workers="),

@@ -141,8 +141,8 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         if stop:
             line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
             return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
-        fix = "if memory was short, request more with --mem, or lower num_workers="
-        return Cause(Kind.machine, f"{errors.one_line(error)}: {fix}", errors.EXIT_MACHINE)
+        fix = "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; if it crashed, the rank's log says where"
+        return Cause(Kind.machine, f"{errors.one_line(error).rstrip('.')}: {fix}", errors.EXIT_MACHINE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)

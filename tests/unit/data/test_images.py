@@ -78,7 +78,7 @@ def make_loader(
 ) -> TorchLoader:
     batches = GlobalBatches(len(source), batch, 3, rank, world_size)
     crops = Crops(source, decoder, partial(random_crop, size))
-    return TorchLoader(crops, batches, num_workers=workers, device=CPU, collate=image_sets.batch, warn=warn)
+    return TorchLoader(crops, batches, num_workers=workers, device=CPU, collate=image_sets.collate, warn=warn)
 
 
 def centres(source: Images, size: int, resize: int, decoder: str = "torchvision", part: slice = slice(None)) -> Any:
@@ -266,7 +266,7 @@ def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest
         list(one.epoch(0))
         assert len(one.skipped) == 15
     else:
-        line = r"^1\d of \d+ samples cannot be read \('dataset=fake: fake sample \d+': is empty\)"
+        line = r"^1\d of \d+ samples cannot be read \('dataset=fake/fake sample \d+': is empty\)"
         with pytest.raises(InputError, match=line):
             list(one.epoch(0))
 

@@ -2,10 +2,13 @@
 
 import gc
 import multiprocessing
+import os
 import pickle
 import random
+import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,9 @@ from torch.utils.data import Dataset
 
 from recipes.core.data import sampling, torch_loader
 from recipes.core.data.sampling import GlobalBatches
-from recipes.core.data.torch_loader import LoadedBatch, StreamLoader, TorchLoader
+from recipes.core.data.torch_loader import LoadedBatch, SkippedSample, StreamLoader, TorchLoader
 from recipes.core.errors import InputError, RunError
+from tests import helpers
 
 CPU = torch.device("cpu")
 COUNT, BATCH = 22, 6  # batches of 6, 6, 5 and 5
@@ -39,6 +43,22 @@ class Unsteady(Numbers):
     def __getitem__(self, i: int) -> dict[str, Any]:
         self.reads += 1
         return {"i": i, "drawn": self.reads}
+
+
+class Hanging(Numbers):
+    """Its file has the process that reads a sample."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __getitem__(self, i: int) -> Any:
+        self.mark.write_text(str(os.getpid()))
+        time.sleep(60)
+
+
+class Missing(Numbers):
+    def __getitem__(self, i: int) -> Any:
+        raise SkippedSample("the same", "is gone", -1)
 
 
 class Faulty(Numbers):
@@ -135,6 +155,12 @@ def test_an_error_of_a_sample_is_one_line(workers: int, capfd: pytest.CaptureFix
         assert "Traceback" in capfd.readouterr().err
 
 
+def test_an_error_in_a_worker_mentions_a_small_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_loader, "LITTLE_SHM", 1 << 60)
+    with pytest.raises(RunError, match=r"line \d+\); /dev/shm has only \d+ MB free: in a container, use --shm-size"):
+        list(of_set(batches(), 1).in_order(Faulty(), slice(2), 2))
+
+
 def test_a_set_of_another_length_is_refused() -> None:
     with pytest.raises(InputError, match="has 22 samples"):
         of_set(batches(count=20), 0)
@@ -164,6 +190,25 @@ def test_the_workers_end_with_their_loader() -> None:
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]  # DataLoader kills workers that it cannot tell to end
+
+
+def test_a_worker_that_hangs_ends_with_its_rank(tmp_path: Path) -> None:
+    def read() -> None:
+        list(TorchLoader(Hanging(tmp_path / "pid"), batches(1, 2), num_workers=1, device=CPU).epoch(0))
+
+    rank = multiprocessing.get_context("fork").Process(target=read)
+    rank.start()
+    pid = int(helpers.wait_until(lambda: list(tmp_path.glob("pid")) and (tmp_path / "pid").read_text(), 20, "a read"))
+    rank.kill()
+    rank.join()
+    helpers.wait_for_the_end_of([pid], 10)
+
+
+def test_a_sample_that_is_skipped_again_counts_once() -> None:
+    lines: list[str] = []
+    loader = TorchLoader(Missing(), batches(1, 2), num_workers=0, device=CPU, warn=lines.append)
+    assert {int(label) for shard in loader.epoch(0) for label in shard.data} == {-1}
+    assert (lines, loader.skipped) == (["'the same' cannot be read (is gone) and is skipped"], {"the same"})
 
 
 def test_texts_cannot_be_cut_into_pieces() -> None:
