@@ -1,4 +1,4 @@
-"""Three checks of ``make gpu`` on a CPU, and one of ``make gpus``. The others start whole runs, which other tests cover."""
+"""Two checks of ``make gpu`` on a CPU, and one of ``make gpus``. The others start whole runs, which other tests cover."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu.place import Place
 from tests.gpu.table import OF_ONE
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "mover", "host_copy"])
+@pytest.mark.parametrize("name", ["arithmetic", "host_copy"])
 def test_a_check_runs_on_a_cpu(tmp_path: Path, name: str) -> None:
     assert OF_ONE[name](Place(torch.device("cpu"), tmp_path))
 
@@ -22,18 +22,21 @@ def test_the_report_has_a_result_for_each_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each in its own process: one that fails does not stop the others."""
-    found = {"ddp": {"result": "fail", "why": "status -9: "}, "mover": {"result": "pass", "figures": {"batches": 10}}}
+    found = {
+        "ddp": {"result": "fail", "why": "status -9: "},
+        "host_copy": {"result": "pass", "figures": {"pause": "1 ms"}},
+    }
     monkeypatch.setattr(command, "one", lambda name, dry: found[name])
-    assert command.main([str(tmp_path / "gpu.json"), "only=ddp,mover", "dry=true"]) == 1
+    assert command.main([str(tmp_path / "gpu.json"), "only=ddp,host_copy", "dry=true"]) == 1
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert [report["checks"][name]["result"] for name in found] == ["fail", "pass"]
     assert report["machine"]["torch"] == torch.__version__
-    assert "pass         mover: batches arrive whole" in capsys.readouterr().out
-    assert command.main(["only=movr"]) == 2
-    assert "did you mean 'mover'?" in capsys.readouterr().out
+    assert "pass         host_copy: a checkpoint holds" in capsys.readouterr().out
+    assert command.main(["only=host_cop"]) == 2
+    assert "did you mean 'host_copy'?" in capsys.readouterr().out
 
 
 def test_a_check_that_crashes_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ROOT", Path("/"))
-    found = command.one("mover", dry=True)
+    found = command.one("host_copy", dry=True)
     assert (found["result"], found["why"].startswith("status 1: ")) == ("fail", True)
