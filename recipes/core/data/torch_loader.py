@@ -31,11 +31,10 @@ from recipes.core.place import processes
 Collate = Callable[[list[Any]], Any]
 Index = tuple[int, Sequence[int]]  # the epoch and the samples of a batch
 EVALUATION = -1  # in place of an epoch
-# More skipped samples than this, and more than this fraction of those of the epoch or evaluation so far, end the run.
+# A rank that skips more than MOST_SKIPPED samples, and more than FRACTION of all that it has read in this epoch or evaluation, ends the run.
 MOST_SKIPPED, FRACTION = 10, 0.01
-LITTLE_SHM = (
-    256 << 20
-)  # bytes free in /dev/shm, which holds the batches of workers, at which a failure of a worker mentions it
+# Bytes. If a worker fails with fewer free bytes in /dev/shm (it holds the batches), the message says so.
+LITTLE_SHM = 256 << 20
 
 
 class SkippedSample(Exception):
@@ -257,7 +256,7 @@ class _Reader:
         return _results(self._loader)
 
     def repeats(self) -> bool:
-        """Whether two reads of the first sample are equal. A worker reads them, if there are any, since it must not share an open file."""
+        """Whether two reads of the first sample are equal. With workers, one of them reads it: they would share a file that this process opens."""
         twice = _whole_batches(self.batches, min(1, self._workers), torch.device("cpu"), [(0, [0]), (0, [0])])
         return all(map(_equal, *map(tree_leaves, twice)))
 
