@@ -291,7 +291,7 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     folder = Path(run.folder)
     described = files.read_json(folder / "job.yaml") or {}
     if run.state not in UNFINISHED and run.state != "done":
-        raise InputError(f"{_short(run.folder)}: is {run.state}: cancel it first")
+        raise InputError(f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first")
     if not described or not (folder / "job.sh").is_file():
         line = f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
         raise InputError(f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}")

@@ -166,7 +166,7 @@ def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
 
 def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     pending, local = runs.read(root / "runs/mnist/12", {"12": PENDING}), root / "runs/mnist/here"
-    with pytest.raises(InputError, match="is pending: cancel it first"):
+    with pytest.raises(InputError, match="is pending: wait until it ends, or cancel it first"):
         runs.to_resume(pending, [])
     attempts.open_next(local, "mnist", {})
     with pytest.raises(InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"):
