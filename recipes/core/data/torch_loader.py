@@ -31,14 +31,14 @@ from recipes.core.place import processes
 Collate = Callable[[list[Any]], Any]
 Index = tuple[int, Sequence[int]]  # the epoch and the samples of a batch
 EVALUATION = -1  # in place of an epoch
-# A rank that skips more than MOST_SKIPPED samples, and more than FRACTION of all that it has read in this epoch or evaluation, ends the run.
+# A rank ends the run if it skips more than MOST_SKIPPED samples, and more than FRACTION of all that it has read in an epoch or evaluation.
 MOST_SKIPPED, FRACTION = 10, 0.01
 # Bytes. If a worker fails with fewer free bytes in /dev/shm (it holds the batches), the message says so.
 LITTLE_SHM = 256 << 20
 
 
 class SkippedSample(Exception):
-    """Raised by ``dataset[i]`` for a sample that cannot be read. The batch has ``instead`` in its place: give it a label that the loss ignores."""
+    """Raised by ``dataset[i]`` for a sample that cannot be read. The batch has ``instead``: give it a label that the loss ignores."""
 
     def __init__(self, name: str, reason: str, instead: Any) -> None:
         super().__init__(name, reason)
@@ -114,7 +114,7 @@ class TorchLoader(_Loaded):
         return _Reader(_Collated(dataset, self._batches.seed, self._collate), self._workers, self._device)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError: that of a sample, or if too many are skipped."""
+        """This rank's shards of ``epoch``, from ``first_batch`` on. Raises InputError: that of a sample, or if too many are skipped."""
         shards = list(self._batches.epoch(epoch, first_batch))
         wanted = ((epoch, shard.indices.tolist() or [0]) for shard in shards)
         yield from self._loaded(shards, self._read(self._training, wanted))
@@ -256,7 +256,7 @@ class _Reader:
         return _results(self._loader)
 
     def repeats(self) -> bool:
-        """Whether two reads of the first sample are equal. With workers, one of them reads it: they would share a file that this process opens."""
+        """Whether two reads of the first sample are equal. With workers, one reads it: they would share a file that this process opens."""
         twice = _whole_batches(self.batches, min(1, self._workers), torch.device("cpu"), [(0, [0]), (0, [0])])
         return all(map(_equal, *map(tree_leaves, twice)))
 
@@ -265,9 +265,8 @@ def _whole_batches(
     dataset: Dataset[Any], workers: int, device: torch.device, wanted: Iterable[Index] | None = None
 ) -> DataLoader[Any]:
     """A `DataLoader` of a data set whose items are batches. wanted: the indices of the batches; None for a stream."""
-    warnings.filterwarnings(
-        "ignore", "This DataLoader will create"
-    )  # … more workers than CPUs; each rank would repeat it
+    # Each rank would repeat its advice on the number of workers.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.utils\.data\.dataloader")
     # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.
     return DataLoader(
         dataset, batch_size=None, sampler=wanted, num_workers=workers, collate_fn=unchanged, pin_memory=device.type == "cuda",
