@@ -3,7 +3,9 @@
     python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20    # what comes after -- belongs to the program
     sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20                 # the same, as a ready script
 
-Each rank of the job runs this module, which does not import torch. It starts the program and passes signals on to it: docs/your-script.md.
+Each task of the job runs this module, which does not import torch. It starts the program and hands
+signals on to it: docs/your-script.md. With ``through=torchrun`` or ``accelerate``, each task starts
+this launcher, which starts this module again for each rank.
 """
 
 import contextlib
@@ -12,104 +14,57 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from recipes.conf.script import Config, StopSignal
 from recipes.core import errors, files
+from recipes.core.config.run_keys import Device
 from recipes.core.errors import InputError, Kind, MachineError
-from recipes.core.place import processes
+from recipes.core.program import delivery, launchers, supervise
+from recipes.core.program.launchers import Launch
+from recipes.core.program.remarks import Remarks, Setup
+from recipes.core.program.supervise import Ended, Rules
+from recipes.core.program.watch import Watch
 from recipes.core.run import attempt as attempts
-from recipes.core.run import entry, in_use, logs, signals
+from recipes.core.run import entry, in_use, logs, signals, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
+from recipes.core.run.watchdog import RunningClock
 
-# The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]: " before each line.
+# The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]: " before each line. A progress bar
+# may stand before the first line.
 EXCEPTION = re.compile(
-    rb'^(.*)(?:Traceback \(most recent call last\):|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$', re.MULTILINE
+    rb'^.*?((?:\S+ ?)?)(?:Traceback \(most recent call last\):|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
+    re.MULTILINE,
 )
 TAIL_BYTES = 1 << 16  # the end of a log, in which an exception is looked for
 HOST = socket.gethostname()
 
 
-def variables(start: Start, run_dir: Path) -> dict[str, str]:
-    """The environment of the program: that of this process, with its place under torchrun's names."""
-    info, threads = start.ranks, start.settings.run.cpu_threads or int(start.ranks.world_size > 1)
+def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
+    """The environment of the program: that of this process, with its place, the run directory and the hook."""
+    info = start.ranks
     environ = {name: value for name, value in os.environ.items() if name != attempts.VARIABLE}
     if listener := environ.pop("RECIPES_LISTEN_FD", ""):  # launcher=local has reserved the port for rank 0
         os.close(int(listener))
-    if threads:
+    several = info.world_size > 1 and launch.through != "node"
+    if threads := start.settings.run.cpu_threads or int(several):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if launch.on_cpu:  # else accelerate forms no group
+        environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if launch.through == "node":
+        environ |= launchers.variables_of_node(info, environ)
+    else:
+        environ |= launchers.variables_of_rank(info)
+    if launch.through == "rank" and "SLURM_NTASKS" in environ:  # Lightning requires it
+        environ.setdefault("SLURM_NTASKS_PER_NODE", str(info.local_world_size))
     return {
-        **environ,
-        "RANK": str(info.rank),
-        "WORLD_SIZE": str(info.world_size),
-        "LOCAL_RANK": str(info.local_rank),
-        "LOCAL_WORLD_SIZE": str(info.local_world_size),
-        "NODE_RANK": str(info.node_rank),
-        "GROUP_RANK": str(info.node_rank),
-        "GROUP_WORLD_SIZE": str(info.num_nodes),
-        "MASTER_ADDR": info.master_addr or "127.0.0.1",
-        "MASTER_PORT": str(info.master_port or free_port()),
-        "RECIPES_RUN_DIR": str(run_dir),
+        **launchers.with_hook(environ),
+        "RECIPES_RUN_DIR": str(attempt.run_dir),
+        "RECIPES_STOP_NOTE": str(stop_note.path(attempt)),
     }
-
-
-def free_port() -> int:
-    """A free port of this machine, for a single rank."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def run(
-    command: Sequence[str], workdir: str, environ: Mapping[str, str], beat: Callable[[str], None]
-) -> tuple[int, str]:
-    """Runs the program of this rank, and passes signals on to it. beat: called every few seconds, with why it is to stop.
-
-    Returns its exit status, or minus the signal that ended it, and why it was to stop; "" if it was not. Raises InputError.
-    """
-    reason, stops, null = "", set(signals.handled()), subprocess.DEVNULL
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})  # sigtimedwait receives them
-    die = processes.die_with(os.getpid())
-
-    def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*signals.SIGNALS, signal.SIGCHLD})
-        die()
-
-    # The canary has the signals blocked, so those that are sent to it stay pending.
-    canary = subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=null, stderr=null, preexec_fn=die)
-    try:
-        child = subprocess.Popen(command, cwd=workdir or None, env=environ, preexec_fn=prepare)
-    except OSError as error:
-        raise InputError(f"script={command[0]}: cannot be started in {workdir} ({error.strerror})") from None
-    try:
-        while child.poll() is None:
-            found = signal.sigtimedwait({*stops, signal.SIGCHLD}, in_use.HEARTBEAT_S)
-            if found and found.si_signo in stops:
-                reason = reason or signal.Signals(found.si_signo).name
-                if not _reaches_all(canary.pid, found.si_signo):
-                    child.send_signal(found.si_signo)
-            beat(reason)
-        # A signal to all processes may have ended the program before it arrives here.
-        if child.returncode and (found := signal.sigtimedwait(stops, signals.TOGETHER_S)):
-            reason = reason or signal.Signals(found.si_signo).name
-            beat(reason)
-    finally:
-        canary.kill()
-        child.kill()
-    return child.returncode, reason
-
-
-def _reaches_all(canary: int, number: int) -> bool:
-    """Whether a signal was sent to all processes of this rank, and not to this process alone: it is then pending in ``canary``.
-
-    The launcher and, with ProctrackType=proctrack/cgroup, Slurm send it to this process alone.
-    """
-    time.sleep(signals.TOGETHER_S)
-    pending = re.search(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{canary}/status").read_text(), re.MULTILINE)
-    return bool(pending and int(pending[1], 16) >> (number - 1) & 1)
 
 
 def begin(attempt: Attempt) -> None:
@@ -122,11 +77,15 @@ def begin(attempt: Attempt) -> None:
         attempts.write_status(attempt, "running", 0)
 
 
-def introduce(start: Start, run_dir: Path, command: Sequence[str]) -> None:
+def introduce(start: Start, run_dir: Path, launch: Launch) -> None:
     """Prints the first lines of the log."""
     info = start.ranks
-    ranks, nodes = (f"{n} {what}{'s' * (n > 1)}" for n, what in ((info.world_size, "rank"), (info.num_nodes, "node")))
-    print(f"script: {ranks} on {nodes}: {shlex.join(command)}\nrun directory: {run_dir}")
+    ranks = info.world_size * (launch.nproc if launch.has_launcher else 1)
+    what = "task" if launch.through == "node" else "rank"
+    counts = ((ranks, what), (info.num_nodes, "node"))
+    who = " on ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counts)
+    by = f", started by {launch.through}" if launch.has_launcher else ""
+    print(f"script: {who}{by}: {shlex.join(launch.program)}\nrun directory: {run_dir}")
     if start.interface:
         print(f"network: {start.interface.interface} ({start.interface.reason})")
     if start.from_files:
@@ -137,68 +96,186 @@ def last_exception(log: Path) -> str:
     """The last exception of this attempt in a log, as "; " and its line; "" if there is none."""
     with open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        found = EXCEPTION.findall(file.read().rpartition(b"\f")[2])
-    return "; " + errors.shown(found[-1][1].decode(errors="replace"), 300) if found else ""
+        tail = file.read().rpartition(b"\f")[2].replace(b"\r", b"\n")
+    exceptions = EXCEPTION.findall(tail)
+    return "; " + errors.shown(exceptions[-1][1].decode(errors="replace"), 300) if exceptions else ""
 
 
 def describe(returncode: int) -> tuple[Kind, int, str]:
     """How a program ended: the kind, the exit status in the shell's convention, and words for a message."""
+    if returncode == -signal.SIGKILL:
+        return Kind.killed, 137, "was killed by signal 9 (Killed; often the memory was used up)"
     if returncode < 0:
         return Kind.killed, 128 - returncode, f"was killed by signal {-returncode} ({signal.strsignal(-returncode)})"
     return Kind.error, returncode, f"exited with status {returncode}"
 
 
+def launch_of(start: Start) -> Launch:
+    """How the program is started. Raises MachineError."""
+    cfg: Config = start.settings.config
+    python = [sys.executable, "-u"] if cfg.program.endswith(".py") else []
+    program = [*python, cfg.program, *shlex.split(cfg.args)]
+    on_cpu = start.settings.run.device is Device.cpu
+    has_launcher = cfg.through.name in ("torchrun", "accelerate")
+    nproc = launchers.nproc_here(cfg.nproc_per_node, on_cpu) if has_launcher else 1
+    return Launch(cfg.through.name, program, shlex.split(cfg.launcher_args), nproc, on_cpu)
+
+
+def rules(start: Start, attempt: Attempt, launch: Launch, watch: Watch | None, is_first: bool) -> Rules:
+    """What the supervisor does. Only the first task prints remarks; under a launcher its task does all the rest."""
+    cfg: Config = start.settings.config
+    info = start.ranks
+    order = list(delivery.STOP_SIGNALS)
+    if cfg.stop_signal is not StopSignal.auto:
+        order = [signal.Signals[f"SIG{cfg.stop_signal.name}"]]
+    is_group = is_first and launch.through == "rank" and info.world_size > 1
+    setup = Setup(
+        name=Path(cfg.program).name,
+        in_slurm=info.in_slurm,
+        wanted="" if len(order) > 1 else cfg.stop_signal.name,
+        port=info.master_port if is_group else 0,
+        own_ranks=info.local_world_size if watch and launch.through == "rank" else 0,
+    )
+
+    def keep(names: Sequence[str]) -> None:
+        with contextlib.suppress(OSError):
+            files.write_json(attempt.folder / "catches.json", {"signals": list(names)})
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    def nothing(*_: object) -> None:
+        pass
+
+    remarks = Remarks(
+        setup,
+        (lambda: watch.note) if watch else stop_note.StopNote,
+        say if is_first else nothing,
+        keep if is_first else nothing,
+    )
+    return Rules(order, start.settings.run.timeout_s, remarks)
+
+
 def main(start: Start) -> int:
-    """Runs the program of this rank and records how it ended. Raises InputError and MachineError.
+    """Runs the program, or the launcher of this task, and records how it ended. Raises InputError and MachineError.
 
     Returns its exit status. Returns 0 if the run was stopped: another status would make srun kill ranks that still save.
     """
-    rank, attempt = start.ranks.rank, attempts.given(os.environ)
+    info = start.ranks
+    attempt = attempts.given(os.environ)
     if not attempt:
         fix = "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE"
         raise InputError(f"must be started by a job script, or by launcher=local on a single machine: {fix}")
     if not (attempt.folder / "opened.json").exists():
         raise MachineError(f"{HOST}: does not see run_dir={attempt.run_dir}: give a folder that all nodes share")
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())  # `run` passes on what comes from now on
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())  # the supervisor hands on what comes from now on
     os.umask(int(start.settings.run.umask, 8))
-    if rank == 0:
+    launch = launch_of(start)
+    task = os.environ.pop(launchers.TASK, None)
+    is_first = task is None and info.rank == 0
+    if is_first:
         begin(attempt)
-    log, cfg = attempt.run_dir / "logs" / f"rank{rank}.log", start.settings.config
-    files.own_folder(log.parent)
-    python = [sys.executable, "-u"] if cfg.program.endswith(".py") else []
-    command = [*python, cfg.program, *shlex.split(cfg.args)]
+    if task is None and launch.has_launcher:
+        return run_launcher(start, attempt, launch, is_first)
+    return run_rank(start, attempt, launch, is_first, None if task is None else int(task))
 
-    def beat(stop: str) -> None:
-        if rank == 0:
-            attempts.check_owner(attempt)
-            with contextlib.suppress(OSError):
-                if stop:
-                    attempts.write_status(attempt, "preempted", 0, reason=stop, kind=Kind.stopped)
-                attempts.heartbeat(attempt)
 
-    def record(kind: Kind, code: int, error: str) -> None:
-        with contextlib.suppress(OSError):
-            attempts.record(attempt, rank=rank, host=HOST, kind=kind, error=error, exit_status=code, moment=moment)
+def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool) -> int:
+    """Runs the launcher of this node. The wrappers that it starts record how their ranks end."""
+    info = start.ranks
+    environ = {**os.environ, launchers.TASK: str(info.rank)}
+    if launch.on_cpu:
+        environ.setdefault("ACCELERATE_USE_CPU", "true")
+    for name in launchers.variables_of_rank(info):
+        environ.pop(name, None)
+    watch = Watch(attempt, info.rank, _clock())
+    command = launch.command(info, sys.argv[1:])
+    log = attempt.run_dir / "logs" / f"node{info.node_rank}.log"
+    with _copied_to(log):
+        if is_first:
+            introduce(start, attempt.run_dir, launch)
+        ended = supervise.run(command, "", environ, rules(start, attempt, launch, watch, is_first), watch)
+        if ended.fenced:
+            raise ended.fenced
+    if is_stopped(attempt, ended, watch, info.node_rank * launch.nproc, is_first):
+        return errors.EXIT_DONE
+    _, code, words = describe(ended.returncode)
+    if code:
+        what = f"{launch.through} {words}{last_exception(log)}"
+        record(attempt, info.node_rank * launch.nproc, Kind.error, code, what, ended, name="node")
+    return code
 
-    with logs.copied_to(log):
-        if rank == 0:
-            introduce(start, attempt.run_dir, command)
-        environ = variables(start, attempt.run_dir)
-        returncode, stop = run(command, cfg.workdir, environ, beat)
-        moment, (kind, code, ended) = time.time(), describe(returncode)
-        if code == errors.EXIT_REQUEUE and not stop:
-            stop = f"exit status {code}, with which a program asks to be continued"
-            record(Kind.stopped, code, stop)
-        if stop:
-            if rank == 0:
-                print(f"script: stopped by {stop}; the program of rank 0 {ended}")
+
+def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, task: int | None) -> int:
+    """Runs the program of one rank. task: number of the task whose launcher has started this rank; None without a launcher."""
+    rank = start.ranks.rank
+    watch = Watch(attempt, rank, _clock()) if task is None else None
+    log = attempt.run_dir / "logs" / f"rank{rank}.log"
+    own_task = rank if task is None else task
+    with _copied_to(log):
+        if is_first:
+            introduce(start, attempt.run_dir, launch)
+        attempts.note_rank(attempt, rank, own_task, HOST, None)
+        ended = supervise.run(
+            launch.program,
+            start.settings.config.workdir,
+            variables(start, attempt, launch),
+            rules(start, attempt, launch, watch, is_first),
+            watch,
+        )
+        if ended.fenced:
+            raise ended.fenced
+        kind, code, words = describe(ended.returncode)
+        if is_stopped(attempt, ended, watch, rank, is_first):
+            _note_end(attempt, rank, own_task, ended)
             return errors.EXIT_DONE
         if code:
-            record(kind, code, f"the program {ended}")  # at once: the other ranks lose their connections now
-            print(f"rank {rank} on {HOST}: the program {ended}", file=sys.stderr)
+            record(attempt, rank, kind, code, f"the program {words}", ended)  # the others lose their connections now
+            print(f"rank {rank} on {HOST}: the program {words}", file=sys.stderr)
+        else:
+            _note_end(attempt, rank, own_task, ended)
     if code:
-        record(kind, code, f"the program {ended}{last_exception(log)}")  # the log is complete now
+        record(attempt, rank, kind, code, f"the program {words}{last_exception(log)}", ended)  # the log is complete now
     return code
+
+
+def _copied_to(log: Path) -> "contextlib.AbstractContextManager[object]":
+    files.own_folder(log.parent)
+    return logs.copied_to(log)
+
+
+def _note_end(attempt: Attempt, rank: int, task: int, ended: Ended) -> None:
+    with contextlib.suppress(OSError):
+        attempts.note_rank(attempt, rank, task, HOST, ended.at)
+
+
+def _clock() -> Callable[[], float]:
+    clock = RunningClock()
+    clock.start()
+    return clock.now
+
+
+def record(attempt: Attempt, rank: int, kind: Kind, code: int, error: str, ended: Ended, name: str = "rank") -> None:
+    """Writes the error record of this rank, or of the launcher of this node."""
+    with contextlib.suppress(OSError):
+        attempts.record(
+            attempt, rank=rank, host=HOST, kind=kind, error=error, exit_status=code, moment=ended.at, name=name
+        )
+
+
+def is_stopped(attempt: Attempt, ended: Ended, watch: Watch | None, rank: int, is_first: bool) -> bool:
+    """Whether the program ended because it was asked to stop, or because it asks to be continued. Records it."""
+    stop = ended.stop
+    _, code, words = describe(ended.returncode)
+    if stop and watch:
+        with contextlib.suppress(OSError):
+            watch.record_stop()
+    elif code == errors.EXIT_REQUEUE:
+        stop = f"exit status {code}, with which a program asks to be continued"
+        record(attempt, rank, Kind.stopped, code, stop, ended)
+    if stop and is_first:
+        print(f"script: stopped by {stop}; the program of rank 0 {words}")
+    return bool(stop)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ stop() { # MESSAGE [STATUS]
 }
 
 # bash runs a trap only after the foreground command has ended, so srun runs in the background. If only this shell
-# receives a signal (--signal=B:USR1@60, scancel --batch), it sends SIGUSR1 to srun. srun passes it on to the ranks,
-# which save. This shell does not pass on SIGTERM. Slurm sends it to the ranks itself, and an srun that
-# receives SIGTERM ends them before they have saved.
+# receives a signal (--signal=B:USR1@60, scancel --batch), it asks the ranks to save, see `ask_to_save`. This shell does
+# not pass on SIGTERM. Slurm sends it to the ranks itself, and an srun that receives SIGTERM ends them before they have
+# saved.
 srun() {
     command srun "$@" &
     ranks=$!
@@ -23,9 +23,21 @@ srun() {
     ranks=''
     return "$status"
 }
-ranks='' signalled=''
+
+# ask_to_save SIGNAL: srun passes SIGUSR1 on to the ranks of a recipe. A program of the user might not catch it, so its
+# wrappers read a note instead.
+ask_to_save() {
+    signalled=1
+    if [ -n "$program" ]; then
+        "$python" -m recipes.core.launch.batch stop "$program" "$1" "${words[@]}"
+    elif [ -n "$ranks" ]; then
+        kill -s USR1 "$ranks" 2>/dev/null
+    fi
+}
+ranks='' signalled='' program='' # program: the recipe that runs a program of the user, once its job has begun
 trap signalled=1 TERM
-trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
+trap 'ask_to_save USR1' USR1
+trap 'ask_to_save USR2' USR2
 
 unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set if the job was submitted inside another allocation
 # Without these requests, a step has all GPUs of its job. Some may be left over from another allocation, and srun fails if

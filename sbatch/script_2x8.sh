@@ -9,7 +9,7 @@
 #SBATCH --time=60
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=USR2@120
+#SBATCH --signal=B:USR2@120
 #SBATCH --output=%x-%j.out
 
 . sbatch/job.sh 2>/dev/null || { echo "script_2x8.sh: $PWD is not the repository: cd to its top folder and run sbatch there" >&2; exit 2; }

@@ -2,11 +2,15 @@
 
 import shlex
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import RecipeKeys
 from recipes.core.errors import ConfigError, shown
+
+Through = Enum("Through", "rank torchrun accelerate node")
+StopSignal = Enum("StopSignal", "auto USR2 USR1 TERM")
 
 
 @dataclass(frozen=True)
@@ -19,10 +23,32 @@ class Config(RecipeKeys):
     workdir: str = key(
         "", "working directory of the program; default: the folder in which you type the command", path=True
     )
+    through: Through = key(
+        Through.rank,
+        "what starts the program: rank: the job, once per GPU; torchrun or accelerate: one launcher per node, which "
+        "starts a process per GPU; node: the job, once per node, with all GPUs of the node",
+    )
+    launcher_args: str = key("", "further options of torchrun or of accelerate launch, quoted as in a shell")
+    nproc_per_node: int = key(
+        0, "processes that through=torchrun or accelerate starts on each node; 0: one per GPU, or ranks_per_node=",
+        low=0, high=1024,
+    )  # fmt: skip
+    stop_signal: StopSignal = key(
+        StopSignal.auto, "signal that asks the program to save; auto: the first of USR2, USR1, TERM that it catches"
+    )
+    saves: str = key(
+        "", "folder in which the program saves: a requeued program that changes nothing there is not requeued again",
+        path=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            shlex.split(self.args)
-        except ValueError as error:
-            raise ConfigError(f"args={shown(self.args)}: {error}; type the arguments after --") from None
+        for name, typed in (("args", "type the arguments after --"), ("launcher_args", "close the quotes")):
+            try:
+                shlex.split(getattr(self, name))
+            except ValueError as error:
+                raise ConfigError(f"{name}={shown(getattr(self, name))}: {error}; {typed}") from None
+        if self.launcher_args and self.through not in (Through.torchrun, Through.accelerate):
+            raise ConfigError(
+                f"launcher_args={shown(self.launcher_args)}: requires through=torchrun or through=accelerate"
+            )

@@ -77,7 +77,7 @@ class Next(str, Enum):
     held = "held"  # the job was requeued, but Slurm starts it only after scontrol release
     cancelled = "cancelled"  # the job was cancelled
     max_requeues = "max-requeues"  # not requeued: max_requeues= is reached
-    no_progress = "no-progress"  # not requeued: the last start completed no step
+    no_progress = "no-progress"  # not requeued: the last start completed no step, or the program saved no file
     requeue_failed = "requeue-failed"  # scontrol requeue failed
     not_requeued = "not-requeued"  # not requeued: Slurm ended it at its time limit, or cancelled it for another job
 

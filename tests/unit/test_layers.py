@@ -25,6 +25,7 @@ ROOMS = {
     "recipes.core.place": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),
     "recipes.core.run": Room(f"{BASE} config", "omegaconf"),
+    "recipes.core.program": Room(f"{BASE} run"),
     "recipes.core.report": Room(f"{BASE} run"),
     "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),
     "recipes.core.data.datasets": Room(BASE),  # the login node looks for data
@@ -35,7 +36,7 @@ ROOMS = {
     "recipes.report": Room(f"{BASE} config run report"),
     "recipes.doctor": Room(f"{BASE} config run doctor conf"),
     "launch": Room(f"{BASE} config run launch"),
-    "recipes": Room(f"{BASE} config run data data.datasets train report conf", "*"),
+    "recipes": Room(f"{BASE} config run program data data.datasets train report conf", "*"),
 }
 
 

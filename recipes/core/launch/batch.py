@@ -2,10 +2,12 @@
 
 python -m recipes.core.launch.batch begin RECIPE WORD…               `begin`, before any rank starts
 python -m recipes.core.launch.batch examine RECIPE RESUBMITS WORD…   `examination.examine`, with doctor=true
+python -m recipes.core.launch.batch stop RECIPE SIGNAL WORD…         `ask_to_stop`, when the batch shell gets a signal
 python -m recipes.core.launch.batch finish RECIPE STATUS WORD…       `finish`, with the status of srun
 """
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -16,16 +18,21 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.config.parser import Settings
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, in_use, judge, queue, source
+from recipes.core.run import command_line, directory, in_use, judge, queue, saves, source, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.logs import say
+from recipes.core.run.stop_note import StopNote
+
+SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
+UNSAVED_REQUEUES = 2
+EARLY_S = 60.0  # Slurm may send the signal before the time limit this much early
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
@@ -77,7 +84,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         step, inside = container.step(image, code, environ)
         lines += container.exports(image)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
-    lines += ["step+=(--wait=0)"] if _program(settings) else []  # its ranks need not end together
+    lines += _program_lines(recipe, settings, attempt, fields) if attempt and _program(settings) else []
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return errors.EXIT_DONE
@@ -86,6 +93,47 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
 def _program(settings: Settings) -> str:
     """The program of the user that the recipe script runs; "" for another recipe."""
     return str(getattr(settings.config, "program", ""))
+
+
+def _program_lines(recipe: str, settings: Settings, attempt: Attempt, fields: Mapping[str, str]) -> list[str]:
+    """Lines for the shell of a program's job, whose ranks need not end together. Writes the stop note and what is saved.
+
+    Raises ConfigError if the keys do not fit the tasks.
+    """
+    _check_tasks(settings, fields)
+    with files.writing_to(attempt.run_dir, "run_dir"):
+        stop_note.write(attempt, StopNote(before_s=jobs.notice_s(settings, queue.limit_s(fields))))
+        saves.note(attempt, settings.config.saves)
+    return ["step+=(--wait=0)", f"program={recipe}"]
+
+
+def _check_tasks(settings: Settings, fields: Mapping[str, str]) -> None:
+    """Raises ConfigError if a ready script starts several tasks on a node for a program that starts its own ranks."""
+    through = settings.config.through.name
+    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
+    if through != "rank" and per_node.isdecimal() and int(per_node) > 1:
+        raise errors.ConfigError(
+            f"through={through}: starts one task per node, but this job has {per_node} tasks per node: "
+            "submit it with --ntasks-per-node=1 before the script, and --cpus-per-task= for all ranks of a node"
+        )
+
+
+def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, str]) -> int:
+    """Leaves a stop note for the wrappers of a program, since the batch shell has received a signal. name: such as USR2.
+
+    Slurm may send the signal before the time limit up to a minute early. The note then says when it is time.
+    """
+    attempt = attempts.given(environ)
+    if not attempt:
+        return errors.EXIT_DONE
+    settings = command_line.parse(words, recipe=recipe, to_start=False)
+    left_s = queue.seconds_left(environ) or math.inf
+    notice_s = stop_note.read(attempt).before_s or 0.0
+    early_s = left_s - notice_s
+    is_of_limit = SEEN_S < early_s <= jobs.signal_s(settings) - notice_s + EARLY_S
+    at = time.time() + (early_s if is_of_limit else SEEN_S)
+    stop_note.write(attempt, StopNote(notice_s, f"SIG{name}", at))
+    return errors.EXIT_DONE
 
 
 def _clock_lines(recipe: str, settings: Settings, fields: Mapping[str, str]) -> list[str]:
@@ -142,7 +190,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
         what = "stopped" if attempt.facts().get("of_program") else f"saved at step {outcome.step}"
-        most = settings.run.max_requeues + examination.requeues(run_dir, environ)
+        most = _max_requeues(settings, attempt) + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
         say(f"{recipe}: {what}; {line}; run directory {run_dir}", 1)
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
@@ -155,6 +203,13 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     return outcome.exit_status
 
 
+def _max_requeues(settings: Settings, attempt: Attempt) -> int:
+    """The value of ``max_requeues``. The default is UNSAVED_REQUEUES for a program that catches no signal and has saved nothing."""
+    catches = files.read_json(attempt.folder / "catches.json") or {"signals": ["unknown"]}
+    is_unsaved = not catches["signals"] and saves.has_changed(attempt) is None
+    return UNSAVED_REQUEUES if is_unsaved and "max_requeues" not in settings.typed else settings.run.max_requeues
+
+
 def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:
     """Requeues this job if it may be requeued. step: at which the attempt was saved.
 
@@ -163,15 +218,18 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     """
     job, restarts = directory.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
     run_dir, number, facts = attempt.run_dir, attempt.number, attempt.facts()
-    begun_at = -1 if facts.get("of_program") else facts.get("step", step)  # a program counts no steps
+    if facts.get("of_program"):  # it counts no steps
+        has_progress = saves.has_changed(attempt) is not False
+    else:
+        has_progress = step > facts.get("step", step)
     try:
         found = queue.find(str(job))
         if not found:
             raise errors.MachineError(f"Slurm does not know job {job}")
-        decided = found.after_start(restarts)
+        decided = None if found.is_over_time else found.after_start(restarts)
         if not decided and restarts >= max_requeues:
             decided = Next.max_requeues
-        elif not decided and restarts and number and step <= begun_at:
+        elif not decided and restarts and number and not has_progress:
             decided = Next.no_progress
         # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
         directory.note_next(run_dir, decided or Next.requeued, number)
@@ -194,6 +252,8 @@ def main(argv: list[str]) -> int:
     try:
         if step == "begin":
             return begin(recipe, words, os.environ)
+        if step == "stop":
+            return ask_to_stop(recipe, words[0], words[1:], os.environ)
         if step == "examine":
             return examination.examine(recipe, int(words[0]), words[1:], os.environ)
         return finish(recipe, int(words[0]), words[1:], os.environ)

@@ -153,7 +153,7 @@ def run_here(settings: Settings) -> int:
         unused = [*unused, f"container={settings.job.container}"]
     if unused:
         print(f"launch.py: launcher=local does not use {', '.join(unused)}", file=sys.stderr)
-    words = settings.absolute(settings.typed, Path.cwd())
+    words = settings.absolute(settings.typed, Path.cwd()) | jobs.own_words(settings)
     run_dir = None if layout.node_rank else directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
@@ -174,6 +174,8 @@ def local_layout(settings: Settings) -> Layout:
         fix = "leave it out, and give gpus= (such as 8,8), node_rank= and master= on each machine"
         raise ConfigError(f"nodes={job.nodes}: is not for launcher=local: {fix}")
     seen = gpus.visible_gpus(os.environ)
+    if jobs.through(settings):
+        return local.Layout((1,))
     if job.gpus:
         ranks = _ranks_of_machines(job)
     elif job.node_rank or job.master:

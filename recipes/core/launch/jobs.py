@@ -3,6 +3,7 @@
 The values are checked where the keys are declared (recipes/core/config), and are quoted in `sbatch_script`.
 """
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,13 +92,45 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
     return job.gpus_per_node or job.ranks_per_node or 1
 
 
+def through(settings: Settings) -> str:
+    """What starts the ranks of a user's program on a node, instead of the job; "" if the job starts the ranks."""
+    name = getattr(getattr(settings.config, "through", None), "name", "rank")
+    return "" if name == "rank" else name
+
+
+def tasks_per_node(settings: Settings) -> int:
+    """The tasks that the job starts on each node: one per rank, or a single one that starts the ranks. Raises ConfigError."""
+    return 1 if through(settings) else ranks_per_node(settings.job, settings.run.device)
+
+
+def own_words(settings: Settings) -> dict[str, str]:
+    """Keys of a program that starts its own ranks, which follow from job keys. Raises ConfigError for those that do not fit."""
+    job, by = settings.job, through(settings)
+    if not by:
+        return {}
+    if job.gpus:
+        raise ConfigError(
+            f"gpus={job.gpus}: through={by} needs the same number on each node: give nodes= and gpus_per_node="
+        )
+    on_cpu = settings.run.device is Device.cpu
+    if job.ranks_per_node and by == "node":
+        raise ConfigError(
+            f"ranks_per_node={job.ranks_per_node}: through=node starts one process per node: leave it out"
+        )
+    if job.ranks_per_node and not on_cpu:
+        fix = f"give gpus_per_node={job.ranks_per_node}"
+        raise ConfigError(f"ranks_per_node={job.ranks_per_node}: through={by} starts one rank per GPU: {fix}")
+    given = settings.config.nproc_per_node or (ranks_per_node(job, Device.cpu) if on_cpu and by != "node" else 0)
+    return {"nproc_per_node": str(given)} if given else {}
+
+
 def describe(settings: Settings, root: Path, base: Path) -> Job:
     """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises ConfigError."""
     job = settings.job
     profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
     _check_keys(settings, profile.get("gpus", ""))
     require_printable(root, base)
-    words = settings.absolute(settings.typed, base)
+    words = settings.absolute(settings.typed, base) | own_words(settings)
     elements = [settings.absolute(run, base) for run in settings.sweep]
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
@@ -153,11 +186,12 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
         options |= {"ntasks": str(int(job.gpus))}
     else:
         ranks = ranks_per_node(job, settings.run.device)
-        options |= {"nodes": str(job.nodes or 1), "ntasks-per-node": str(ranks)}
+        options |= {"nodes": str(job.nodes or 1), "ntasks-per-node": str(tasks_per_node(settings))}
     gpus_by = profile.get("gpus") or ("--gpus-per-task" if job.gpus else "--gpus-per-node")
     kind = f"{job.gpu_type}:" if job.gpu_type else ""
     ways = {"--gpus-per-task": f"{kind}1", "--gpus-per-node": f"{kind}{ranks}", "--gres": f"gpu:{kind}{ranks}"}
     options |= {} if on_cpu else {gpus_by.removeprefix("--"): ways[gpus_by]}
+    cpus *= ranks // tasks_per_node(settings) if not job.gpus else 1
     options |= {"cpus-per-task": str(cpus), "time": str(minutes)}
     names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
     options |= {name: getattr(job, name) for name in names if getattr(job, name)}
@@ -166,8 +200,29 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
     options |= job_keys.extra_options(profile.get("extra", "")) | job_keys.extra_options(job.extra)
     if runs:
         options["array"] = f"0-{runs - 1}%{min(job.parallel or runs, runs)}"
-    signal = f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * minutes))}"
-    return options | {"requeue": "", "open-mode": "append", "signal": signal}
+    options |= {"requeue": "", "open-mode": "append"}
+    # Of a program of the user, only the batch shell is signalled: see sbatch/job.sh.
+    to = "B:" if is_program(settings) else ""
+    notice = notice_s(settings, 60.0 * minutes)
+    return options | ({"signal": f"{to}USR2@{max(1, int(notice))}"} if notice else {})
+
+
+def is_program(settings: Settings) -> bool:
+    """Whether the recipe runs a program of the user."""
+    return bool(getattr(settings.config, "program", ""))
+
+
+def signal_s(settings: Settings) -> float:
+    """How many seconds before the time limit a job of hours is signalled: SIGNAL_S, or stop_before_s= for a program of the user."""
+    is_set = is_program(settings) and "stop_before_s" in settings.typed
+    return settings.run.stop_before_s if is_set else SIGNAL_S
+
+
+def notice_s(settings: Settings, limit_s: float | None) -> float | None:
+    """`signal_s`, at most SIGNAL_SHARE of the time limit; None if there is no limit, or no signal. limit_s: inf means no limit."""
+    if not limit_s or math.isinf(limit_s) or not signal_s(settings):
+        return None
+    return min(signal_s(settings), SIGNAL_SHARE * limit_s)
 
 
 def sbatch_script(job: Job) -> str:

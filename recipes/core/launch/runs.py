@@ -70,8 +70,8 @@ def word(
     if state in ("failed", "incomplete"):
         return "failed", reason
     if state == "preempted":
-        following = next_of(status)
-        return ("cancelled" if following is Next.cancelled else "stopped"), f"saved at step {status.get('step')}"
+        note = f"saved at step {status['step']}" if status.get("step") else f"stopped by {reason}"
+        return ("cancelled" if next_of(status) is Next.cancelled else "stopped"), note
     if alive:
         return ("running" if state == "running" else "starting"), ""
     if has_job and not asked:

@@ -5,10 +5,11 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from recipes.core import errors
+from recipes.core.place import proctree
 
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
@@ -47,7 +48,7 @@ def keep_freed_memory() -> None:
 def cpu_time() -> tuple[float, float]:
     """CPU seconds of this process and its descendants so far, and seconds of a monotonic clock."""
     ticks = 0
-    for pid in _descendants(os.getpid()):
+    for pid in proctree.descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
             ticks += sum(map(int, _stat(pid)[11:15]))  # its own and that of its children that have ended
     return ticks / os.sysconf("SC_CLK_TCK"), time.monotonic()
@@ -56,7 +57,7 @@ def cpu_time() -> tuple[float, float]:
 def memory() -> int:
     """Resident bytes of this process and its descendants; those that several of them share count once. Slow for large ones."""
     found = 0
-    for pid in _descendants(os.getpid()):
+    for pid in proctree.descendants(os.getpid()):
         with contextlib.suppress(OSError):
             found += _share(pid, int(_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE"))
     return found
@@ -73,11 +74,3 @@ def _share(pid: int, resident: int) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return resident
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    yield pid
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                yield from _descendants(int(child))

@@ -112,6 +112,7 @@ def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Seq
                 new.folder.mkdir()
                 break
         (new.folder / "failed").mkdir()
+        (new.folder / "ranks").mkdir()
         describe(new, recipe, environ, hosts)
         return new
 
@@ -210,22 +211,37 @@ def record(
     exit_status: int = EXIT_CRASH,
     behind: Mapping[str, Any] | None = None,
     moment: float | None = None,
+    name: str = "rank",
 ) -> None:
     """Writes the error record of a rank. Raises OSError.
 
-    behind: the rank that did not arrive, as `World.behind` returns it. moment: of the failure, as time.time(); None means now.
+    name: begins the name of the file; "stop" for a request to stop, so that a later failure of the rank has its own file. behind: the rank that did not arrive, as `World.behind` returns it. moment: of the failure, as time.time(); None means now.
     """
     content = {
         "rank": rank, "host": host, "kind": kind, "error": error, "exit_status": exit_status, "behind": behind,
         "time": moment or time.time(),
     }  # fmt: skip
-    files.write_json(attempt.folder / "failed" / f"rank{rank:04d}.json", content)
+    files.write_json(attempt.folder / "failed" / f"{name}{rank:04d}.json", content)
 
 
 def records(attempt: Attempt) -> list[dict[str, Any]]:
     """The error records of an attempt, earliest first."""
-    found = map(files.read_json, (attempt.folder / "failed").glob("rank*.json"))
+    found = map(files.read_json, (attempt.folder / "failed").glob("*.json"))
     return sorted(filter(None, found), key=lambda one: one["time"])
+
+
+def note_rank(attempt: Attempt, rank: int, task: int, host: str, ended: float | None) -> None:
+    """Notes that a rank of a user's program runs, or when it ended. Raises OSError.
+
+    task: the number of the wrapper that gets the signals for this rank; the rank itself, unless it has a launcher.
+    """
+    content = {"rank": rank, "task": task, "host": host, "ended": ended}
+    files.write_json(attempt.folder / "ranks" / f"rank{rank:04d}.json", content)
+
+
+def program_ranks(attempt: Attempt) -> list[dict[str, Any]]:
+    """The ranks that `note_rank` has noted, in order."""
+    return list(filter(None, map(files.read_json, sorted((attempt.folder / "ranks").glob("*.json")))))
 
 
 def print_refusal(line: str, is_first: bool) -> None:

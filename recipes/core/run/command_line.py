@@ -17,6 +17,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError, shown
 from recipes.core.run import resumed
 
+LAUNCHERS = ("accelerate", "deepspeed", "torchrun")  # commands that start the ranks of a program
 SWEEP, SCRIPT, JSON = "sweep.", "script", "--json"
 ONE_FOR_ALL = {"run_dir", "config", "umask", "device", "cpu_threads", "num_workers"}  # all runs request the same CPUs
 
@@ -76,6 +77,11 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
         raise ConfigError(f"{shown_file}: cannot be used with recipe={shown(given['recipe'])}; give one of the two")
     if odd := next((word for word in own if "=" not in word or word.startswith("-")), ""):
         raise ConfigError(f"'{shown(odd)}' is not key=value; arguments of the program come after --: {shown_file} -- …")
+    if file.name in LAUNCHERS and given.get("through") != "node":
+        fix = (
+            f"give your program as script=FILE, and through={'accelerate' if file.name == 'accelerate' else 'torchrun'}"
+        )
+        raise ConfigError(f"{shown_file}: starts ranks itself: {fix}")
     if not file.is_file():
         raise ConfigError(f"{shown_file}: there is no such file; give the path of a .py file or of an executable")
     if not os.access(file, os.R_OK if is_python else os.X_OK):

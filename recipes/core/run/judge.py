@@ -65,7 +65,7 @@ class Outcome:
 def close(attempt: Attempt, end: End) -> Outcome:
     """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` unless rank 0 has written its end there."""
     outcome = judge(attempt, end)
-    of_program = outcome.state == "done" and attempt.facts().get("of_program")
+    of_program = outcome.state != NOT_BEGUN and attempt.facts().get("of_program")
     by_parent = outcome.state in ("failed", "incomplete") or of_program
     with contextlib.suppress(OSError):  # the disk may be full
         judgement = {**asdict(outcome), "line": outcome.line, "time": time.time()}
@@ -98,21 +98,75 @@ def judge(attempt: Attempt, end: End | None = None) -> Outcome:
     step = int(status.get("step") or 0)
     if own.get("state") == "done":
         return Outcome("done", None, "", None, EXIT_DONE, step)
-    # If a rank of a program has failed, srun sends the others SIGTERM, which they take for a stop.
-    has_failed = of_program and (records or (end and end.exit_status))
-    if own.get("state") == "preempted" and not has_failed:
+    if own.get("state") == "preempted" and not (of_program and end):
         return Outcome("preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step)
     if by := attempts.taken_over_by(attempt):
         reason = f"{attempt.run_dir} was taken over by {by}; this job is not requeued"
         return Outcome(NOT_BEGUN, Kind.machine, reason, None, EXIT_MACHINE, step)
-    if of_program and end and end.exit_status == 0 and not records:  # every rank has exited with status 0
-        return Outcome("done", None, "", None, EXIT_DONE, step)
+    if of_program and begun:
+        return replace(_of_program(attempt, records, end), step=step)
     if end and end.stopped and not begun:
         return Outcome(NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step)
     found = _first_failure(records, hosts, begun, end)
     code = int((found.first or {}).get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH)
     state = NOT_BEGUN if not begun and status and not own else found.state
     return replace(found, state=state, exit_status=code, step=step)
+
+
+def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End | None) -> Outcome:
+    """How an attempt of a user's program ended.
+
+    A request to stop makes a later failure of a rank its consequence. A failure makes a later request its consequence,
+    since srun then sends SIGTERM to the other ranks.
+    """
+    ranks = attempts.program_ranks(attempt)
+    stops = [record for record in records if _kind(record) is Kind.stopped]
+    failures = [record for record in records if _kind(record) is not Kind.stopped]
+    exit_status = end.exit_status if end else EXIT_DONE
+    if exit_status == 0 and not failures and (is_finished(attempt) or (end and not stops)):
+        return Outcome("done", None, "", None, EXIT_DONE)
+    known = {record["rank"] for record in failures}
+    stopped_tasks = {record["rank"] for record in stops}
+    lost = [
+        rank
+        for rank in ranks
+        if rank["ended"] is None and rank["rank"] not in known and rank["task"] not in stopped_tasks
+    ]
+    is_seen = end is not None and end.first is not None  # the parent has seen which process failed
+    if exit_status and lost and not failures and not is_seen:
+        hosts = {rank["rank"]: rank["host"] for rank in lost}
+        reason = ", ".join(f"rank {rank} on {host}" for rank, host in sorted(hosts.items())[:4])
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        first = {**lost[0], "exit_status": exit_status}
+        return Outcome("failed", Kind.killed, f"the wrapper of {reason}{more}, or srun, was killed", first, exit_status)
+    if stops and (not failures or stops[0]["time"] <= failures[0]["time"]):
+        return Outcome("preempted", Kind.stopped, str(stops[0]["error"]), None, EXIT_REQUEUE)
+    outcome = _first_failure(failures, (), True, end)
+    early = _exited_early(ranks, outcome)
+    code = int((outcome.first or {}).get("exit_status") or exit_status or EXIT_CRASH)
+    if early:
+        reason = f"{_who(early)} exited with status 0 before the end of the run; after that, {outcome.reason}"
+        return Outcome("failed", Kind.exited, reason, {**early, "exit_status": code}, code)
+    return replace(outcome, exit_status=code)
+
+
+def is_finished(attempt: Attempt) -> bool:
+    """Whether a user's program has written the file ``done`` in the run directory during this attempt."""
+    with contextlib.suppress(OSError):
+        began = float(attempt.facts().get("time") or 0.0)
+        return (attempt.run_dir / "done").stat().st_mtime >= began - 1.0
+    return False
+
+
+def _exited_early(ranks: Sequence[Mapping[str, Any]], outcome: Outcome) -> Mapping[str, Any] | None:
+    """The first rank that exited with status 0 before another one failed by itself; None if most ranks had exited."""
+    if outcome.kind is not Kind.error or not outcome.first or "time" not in outcome.first:
+        return None
+    ended = [rank for rank in ranks if rank["ended"] and rank["ended"] < outcome.first["time"]]
+    early = [rank for rank in ended if rank["rank"] != outcome.first["rank"]]
+    if not early or 2 * len(early) > len(ranks):
+        return None
+    return min(early, key=lambda rank: float(rank["ended"]))
 
 
 def _first_failure(records: Sequence[Mapping[str, Any]], hosts: Sequence[str], begun: bool, end: End | None) -> Outcome:

@@ -37,7 +37,7 @@ HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
 NOT_REQUEUED: dict[Next | None, str] = {
     Next.cancelled: f"the job was cancelled: {HOW_TO_RESUME}",
     Next.max_requeues: f"not requeued, since max_requeues= is reached: {HOW_TO_RESUME}",
-    Next.no_progress: f"not requeued, since its last start completed no step: {HOW_TO_RESUME}",
+    Next.no_progress: f"not requeued, since its last start completed no step or saved no file: {HOW_TO_RESUME}",
     Next.requeue_failed: f"not requeued, since scontrol requeue failed: {HOW_TO_RESUME}",
     Next.not_requeued: f"not requeued by Slurm: {HOW_TO_RESUME}",
 }
@@ -82,6 +82,16 @@ class Job:
         """Whether Slurm starts the job only after ``scontrol release``."""
         return (self.waiting or self.state == COMPLETING) and self.fields.get("Priority") == "0"
 
+    @property
+    def is_over_time(self) -> bool:
+        """Whether Slurm is ending the job at its time limit. It can still be requeued (seen with Slurm 22.05)."""
+        left_s = time_left_s(self.fields)
+        return self.state == COMPLETING and not self._is_preempted and left_s is not None and left_s <= 0
+
+    @property
+    def _is_preempted(self) -> bool:
+        return self.fields.get("PreemptTime", "None") != "None"
+
     def after_start(self, restarts: int) -> Next | None:
         """What Slurm does with the job after the start with this number (from 0). None while that start runs."""
         if self.held:
@@ -91,9 +101,7 @@ class Job:
         if self.waiting or self.restarts > restarts:
             return Next.requeued
         if self.state == COMPLETING:  # Slurm hides the state that follows
-            left_s = time_left_s(self.fields)
-            by_slurm = self.fields.get("PreemptTime", "None") != "None" or (left_s is not None and left_s <= 0)
-            return Next.not_requeued if by_slurm else Next.cancelled
+            return Next.not_requeued if self._is_preempted or self.is_over_time else Next.cancelled
         return None
 
 
@@ -276,8 +284,13 @@ def time_left_s(fields: Mapping[str, str]) -> float | None:
 
 def is_short(fields: Mapping[str, str]) -> bool:
     """Whether the time limit is below SHORT_S. The ready scripts' signal, meant for jobs of hours, would then come soon after the start."""
-    limit_s = durations.seconds(fields.get("TimeLimit", ""))
-    return limit_s is not None and limit_s < SHORT_S
+    seconds = limit_s(fields)
+    return seconds is not None and seconds < SHORT_S
+
+
+def limit_s(fields: Mapping[str, str]) -> float | None:
+    """The time limit of a job, from `Job.fields`. inf means no limit, None means unknown."""
+    return durations.seconds(fields.get("TimeLimit", ""))
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:

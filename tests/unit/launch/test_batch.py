@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import errors, files
-from recipes.core.errors import ConfigError, MachineError
+from recipes.core.errors import ConfigError, Kind, MachineError
 from recipes.core.launch import batch
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source
@@ -129,6 +129,12 @@ def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capfd: pytes
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
+def test_a_run_that_was_saved_after_its_time_limit_is_requeued(preempted: Path, stubs: Stubs) -> None:
+    stub_scontrol(stubs, "JobId=7 JobName=x\nJobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:01:00")
+    finish(preempted)
+    assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
+
+
 def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
     stub_scontrol(stubs, f"{RUNNING} Restarts=4")
     finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
@@ -144,8 +150,6 @@ def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capfd
         ("Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
          "requeued, but job 7 is held (JobHeldUser): scontrol release 7 lets it start", "held"),
         ("JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29", "not requeued by Slurm: to resume", "not-requeued"),
-        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:01:00",
-         "not requeued by Slurm: to resume", "not-requeued"),
         ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:00:40",
          "the job was cancelled: to resume", "cancelled"),
     ],
@@ -190,7 +194,7 @@ def test_a_job_without_progress_is_not_requeued(
     directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
-    assert "not requeued, since its last start completed no step: to resume" in capfd.readouterr().out
+    assert "not requeued, since its last start completed no step or saved no file: to resume" in capfd.readouterr().out
     assert (directory.read_status(preempted) or {})["next"] == "no-progress"
     directory.write_status(preempted, "preempted", attempt=again.number, step=13)
     finish(preempted, SLURM_RESTART_COUNT="1")
@@ -201,6 +205,11 @@ def test_a_job_without_progress_is_not_requeued(
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
+def stop(attempt: attempts.Attempt) -> None:
+    """As the wrapper of a program records a request to stop."""
+    attempts.record(attempt, rank=0, host="a", kind=Kind.stopped, error="SIGTERM", exit_status=75, name="stop")
+
+
 def test_a_program_is_requeued_without_steps_up_to_max_requeues(
     tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +217,7 @@ def test_a_program_is_requeued_without_steps_up_to_max_requeues(
     for number in range(2):
         attempts.begin(helpers.attempt(tmp_path, launch="7.1", step=None), 0, own=False, of_program=True)
         directory.write_status(tmp_path, "preempted", attempt=number, step=0)
+    stop(attempts.newest(tmp_path))
     assert finish(tmp_path, SLURM_RESTART_COUNT="1") == 75
     assert "mnist: stopped; requeued (restart 2 of at most 20)" in capfd.readouterr().out
 

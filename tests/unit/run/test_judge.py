@@ -16,6 +16,7 @@ from tests import helpers
 
 HOSTS = ("a", "a", "b", "b")
 LOST = (Kind.peer_lost, "RuntimeError: connection closed")
+STOP = (0, Kind.stopped, "SIGTERM", {"exit_status": 75})  # a request to stop a program
 RUNNING = {"state": "running", "attempt": 0, "step": 7}
 KILLED = End(137, {"rank": 1, "host": "a", "exit_status": 137}, "rank 1 on a was killed by SIGKILL")
 
@@ -117,7 +118,9 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record(tm
         # A program of the user: done if all ranks exit with 0. srun ends the other ranks of one that has failed with SIGTERM.
         ([], {"of_program": True}, End(0), "done", 0),
         ([(2, Kind.error, "x", {"exit_status": 3})], {"of_program": True}, End(0), "failed", 3),
-        ([], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(0), "preempted", 75),
+        ([STOP], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(0), "preempted", 75),
+        ([STOP, (2, Kind.error, "lost", {"exit_status": 1})], {"of_program": True}, End(1), "preempted", 75),
+        ([(2, Kind.error, "x", {"exit_status": 1}), STOP], {"of_program": True}, End(1), "failed", 1),
         ([(2, Kind.killed, "x", {"exit_status": 137})], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(137), "failed", 137),
         ([], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(137), "failed", 137),
     ],

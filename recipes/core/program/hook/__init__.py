@@ -1,0 +1,1 @@
+"""What the processes of a program get in PYTHONPATH (this folder) and in PATH (``bin``)."""

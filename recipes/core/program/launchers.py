@@ -1,0 +1,102 @@
+"""The command of a task for each value of ``through=``, and the variables that it gets. Standard library only."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core.errors import MachineError
+from recipes.core.place import gpus
+from recipes.core.place.ranks import RankInfo
+
+HOOK = Path(__file__).parent / "hook"
+TASK = "RECIPES_TASK"  # set for the wrappers of ranks that a launcher starts: the number of its task
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a task starts the program. through: the value of the key. nproc: ranks that the launcher starts on each node."""
+
+    through: str
+    program: Sequence[str]
+    extra: Sequence[str]
+    nproc: int
+    on_cpu: bool
+
+    @property
+    def has_launcher(self) -> bool:
+        return self.through in ("torchrun", "accelerate")
+
+    def command(self, info: RankInfo, words: Sequence[str]) -> list[str]:
+        """The command of this task. words: with which a launcher starts the wrapper of each rank."""
+        if not self.has_launcher:
+            return list(self.program)
+        wrapper = [sys.executable, "-u", "-m", "recipes.script", *words]
+        address = info.master_addr or "127.0.0.1"
+        port = str(info.master_port or free_port())
+        if self.through == "torchrun":
+            return [
+                sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={info.num_nodes}",
+                f"--node-rank={info.node_rank}", f"--nproc-per-node={self.nproc}", "--rdzv-backend=static",
+                f"--master-addr={address}", f"--master-port={port}", *self.extra, "--no-python", *wrapper,
+            ]  # fmt: skip
+        total = info.num_nodes * self.nproc
+        kind = ["--multi_gpu"] if total > 1 and not self.on_cpu else []
+        return [
+            sys.executable, "-u", "-m", "accelerate.commands.launch", *kind, "--num_machines", str(info.num_nodes),
+            "--machine_rank", str(info.node_rank), "--num_processes", str(total), "--main_process_ip", address,
+            "--main_process_port", port, *self.extra, "--no_python", *wrapper,
+        ]  # fmt: skip
+
+
+def nproc_here(given: int, on_cpu: bool) -> int:
+    """The number of ranks that a launcher starts on this node: ``given``, else one per GPU. Raises MachineError."""
+    seen = 0 if on_cpu else gpus.visible_gpus(os.environ)
+    if not given and not on_cpu and not seen:
+        raise MachineError(f"{socket.gethostname()}: sees no GPU: request GPUs, or give device=cpu nproc_per_node=N")
+    return given or seen or 1
+
+
+def free_port() -> int:
+    """A free port of this machine, for a single rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def variables_of_rank(info: RankInfo) -> dict[str, str]:
+    """A rank's place under torchrun's names."""
+    return {
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_RANK": str(info.local_rank),
+        "LOCAL_WORLD_SIZE": str(info.local_world_size),
+        "NODE_RANK": str(info.node_rank),
+        "GROUP_RANK": str(info.node_rank),
+        "GROUP_WORLD_SIZE": str(info.num_nodes),
+        "MASTER_ADDR": info.master_addr or "127.0.0.1",
+        "MASTER_PORT": str(info.master_port or free_port()),
+    }
+
+
+def variables_of_node(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
+    """A node's place among the nodes of the job, for a program that starts its own ranks."""
+    return {
+        "NNODES": str(info.num_nodes),
+        "NODE_RANK": str(info.node_rank),
+        "NODES": " ".join(info.nodes or [socket.gethostname()]),
+        "GPUS_PER_NODE": str(gpus.visible_gpus(environ)),
+        "MASTER_ADDR": info.master_addr or "127.0.0.1",
+        "MASTER_PORT": str(info.master_port or free_port()),
+    }
+
+
+def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ``, so that Python loads the hook, and ``scontrol`` is the hook's."""
+    python_path = filter(None, [str(HOOK), environ.get("PYTHONPATH", "")])
+    return {
+        **environ,
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "PATH": os.pathsep.join([str(HOOK / "bin"), environ.get("PATH", os.defpath)]),
+    }

@@ -1,0 +1,217 @@
+"""Runs a program as a child process: hands on requests to stop, and ends what is left of it. Standard library only."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core.errors import InputError, MachineError
+from recipes.core.place import processes, proctree
+from recipes.core.program import delivery
+from recipes.core.program.delivery import Target
+from recipes.core.program.watch import Watch
+from recipes.core.run import in_use, signals
+
+TICK_S = 0.5  # between two looks at the program and at the stop note
+END_S = 10.0  # after SIGTERM to a program that has asked for a requeue, until SIGKILL
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a wrapper does with its program.
+
+    order: the stop signals, preferred first. timeout_s: the program ends if the run directory
+    cannot be read for so long. remark: called every few seconds with the root of the program's
+    processes and with those that catch a stop signal. It returns why the program must end, or "".
+    """
+
+    order: Sequence[signal.Signals]
+    timeout_s: float
+    remark: Callable[[int, list[Target]], str]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    returncode: minus N if signal N ended it. at: when, in seconds since 1970. stop: why it was
+    asked to stop; "" if it was not. fenced: why the wrapper killed it; None if it did not.
+    """
+
+    returncode: int
+    at: float
+    stop: str = ""
+    fenced: InputError | MachineError | None = None
+
+
+class Supervisor:
+    """A running program, whose process ID is ``pid``. ``look`` is called again and again while it runs."""
+
+    def __init__(self, pid: int, canary: int, rules: Rules, watch: Watch | None) -> None:
+        self.stop = ""
+        self.fenced: InputError | MachineError | None = None
+        self._pid = pid
+        self._canary = canary
+        self._rules = rules
+        self._watch = watch
+        self._asked = ""  # why the program is to stop, before a process of it has got a signal
+        self._asked_at = 0.0
+        self._delivered: set[int] = set()
+        self._next_look_at = 0.0
+        self._kill_at = float("inf")
+
+    def received(self, number: signal.Signals) -> None:
+        """A signal that this process has received: a request to stop."""
+        self._ask(number.name)
+        time.sleep(signals.TOGETHER_S)
+        sent_to_all = number in self._pending()
+        reached = self._deliver(already=number if sent_to_all else None)
+        ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
+        if ends and not reached and not sent_to_all:
+            delivery.end(self._pid, number)
+        if ends or sent_to_all:
+            self._note_stop()
+
+    def ended_by(self, number: signal.Signals) -> None:
+        """A signal has arrived here just after the end of the program, which has received it too."""
+        self._ask(number.name)
+        self._note_stop()
+
+    def look(self) -> None:
+        """Looks at the program's handlers from time to time, and acts on what the run directory says."""
+        now = time.monotonic()
+        if self._watch:
+            self._follow(self._watch)
+        if now >= self._kill_at:
+            delivery.end(self._pid, signal.SIGKILL)
+        if now >= self._next_look_at or (self._asked and not self.stop):
+            self._next_look_at = now + in_use.HEARTBEAT_S
+            targets = delivery.targets(self._pid, self._rules.order)
+            if problem := self._rules.remark(self._pid, targets):
+                self._fence(InputError(problem))
+            if self._asked:
+                self._deliver()  # a program may register its handlers late
+
+    def _follow(self, watch: Watch) -> None:
+        unseen_s = watch.clock() - watch.seen_at
+        if unseen_s > self._rules.timeout_s:
+            self._fence(MachineError(f"the run directory cannot be read for {unseen_s:.0f} s"))
+        elif watch.fenced:
+            self._fence(MachineError(watch.fenced))
+        note = watch.note
+        if not note.reason or time.time() < note.at:
+            return
+        self._ask(note.reason)
+        if note.ends and self._kill_at == float("inf"):
+            self._kill_at = time.monotonic() + END_S
+            self._note_stop()
+            terminated = delivery.targets(self._pid, (signal.SIGTERM,))
+            for target in terminated:
+                delivery.send(target.pid, target.signal)
+            if not terminated:
+                delivery.end(self._pid, signal.SIGTERM)
+
+    def _fence(self, reason: InputError | MachineError) -> None:
+        self.fenced = self.fenced or reason
+        delivery.end(self._pid, signal.SIGKILL)
+
+    def _ask(self, reason: str) -> None:
+        if not self._asked:
+            self._asked = reason
+            self._asked_at = time.time()
+
+    def _note_stop(self) -> None:
+        """From now on, the end of the program is a stop, and no failure."""
+        if not self.stop:
+            self.stop = self._asked
+            if self._watch:
+                self._watch.tell_stop(self.stop, self._asked_at)
+
+    def _pending(self) -> frozenset[int]:
+        """Signals that were sent to all processes of this rank: they are pending in the canary.
+
+        Slurm sends them so with ProctrackType=proctrack/linuxproc, and else to the wrapper alone.
+        """
+        with contextlib.suppress(OSError):
+            return proctree.signal_set(Path(f"/proc/{self._canary}/status").read_text(), "ShdPnd")
+        return frozenset()
+
+    def _deliver(self, already: signal.Signals | None = None) -> bool:
+        """Sends each target its signal, once. Returns whether there is a target.
+
+        already: a signal that all processes have received.
+        """
+        targets = delivery.targets(self._pid, self._rules.order)
+        for target in targets:
+            if target.pid not in self._delivered and target.signal != already:
+                delivery.send(target.pid, target.signal)
+            self._delivered.add(target.pid)
+        if targets:
+            self._note_stop()
+        return bool(targets)
+
+
+@contextlib.contextmanager
+def _canary() -> Iterator[int]:
+    """The ID of a child that blocks all signals of `signals.SIGNALS`, as this process does."""
+    null = subprocess.DEVNULL
+    prepare = processes.die_with(os.getpid())
+    canary = subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=null, stderr=null, preexec_fn=prepare)
+    try:
+        yield canary.pid
+    finally:
+        canary.kill()
+        canary.wait()
+
+
+def run(
+    command: Sequence[str],
+    workdir: str,
+    environ: Mapping[str, str],
+    rules: Rules,
+    watch: Watch | None,
+) -> Ended:
+    """Runs a program until it ends, and kills what it leaves behind. Raises InputError if it cannot be started.
+
+    watch: None for a rank whose node has a wrapper of its own, which reads the run directory.
+    """
+    stops = set(signals.handled())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})  # sigtimedwait receives them
+    proctree.adopt_orphans()
+    die = processes.die_with(os.getpid())
+
+    def prepare() -> None:
+        for number in stops:  # a program may register a handler only where it finds the default
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*signals.SIGNALS, signal.SIGCHLD})
+        die()
+
+    with _canary() as canary:
+        others = set(proctree.children(os.getpid()))
+        try:
+            child = subprocess.Popen(command, cwd=workdir or None, env=environ, preexec_fn=prepare)
+        except OSError as error:
+            why = f"cannot be started in {workdir} ({error.strerror})"
+            raise InputError(f"script={command[0]}: {why}") from None
+        supervisor = Supervisor(child.pid, canary, rules, watch)
+        try:
+            while child.poll() is None:
+                arrived = signal.sigtimedwait({*stops, signal.SIGCHLD}, TICK_S)
+                if arrived and arrived.si_signo in stops:
+                    supervisor.received(signal.Signals(arrived.si_signo))
+                supervisor.look()
+                proctree.reap({*others, child.pid})
+            ended_at = time.time()
+            # A signal to all processes may have ended the program before it arrives here.
+            late = signal.sigtimedwait(stops, signals.TOGETHER_S) if not supervisor.stop else None
+            if late:
+                supervisor.ended_by(signal.Signals(late.si_signo))
+        finally:
+            for pid in set(proctree.children(os.getpid())) - others:
+                delivery.end(pid, signal.SIGKILL)
+            child.wait()
+    return Ended(child.returncode, ended_at, supervisor.stop, supervisor.fenced)

@@ -1,0 +1,52 @@
+"""Whether a program of the user has saved something during an attempt. Standard library only.
+
+A digest of the names, sizes and times of its files is taken when the attempt begins and when it has
+ended. A program that has changed nothing would only repeat its work after a requeue.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.core import files
+from recipes.core.run.attempt import Attempt
+
+# What the recipes write in a run directory.
+OWN = frozenset(["attempts", "logs", "job.sh", "job.yaml", "status.json", "doctor", "summary.json"])
+MOST_FILES = 100_000  # of more files, only these are looked at
+
+
+def note(attempt: Attempt, folder: str) -> None:
+    """Notes at the begin of an attempt what is saved in ``folder``; "" is the run directory. Raises OSError."""
+    files.write_json(attempt.folder / "saves.json", {"folder": folder, "digest": _digest(attempt, folder)})
+
+
+def has_changed(attempt: Attempt) -> bool | None:
+    """Whether files have changed since the attempt began. None if that is unknown, or if there is still no file."""
+    before = files.read_json(attempt.folder / "saves.json")
+    if not before:
+        return None
+    digest = _digest(attempt, str(before["folder"]))
+    return digest != before["digest"] if digest else None
+
+
+def _digest(attempt: Attempt, folder: str) -> str:
+    """The digest of a folder; "" if it has no file."""
+    digest = hashlib.sha256()
+    count = 0
+    for path in _files(Path(folder) if folder else attempt.run_dir, OWN if not folder else frozenset()):
+        with contextlib.suppress(OSError):
+            facts = path.stat()
+            digest.update(f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode(errors="surrogateescape"))
+            count += 1
+        if count == MOST_FILES:
+            break
+    return digest.hexdigest() if count else ""
+
+
+def _files(folder: Path, hidden: frozenset[str]) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if Path(place) != folder or name not in hidden)
+        yield from (Path(place, name) for name in sorted(names) if Path(place) != folder or name not in hidden)
