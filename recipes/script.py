@@ -47,8 +47,6 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
     """The environment of the program: that of this process, with its place, the run directory and the hook."""
     info = start.ranks
     environ = {name: value for name, value in os.environ.items() if name != attempts.VARIABLE}
-    if listener := environ.pop("RECIPES_LISTEN_FD", ""):  # launcher=local has reserved the port for rank 0
-        os.close(int(listener))
     several = info.world_size > 1 and launch.through != "node"
     if threads := start.settings.run.cpu_threads or int(several):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -171,6 +169,8 @@ def main(start: Start) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())  # the supervisor hands on what comes from now on
     os.umask(int(start.settings.run.umask, 8))
     launch = launch_of(start)
+    if listener := os.environ.pop("RECIPES_LISTEN_FD", ""):  # launcher=local has reserved the port for rank 0
+        os.close(int(listener))
     task = os.environ.pop(launchers.TASK, None)
     is_first = task is None and info.rank == 0
     if is_first:
@@ -186,6 +186,7 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     environ = {**os.environ, launchers.TASK: str(info.rank)}
     if launch.on_cpu:
         environ.setdefault("ACCELERATE_USE_CPU", "true")
+    environ.setdefault("OMP_NUM_THREADS", str(start.settings.run.cpu_threads or 1))
     for name in launchers.variables_of_rank(info):
         environ.pop(name, None)
     watch = Watch(attempt, info.rank, _clock())

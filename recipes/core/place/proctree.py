@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
+MOST_BLOCKED = 32  # glibc blocks all signals for some milliseconds while it starts a thread
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,10 @@ def read(pid: int) -> Process | None:
         program = os.path.basename(os.readlink(folder / "exe"))
     except OSError:
         return None
-    caught = signal_set(status, "SigCgt") - signal_set(status, "SigBlk")
+    blocked = signal_set(status, "SigBlk")
+    if len(blocked) > MOST_BLOCKED:
+        blocked = frozenset()
+    caught = signal_set(status, "SigCgt") - blocked
     return Process(pid, tuple(command.split("\0")[:-1]), program, caught)
 
 

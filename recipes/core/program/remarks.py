@@ -9,7 +9,7 @@ from recipes.core.program.delivery import Target
 from recipes.core.run.stop_note import StopNote
 
 LISTENING = "0A"  # state in /proc/net/tcp
-LOOKS = 6  # so often (30 s) a program is looked at before something that is missing is said
+LOOKS = 6  # so often in succession (for 30 s) something is missing before a line says so
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,17 @@ class Remarks:
         self._say = say
         self._keep = keep
         self._looks = 0
+        self._silent_looks = 0
         self._said = ""
         self._has_group = not setup.port
 
     def __call__(self, root: int, targets: list[Target]) -> str:
         """Prints what has changed. Returns why the program must end; "" if it may continue."""
         self._looks += 1
+        self._silent_looks = 0 if targets else self._silent_looks + 1
         names = sorted({target.signal.name for target in targets})
         line = self._on_signals(names, all(target.protects_workers for target in targets))
-        if line != self._said and (targets or self._said or self._looks == LOOKS):
+        if line != self._said and (targets or self._silent_looks == LOOKS):
             self._said = line
             self._say(line)
             self._keep(names)

@@ -76,6 +76,13 @@ class Supervisor:
         if ends or sent_to_all:
             self._note_stop()
 
+    def wait_s(self) -> float:
+        """Seconds until the next look. All ranks act on a stop note at the same moment: a Trainer may hang otherwise."""
+        note = self._watch.note if self._watch else None
+        if not note or not note.reason or self._asked:
+            return TICK_S
+        return min(TICK_S, max(0.0, note.at - time.time()))
+
     def ended_by(self, number: signal.Signals) -> None:
         """A signal has arrived here just after the end of the program, which has received it too."""
         self._ask(number.name)
@@ -200,7 +207,7 @@ def run(
         supervisor = Supervisor(child.pid, canary, rules, watch)
         try:
             while child.poll() is None:
-                arrived = signal.sigtimedwait({*stops, signal.SIGCHLD}, TICK_S)
+                arrived = signal.sigtimedwait({*stops, signal.SIGCHLD}, supervisor.wait_s())
                 if arrived and arrived.si_signo in stops:
                     supervisor.received(signal.Signals(arrived.si_signo))
                 supervisor.look()

@@ -142,10 +142,12 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
     if stops and (not failures or stops[0]["time"] <= failures[0]["time"]):
         return Outcome("preempted", Kind.stopped, str(stops[0]["error"]), None, EXIT_REQUEUE)
     outcome = _first_failure(failures, (), True, end)
+    first = outcome.first or {}
     early = _exited_early(ranks, outcome)
-    code = int((outcome.first or {}).get("exit_status") or exit_status or EXIT_CRASH)
+    code = int(first.get("exit_status") or exit_status or EXIT_CRASH)
     if early:
-        reason = f"{_who(early)} exited with status 0 before the end of the run; after that, {outcome.reason}"
+        after = f"after that, {_who(first)} failed: {first['error']}"
+        reason = f"{_who(early)} exited with status 0 before the end of the run; {after}"
         return Outcome("failed", Kind.exited, reason, {**early, "exit_status": code}, code)
     return replace(outcome, exit_status=code)
 
