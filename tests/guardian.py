@@ -8,7 +8,8 @@ after the mark: the kernel releases it when the controller dies.
 
 Mounts and named network namespaces: the session has its own mount namespace, which ends with its last process.
 
-Clusters: tests/slurm/cluster.py puts the mark into the name of a cluster's folder, which the guardian removes.
+Clusters: tests/slurm/cluster.py puts the mark into the name of a cluster's folder. The guardian takes the cluster down, with its
+cgroups, and removes the folder.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
 BASE = Path("/tmp")  # the same for all sessions, whatever $TMPDIR is
 LOCK = "recipes-tests-"
 CLUSTER = "slurm-test-"
@@ -91,6 +93,7 @@ def main(mark: int) -> None:
         while kill(mark) and time.monotonic() < deadline:
             time.sleep(0.02)
         for folder in BASE.glob(f"{CLUSTER}{mark}_*"):
+            subprocess.run([sys.executable, "-I", "-S", HERE / "slurm/cluster.py", "down", folder], check=False)
             shutil.rmtree(folder, ignore_errors=True)
         lock_file(mark).unlink()
 

@@ -3,9 +3,11 @@
     eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"   # then sinfo, sbatch, salloc, srun
     sudo python tests/slurm/cluster.py down
 
-Each node is a host of its own as far as programs can see: it has its own network, host name, process, mount and IPC
-namespaces, its own /etc/hosts, /etc/slurm, /sys and /dev/shm. The file system is otherwise shared, as a cluster's
-parallel file system would be. GPUs are nodes of the null device: Slurm hands them out, nothing can compute on them.
+Each node is a host of its own as far as programs can see: it has its own network, host name, process, mount, IPC and
+cgroup namespaces, its own /etc/hosts, /etc/slurm, /sys and /dev/shm. The file system is otherwise shared, as a cluster's
+parallel file system would be. GPUs are device nodes without a driver: Slurm hands them out, nothing can compute on them.
+Jobs are tracked and confined by cgroups, as at most sites: to their cores, their memory and their GPUs. A node poses as one
+of CPUS cores. Slurm maps them to the cores that this machine has, so several jobs may have the same one.
 The login side is this machine itself: a cable (a veth pair) joins it to the nodes' switch (a bridge in a namespace).
 
 Everything lies in one folder, and everything that runs is a descendant of one keeper process in a process namespace
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
+import itertools
 import json
 import os
 import random
@@ -47,6 +50,10 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sinfo", "srun", "ip", 
 CONTROLLER = "slurmctl"
 SLURMD_PORT = 6818
 CPUS = 64  # of a node
+MEMORY_PER_CPU_MB = 2000
+GPU_MAJOR = 60  # for local use (Linux's list of devices): no driver has it, and cgroups tell the minors apart
+CGROUPS = Path("/sys/fs/cgroup")
+CONTROLLERS = ("cpuset", "cpuacct", "memory", "devices", "freezer")  # of cgroup v1: those that Slurm uses
 DOCKER0 = "172.17.0.1/16"
 UP_TIMEOUT_S = 30.0
 KILLED_S = 30.0  # for a process to be gone that was killed: a large one wants CPU time of its own for it
@@ -65,6 +72,7 @@ class ClusterOptions:
     gpus: tuple[int, ...] | int = 8  # one number for all nodes, or one a node
     kill_wait_s: int = 5
     slurmd_timeout_s: int = 20
+    linuxproc: bool = False  # no cgroups: jobs are tracked by their processes' parents, and not confined
     preempt: bool = False  # partition `high` preempts `main` by requeue
     topology: str = ""  # topology.conf, for a TopologyPlugin in extra_conf
     extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
@@ -114,6 +122,15 @@ def missing() -> str | None:
     return None
 
 
+def cgroups_missing() -> str | None:
+    """None if the nodes can have cgroups, which need the hierarchies of cgroup v1. Else one line with what is missing.
+
+    Without cgroups, a cluster is as with `linuxproc`.
+    """
+    absent = [name for name in CONTROLLERS if not (CGROUPS / name / "cgroup.procs").exists()]
+    return f"no cgroup v1 here: {CGROUPS} has no hierarchy for {', '.join(absent)}" if absent else None
+
+
 # --- what is the same inside and outside of the keeper ---------------------------------------------------------------
 
 
@@ -153,9 +170,35 @@ def _tail(log: Path | None, lines: int = 15) -> str:
     return f"; the end of {log}:\n" + "\n".join(text.splitlines()[-lines:])
 
 
+# Moves the shell to cgroups, whose files cgroup.procs $1 names. It then becomes the command that follows.
+_JOIN = 'for procs in $1; do echo $$ > "$procs"; done; shift; exec "$@"'
+
+
 def _inside(pid: int, network: bool = True) -> list[str]:
-    flags = ["--mount", "--uts", "--pid", "--ipc"] + (["--net"] if network else [])
-    return ["nsenter", f"--target={pid}", *flags, "--"]
+    """What to put before a command, so that it runs in the namespaces and the cgroups of the host with this first process."""
+    flags = ["--mount", "--uts", "--pid", "--ipc", "--cgroup"] + (["--net"] if network else [])
+    argv = ["nsenter", f"--target={pid}", *flags, "--"]
+    if os.stat(f"/proc/{pid}/ns/cgroup").st_ino == os.stat("/proc/self/ns/cgroup").st_ino:
+        return argv
+    return [*argv, "sh", "-c", _JOIN, "join", f"{CGROUPS}/*/cgroup.procs"]
+
+
+def _own_cgroup(controller: str) -> Path:
+    """The cgroup of this process in a hierarchy of cgroup v1; the root of what is mounted if it is outside of that."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own = CGROUPS / controller / path.lstrip("/")
+        if controller in controllers.split(",") and own.is_dir():
+            return own
+    return CGROUPS / controller
+
+
+def _remove_cgroup(cgroup: Path) -> bool:
+    """Removes a cgroup and those in it. Returns whether it is gone: it stays for a moment after its last process has ended."""
+    for folder, _, _ in os.walk(cgroup, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+    return not cgroup.exists()
 
 
 def _client_env(conf: Path) -> dict[str, str]:
@@ -431,6 +474,8 @@ def take_down(root: Path) -> None:
     if "link" in state:
         # the kernel takes it away with the switch's namespace, but some time later
         subprocess.run(["ip", "link", "delete", state["link"]], capture_output=True, check=False)
+    for cgroup in state.get("cgroups", []):
+        _wait_until(lambda cgroup=cgroup: _remove_cgroup(Path(cgroup)), KILLED_S, f"the removal of {cgroup}")  # type: ignore[misc]
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -446,6 +491,11 @@ class _Keeper:
         self.login = str(self.network[1])
         self.network6 = f"fd{self.id[:2]}:{self.id[2:]}" if Path("/proc/sys/net/ipv6").exists() else ""
         self.nodes: list[Node] = []
+        self.names = [f"node{number}" for number in range(1, options.nodes + 1)]
+        self.cgroups: dict[str, list[Path]] = {}  # of each node, one for each controller; empty without cgroups
+        if not (options.linuxproc or cgroups_missing()):
+            parents = [_own_cgroup(controller) for controller in CONTROLLERS]
+            self.cgroups = {name: [parent / f"{root.name}-{name}" for parent in parents] for name in self.names}
         self.switch = 0
         self.children: list[subprocess.Popen[bytes]] = []
         self.processes: list[int] = [os.getpid()]
@@ -455,6 +505,7 @@ class _Keeper:
             "id": self.id, "owned": self.owned, "options": asdict(self.options), "link": self.link, "login": self.login,
             "switch": self.switch, "nodes": [asdict(node) for node in self.nodes],
             "processes": [(pid, _start_time(pid)) for pid in self.processes],
+            "cgroups": [str(cgroup) for cgroups in self.cgroups.values() for cgroup in cgroups],
         }  # fmt: skip
         new = self.root / "state.new"
         new.write_text(json.dumps(state))
@@ -469,12 +520,12 @@ class _Keeper:
 
     def bring_up(self) -> None:
         self.save()
-        names = [f"node{number}" for number in range(1, self.options.nodes + 1)]
-        self.make_files(names)
-        holders = {name: self.spawn(name) for name in [CONTROLLER, *names]}
+        self.make_files(self.names)
+        self.make_cgroups()
+        holders = {name: self.spawn(name) for name in [CONTROLLER, *self.names]}
         switch = self.spawn_switch()
         controller = self.first_process(holders[CONTROLLER], CONTROLLER)
-        for number, name in enumerate(names, 1):
+        for number, name in enumerate(self.names, 1):
             pid = self.first_process(holders[name], name)
             gpus = self.options.gpus_per_node[number - 1]
             self.nodes.append(Node(name, self.address(number), self.address6(number), gpus, pid))
@@ -492,18 +543,28 @@ class _Keeper:
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
         for index in range(max(self.options.gpus_per_node)):
-            # a device of some kind, else Slurm counts it but sets no CUDA_VISIBLE_DEVICES: this one is /dev/null's
-            os.mknod(self.root / f"dev/nvidia{index}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+            # a device of some kind, else Slurm counts it but sets no CUDA_VISIBLE_DEVICES
+            device = self.root / f"dev/nvidia{index}"
+            os.mknod(device, stat.S_IFCHR, os.makedev(GPU_MAJOR, index))
+            device.chmod(0o666)
         (self.root / "first-process.sh").write_text(_FIRST_PROCESS)
         (self.root / "etc/slurm.conf").write_text(self.slurm_conf(names))
         (self.root / "etc/gres.conf").write_text(self.gres_conf(names))
-        (self.root / "etc/cgroup.conf").write_text("IgnoreSystemd=yes\n")
+        (self.root / "etc/cgroup.conf").write_text(_CGROUP_CONF if self.cgroups else "IgnoreSystemd=yes\n")
         (self.root / "etc/topology.conf").write_text(self.options.topology)
         for name in [CONTROLLER, *names]:
             (self.root / "spool" / name).mkdir()
             (self.root / f"etc/hosts-{name}").write_text(self.hosts(name, names))
         for file in (self.root / "etc").iterdir():
             file.chmod(0o644)
+
+    def make_cgroups(self) -> None:
+        """A cgroup of its own for each node, which shows it as the root: all clusters here have a node of the same name."""
+        for cgroup in itertools.chain(*self.cgroups.values()):
+            cgroup.mkdir()
+            for setting in ("cpuset.cpus", "cpuset.mems"):  # empty in a new cgroup, which then accepts no process
+                if (cgroup / setting).exists():
+                    (cgroup / setting).write_text((cgroup.parent / setting).read_text())
 
     def hosts(self, own_name: str, names: list[str]) -> str:
         lines = ["127.0.0.1 localhost", f"{self.login} {socket.gethostname()} {CONTROLLER}"]
@@ -541,9 +602,10 @@ class _Keeper:
             f"SlurmctldLogFile={root}/log/slurmctld.log",
             f"SlurmdLogFile={root}/log/slurmd-%n.log",
             "SelectType=select/cons_tres",
-            "SelectTypeParameters=CR_Core",
-            "ProctrackType=proctrack/linuxproc",
-            "TaskPlugin=task/none",
+            "SelectTypeParameters=CR_Core_Memory",
+            f"DefMemPerCPU={MEMORY_PER_CPU_MB}",
+            f"ProctrackType=proctrack/{'cgroup' if self.cgroups else 'linuxproc'}",
+            f"TaskPlugin={'task/cgroup,task/affinity' if self.cgroups else 'task/none'}",
             "JobAcctGatherType=jobacct_gather/none",
             "AccountingStorageType=accounting_storage/none",
             "SlurmdParameters=config_overrides",
@@ -569,7 +631,7 @@ class _Keeper:
             gres = f" Gres=gpu:{gpus}" if gpus else ""
             lines.append(
                 f"NodeName={name} NodeAddr={self.address(number)} Sockets=1 CoresPerSocket={CPUS}"
-                f" ThreadsPerCore=1 RealMemory=1000{gres} State=UNKNOWN"
+                f" ThreadsPerCore=1 RealMemory={CPUS * MEMORY_PER_CPU_MB}{gres} State=UNKNOWN"
             )
         every = "Nodes=" + ",".join(names)
         preempted = preempting = ""
@@ -589,7 +651,12 @@ class _Keeper:
         """A host's namespaces and its first process, which only reaps. The controller shares the login's network."""
         network, sysfs = ([], []) if name == CONTROLLER else (["--net"], ["own-sys"])
         argv = ["unshare", *network, "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return self.child([*argv, "bash", str(self.root / "first-process.sh"), name, str(self.root), *sysfs])
+        cgroups = self.cgroups.get(name, [])
+        if cgroups:
+            procs = " ".join(f"{cgroup}/cgroup.procs" for cgroup in cgroups)
+            argv = ["sh", "-c", _JOIN, "join", procs, *argv, "--cgroup"]
+        argv += ["bash", str(self.root / "first-process.sh"), name, str(self.root), *sysfs, *map(str, cgroups)]
+        return self.child(argv)
 
     def spawn_switch(self) -> subprocess.Popen[bytes]:
         child = self.child(["unshare", "--net", "bash", "-c", "echo ready; exec sleep infinity"])
@@ -662,7 +729,14 @@ class _Keeper:
         return b"is UP" in done.stdout
 
 
-# A host's first process. Its own /sys shows its own interfaces; cgroups are kept, slurmd looks for them at its start.
+_CGROUP_CONF = f"""CgroupPlugin=cgroup/v1
+CgroupMountpoint={CGROUPS}
+ConstrainCores=yes
+ConstrainRAMSpace=yes
+ConstrainDevices=yes
+"""
+
+# A host's first process. $4 and so on: its cgroups. Its own /sys shows its own interfaces, and these cgroups as roots.
 _FIRST_PROCESS = """set -e
 name=$1 root=$2
 hostname "$name"
@@ -671,12 +745,24 @@ mount --bind "$root/etc/hosts-$name" /etc/hosts
 [ ! -d /etc/slurm ] || mount --bind "$root/etc" /etc/slurm
 mount -t tmpfs -o mode=1777 shm /dev/shm
 if [ "${3-}" = own-sys ]; then
-    mkdir "$root/spool/$name/cgroup"
-    mount --rbind /sys/fs/cgroup "$root/spool/$name/cgroup"
+    shift 3
+    all="$root/spool/$name/cgroup"
+    mkdir "$all"
+    if [ $# = 0 ]; then
+        mount --rbind /sys/fs/cgroup "$all"
+    else
+        mount -t tmpfs -o mode=755 cgroup "$all"
+    fi
+    for cgroup; do
+        controller=${cgroup#/sys/fs/cgroup/}
+        controller=${controller%%/*}
+        mkdir "$all/$controller"
+        mount --bind "$cgroup" "$all/$controller"
+    done
     mount -t sysfs sysfs /sys
-    mount --rbind "$root/spool/$name/cgroup" /sys/fs/cgroup
-    umount -l "$root/spool/$name/cgroup"
-    rmdir "$root/spool/$name/cgroup"
+    mount --rbind "$all" /sys/fs/cgroup
+    umount -l "$all"
+    rmdir "$all"
 fi
 echo ready
 exec > /dev/null

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core import files
 from tests import helpers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guardians need Linux")
@@ -19,7 +20,8 @@ from tests import helpers
 from tests.slurm import cluster
 
 def test_daemon(tmp_path):
-    here, root = Path(__file__).parent, cluster.make_root()
+    here = Path(__file__).parent
+    root = cluster.make_root() if cluster.missing() else cluster.start(cluster.ClusterOptions(nodes=1), os.getpid()).root
     (here / "cluster").symlink_to(root)
     subprocess.run("env -i setsid sh -c 'echo $$ > new; mv new daemon; exec sleep 600' &", shell=True, cwd=here, check=True)
     if os.geteuid() == 0:
@@ -46,8 +48,12 @@ def test_nothing_is_left_of_a_killed_session(tmp_path: Path) -> None:
     assert not Path("/run/netns", root.name).exists()
     assert helpers.alive(daemon), "the guardian has ended a session that runs"
     assert root.exists()
+    state = files.read_json(root / "state.json") or {}  # of a cluster; none without Slurm
+    cgroups = [Path(cgroup) for cgroup in state.get("cgroups", ())]
+    assert all(map(Path.exists, cgroups))
 
     started = helpers.children(session.pid)
     session.kill()
     helpers.wait_for_the_end_of([*started, daemon], helpers.START_S)
     helpers.wait_until(lambda: not root.exists(), helpers.START_S, "the cluster's folder removed")
+    assert not any(map(Path.exists, cgroups))
