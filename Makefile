@@ -15,7 +15,7 @@ install: $(INSTALLED) ## .venv with torch and all that the recipes and tests nee
 
 $(INSTALLED): pyproject.toml $(VERSIONS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIPFLAGS) --quiet --disable-pip-version-check -c $(VERSIONS) -e '.[digits,fast,timm,export,test,check]'
+	$(BIN)/python -m pip install $(PIPFLAGS) --quiet --disable-pip-version-check -c $(VERSIONS) -e '.[digits,fast,timm,export,frameworks,test,check]'
 	touch $@
 
 demo: install ## train MNIST's recipe on two ranks here, on digits that need no download

@@ -8,6 +8,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
         for name, data in content.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_bytes(data)
+            if data.startswith(b"#!"):
+                (part / name).chmod((part / name).stat().st_mode | stat.S_IXUSR)
         (part / source.DIFF).write_bytes(diff)
         write_json(part / source.STAMP, stamp)
         part.rename(copy)

@@ -30,24 +30,29 @@ class Launch:
         return self.through in ("torchrun", "accelerate")
 
     def command(self, info: RankInfo, words: Sequence[str]) -> list[str]:
-        """The command of this task. words: with which a launcher starts the wrapper of each rank."""
-        if not self.has_launcher:
-            return list(self.program)
-        wrapper = [sys.executable, "-u", "-m", "recipes.script", *words]
+        """The command of a task with a launcher. words: with which the launcher starts the wrapper of each rank."""
+        python = [sys.executable, "-u", "-m"]
+        wrapper = [*python, "recipes.script", *words]
         address = info.master_addr or "127.0.0.1"
         port = str(info.master_port or free_port())
+        of_torchrun = self.extra if self.through == "torchrun" else ()
+        torchrun = [
+            *python, "torch.distributed.run", f"--nnodes={info.num_nodes}", f"--node-rank={info.node_rank}",
+            f"--nproc-per-node={self.nproc}", "--rdzv-backend=static", f"--master-addr={address}",
+            f"--master-port={port}", *of_torchrun, "--no-python", *wrapper,
+        ]  # fmt: skip
         if self.through == "torchrun":
-            return [
-                sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={info.num_nodes}",
-                f"--node-rank={info.node_rank}", f"--nproc-per-node={self.nproc}", "--rdzv-backend=static",
-                f"--master-addr={address}", f"--master-port={port}", *self.extra, "--no-python", *wrapper,
-            ]  # fmt: skip
+            return torchrun
+        accelerate = [*python, "accelerate.commands.launch"]
+        if self.on_cpu:  # accelerate starts one process there, so it only sets the variables of its configuration
+            one = ["--cpu", "--num_machines", "1", "--num_processes", "1"]
+            return [*accelerate, *one, *self.extra, "--no_python", *torchrun]
         total = info.num_nodes * self.nproc
-        kind = ["--multi_gpu"] if total > 1 and not self.on_cpu else []
+        kind = ["--multi_gpu"] if total > 1 else []
         return [
-            sys.executable, "-u", "-m", "accelerate.commands.launch", *kind, "--num_machines", str(info.num_nodes),
-            "--machine_rank", str(info.node_rank), "--num_processes", str(total), "--main_process_ip", address,
-            "--main_process_port", port, *self.extra, "--no_python", *wrapper,
+            *accelerate, *kind, "--num_machines", str(info.num_nodes), "--machine_rank", str(info.node_rank),
+            "--num_processes", str(total), "--main_process_ip", address, "--main_process_port", port,
+            *self.extra, "--no_python", *wrapper,
         ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Runs a program as a child process: hands on requests to stop, and ends what is left of it. Standard library only."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -67,9 +68,10 @@ class Supervisor:
     def received(self, number: signal.Signals) -> None:
         """A signal that this process has received: a request to stop."""
         self._ask(number.name)
-        time.sleep(signals.TOGETHER_S)
+        targets = delivery.targets(self._pid, self._rules.order)
+        sleep_until_together()
         sent_to_all = number in self._pending()
-        reached = self._deliver(already=number if sent_to_all else None)
+        reached = self._deliver(targets, already=number if sent_to_all else None)
         ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
         if ends and not reached and not sent_to_all:
             delivery.end(self._pid, number)
@@ -101,7 +103,7 @@ class Supervisor:
             if problem := self._rules.remark(self._pid, targets):
                 self._fence(InputError(problem))
             if self._asked:
-                self._deliver()  # a program may register its handlers late
+                self._deliver(targets)  # a program may register its handlers late
 
     def _follow(self, watch: Watch) -> None:
         unseen_s = watch.clock() - watch.seen_at
@@ -147,12 +149,11 @@ class Supervisor:
             return proctree.signal_set(Path(f"/proc/{self._canary}/status").read_text(), "ShdPnd")
         return frozenset()
 
-    def _deliver(self, already: signal.Signals | None = None) -> bool:
+    def _deliver(self, targets: Sequence[Target], already: signal.Signals | None = None) -> bool:
         """Sends each target its signal, once. Returns whether there is a target.
 
         already: a signal that all processes have received.
         """
-        targets = delivery.targets(self._pid, self._rules.order)
         for target in targets:
             if target.pid not in self._delivered and target.signal != already:
                 delivery.send(target.pid, target.signal)
@@ -160,6 +161,16 @@ class Supervisor:
         if targets:
             self._note_stop()
         return bool(targets)
+
+
+def sleep_until_together() -> None:
+    """Sleeps until the next whole second that is at least TOGETHER_S away.
+
+    Slurm's signal arrives at the wrappers some milliseconds apart. If the ranks of a framework that
+    saves in its signal handler got it so, one could wait in the save and another in a step.
+    """
+    now = time.time()
+    time.sleep(math.ceil(now + signals.TOGETHER_S) - now)
 
 
 @contextlib.contextmanager

@@ -137,8 +137,8 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
         hosts = {rank["rank"]: rank["host"] for rank in lost}
         reason = ", ".join(f"rank {rank} on {host}" for rank, host in sorted(hosts.items())[:4])
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        first = {**lost[0], "exit_status": exit_status}
-        return Outcome("failed", Kind.killed, f"the wrapper of {reason}{more}, or srun, was killed", first, exit_status)
+        reason = f"the wrapper of {reason}{more}, or srun, was killed"
+        return Outcome("failed", Kind.killed, reason, {**lost[0], "exit_status": exit_status}, exit_status)
     if stops and (not failures or stops[0]["time"] <= failures[0]["time"]):
         return Outcome("preempted", Kind.stopped, str(stops[0]["error"]), None, EXIT_REQUEUE)
     outcome = _first_failure(failures, (), True, end)

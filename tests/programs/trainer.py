@@ -1,0 +1,72 @@
+"""Trains a tiny GPT-2 with the Trainer of Hugging Face, which saves on SIGTERM only (enable_jit_checkpoint)."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from protocol import RUN_DIR, options, record
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+options = options()
+
+
+class Journal(TrainerCallback):
+    """Records the steps."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        record("begin", state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        record("step", state.global_step)
+        time.sleep(options.pace)
+
+    def on_save(self, args, state, control, **kwargs):
+        record("saved", state.global_step)
+
+
+def newest_checkpoint() -> str | None:
+    """The newest complete checkpoint. The Trainer saves trainer_state.json last, and deletes the marker at the end."""
+    for path in sorted(RUN_DIR.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])):
+        begun = (path / "checkpoint-is-incomplete.txt").exists()
+        if (path / "trainer_state.json").exists() and not begun:
+            return str(path)
+    return None
+
+
+set_seed(0)
+arguments = TrainingArguments(
+    output_dir=str(RUN_DIR),
+    max_steps=options.steps,
+    per_device_train_batch_size=2,
+    dataloader_num_workers=2,
+    enable_jit_checkpoint=True,
+    save_strategy="steps" if options.save_every else "no",
+    save_steps=options.save_every or 500,
+    logging_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+    use_cpu=options.cpu,
+)
+if arguments.world_size != int(os.environ.get("WORLD_SIZE", 1)):
+    raise SystemExit(f"this process trains alone: world_size={arguments.world_size}")
+config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+tokens = torch.randint(64, (512, 16))
+trainer = Trainer(
+    model=GPT2LMHeadModel(config),
+    args=arguments,
+    train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+    callbacks=[Journal()],
+)
+resumed = newest_checkpoint()
+trainer.train(resume_from_checkpoint=resumed)
+last = newest_checkpoint()
+if last not in (None, resumed) and not options.save_every:
+    record("saved", int(Path(last).name.split("-")[1]))

@@ -1,0 +1,126 @@
+"""Programs of the users of Trainer, Lightning, accelerate and DDP keep their work when Slurm stops their job, on two real nodes.
+
+Each has two DataLoader workers per rank, and no line for this project. The steps that they record (tests/programs/protocol.py)
+show that the step of the stop was saved, and that none was repeated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import helpers
+from tests.helpers import ROOT
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
+from tests.slurm.jobs import PYTHON, ended, log_lines, read, wait_requeued
+
+pytestmark = pytest.mark.timeout(500)
+
+FOLDER = ROOT / "tests/programs"
+STEPS = 20  # before the stop
+
+
+@dataclass(frozen=True)
+class Program:
+    """file: in tests/programs. signal: that it gets. keys: of the job. after_save: steps that the framework does before it ends."""
+
+    file: str
+    signal: str
+    keys: tuple[str, ...] = ()
+    after_save: int = 0
+
+
+PROGRAMS = {
+    "ddp": Program("plain_ddp.py", "SIGUSR2"),
+    "shell": Program("run.sh", "SIGUSR2"),
+    "accelerate": Program("accelerate_program.py", "SIGTERM"),
+    "trainer": Program("trainer.py", "SIGTERM", after_save=1),
+    "lightning": Program("lightning_program.py", "SIGUSR1"),
+    "torchrun": Program("plain_ddp.py", "SIGUSR2", ("through=torchrun",)),
+    "accelerate launch": Program("accelerate_program.py", "SIGTERM", ("through=accelerate",)),
+}
+EVENTS = ("time limit", "requeue", "preemption")
+FAST = {  # one cell of each program runs in `make test`
+    ("ddp", "preemption"), ("shell", "requeue"), ("accelerate", "requeue"), ("trainer", "requeue"),
+    ("lightning", "requeue"), ("torchrun", "requeue"), ("accelerate launch", "requeue"),
+}  # fmt: skip
+CELLS = [
+    pytest.param(name, event, id=f"{name}, {event}", marks=() if (name, event) in FAST else pytest.mark.long)
+    for name in PROGRAMS
+    for event in EVENTS
+]
+
+
+@pytest.fixture(scope="module")
+def linuxproc() -> Iterator[Cluster]:
+    """A cluster whose signals reach all processes of a job."""
+    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10, linuxproc=True)) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(("name", "event"), CELLS)
+def test_a_program_is_saved_requeued_once_and_repeats_no_step(
+    slurm: Cluster, tmp_path: Path, name: str, event: str
+) -> None:
+    run(slurm, tmp_path, PROGRAMS[name], event)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("event", EVENTS)
+def test_also_if_signals_reach_all_processes(linuxproc: Cluster, tmp_path: Path, name: str, event: str) -> None:
+    run(linuxproc, tmp_path, PROGRAMS[name], event)
+
+
+def run(slurm: Cluster, folder: Path, program: Program, event: str) -> None:
+    """Submits the program, stops it by ``event``, and lets the requeued job end."""
+    repo = jobs.copy_repository(folder / "clone")
+    run_dir = folder / "run"
+    log = folder / "log"
+    time = "1" if event == "time limit" else "10"
+    words = ["nodes=2", "ranks_per_node=1", "device=cpu", f"time={time}", "cpus_per_rank=4", f"run_dir={run_dir}"]
+    script = slurm.run(
+        sys.executable, "launch.py", f"script={FOLDER / program.file}", "launcher=print", *words, *program.keys,
+        "--", "--steps", "100000", cwd=repo, env=PYTHON,
+    )  # fmt: skip
+    assert script.returncode == 0, script.stderr
+    (folder / "job.sh").write_text(script.stdout)
+    job = slurm.submit(f"--output={log}", folder / "job.sh", cwd=repo, env=PYTHON)
+    try:
+        helpers.wait_until(lambda: steps(run_dir, "step")[STEPS:], helpers.START_S, f"step {STEPS}")
+        stop(slurm, job, event)
+        wait_requeued(slurm, job, log, 100)
+        assert read(run_dir / "status.json")["state"] == "preempted", log.read_text()
+        assert len(steps(run_dir, "saved")) == 1, log.read_text()
+        [saved] = steps(run_dir, "saved")
+        at_stop = steps(run_dir, "step")[-1]
+        assert at_stop - program.after_save <= saved <= at_stop, log.read_text()
+        slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10", check=True)
+        jobs.start_again(slurm, job)
+        assert ended(slurm, job, log, 120) == ("COMPLETED", "0:0"), log.read_text()
+    finally:
+        jobs.leave_no_job(slurm)
+    assert steps(run_dir, "begin") == [0, saved]
+    assert steps(run_dir, "step") == [*range(1, at_stop + 1), *range(saved + 1, saved + 11)]
+    assert slurm.jobs(job)[0]["Restarts"] == "1"
+    assert f"gets {program.signal} (it catches it)" in log.read_text()
+    assert log_lines(log)[-1] == f"script: done; run directory {run_dir}"
+
+
+def stop(slurm: Cluster, job: str, event: str) -> None:
+    if event == "requeue":
+        slurm.run("scontrol", "requeue", job, check=True)
+    elif event == "preemption":
+        slurm.submit("--partition=high", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 1")
+
+
+def steps(run_dir: Path, event: str) -> list[int]:
+    """The steps of one kind of event that the program has recorded."""
+    file = run_dir / "steps.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [int(line.split()[1]) for line in lines if line.split()[0] == event]
