@@ -9,9 +9,11 @@ Rank 0 appends lines to $RECIPES_RUN_DIR/steps.txt:
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
 RUN_DIR = Path(os.environ["RECIPES_RUN_DIR"])
+FAULT: list[str] = []
 
 
 def options() -> argparse.Namespace:
@@ -19,8 +21,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="steps; a resumed run does 10 more")
     parser.add_argument("--pace", type=float, default=0.1, help="seconds to sleep in each step")
     parser.add_argument("--save-every", type=int, default=0, help="0: save only before a stop")
+    parser.add_argument("--fault", choices=["raise", "kill", "exit"], help="of rank 1 at step 5")
     parser.add_argument("--cpu", action="store_true", help="trainer, accelerate: choose the CPU")
     args = parser.parse_args()
+    FAULT.append(args.fault)
     if saved := steps("saved"):
         args.steps = saved[-1] + 10
     return args
@@ -34,6 +38,17 @@ def steps(event: str) -> list[int]:
 
 
 def record(event: str, step: int) -> None:
+    if (event, step, os.environ.get("RANK")) == ("step", 5, "1"):
+        fail(FAULT[0])
     if os.environ.get("RANK", "0") == "0":
         with open(RUN_DIR / "steps.txt", "a") as file:
             file.write(f"{event} {step}\n")
+
+
+def fail(fault: str) -> None:
+    if fault == "raise":
+        raise ValueError("bad data")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "exit":
+        os._exit(0)

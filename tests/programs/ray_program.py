@@ -15,8 +15,19 @@ from pathlib import Path
 LIMIT_S = 120
 NODES = int(os.environ["NNODES"])
 NODE_RANK = int(os.environ["NODE_RANK"])
-HEAD = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-OWN_ADDRESS = socket.gethostbyname(os.environ["NODES"].split()[NODE_RANK])
+PORT = int(os.environ["MASTER_PORT"])
+NAMES = os.environ["NODES"].split()
+
+
+def own_address() -> str:
+    """The address of this node on the route to another one. Its own name may mean 127.0.1.1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(NAMES[NODE_RANK - 1]), 9))
+        return probe.getsockname()[0]
+
+
+OWN_ADDRESS = own_address()
+HEAD = (os.environ["MASTER_ADDR"] if NODE_RANK else OWN_ADDRESS, PORT)
 DEADLINE = time.monotonic() + LIMIT_S
 
 
@@ -74,7 +85,7 @@ else:
         time.sleep(0.5)
     ray_process = start_ray(f"--address={HEAD[0]}:{HEAD[1]}")
     wait_until(lambda: not head_answers(), ray_process)
-    complete = time.monotonic() < DEADLINE
+    complete = time.monotonic() < DEADLINE and not head_answers()
 ray_process.terminate()  # not `ray stop`, which ends every Ray process of this machine
 ray_process.wait()
 sys.exit(0 if complete else 1)

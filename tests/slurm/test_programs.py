@@ -6,6 +6,8 @@ show that the step of the stop was saved, and that none was repeated.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,20 +79,78 @@ def test_also_if_signals_reach_all_processes(linuxproc: Cluster, tmp_path: Path,
     run(linuxproc, tmp_path, PROGRAMS[name], event)
 
 
+FAULTS = {
+    "raise": "rank 1 on node2 failed first: the program exited with status 1; ValueError: bad data",
+    "kill": "rank 1 on node2 failed first: the program was killed by signal 9",
+    "exit": "rank 1 on node2 exited with status 0 before the end of the run; after that, rank 0 on node1 failed: ",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "name", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS if name != "ddp")]
+)
+def test_the_rank_that_failed_is_named(slurm: Cluster, tmp_path: Path, name: str, fault: str) -> None:
+    repo = jobs.copy_repository(tmp_path / "clone")
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    job = submit(slurm, repo, log, run_dir, PROGRAMS[name], "10", "--fault", fault)
+    try:
+        state, _ = ended(slurm, job, log, 120)
+    finally:
+        jobs.leave_no_job(slurm)
+    assert state == "FAILED", log.read_text()
+    assert log_lines(log)[-1].startswith(f"script: failed: {FAULTS[fault]}")
+    assert read(run_dir / "status.json")["first_failing_rank"] == 1
+    explained = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON)
+    assert explained.stdout.startswith(FAULTS[fault])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kill", [False, True], ids=["to its end", "killed on one node"])
+def test_ray_runs_on_both_nodes(slurm: Cluster, tmp_path: Path, kill: bool) -> None:
+    repo = jobs.copy_repository(tmp_path / "clone")
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    job = submit(slurm, repo, log, run_dir, Program("ray_program.py", "", ("through=node",)), "10")
+    try:
+        if kill:
+            [raylet] = helpers.wait_until(
+                lambda: slurm.processes(node="node2", command="raylet/raylet "), helpers.START_S, "Ray"
+            )
+            os.kill(raylet.pid, signal.SIGKILL)
+        state = ended(slurm, job, log, 200)
+    finally:
+        jobs.leave_no_job(slurm)
+    if kill:
+        assert state == ("FAILED", "1:0"), log.read_text()
+        assert log_lines(log)[-1].startswith("script: failed: rank 1 on node2 failed first: "), log.read_text()
+    else:
+        assert state == ("COMPLETED", "0:0"), log.read_text()
+        assert (run_dir / "hosts.txt").read_text().split() == ["node1", "node2"]
+
+
+def submit(slurm: Cluster, repo: Path, log: Path, run_dir: Path, program: Program, time: str, *args: str) -> str:
+    """The ID of a job that runs the program on two nodes. time: its limit in minutes. args: of the program."""
+    words = ["nodes=2", "device=cpu", f"time={time}", "cpus_per_rank=4", f"run_dir={run_dir}", *program.keys]
+    words += [] if "through=node" in program.keys else ["ranks_per_node=1"]
+    script = slurm.run(
+        sys.executable, "launch.py", f"script={FOLDER / program.file}", "launcher=print", *words, "--", *args,
+        cwd=repo, env=PYTHON,
+    )  # fmt: skip
+    assert script.returncode == 0, script.stderr
+    file = log.with_name("job.sh")
+    file.write_text(script.stdout)
+    return slurm.submit(f"--output={log}", file, cwd=repo, env=PYTHON)
+
+
 def run(slurm: Cluster, folder: Path, program: Program, event: str) -> None:
     """Submits the program, stops it by ``event``, and lets the requeued job end."""
     repo = jobs.copy_repository(folder / "clone")
     run_dir = folder / "run"
     log = folder / "log"
     time = "1" if event == "time limit" else "10"
-    words = ["nodes=2", "ranks_per_node=1", "device=cpu", f"time={time}", "cpus_per_rank=4", f"run_dir={run_dir}"]
-    script = slurm.run(
-        sys.executable, "launch.py", f"script={FOLDER / program.file}", "launcher=print", *words, *program.keys,
-        "--", "--steps", "100000", cwd=repo, env=PYTHON,
-    )  # fmt: skip
-    assert script.returncode == 0, script.stderr
-    (folder / "job.sh").write_text(script.stdout)
-    job = slurm.submit(f"--output={log}", folder / "job.sh", cwd=repo, env=PYTHON)
+    job = submit(slurm, repo, log, run_dir, program, time, "--steps", "100000")
     try:
         helpers.wait_until(lambda: steps(run_dir, "step")[STEPS:], helpers.START_S, f"step {STEPS}")
         stop(slurm, job, event)

@@ -134,10 +134,10 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
     ]
     is_seen = end is not None and end.first is not None  # the parent has seen which process failed
     if exit_status and lost and not failures and not is_seen:
-        hosts = {rank["rank"]: rank["host"] for rank in lost}
-        reason = ", ".join(f"rank {rank} on {host}" for rank, host in sorted(hosts.items())[:4])
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        reason = f"the wrapper of {reason}{more}, or srun, was killed"
+        if len(lost) == len(ranks):
+            return Outcome("failed", Kind.killed, "srun, or the wrapper of every rank, was killed", None, exit_status)
+        named = ", ".join(map(_who, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+        reason = f"the wrapper of {named} was killed"
         return Outcome("failed", Kind.killed, reason, {**lost[0], "exit_status": exit_status}, exit_status)
     if stops and (not failures or stops[0]["time"] <= failures[0]["time"]):
         return Outcome("preempted", Kind.stopped, str(stops[0]["error"]), None, EXIT_REQUEUE)
