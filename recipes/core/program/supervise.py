@@ -78,13 +78,6 @@ class Supervisor:
         if ends or sent_to_all:
             self._note_stop()
 
-    def wait_s(self) -> float:
-        """Seconds until the next look. All ranks act on a stop note at the same moment: a Trainer may hang otherwise."""
-        note = self._watch.note if self._watch else None
-        if not note or not note.reason or self._asked:
-            return TICK_S
-        return min(TICK_S, max(0.0, note.at - time.time()))
-
     def ended_by(self, number: signal.Signals) -> None:
         """A signal has arrived here just after the end of the program, which has received it too."""
         self._ask(number.name)
@@ -112,17 +105,24 @@ class Supervisor:
         elif watch.fenced:
             self._fence(MachineError(watch.fenced))
         note = watch.note
-        if not note.reason or time.time() < note.at:
+        if not note.reason or note.at - time.time() > 2 * TICK_S:
             return
-        self._ask(note.reason)
+        order = (signal.SIGTERM,) if note.ends else self._rules.order
         if note.ends and self._kill_at == float("inf"):
             self._kill_at = time.monotonic() + END_S
-            self._note_stop()
-            terminated = delivery.targets(self._pid, (signal.SIGTERM,))
-            for target in terminated:
-                delivery.send(target.pid, target.signal)
-            if not terminated:
-                delivery.end(self._pid, signal.SIGTERM)
+        elif note.ends or self._asked:
+            return
+        targets = delivery.targets(self._pid, order)
+        time.sleep(max(0.0, note.at - time.time()))  # all ranks act at the same moment
+        self._ask(note.reason)
+        if not note.ends:
+            self._deliver(targets)
+            return
+        self._note_stop()
+        for target in targets:
+            delivery.send(target.pid, target.signal)
+        if not targets:
+            delivery.end(self._pid, signal.SIGTERM)
 
     def _fence(self, reason: InputError | MachineError) -> None:
         self.fenced = self.fenced or reason
@@ -218,7 +218,7 @@ def run(
         supervisor = Supervisor(child.pid, canary, rules, watch)
         try:
             while child.poll() is None:
-                arrived = signal.sigtimedwait({*stops, signal.SIGCHLD}, supervisor.wait_s())
+                arrived = signal.sigtimedwait({*stops, signal.SIGCHLD}, TICK_S)
                 if arrived and arrived.si_signo in stops:
                     supervisor.received(signal.Signals(arrived.si_signo))
                 supervisor.look()
