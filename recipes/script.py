@@ -15,7 +15,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from recipes.conf.script import Config, StopSignal
@@ -24,7 +24,7 @@ from recipes.core.config.run_keys import Device
 from recipes.core.errors import InputError, Kind, MachineError
 from recipes.core.program import delivery, launchers, supervise
 from recipes.core.program.launchers import Launch
-from recipes.core.program.remarks import Remarks, Setup
+from recipes.core.program.remarks import Remarks
 from recipes.core.program.supervise import Ended, Rules
 from recipes.core.program.watch import Watch
 from recipes.core.run import attempt as attempts
@@ -120,37 +120,19 @@ def launch_of(start: Start) -> Launch:
 
 
 def rules(start: Start, attempt: Attempt, launch: Launch, watch: Watch | None, is_first: bool) -> Rules:
-    """What the supervisor does. Only the first task prints remarks; under a launcher its task does all the rest."""
+    """What the supervisor does. Only the first task prints remarks."""
     cfg: Config = start.settings.config
     info = start.ranks
     order = list(delivery.STOP_SIGNALS)
+    wanted = ""
     if cfg.stop_signal is not StopSignal.auto:
-        order = [signal.Signals[f"SIG{cfg.stop_signal.name}"]]
+        wanted = cfg.stop_signal.name
+        order = [signal.Signals[f"SIG{wanted}"]]
     is_group = is_first and launch.through == "rank" and info.world_size > 1
-    setup = Setup(
-        name=Path(cfg.program).name,
-        in_slurm=info.in_slurm,
-        wanted="" if len(order) > 1 else cfg.stop_signal.name,
-        port=info.master_port if is_group else 0,
-        own_ranks=info.local_world_size if watch and launch.through == "rank" else 0,
-    )
-
-    def keep(names: Sequence[str]) -> None:
-        with contextlib.suppress(OSError):
-            files.write_json(attempt.folder / "catches.json", {"signals": list(names)})
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    def nothing(*_: object) -> None:
-        pass
-
-    remarks = Remarks(
-        setup,
-        (lambda: watch.note) if watch else stop_note.StopNote,
-        say if is_first else nothing,
-        keep if is_first else nothing,
-    )
+    own_ranks = info.local_world_size if watch and launch.through == "rank" else 0
+    port = info.master_port if is_group else 0
+    name = Path(cfg.program).name
+    remarks = Remarks(attempt, watch, is_first, name, info.in_slurm, wanted, port, own_ranks)
     return Rules(order, start.settings.run.timeout_s, remarks)
 
 

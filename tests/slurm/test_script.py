@@ -82,7 +82,7 @@ def test_the_rank_whose_program_is_killed_is_named(slurm: Cluster, repo: Path, t
         assert ended(slurm, job, log, 60) == ("FAILED", "137:0"), log.read_text()
     finally:
         jobs.leave_no_job(slurm)
-    reason = "rank 1 on node2 failed first: the program was killed by signal 9 (Killed)"
+    reason = "rank 1 on node2 failed first: the program was killed by signal 9 (Killed; often the memory was used up)"
     assert log_lines(log)[-1] == f"script: failed: {reason}; logs in {run_dir}/logs"
     done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=jobs.PYTHON)
     assert done.stdout.startswith(f"{reason}\n"), done.stdout

@@ -205,7 +205,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
 
 def _max_requeues(settings: Settings, attempt: Attempt) -> int:
     """The value of ``max_requeues``. The default is UNSAVED_REQUEUES for a program that catches no signal and has saved nothing."""
-    catches = files.read_json(attempt.folder / "catches.json") or {"signals": ["unknown"]}
+    catches = files.read_json(attempt.folder / attempts.CATCHES) or {"signals": ["unknown"]}
     is_unsaved = not catches["signals"] and saves.has_changed(attempt) is None
     return UNSAVED_REQUEUES if is_unsaved and "max_requeues" not in settings.typed else settings.run.max_requeues
 

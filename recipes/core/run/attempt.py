@@ -21,6 +21,7 @@ from recipes.core import files
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
 from recipes.core.run import directory
 
+CATCHES = "catches.json"  # in the folder of an attempt: the stop signals that a user's program catches
 VARIABLE = "RECIPES_ATTEMPT"  # set by the parent of the ranks: the folder of the attempt that it has opened
 REPEATED_S = 1.5  # the other ranks wait this long before they print why they are refused
 
