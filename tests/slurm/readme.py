@@ -130,6 +130,7 @@ slurm, by_hand, own_slurm = (functools.partial(How, where) for where in (SLURM, 
 FEW = "device=cpu max_steps=2"
 CIFAR = f"{FEW} arch=airbench94 global_batch_size=16"
 PHOTOS = f"{FEW} arch=resnet18 px=32 small_px=0 val_px=32 val_resize=36 num_workers=1 global_batch_size=16"
+FRAMEWORK = {"gpus_per_node=8": "gpus_per_node=1 device=cpu"}  # the user's own script
 ONE_EACH = {"sbatch sbatch": "sbatch --ntasks-per-node=1 sbatch"}  # a rank a node: there are two cores
 STAGED = {"sbatch sbatch": "TMPDIR=$NEW sbatch --ntasks-per-node=1 sbatch", "/scratch/imagenet-256": "$PACKED"}
 TUNED = f"{FEW} arch=shufflenet_v2_x0_5 pretrained=false px=32 val_resize=32 num_workers=1 global_batch_size=8"
@@ -167,7 +168,7 @@ TABLE: dict[str, How] = {
     "python launch.py check recipe=gpt depth=24 nodes=2 gpus_per_node=8 gpu_memory_gb=80 strategy=fsdp data_dir=/data":
         slurm("dataset=bytes seq_len=16", {"depth=24": "depth=2", "gpus_per_node=8": "gpus_per_node=1"}, runs=0, says="^memory: ok: "),
     # docs/administrators.md
-    "scontrol show config | grep -E 'JobRequeue|KillWait|SelectType|PreemptMode|SlurmdTimeout'": slurm(runs=0, says="^KillWait"),
+    "scontrol show config | grep -E 'JobRequeue|KillWait|SelectType|PreemptMode|SlurmdTimeout|ProctrackType'": slurm(runs=0, says="^KillWait"),
     # docs/submitting.md
     "sbatch sbatch/mnist_2x8.sh data_dir=/data": slurm(FEW, {**ONE_EACH, **DATA}),
     "sbatch -p gpu -A acct sbatch/mnist_2x8.sh epochs=2":
@@ -207,6 +208,17 @@ TABLE: dict[str, How] = {
     "python launch.py script=ddp.py launcher=local ranks_per_node=2 device=cpu": here(says="^epoch 10  loss 0.0"),
     "sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20":
         slurm(swap={**ONE_EACH, "script=": "device=cpu script=", "20": "2"}),
+    "python launch.py script=hf.py nodes=2 gpus_per_node=8 -- 20000": slurm(swap=FRAMEWORK | {"20000": "20"}),
+    "python launch.py script=lit.py nodes=2 gpus_per_node=8 -- 100000": slurm(swap=FRAMEWORK | {"100000": "20"}),
+    "python launch.py script=acc.py nodes=2 gpus_per_node=8 -- 100000": slurm(swap=FRAMEWORK | {"100000": "20"}),
+    "python launch.py script=ddp.py nodes=2 gpus_per_node=8 through=torchrun -- --epochs 20":
+        slurm(swap=FRAMEWORK | {"20": "2"}),
+    "sbatch --ntasks-per-node=1 --cpus-per-task=64 sbatch/script_2x8.sh script=ddp.py through=torchrun -- --epochs 20":
+        slurm(swap={"--cpus-per-task=64": "--cpus-per-task=1", " script=": " device=cpu script=", "20": "2"}),
+    "sbatch --signal=B:USR2@300 sbatch/script_2x8.sh script=ddp.py stop_before_s=300 -- --epochs 20":
+        slurm(swap={"sbatch --signal": "sbatch --ntasks-per-node=1 --signal", " script=": " device=cpu script=", "epochs 20": "epochs 2"}),
+    "python launch.py script=ddp.py launcher=local gpus_per_node=2 through=torchrun launcher_args=--standalone":
+        here(swap={"gpus_per_node=2": "ranks_per_node=2 device=cpu"}, says="^epoch 10  loss 0.0"),
     "python launch.py recipe=points launcher=local ranks_per_node=2 device=cpu": here(says="^points: 2 ranks on 1 node"),
     # docs/coming-from.md
     "torchrun --standalone --nproc-per-node=8 -m recipes.mnist": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
