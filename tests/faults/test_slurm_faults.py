@@ -58,10 +58,19 @@ def clone(repo: Path) -> Path:
     return repo
 
 
-@pytest.fixture(autouse=True)
-def _no_job_left(slurm: Cluster) -> Iterator[None]:
-    yield
-    jobs.leave_no_job(slurm)
+@pytest.fixture(scope="module")
+def linuxproc() -> Iterator[Cluster]:
+    """As the cluster of all tests, but without cgroups."""
+    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10, linuxproc=True)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["cgroup", "linuxproc"])
+def slurm(request: pytest.FixtureRequest, slurm: Cluster) -> Iterator[Cluster]:
+    """Clusters with both ways to track processes. With cgroup, Slurm's signals reach only the first process of each task."""
+    cluster = slurm if request.param == "cgroup" else request.getfixturevalue("linuxproc")
+    yield cluster
+    jobs.leave_no_job(cluster)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,6 @@ def protect_workers():
     BaseProcess._bootstrap = bootstrap_of_child
     for server in (forkserver.ForkServer, resource_tracker.ResourceTracker):
         server.ensure_running = with_stops_blocked(server.ensure_running)
-    forkserver.ensure_running = forkserver._forkserver.ensure_running
     resource_tracker.ensure_running = resource_tracker._resource_tracker.ensure_running
     # At exit, torch's handler would report workers that are killed as failed.
     atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
