@@ -53,6 +53,7 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
     if launch.on_cpu:  # else accelerate forms no group
         environ.setdefault("ACCELERATE_USE_CPU", "true")
     if launch.through == "node":
+        environ = {name: value for name, value in environ.items() if name not in launchers.variables_of_rank(info)}
         environ |= launchers.variables_of_node(info, environ)
     else:
         environ |= launchers.variables_of_rank(info)

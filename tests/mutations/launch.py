@@ -82,14 +82,14 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        "decided = found.after_start(restarts)",
+        "decided = None if found.is_over_time else found.after_start(restarts)",
         "decided = None",
         "a cancelled job is requeued",
         "tests/unit/launch/test_batch.py::test_a_job_whose_end_slurm_has_decided_is_not_requeued",
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        "restarts and number and step <= begun_at",
+        "restarts and number and not has_progress",
         "False",
         "a job that completes no step is requeued max_requeues= times",
         "tests/unit/launch/test_batch.py::test_a_job_without_progress_is_not_requeued",

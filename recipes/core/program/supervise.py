@@ -18,6 +18,7 @@ from recipes.core.program.watch import Watch
 from recipes.core.run import in_use, signals
 
 TICK_S = 0.5  # between two looks at the program and at the stop note
+LOOK_S = 0.1  # between two looks for the processes that catch a signal
 END_S = 10.0  # after SIGTERM to a program that has asked for a requeue, until SIGKILL
 
 
@@ -68,8 +69,7 @@ class Supervisor:
     def received(self, number: signal.Signals) -> None:
         """A signal that this process has received: a request to stop."""
         self._ask(number.name)
-        targets = delivery.targets(self._pid, self._rules.order)
-        sleep_until_together()
+        targets = self._targets_until(moment_together())
         sent_to_all = number in self._pending()
         reached = self._deliver(targets, already=number if sent_to_all else None)
         ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
@@ -112,8 +112,7 @@ class Supervisor:
             self._kill_at = time.monotonic() + END_S
         elif note.ends or self._asked:
             return
-        targets = delivery.targets(self._pid, order)
-        time.sleep(max(0.0, note.at - time.time()))  # all ranks act at the same moment
+        targets = self._targets_until(note.at, order)  # all ranks act at the same moment
         self._ask(note.reason)
         if not note.ends:
             self._deliver(targets)
@@ -123,6 +122,20 @@ class Supervisor:
             delivery.send(target.pid, target.signal)
         if not targets:
             delivery.end(self._pid, signal.SIGTERM)
+
+    def _targets_until(self, moment: float, order: Sequence[signal.Signals] = ()) -> list[Target]:
+        """The newest targets that were seen before ``moment``, to which this function sleeps.
+
+        A program blocks the signals for a tenth of a second while it starts workers.
+        """
+        seen: list[Target] = []
+        while True:
+            seen = delivery.targets(self._pid, order or self._rules.order) or seen
+            left_s = moment - time.time()
+            if left_s < LOOK_S:
+                time.sleep(max(0.0, left_s))
+                return seen
+            time.sleep(LOOK_S)
 
     def _fence(self, reason: InputError | MachineError) -> None:
         self.fenced = self.fenced or reason
@@ -163,14 +176,13 @@ class Supervisor:
         return bool(targets)
 
 
-def sleep_until_together() -> None:
-    """Sleeps until the next whole second that is at least TOGETHER_S away.
+def moment_together() -> float:
+    """The next whole second that is at least TOGETHER_S away.
 
     Slurm's signal arrives at the wrappers some milliseconds apart. If the ranks of a framework that
     saves in its signal handler got it so, one could wait in the save and another in a step.
     """
-    now = time.time()
-    time.sleep(math.ceil(now + signals.TOGETHER_S) - now)
+    return float(math.ceil(time.time() + signals.TOGETHER_S))
 
 
 @contextlib.contextmanager

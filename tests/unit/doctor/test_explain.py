@@ -135,7 +135,7 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
         (job("RUNNING", BatchFlag="0"), None,
          "job 1 is running; to resume, start the run again with the same run_dir="),
         (None, Next.no_progress,
-         "Slurm no longer knows job 1; not requeued, since its last start completed no step: "
+         "Slurm no longer knows job 1; not requeued, since its last start completed no step or saved no file: "
          "to resume, start the run again with the same run_dir="),
         (None, Next.requeued, "Slurm no longer knows job 1; to resume, start the run again with the same run_dir="),
     ],
