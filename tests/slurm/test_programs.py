@@ -109,6 +109,7 @@ def test_the_rank_that_failed_is_named(slurm: Cluster, tmp_path: Path, name: str
 @pytest.mark.long
 @pytest.mark.parametrize("kill", [False, True], ids=["to its end", "killed on one node"])
 def test_ray_runs_on_both_nodes(slurm: Cluster, tmp_path: Path, kill: bool) -> None:
+    pytest.importorskip("ray")
     repo = jobs.copy_repository(tmp_path / "clone")
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
