@@ -48,12 +48,21 @@ class Launch:
             one = ["--cpu", "--num_machines", "1", "--num_processes", "1"]
             return [*accelerate, *one, *self.extra, "--no_python", *torchrun]
         total = info.num_nodes * self.nproc
-        kind = ["--multi_gpu"] if total > 1 else []
+        # It would switch off the FSDP or DeepSpeed of the user's configuration (accelerate 1.15).
+        is_default = not self.extra and not has_accelerate_config(os.environ)
+        kind = ["--multi_gpu"] if total > 1 and is_default else []
         return [
             *accelerate, *kind, "--num_machines", str(info.num_nodes), "--machine_rank", str(info.node_rank),
             "--num_processes", str(total), "--main_process_ip", address, "--main_process_port", port,
             *self.extra, "--no_python", *wrapper,
         ]  # fmt: skip
+
+
+def has_accelerate_config(environ: Mapping[str, str]) -> bool:
+    """Whether the user has a default configuration, which ``accelerate config`` writes."""
+    cache = environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    return any((home / f"accelerate/default_config.{end}").exists() for end in ("yaml", "yml", "json"))
 
 
 def nproc_here(given: int, on_cpu: bool) -> int:
