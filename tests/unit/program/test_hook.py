@@ -32,6 +32,20 @@ if __name__ == "__main__":
     process.join(20)
     print(process.exitcode)
 """
+# A daemonic process starts a program, and ends it. The main process does the same.
+STARTS = """
+import multiprocessing, subprocess
+
+def work():
+    program = subprocess.Popen(["sleep", "60"])
+    program.terminate()
+    print(program.wait(10), flush=True)
+
+process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+process.start()
+process.join()
+work()
+"""
 # Ends in the middle of an epoch, while the workers of its DataLoader run.
 LOADER = """
 import sys
@@ -78,6 +92,11 @@ def test_only_daemonic_processes_outlive_a_signal_to_all(
     for number in STOPS if kind == "daemon" else (signal.SIGUSR2,):
         os.kill(child, number)
     assert output(parent) == f"{-ends}\n"
+
+
+def test_a_program_that_a_daemonic_process_starts_can_be_terminated(tmp_path: Path) -> None:
+    """It inherits the blocked signals."""
+    assert output(start(tmp_path, STARTS)) == f"{-signal.SIGKILL}\n{-signal.SIGTERM}\n"
 
 
 def test_a_fork_server_and_its_tracker_outlive_a_signal_to_all(tmp_path: Path) -> None:

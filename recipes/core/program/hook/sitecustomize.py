@@ -36,6 +36,7 @@ def with_stops_blocked(function):
 
 def protect_workers():
     """Daemonic processes do not receive STOPS. Their ``terminate()`` sends SIGKILL."""
+    import subprocess
     from multiprocessing import forkserver, resource_tracker
     from multiprocessing.process import BaseProcess
 
@@ -54,7 +55,9 @@ def protect_workers():
     @functools.wraps(bootstrap)
     def bootstrap_of_child(self, *args, **kwargs):
         # A child of the fork server inherits from the server, which was started with STOPS blocked.
-        if not self.daemon:
+        if self.daemon:  # programs that it starts inherit the blocked signals
+            subprocess.Popen.terminate = subprocess.Popen.kill
+        else:
             free = set(STOPS) - set(self._config.get("stops_blocked", ()))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, free)
         return bootstrap(self, *args, **kwargs)
