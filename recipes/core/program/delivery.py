@@ -67,8 +67,10 @@ def _programs_below(process: Process) -> list[int]:
     if not is_program(process):
         return pids
     below = filter(None, map(proctree.read, pids))
-    # A fork has the same command: it is a worker.
-    return [child.pid for child in below if child.is_python and child.command != process.command]
+    # A fork has the same command. It may be a worker, which blocks the signals only with the hook.
+    return [
+        child.pid for child in below if child.is_python and (child.command != process.command or STACKS in child.caught)
+    ]
 
 
 def is_program(process: Process) -> bool:
