@@ -29,11 +29,12 @@ class Process:
 
 def read(pid: int) -> Process | None:
     """The process with this ID; None if there is none, or if it has ended."""
-    folder = Path(f"/proc/{pid}")
+    folder, program = Path(f"/proc/{pid}"), ""
     try:
         status = (folder / "status").read_text()
         command = (folder / "cmdline").read_bytes().decode(errors="replace")
-        program = os.path.basename(os.readlink(folder / "exe"))
+        with contextlib.suppress(PermissionError):  # a program with the setuid bit, such as Apptainer's
+            program = os.path.basename(os.readlink(folder / "exe"))
     except OSError:
         return None
     blocked = signal_set(status, "SigBlk")
