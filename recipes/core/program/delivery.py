@@ -6,7 +6,6 @@ wrapper and the program do not pass signals on, so the signal goes to the progra
 
 import contextlib
 import os
-import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,11 +84,9 @@ def launched_by(process: Process) -> str | None:
         word = words.pop(0)
         if word in ("-W", "-X"):
             words = words[1:]
-        elif not word.startswith("-") or re.fullmatch("-[A-Za-z]*m", word):
-            name = os.path.basename(word) if not word.startswith("-") else "".join(words[:1])
+        elif not word.startswith("-"):
+            name = os.path.basename(word)
             return name if name in LAUNCHERS else None
-        elif word == "-c":
-            return None
     return None
 
 
