@@ -122,7 +122,7 @@ def test_shells_and_launchers_are_skipped_if_a_program_in_python_catches_a_signa
     """torchrun catches SIGTERM, and ends its ranks. Each rank gets the signal that it catches."""
     ranks = node("rank0", "USR1"), node("rank1", "TERM")
     launcher = node("torchrun", "USR2, TERM", *ranks, file="torchrun")
-    pids = start(shell(launcher, trap="USR2"), 4)
+    pids = start(shell(shell(launcher, trap="USR1"), trap="USR2"), 5)
     expected = {Target(pids["rank0"], USR1, True), Target(pids["rank1"], TERM, True)}
     assert set(delivery.targets(pids["root"])) == expected
     assert delivery.rank_launcher(pids["root"]) == "torchrun"
