@@ -66,6 +66,7 @@ def test_a_requeue_of_the_own_job_writes_the_stop_note(requeue: object, stubs: S
         (["requeue", "70_4"], ARRAY),
         (["requeue"], {"SLURM_JOB_ID": ""}),
         (["show", "job", "7"], {}),
+        (["hold", "7"], {}),
         (["requeue", "7"], {"RECIPES_STOP_NOTE": "/no/such/note"}),
         (["requeue", "7", "a b"], {"RECIPES_STOP_NOTE": ""}),
     ],
