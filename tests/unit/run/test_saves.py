@@ -1,0 +1,96 @@
+"""Whether a program of the user has saved something during an attempt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.core import files
+from recipes.core.run import saves
+from recipes.core.run.attempt import Attempt
+from tests import helpers
+
+
+def write(path: Path, text: str = "saved") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    """An attempt that begins with the files a and b/c, both in its run directory and in the folder `other`."""
+    attempt = helpers.attempt(tmp_path / "run")
+    for folder in (attempt.run_dir, tmp_path / "other"):
+        for name in ("a", "b/c"):
+            write(folder / name)
+    return attempt
+
+
+@pytest.mark.parametrize("name", ["run", "other"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda folder: None, False),
+        (lambda folder: touch(folder / "b/c"), True),
+        (lambda folder: (folder / "b/c").unlink(), True),
+        (lambda folder: write(folder / "b/d"), True),
+        (lambda folder: (folder / "b/c").rename(folder / "b/d"), True),
+        (lambda folder: (folder / "b/d").mkdir(), False),
+    ],
+)
+def test_a_change_of_a_file_is_seen(
+    attempt: Attempt, tmp_path: Path, name: str, change: Callable[[Path], object], expected: bool
+) -> None:
+    saves.note(attempt, "" if name == "run" else str(tmp_path / "other"))
+    change(tmp_path / ("other" if name == "run" else "run"))  # it does not count
+    assert saves.has_changed(attempt) is False
+    change(tmp_path / name)
+    assert saves.has_changed(attempt) is expected
+
+
+def test_a_file_of_another_size_with_the_same_time_has_changed(attempt: Attempt) -> None:
+    saves.note(attempt, "")
+    moment = (attempt.run_dir / "a").stat().st_mtime_ns
+    write(attempt.run_dir / "a", "saved more")
+    os.utime(attempt.run_dir / "a", ns=(moment, moment))
+    assert saves.has_changed(attempt) is True
+
+
+def test_what_the_job_writes_itself_does_not_count(attempt: Attempt) -> None:
+    saves.note(attempt, "")
+    for name in ("logs/rank0.log", "attempts/0000/x.json", "doctor/x", "status.json", "job.yaml", "job.sh"):
+        write(attempt.run_dir / name)
+    assert saves.has_changed(attempt) is False
+    write(attempt.run_dir / "b/logs/events")
+    assert saves.has_changed(attempt) is True
+
+
+def test_a_folder_without_files_is_unknown_and_the_first_file_is_a_change(attempt: Attempt, tmp_path: Path) -> None:
+    assert saves.has_changed(attempt) is None  # nothing was noted
+    saves.note(attempt, str(tmp_path / "later"))
+    assert saves.has_changed(attempt) is None
+    write(tmp_path / "later/checkpoint")
+    assert saves.has_changed(attempt) is True
+
+
+def test_a_link_without_its_target_is_no_error(attempt: Attempt) -> None:
+    (attempt.run_dir / "latest").symlink_to("gone")
+    saves.note(attempt, "")
+    assert saves.has_changed(attempt) is False
+
+
+def test_a_folder_with_very_many_files_is_looked_at_in_part(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "MOST_FILES", 1)
+    saves.note(attempt, "")
+    touch(attempt.run_dir / "b/c")
+    assert saves.has_changed(attempt) is False
+    touch(attempt.run_dir / "a")
+    assert saves.has_changed(attempt) is True
+    assert files.read_json(attempt.folder / "saves.json")["folder"] == ""
