@@ -7,7 +7,6 @@ python -m recipes.core.launch.batch finish RECIPE STATUS WORD…       `finish`,
 """
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -127,7 +126,7 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     if not attempt:
         return errors.EXIT_DONE
     settings = command_line.parse(words, recipe=recipe, to_start=False)
-    left_s = queue.seconds_left(environ) or math.inf
+    left_s = queue.seconds_left(environ) or 0.0
     notice_s = stop_note.read(attempt).before_s or 0.0
     early_s = left_s - notice_s
     is_of_limit = SEEN_S < early_s <= jobs.signal_s(settings) - notice_s + EARLY_S
