@@ -15,7 +15,9 @@ from recipes.core import errors, files
 from recipes.core.errors import ConfigError, Kind, MachineError
 from recipes.core.launch import batch
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, source
+from recipes.core.run import directory, saves, source, stop_note
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.stop_note import StopNote
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
@@ -205,29 +207,149 @@ def test_a_job_without_progress_is_not_requeued(
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
-def stop(attempt: attempts.Attempt) -> None:
-    """As the wrapper of a program records a request to stop."""
+PROGRAM = f"program={__file__}"
+
+
+def stopped_program(run_dir: Path, launch: str = "7.1", catches: Sequence[str] | None = None) -> Attempt:
+    """The last of two attempts of a program, which was stopped. catches: the signals, None if the program has ended before."""
+    for number in range(2):
+        attempt = helpers.attempt(run_dir, launch=launch, step=None)
+        attempts.begin(attempt, 0, own=False, of_program=True)
+        directory.write_status(run_dir, "preempted", attempt=number, step=0)
     attempts.record(attempt, rank=0, host="a", kind=Kind.stopped, error="SIGTERM", exit_status=75, name="stop")
+    if catches is not None:
+        files.write_json(attempt.folder / attempts.CATCHES, {"signals": catches})
+    return attempt
 
 
 def test_a_program_is_requeued_without_steps_up_to_max_requeues(
     tmp_path: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stub_scontrol(stubs)
-    for number in range(2):
-        attempts.begin(helpers.attempt(tmp_path, launch="7.1", step=None), 0, own=False, of_program=True)
-        directory.write_status(tmp_path, "preempted", attempt=number, step=0)
-    stop(attempts.newest(tmp_path))
+    stopped_program(tmp_path)
     assert finish(tmp_path, SLURM_RESTART_COUNT="1") == 75
     assert "mnist: stopped; requeued (restart 2 of at most 20)" in capfd.readouterr().out
+
+
+def test_a_requeued_program_that_saves_nothing_is_not_requeued_again(tmp_path: Path, stubs: Stubs) -> None:
+    stub_scontrol(stubs)
+    run_dir = tmp_path / "run"
+    attempt = stopped_program(run_dir)
+    (run_dir / "checkpoint").write_text("of the first start")
+    saves.note(attempt, "")
+    assert finish(run_dir, SLURM_RESTART_COUNT="1") == 75
+    assert directory.read_status(run_dir)["next"] == "no-progress"
+    assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
+    finish(run_dir)  # the first start of a job
+    assert directory.read_status(run_dir)["next"] == "requeued"
+    (run_dir / "checkpoint").write_text("of this start")
+    finish(run_dir, SLURM_RESTART_COUNT="1")
+    assert directory.read_status(run_dir)["next"] == "requeued"
+
+
+@pytest.mark.parametrize(
+    ("catches", "words", "is_saved", "restarts", "following"),
+    [
+        ([], (), False, 2, "max-requeues"),
+        ([], (), False, 1, "requeued"),
+        ([], ("max_requeues=3",), False, 2, "requeued"),
+        ([], ("max_requeues=1",), False, 1, "max-requeues"),
+        ([], (), True, 2, "requeued"),
+        (["SIGTERM"], (), False, 2, "requeued"),
+        (None, (), False, 2, "requeued"),
+    ],
+)
+def test_a_program_that_catches_no_signal_and_saves_nothing_is_requeued_twice(
+    tmp_path: Path, stubs: Stubs, catches: Sequence[str] | None, words: Sequence[str], is_saved: bool, restarts: int,
+    following: str,
+) -> None:  # fmt: skip
+    stub_scontrol(stubs, f"{RUNNING} Restarts={restarts}")
+    run_dir = tmp_path / "run"
+    saves.note(stopped_program(run_dir, catches=catches), "")
+    if is_saved:
+        (run_dir / "checkpoint").touch()
+    assert finish(run_dir, *words, SLURM_RESTART_COUNT=str(restarts)) == 75
+    assert directory.read_status(run_dir)["next"] == following
+
+
+@pytest.mark.parametrize(
+    ("before_s", "left_s", "words", "expected_s"),
+    [
+        (120.0, 170.0, (), 50.0),  # Slurm's signal came early
+        (120.0, 180.0, (), 60.0),
+        (120.0, 128.0, (), 10.0),
+        (120.0, 90.0, (), 10.0),  # late
+        (120.0, 190.0, (), 10.0),  # typed by hand
+        (120.0, 3000.0, (), 10.0),
+        (120.0, None, (), 10.0),
+        (None, float("inf"), (), 10.0),
+        (15.0, 58.0, (), 43.0),  # a job of a minute: its signal comes at its start
+        (300.0, 355.0, ("stop_before_s=300",), 55.0),
+        (300.0, 365.0, ("stop_before_s=300",), 10.0),
+    ],
+)
+def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_s: float | None, left_s: float | None,
+    words: Sequence[str], expected_s: float,
+) -> None:  # fmt: skip
+    """Slurm signals up to 60 s early. A request long before the limit acts as soon as all nodes have read the note."""
+    attempt = helpers.attempt(tmp_path)
+    stop_note.write(attempt, StopNote(before_s=before_s))
+    monkeypatch.setattr(batch.queue, "seconds_left", lambda environ: left_s)
+    now = time.time()
+    environ = {attempts.VARIABLE: str(attempt.folder)}
+    assert batch.ask_to_stop("script", "USR1", [PROGRAM, *words], environ) == 0
+    note = stop_note.read(attempt)
+    assert (note.reason, note.before_s, note.ends) == ("SIGUSR1", before_s or 0.0, False)
+    assert note.at - now == pytest.approx(expected_s, abs=1.0)
+
+
+def test_a_signal_to_a_batch_shell_without_an_attempt_is_no_error() -> None:
+    assert batch.ask_to_stop("script", "USR1", [PROGRAM], {}) == 0
 
 
 def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(tmp_path: Path, stubs: Stubs) -> None:
     """srun would end the others 60 s after the first one."""
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
-    own = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK"}
+    own = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK", "program=script"}
     assert not own & set(begin(tmp_path))
     assert own <= set(begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "words", "before_s"),
+    [
+        ("01:00:00", (), 120.0),
+        ("00:02:00", (), 30.0),
+        ("01:00:00", ("stop_before_s=300",), 300.0),
+        ("01:00:00", ("stop_before_s=0",), None),
+        ("UNLIMITED", (), None),
+    ],
+)
+def test_the_begin_of_a_program_notes_when_it_is_stopped_and_what_is_saved(
+    tmp_path: Path, stubs: Stubs, limit: str, words: Sequence[str], before_s: float | None
+) -> None:
+    stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit={limit}")
+    begin(tmp_path, PROGRAM, f"saves={tmp_path}/out", *words, recipe="script")
+    attempt = attempts.newest(tmp_path / "run")
+    assert stop_note.read(attempt) == StopNote(before_s=before_s)
+    assert files.read_json(attempt.folder / "saves.json")["folder"] == f"{tmp_path}/out"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "through", "is_refused"), [("2", "node", True), ("8", "torchrun", True), ("1", "node", False), ("2", "rank", False), ("0", "node", False)]
+)  # fmt: skip
+def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
+    tmp_path: Path, stubs: Stubs, per_node: str, through: str, is_refused: bool
+) -> None:
+    stub_scontrol(stubs, f"{RUNNING}\n   NtasksPerN:B:S:C={per_node}:0:*:*")
+    words = (PROGRAM, f"through={through}")
+    if not is_refused:
+        assert "program=script" in begin(tmp_path, *words, recipe="script")
+        return
+    line = f"^through={through}: starts one task per node, but this job has {per_node} tasks per node: submit it with --ntasks-per-node=1"
+    with pytest.raises(ConfigError, match=line):
+        begin(tmp_path, *words, recipe="script")
 
 
 def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """How an attempt ended: `judge` on the records of its ranks and on what their parent saw, and what `close` writes."""
 
 import errno
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,117 @@ def test_the_state_and_the_exit_status_follow(
 ) -> None:
     found = judged(tmp_path, *records, end=end, **facts)
     assert (found.state, found.exit_status, found.step) == (state, status, 7 if facts.get("status", RUNNING) else 0)
+
+
+def judged_program(
+    folder: Path,
+    *records: tuple[int, Kind, float],
+    ended: tuple[float | None, ...] = (),
+    ranks_per_task: int = 1,
+    end: End | None = None,
+    done_s: float | None = None,
+) -> Outcome:
+    """The judgement on a program of the user. A record: rank or task, kind, time. ended: by rank, when it exited with 0.
+
+    done_s: when the program has written the file ``done``, in seconds after the begin of the attempt.
+    """
+    attempt = helpers.attempt(Path(tempfile.mkdtemp(dir=folder)), hosts=(), step=None)
+    attempts.begin(attempt, 0, own=False, of_program=True)
+    for rank, moment in enumerate(ended):
+        attempts.note_rank(attempt, rank, rank // ranks_per_task, f"host{rank // 2}", moment)
+    for rank, kind, moment in records:
+        name, code = ("stop", 75) if kind is Kind.stopped else ("rank", 40 + rank)
+        attempts.record(
+            attempt, rank=rank, host=f"host{rank // 2}", kind=kind, error=f"{kind.value} {rank}", exit_status=code,
+            moment=moment, name=name,
+        )  # fmt: skip
+    if done_s is not None:
+        (attempt.run_dir / "done").touch()
+        moment = attempt.facts()["time"] + done_s
+        os.utime(attempt.run_dir / "done", (moment, moment))
+    return judge.judge(attempt, end)
+
+
+STOPPED, ERROR = Kind.stopped, Kind.error
+
+
+@pytest.mark.parametrize(
+    ("records", "state", "reason"),
+    [
+        ([(0, STOPPED, 5.0), (1, ERROR, 5.1)], "preempted", "stopped 0"),
+        ([(1, STOPPED, 5.0), (0, STOPPED, 6.0), (2, Kind.killed, 9.0)], "preempted", "stopped 1"),
+        ([(0, ERROR, 4.9), (1, STOPPED, 5.0)], "failed", "rank 0 on host0 failed first: error 0"),
+        ([(3, ERROR, 4.9), (2, STOPPED, 5.0), (1, ERROR, 6.0)], "failed", "rank 3 on host1 failed first: error 3"),
+        ([(3, ERROR, 5.0), (3, STOPPED, 5.0)], "preempted", "stopped 3"),  # a rank has both records
+    ],
+)
+def test_a_stop_before_the_first_failure_of_a_program_is_its_cause(
+    tmp_path: Path, records: list[tuple[int, Kind, float]], state: str, reason: str
+) -> None:
+    found = judged_program(tmp_path, *records, ended=(None,) * 4, end=End(1))
+    assert (found.state, found.reason) == (state, reason)
+    assert found.exit_status == (75 if state == "preempted" else 40 + found.first["rank"])
+    assert judged_program(tmp_path, *records, ended=(None,) * 4).state == state  # for a reader
+
+
+@pytest.mark.parametrize(
+    ("done_s", "records", "code", "state"),
+    [
+        (5.0, [(0, STOPPED, 5.0)], 0, "done"),
+        (None, [(0, STOPPED, 5.0)], 0, "preempted"),
+        (-60.0, [(0, STOPPED, 5.0)], 0, "preempted"),  # an earlier attempt has written it
+        (5.0, [(0, STOPPED, 5.0)], 1, "preempted"),
+        (5.0, [(0, STOPPED, 5.0), (1, ERROR, 6.0)], 0, "preempted"),
+        (None, [], 0, "done"),
+    ],
+)
+def test_a_program_that_was_stopped_is_done_if_it_says_so(
+    tmp_path: Path, done_s: float | None, records: list[tuple[int, Kind, float]], code: int, state: str
+) -> None:
+    assert judged_program(tmp_path, *records, ended=(8.0, 8.0), end=End(code), done_s=done_s).state == state
+
+
+def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
+    """Signals go to the wrapper of a task. With a launcher, several ranks have one."""
+    found = judged_program(tmp_path, ended=(8.0, None, 8.0), end=End(137))
+    assert (found.state, found.kind, found.reason) == (
+        "failed",
+        Kind.killed,
+        "the wrapper of rank 1 on host0 was killed",
+    )
+    assert (found.first["rank"], found.first["host"], found.first["exit_status"]) == (1, "host0", 137)
+    seen = judged_program(tmp_path, ended=(8.0, None, None), end=KILLED)  # by the parent, with launcher=local
+    assert (seen.reason, seen.exit_status) == (KILLED.reason, 137)
+    six = judged_program(tmp_path, ended=(8.0, *(None,) * 6), end=End(137))
+    named = ", ".join(f"rank {rank} on host{rank // 2}" for rank in range(1, 5))
+    assert six.reason == f"the wrapper of {named} and 2 more was killed"
+    all_lost = judged_program(tmp_path, ended=(None, None), end=End(143))
+    assert (all_lost.reason, all_lost.first) == ("srun, or the wrapper of every rank, was killed", None)
+    stopped = judged_program(tmp_path, (1, STOPPED, 5.0), ended=(8.0, 8.0, None, None), ranks_per_task=2, end=End(1))
+    assert stopped.state == "preempted"
+    other = judged_program(tmp_path, (0, STOPPED, 5.0), ended=(8.0, 8.0, 8.0, None), ranks_per_task=2, end=End(9))
+    assert (other.state, other.first["rank"], other.exit_status) == ("failed", 3, 9)
+
+
+@pytest.mark.parametrize(
+    ("ended", "kind", "early"),
+    [
+        ((3.0, 2.0, None, None), ERROR, 1),
+        ((3.0, 2.0, 2.5, None), ERROR, None),  # of most ranks
+        ((6.0, None, None, None), ERROR, None),  # after the failure
+        ((3.0, None, None, None), Kind.killed, None),
+        ((3.0, 2.0, None, 1.0), ERROR, 1),  # rank 3 is the one that failed
+    ],
+)
+def test_the_few_ranks_that_exited_before_another_one_failed_are_its_cause(
+    tmp_path: Path, ended: tuple[float | None, ...], kind: Kind, early: int | None
+) -> None:
+    found = judged_program(tmp_path, (3, kind, 5.0), ended=ended, end=End(1))
+    failed = f"rank 3 on host1 failed{'' if early else ' first'}: {kind.value} 3"
+    reason = f"rank {early} on host0 exited with status 0 before the end of the run; after that, {failed}"
+    assert found.reason == (reason if early else failed)
+    assert (found.first["rank"], found.exit_status) == (early or 3, 43)
+    assert found.kind is (Kind.exited if early else kind)
 
 
 def closed(
