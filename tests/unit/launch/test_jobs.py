@@ -48,3 +48,42 @@ def test_a_job_that_resumes_a_cpu_run_requests_no_gpu(tmp_path: Path) -> None:
     assert job.arguments == (f"run_dir={tmp_path}",)
     settings = command_line.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
     assert f"{tmp_path}/data" in container.folders_of_run(settings, {}, ROOT)
+
+
+PROGRAM = ("recipe=script", "program=/a.py", "workdir=/w")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("through=torchrun", "gpus_per_node=8"), []),  # as many as each node has
+        (("through=torchrun", "gpus_per_node=8", "nproc_per_node=4"), ["nproc_per_node=4"]),
+        (("through=accelerate", "device=cpu", "ranks_per_node=3"), ["nproc_per_node=3"]),
+        (("through=accelerate", "device=cpu", "ranks_per_node=3", "nproc_per_node=2"), ["nproc_per_node=2"]),
+        (("through=torchrun", "device=cpu", "gpus_per_node=2"), ["nproc_per_node=2"]),
+        (("through=node", "device=cpu", "gpus_per_node=2"), []),
+        (("device=cpu", "ranks_per_node=3"), []),
+    ],
+)
+def test_the_ranks_that_a_launcher_starts_follow_from_the_keys_of_the_job(
+    words: tuple[str, ...], expected: list[str]
+) -> None:
+    arguments = describe(*PROGRAM, *words).arguments
+    assert [word for word in arguments if word.startswith("nproc_per_node")] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("through=torchrun", "ranks_per_node=8"), "ranks_per_node=8: through=torchrun starts one rank per GPU: give gpus_per_node=8"),
+        (("through=accelerate", "gpus=8"), "gpus=8: through=accelerate needs the same number on each node: give nodes= and gpus_per_node="),
+        (("through=node", "device=cpu", "ranks_per_node=2"), "ranks_per_node=2: through=node starts one process per node: leave it out"),
+        (("launcher_args=--x 1",), "launcher_args=--x 1: requires through=torchrun or through=accelerate"),
+        (("through=node", "launcher_args=--x"), "launcher_args=--x: requires through=torchrun or through=accelerate"),
+        (("through=torchrun", "launcher_args='"), "launcher_args=': No closing quotation; close the quotes"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_what_starts_the_ranks_are_refused(words: tuple[str, ...], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        describe(*PROGRAM, *words)
+    assert str(error.value) == line

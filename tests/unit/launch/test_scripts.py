@@ -92,6 +92,7 @@ def test_the_profile_chooses_the_options_for_gpus_and_nodes(
     assert ("--gpu-bind=none" in text) == ("--gpus-per-task" in expected)
 
 
+PROGRAM = ("recipe=script", "program=/a.py")  # a program of the user
 ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         ((), {"--nodes": "1", "--ntasks-per-node": "1", "--gpus-per-node": "1", "--cpus-per-task": "8", "--time": "60"}),
         (("nodes=2", "gpus_per_node=8"), {"--nodes": "2", "--ntasks-per-node": "8", "--gpus-per-node": "8"}),
@@ -113,6 +114,15 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         (("time=1:30",), {"--time": "2"}),
         ((), {"--requeue": "", "--open-mode": "append", "--signal": "USR2@120", "--job-name": "mnist", "--partition": None}),
         (("time=2",), {"--signal": "USR2@30"}),
+        (("stop_before_s=300",), {"--signal": "USR2@120"}),
+        ((*PROGRAM, "nodes=2", "gpus_per_node=8"), {"--ntasks-per-node": "8", "--cpus-per-task": "8", "--signal": "B:USR2@120"}),
+        ((*PROGRAM, "stop_before_s=300"), {"--signal": "B:USR2@300"}),
+        ((*PROGRAM, "stop_before_s=300", "time=10"), {"--signal": "B:USR2@150"}),
+        ((*PROGRAM, "stop_before_s=0"), {"--signal": None}),
+        ((*PROGRAM, "through=node", "nodes=2", "gpus_per_node=8"),
+         {"--nodes": "2", "--ntasks-per-node": "1", "--gpus-per-node": "8", "--cpus-per-task": "64"}),
+        ((*PROGRAM, "through=torchrun", "device=cpu", "ranks_per_node=3", "cpu_threads=2"),
+         {"--ntasks-per-node": "1", "--gpus-per-node": None, "--cpus-per-task": "6"}),
         (("exclude=node[1-3],x7", "constraint=[a|b]&c*2"), {"--exclude": "node[1-3],x7", "--constraint": "[a|b]&c*2"}),
         (("partition=gpu,long", "account=me", "qos=high", "reservation=r1"),
          {"--partition": "gpu,long", "--account": "me", "--qos": "high", "--reservation": "r1"}),

@@ -38,6 +38,12 @@ def test_a_link_is_not_resolved(here: Path) -> None:
     assert (config.program, config.args, config.workdir) == (f"{here}/python", "", "/tmp")
 
 
+def test_a_launcher_may_be_the_program_of_a_node(here: Path) -> None:
+    (here / "torchrun").symlink_to("a.py")
+    config = command_line.parse(["script=torchrun", "through=node", "--", "b.py"]).config
+    assert (config.program, config.args, config.through.name) == (f"{here}/torchrun", "b.py", "node")
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -46,6 +52,12 @@ def test_a_link_is_not_resolved(here: Path) -> None:
         (["script=a.py", "recipe=mnist"], ["script=a.py: cannot be used with recipe=mnist"]),
         (["recipe=mnist", "--", "x"], ["--: ", "give script=FILE"]),
         (["recipe=script"], ["script= is missing: give script=FILE"]),
+        (
+            ["script=torchrun"],
+            ["script=torchrun: starts ranks itself: give your program as script=FILE, and through=torchrun"],
+        ),
+        (["script=/env/bin/deepspeed", "--", "a.py"], ["starts ranks itself: ", "and through=torchrun"]),
+        (["script=accelerate", "through=torchrun"], ["script=accelerate: starts ranks itself: ", "through=accelerate"]),
         (["script=a.py", "epochs=3"], ["epochs=3: ", "arguments of your program after --, as in script=FILE -- "]),
         (["script=a.py", "--epochs", "3"], ["'--epochs' is not key=value; arguments of the program come after --"]),
         (["script=a.py", "nods=3"], ["nods=3: ", "did you mean 'nodes'?"]),
