@@ -64,7 +64,7 @@ class Supervisor:
         self._asked_at = 0.0
         self._delivered: set[int] = set()
         self._next_look_at = 0.0
-        self._kill_at = float("inf")
+        self._kill_at = math.inf
 
     def received(self, number: signal.Signals) -> None:
         """A signal that this process has received: a request to stop."""
@@ -95,7 +95,8 @@ class Supervisor:
             targets = delivery.targets(self._pid, self._rules.order)
             if problem := self._rules.remark(self._pid, targets):
                 self._fence(InputError(problem))
-            if self._asked:
+            if self._asked and self._kill_at == math.inf:
+                self._ask(self._asked)
                 self._deliver(targets)  # a program may register its handlers late
 
     def _follow(self, watch: Watch) -> None:
@@ -108,7 +109,7 @@ class Supervisor:
         if not note.reason or note.at - time.time() > 2 * TICK_S:
             return
         order = (signal.SIGTERM,) if note.ends else self._rules.order
-        if note.ends and self._kill_at == float("inf"):
+        if note.ends and self._kill_at == math.inf:
             self._kill_at = time.monotonic() + END_S
         elif note.ends or self._asked:
             return
@@ -142,9 +143,8 @@ class Supervisor:
         delivery.end(self._pid, signal.SIGKILL)
 
     def _ask(self, reason: str) -> None:
-        if not self._asked:
-            self._asked = reason
-            self._asked_at = time.time()
+        self._asked = self._asked or reason
+        self._asked_at = time.time()  # of the last request, since earlier ones may have reached no program
 
     def _note_stop(self) -> None:
         """From now on, the end of the program is a stop, and no failure."""
