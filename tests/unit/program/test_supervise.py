@@ -1,0 +1,279 @@
+"""What the wrapper of a rank does with its program: it hands on requests to stop, and ends what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from recipes.core.errors import InputError, MachineError
+from recipes.core.program import delivery, supervise
+from recipes.core.program.supervise import Rules, Supervisor
+from recipes.core.run.stop_note import StopNote
+from tests import helpers
+
+USR1, USR2, TERM = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
+# Writes the number of each signal that it catches. A line on stdin lets it catch the signals of that line.
+PROGRAM = """
+import os, signal, sys
+os.write(1, b"ready\\n")
+for line in sys.stdin:
+    for number in map(int, line.split()):
+        signal.signal(number, lambda number, frame: os.write(1, f"{number}\\n".encode()))
+    os.write(1, b"catches\\n")
+"""
+# Runs the program of its arguments. Writes how it ended.
+WRAPPER = """
+import json, os, signal, sys
+from recipes.core.program import delivery, supervise
+from recipes.core.program.supervise import Rules
+ended = supervise.run(sys.argv[1:], "", dict(os.environ), Rules(delivery.STOP_SIGNALS, 60.0, lambda *looked: ""), None)
+print(json.dumps({"ended": [ended.returncode, ended.stop]}), flush=True)
+"""
+
+
+@dataclass
+class View:
+    """What a wrapper knows of the run directory."""
+
+    note: StopNote = field(default_factory=StopNote)
+    fenced: str = ""
+    seen_at: float = 0.0
+    now: float = 0.0
+    told: list[tuple[str, float]] = field(default_factory=list)
+
+    def clock(self) -> float:
+        return self.now
+
+    def tell_stop(self, reason: str, moment: float) -> None:
+        self.told.append((reason, moment))
+
+
+class Program:
+    """A running program that catches ``numbers``, and its supervisor."""
+
+    def __init__(self, *numbers: int, problem: str = "") -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=pipe, stdout=pipe, text=True)
+        self.view = View()
+        rules = Rules(delivery.STOP_SIGNALS, 60.0, lambda root, targets: problem)
+        self.supervisor = Supervisor(self.process.pid, self.process.pid, rules, self.view)
+        assert self.process.stdout.readline() == "ready\n"
+        if numbers:
+            self.catch(*numbers)
+
+    def catch(self, *numbers: int) -> None:
+        print(*numbers, file=self.process.stdin, flush=True)
+        assert self.process.stdout.readline() == "catches\n"
+
+    def end(self) -> list[int]:
+        """The signals that the program has received."""
+        out, _ = self.process.communicate(timeout=20)
+        return [int(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Program]]:
+    programs: list[Program] = []
+    monkeypatch.setattr(supervise, "moment_together", time.time)
+
+    def start(*numbers: int, problem: str = "") -> Program:
+        programs.append(Program(*numbers, problem=problem))
+        return programs[-1]
+
+    yield start
+    for one in programs:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_a_program_gets_the_signal_that_it_catches_once(program: Callable[..., Program]) -> None:
+    run = program(USR1, TERM)
+    before = time.time()
+    run.supervisor.received(USR2)
+    run.supervisor.received(TERM)
+    run.supervisor.look()
+    assert run.supervisor.stop == "SIGUSR2"
+    assert run.end() == [USR1]
+    [(reason, moment)] = run.view.told
+    assert (reason, before <= moment <= time.time()) == ("SIGUSR2", True)
+
+
+def test_a_signal_to_all_processes_is_not_sent_again(
+    program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = program(TERM)
+    monkeypatch.setattr(run.supervisor, "_pending", lambda: {TERM})
+    run.supervisor.received(TERM)
+    assert (run.supervisor.stop, run.end()) == ("SIGTERM", [])
+
+
+def test_a_program_that_prefers_another_signal_gets_it_after_one_to_all(
+    program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = program(USR1)
+    monkeypatch.setattr(run.supervisor, "_pending", lambda: {TERM})
+    run.supervisor.received(TERM)
+    assert run.end() == [USR1]
+
+
+def test_a_program_that_catches_nothing_continues_and_gets_its_signal_when_it_does(
+    program: Callable[..., Program],
+) -> None:
+    run = program()
+    run.supervisor.received(USR1)
+    run.supervisor.look()
+    assert (run.supervisor.stop, run.view.told) == ("", [])
+    run.catch(USR2)
+    run.supervisor.look()
+    assert (run.supervisor.stop, run.end()) == ("SIGUSR1", [USR2])
+
+
+def test_a_program_that_catches_nothing_is_ended_by_sigterm(program: Callable[..., Program]) -> None:
+    run = program()
+    run.supervisor.received(TERM)
+    assert run.process.wait(20) == -TERM
+    assert run.supervisor.stop == "SIGTERM"
+
+
+@pytest.mark.parametrize("late", ["another request", "a handler"])
+def test_a_request_that_reached_no_program_is_not_the_moment_of_the_stop(
+    program: Callable[..., Program], late: str
+) -> None:
+    """A rank that fails in between was not stopped: the judgement compares these times."""
+    run = program()
+    run.view.note = StopNote(before_s=120.0, reason="SIGUSR2", at=time.time())
+    run.supervisor.look()
+    between = time.time()
+    if late == "a handler":
+        run.catch(USR2)
+        run.supervisor.look()
+    else:
+        run.supervisor.received(TERM)
+    [(reason, moment)] = run.view.told
+    assert (reason, moment > between) == ("SIGUSR2", True)
+
+
+@pytest.mark.parametrize(("early_s", "expected"), [(60.0, []), (0.3, [USR1]), (-60.0, [USR1])])
+def test_a_stop_note_is_acted_on_at_its_moment(
+    program: Callable[..., Program], early_s: float, expected: list[int]
+) -> None:
+    run = program(USR1)
+    run.view.note = StopNote(reason="SIGUSR2", at=time.time() + early_s)
+    run.supervisor.look()
+    assert time.time() >= run.view.note.at or not expected
+    run.supervisor.look()
+    assert run.end() == expected
+    assert [reason for reason, _ in run.view.told] == ["SIGUSR2"] * len(expected)
+
+
+@pytest.mark.parametrize(("numbers", "received"), [((USR1, TERM), [TERM]), ((), [])])
+def test_a_program_that_has_asked_for_a_requeue_is_ended(
+    program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], received: list[int]
+) -> None:
+    """It gets SIGTERM, as after a real requeue, and SIGKILL if it continues."""
+    monkeypatch.setattr(supervise, "END_S", 0.2)
+    run = program(*numbers)
+    run.view.note = StopNote(reason="scontrol", at=time.time(), ends=True)
+    run.supervisor.look()
+    monkeypatch.setattr(run.supervisor, "_next_look_at", 0.0)
+    run.supervisor.look()
+    assert run.process.poll() is None or not numbers
+    time.sleep(0.25)
+    run.supervisor.look()
+    assert run.end() == received
+    assert (run.process.returncode, run.supervisor.stop) == (-signal.SIGKILL if numbers else -TERM, "scontrol")
+
+
+@pytest.mark.parametrize(
+    ("view", "reason"),
+    [
+        ({"now": 61.0}, "the run directory cannot be read for 61 s"),
+        ({"fenced": "a later attempt writes"}, "a later attempt writes"),
+        ({"now": 59.0}, None),
+    ],
+)
+def test_a_program_that_lost_its_run_directory_is_killed(
+    program: Callable[..., Program], view: dict[str, object], reason: str | None
+) -> None:
+    run = program(TERM)
+    for name, value in view.items():
+        setattr(run.view, name, value)
+    run.supervisor.look()
+    if reason is None:
+        assert run.supervisor.fenced is None
+        return
+    assert run.process.wait(20) == -signal.SIGKILL
+    assert isinstance(run.supervisor.fenced, MachineError)
+    assert str(run.supervisor.fenced) == reason
+
+
+def test_a_program_that_cannot_work_is_killed(program: Callable[..., Program]) -> None:
+    run = program(problem="script=a.py: starts torchrun")
+    run.supervisor.look()
+    assert run.process.wait(20) == -signal.SIGKILL
+    assert isinstance(run.supervisor.fenced, InputError)
+
+
+def test_all_ranks_are_signalled_at_the_next_whole_second() -> None:
+    moment = supervise.moment_together()
+    assert moment == int(moment)
+    assert supervise.signals.TOGETHER_S - 0.1 < moment - time.time() <= 1 + supervise.signals.TOGETHER_S
+
+
+def wrapper(*command: str) -> subprocess.Popen[str]:
+    return helpers.start([sys.executable, "-c", WRAPPER, *command])
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[list[object], list[str]]:
+    """How the program of a wrapper ended, and its other output."""
+    *lines, last = helpers.finish(process).expect(0).lines
+    return json.loads(last)["ended"], lines
+
+
+def test_a_program_starts_with_default_signals() -> None:
+    """Some shells start a background job with SIGINT ignored, and the wrapper itself blocks signals."""
+    command = ["bash", "-c", 'trap "" INT TERM USR1; exec "$@"', "x", sys.executable, "-c", WRAPPER]
+    process = helpers.start([*command, "grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"])
+    assert ended(process)[1] == [f"Sig{name}:\t{0:016x}" for name in ("Blk", "Ign")]
+
+
+def test_a_program_that_ignores_the_end_of_its_terminal_keeps_that() -> None:
+    command = ["bash", "-c", 'trap "" HUP; exec "$@"', "x", sys.executable, "-c", WRAPPER]
+    process = helpers.start([*command, "grep", "SigIgn", "/proc/self/status"])
+    assert ended(process)[1] == [f"SigIgn:\t{1:016x}"]
+
+
+def test_what_a_program_leaves_behind_is_killed() -> None:
+    """Also what has left its process group, or whose parent has ended."""
+    script = "sleep 60 & echo $!; (setsid sleep 60 & echo $!); exit 3"
+    (code, stop), lines = ended(wrapper("bash", "-c", script))
+    assert (code, stop, len(lines)) == (3, "", 2)
+    helpers.wait_for_the_end_of(map(int, lines), 10)
+
+
+def test_a_signal_to_all_processes_reaches_a_program_once() -> None:
+    """As Slurm sends it with ProctrackType=proctrack/linuxproc."""
+    program = "trap 'echo got' TERM; echo $$; for i in 1 2 3; do sleep 0.5; done; exit 5"
+    process = wrapper("bash", "-c", program)
+    process.stdout.readline()
+    for child in (*helpers.children(process.pid), process.pid):
+        os.kill(child, TERM)
+    out, _ = process.communicate(timeout=20)
+    assert out.count("got") == 1
+    assert json.loads(out.splitlines()[-1])["ended"] == [5, "SIGTERM"]
+
+
+def test_a_program_that_a_signal_to_all_has_ended_was_stopped() -> None:
+    process = wrapper("bash", "-c", "echo $$; exec sleep 60")
+    os.kill(int(process.stdout.readline()), TERM)
+    process.send_signal(TERM)
+    out, _ = process.communicate(timeout=20)
+    assert json.loads(out)["ended"] == [-TERM, "SIGTERM"]
