@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -272,8 +273,16 @@ def test_a_signal_to_all_processes_reaches_a_program_once() -> None:
 
 
 def test_a_program_that_a_signal_to_all_has_ended_was_stopped() -> None:
+    """The signal arrives at the wrapper a moment later."""
     process = wrapper("bash", "-c", "echo $$; exec sleep 60")
-    os.kill(int(process.stdout.readline()), TERM)
+    program = int(process.stdout.readline())
+    os.kill(program, TERM)
+    while Path(f"/proc/{program}").exists():
+        pass
     process.send_signal(TERM)
-    out, _ = process.communicate(timeout=20)
-    assert json.loads(out)["ended"] == [-TERM, "SIGTERM"]
+    assert ended(process)[0] == [-TERM, "SIGTERM"]
+
+
+def test_orphans_of_a_program_leave_no_zombie() -> None:
+    script = "pid=$( (sleep 0.1 >&2 & echo $!) ); sleep 0.5; test -e /proc/$pid; exit $?"
+    assert ended(wrapper("bash", "-c", script))[0] == [1, ""]
