@@ -32,9 +32,11 @@ ask_to_save() {
         "$python" -m recipes.core.launch.batch stop "$program" "$1" "${words[@]}"
     elif [ -n "$ranks" ]; then
         kill -s USR1 "$ranks" 2>/dev/null
+    else
+        early=$1 # Slurm signals a job of a few minutes at its start
     fi
 }
-ranks='' signalled='' program='' # program: the recipe that runs a program of the user, once its job has begun
+ranks='' signalled='' early='' program='' # program: the recipe that runs a program of the user, once its job has begun
 trap signalled=1 TERM
 trap 'ask_to_save USR1' USR1
 trap 'ask_to_save USR2' USR2
@@ -114,6 +116,7 @@ begin() {
     step=() inside=("$python")
     eval "$lines" # changes to the folder of the snapshot, and sets the arguments, with absolute paths
     words=("$@")
+    [ -z "$program" ] || [ -z "$early" ] || ask_to_save "$early"
 }
 
 # examine RECIPE RESUBMITS: runs the doctor before the ranks start. Requeues or ends the job if a node is bad.
