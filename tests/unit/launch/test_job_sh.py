@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,20 @@ def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["begin", "srun"])
+def test_a_signal_that_only_the_batch_shell_receives_leaves_a_stop_note(bench: Bench, moment: str) -> None:
+    """In a job of a few minutes, Slurm sends it while the job begins."""
+    python = shlex.quote(sys.executable)
+    signals = 'kill -USR2 "$SHELL_PID"'
+    bench.stub("python", f'case "{moment} $*" in begin*"batch begin"*) {signals} ;; esac; exec {python} "$@"')
+    bench.stub("srun", f'trap : USR1; [ {moment} = begin ] || {signals}; touch "$NOTES/not_killed"')
+    (bench.folder / "job.sh").write_text("export SHELL_PID=$$\n. sbatch/script_2x8.sh")
+    _, stderr = bench.run(bench.folder / "job.sh", f"script={__file__}", bench.run_dir)
+    note = json.loads((bench.folder / "run/attempts/0000/stop.json").read_text())
+    assert note["reason"] == "SIGUSR2", stderr
+    assert "not_killed" in bench.files
 
 
 def test_python_uses_utf8_in_every_locale() -> None:

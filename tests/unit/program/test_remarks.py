@@ -119,14 +119,15 @@ def test_only_the_first_wrapper_prints(new: New, said: Said, tmp_path: Path) -> 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that is taken, but on which nobody listens yet."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
+    """The port of a connection, on which nobody listens."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        yield int(connection.getsockname()[1])
 
 
 def test_ranks_that_form_no_group_are_warned_about_once(new: New, said: Said, port: int) -> None:
-    """A connection from the port does not count."""
     remark = new(port=port)
     for _ in range(LOOKS - 1):
         remark(1, [USR1])
