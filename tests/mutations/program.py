@@ -1,0 +1,62 @@
+"""Bugs in the signals, the supervision and the requeues of a user's program."""
+
+from tests.mutations import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "recipes/core/program/delivery.py",
+        "    if caught and counts(process):\n",
+        "    if caught:\n",
+        "torchrun or a shell gets the signal, ends the ranks, and the program does not save",
+        "tests/unit/program/test_delivery.py",
+    ),
+    Mutation(
+        "recipes/core/program/delivery.py",
+        " or STACKS in child.caught",
+        "",
+        "ranks that a program forks are not asked to save",
+        "tests/unit/program/test_delivery.py",
+    ),
+    Mutation(
+        "recipes/core/program/supervise.py",
+        "        for number in stops:  # a",
+        "        for number in ():  # a",
+        "a program in a background job finds its signals ignored, and cannot be stopped",
+        "tests/unit/program/test_supervise.py",
+    ),
+    Mutation(
+        "recipes/core/program/supervise.py",
+        "        self._asked_at = time.time()  # of",
+        "        self._asked_at = self._asked_at or time.time()  # of",
+        "a rank that fails after a signal that no program caught is requeued in place of failed",
+        "tests/unit/program/test_supervise.py",
+    ),
+    Mutation(
+        "recipes/core/program/hook/sitecustomize.py",
+        "            with_stops_blocked(start)(self)\n",
+        "            start(self)\n",
+        "Slurm's signal to all processes ends the DataLoader workers, and the program before it has saved",
+        "tests/unit/program/test_hook.py",
+    ),
+    Mutation(
+        "recipes/core/program/hook/bin/scontrol",
+        '&& ${2-} == "$job"',
+        "",
+        "a program that requeues another job stops itself, and the other job is not requeued",
+        "tests/unit/program/test_shim.py",
+    ),
+    Mutation(
+        "recipes/core/launch/batch.py",
+        "at = time.time() + (early_s if is_of_limit else SEEN_S)",
+        "at = time.time() + SEEN_S",
+        "a program in a job of a few minutes is stopped at its start",
+        "tests/unit/launch/test_batch.py",
+    ),
+    Mutation(
+        "recipes/core/run/saves.py",
+        "return digest != before",
+        "return True or digest != before",
+        "a program that never saves is requeued max_requeues= times",
+        "tests/unit/run/test_saves.py",
+    ),
+]
