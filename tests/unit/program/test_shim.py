@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from recipes.core.run.stop_note import StopNote
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
+Requeue = Callable[..., StopNote]
 ARRAY = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
 
 
@@ -36,13 +37,14 @@ def environment(attempt: Attempt, **added: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def requeue(attempt: Attempt) -> Iterator[object]:
+def requeue(attempt: Attempt) -> Iterator[Requeue]:
     """Calls `scontrol requeue` as a program does, which waits until the wrapper ends it."""
     calls: list[subprocess.Popen[bytes]] = []
 
     def call(job: str, **added: str) -> StopNote:
         calls.append(subprocess.Popen(["scontrol", "requeue", job], env=environment(attempt, **added)))
-        return helpers.wait_until(lambda: (note := stop_note.read(attempt)).reason and note, 20, "the stop note")
+        helpers.wait_until(lambda: stop_note.read(attempt).reason, 20, "the stop note")
+        return stop_note.read(attempt)
 
     yield call
     for process in calls:
@@ -52,7 +54,7 @@ def requeue(attempt: Attempt) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("job", ["7", "70_3"])
-def test_a_requeue_of_the_own_job_writes_the_stop_note(requeue: object, stubs: Stubs, job: str) -> None:
+def test_a_requeue_of_the_own_job_writes_the_stop_note(requeue: Requeue, stubs: Stubs, job: str) -> None:
     note = requeue(job, **ARRAY)
     assert (note.reason, note.ends) == ("scontrol requeue, typed by the program", True)
     assert 5 < note.at - time.time() <= 10
