@@ -41,7 +41,7 @@ def test_the_children_of_each_thread_are_found(child: subprocess.Popen[bytes]) -
 
 
 def test_a_process_that_has_ended_is_none(child: subprocess.Popen[bytes]) -> None:
-    assert proctree.read(child.pid).command == ("sleep", "60")
+    helpers.wait_until(lambda: proctree.read(child.pid).command == ("sleep", "60"), 10, "the child")
     child.kill()
     helpers.wait_until(lambda: not helpers.alive(child.pid), 10, "the end of the child")
     assert proctree.read(child.pid) is None  # a zombie
