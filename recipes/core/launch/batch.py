@@ -126,6 +126,9 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     if not attempt:
         return errors.EXIT_DONE
     settings = command_line.parse(words, recipe=recipe, to_start=False)
+    if not jobs.signal_s(settings):
+        say(f"{recipe}: SIG{name} is ignored, since stop_before_s=0 is given", 1)
+        return errors.EXIT_DONE
     left_s = queue.seconds_left(environ) or 0.0
     notice_s = stop_note.read(attempt).before_s or 0.0
     early_s = left_s - notice_s

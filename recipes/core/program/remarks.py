@@ -12,7 +12,7 @@ from recipes.core.program.watch import Watch
 from recipes.core.run.attempt import CATCHES, Attempt
 
 LISTENING = "0A"  # state in /proc/net/tcp
-LOOKS = 6  # so often in succession (for 30 s) something is missing before a line says so
+LOOKS = 12  # so often in succession (for a minute) something is missing before a line says so
 
 
 @dataclass

@@ -236,6 +236,8 @@ def note_rank(attempt: Attempt, rank: int, task: int, host: str, ended: float | 
 
     task: the number of the wrapper that gets the signals for this rank; the rank itself, unless it has a launcher.
     """
+    if ended is None:  # torchrun may start a rank again that has failed
+        (attempt.folder / "failed" / f"rank{rank:04d}.json").unlink(missing_ok=True)
     content = {"rank": rank, "task": task, "host": host, "ended": ended}
     files.write_json(attempt.folder / "ranks" / f"rank{rank:04d}.json", content)
 

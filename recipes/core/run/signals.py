@@ -65,8 +65,11 @@ def keep_from_workers() -> None:
     from multiprocessing import popen_fork, resource_tracker  # not on a login node, which imports this module too
     from multiprocessing.process import BaseProcess
 
-    for kind, method in ((BaseProcess, "start"), (resource_tracker.ResourceTracker, "ensure_running")):
-        setattr(kind, method, kept_from_children()(getattr(kind, method)))
+    tracker = resource_tracker.ResourceTracker
+    methods = [(BaseProcess, "start"), (tracker, "ensure_running"), (tracker, "_ensure_running_and_write")]
+    for kind, method in methods:
+        if hasattr(kind, method):  # the last one from Python 3.13.7 on
+            setattr(kind, method, kept_from_children()(getattr(kind, method)))
     atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
     popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # the base of all start methods
 
