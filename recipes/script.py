@@ -22,6 +22,7 @@ from recipes.conf.script import Config, StopSignal
 from recipes.core import errors, files
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import InputError, Kind, MachineError
+from recipes.core.place import memory
 from recipes.core.program import delivery, launchers, supervise
 from recipes.core.program.launchers import Launch
 from recipes.core.program.remarks import Remarks
@@ -194,6 +195,7 @@ def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, tas
     """Runs the program of one rank. task: number of the task whose launcher has started this rank; None without a launcher."""
     rank = start.ranks.rank
     watch = Watch(attempt, rank, _clock()) if task is None else None
+    task_memory = memory.read()
     log = attempt.run_dir / "logs" / f"rank{rank}.log"
     own_task = rank if task is None else task
     with _copied_to(log):
@@ -213,6 +215,9 @@ def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, tas
         if is_stopped(attempt, ended, watch, rank, is_first):
             _note_end(attempt, rank, own_task, ended)
             return errors.EXIT_DONE
+        if code and task_memory.is_exceeded:
+            kind = Kind.out_of_memory
+            words = task_memory.describe(rank, start.ranks.local_rank)
         if code:
             record(attempt, rank, kind, code, f"the program {words}", ended)  # the others lose their connections now
             print(f"rank {rank} on {HOST}: the program {words}", file=sys.stderr)

@@ -107,6 +107,13 @@ def memory(run: Run) -> float:
     return float(torch.ones(8 << 30, dtype=torch.uint8)[0])
 
 
+def exceed(run: Run) -> float:
+    """Uses more memory than the job has."""
+    blocks = []
+    while True:
+        blocks.append(bytearray(b"x" * (32 << 20)))
+
+
 def nan(run: Run) -> float:
     return float("nan")
 

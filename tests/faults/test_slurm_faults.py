@@ -217,6 +217,27 @@ def test_under_pmix_a_failing_rank_is_a_failure_not_a_preemption(clone: Path, tm
         assert job.fields()["Restarts"] == "0"
 
 
+ONE_BY_TWO = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+
+
+@pytest.mark.fault(6)
+@pytest.mark.parametrize("slurm", ["cgroup"], indirect=True)
+@pytest.mark.parametrize("size", [TWO_BY_ONE, ONE_BY_TWO], ids=["two nodes", "one node"])
+def test_a_rank_that_exceeds_the_memory_of_its_job_is_named(
+    slurm: Cluster, clone: Path, tmp_path: Path, size: tuple[str, ...]
+) -> None:
+    """With two ranks on a node, the sizes of both are shown: the killed one need not be the one that used the most."""
+    job = submit(slurm, clone, tmp_path, options=(*size, "--mem=1500"), FAULT="exceed", FAULT_AT="8")
+    assert ended(job)[0] == "FAILED", job.tail()
+    status = job.status()
+    assert (status["kind"], status["first_failing_rank"], status["exit_status"]) == ("out-of-memory", 1, 137), status
+    host = "node2" if size == TWO_BY_ONE else "node1"
+    reason = f"rank 1 on {host} failed first: was killed since its limit of 1572.9 MB was used up; peak memory: rank 1 "
+    assert status["reason"].startswith(reason)
+    assert ("rank 0" in status["reason"]) == (size == ONE_BY_TWO)
+    assert log_lines(job.log)[-1].startswith(f"broken: failed: {reason}")
+
+
 # --- the job is not to go round for ever ------------------------------------------------------------------------------
 
 

@@ -4,6 +4,20 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/place/memory.py",
+        "task + rank - local_rank",
+        "task + rank",
+        "with several nodes, the peak memory of a rank is shown for another rank",
+        "tests/unit/place/test_memory.py",
+    ),
+    Mutation(
+        "recipes/core/place/memory.py",
+        "count_kills(self.cgroup) > self.kills",
+        "count_kills(self.cgroup) > 0",
+        "a rank that failed by itself is said to have used up its memory, since an earlier process of its cgroup did",
+        "tests/unit/place/test_memory.py",
+    ),
+    Mutation(
         "recipes/core/run/signals.py",
         "margin = min(stop_before_s, SHARE * known)",
         "margin = min(stop_before_s - 600, SHARE * known)",

@@ -21,7 +21,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="steps; a resumed run does 10 more")
     parser.add_argument("--pace", type=float, default=0.1, help="seconds to sleep in each step")
     parser.add_argument("--save-every", type=int, default=0, help="0: save only before a stop")
-    parser.add_argument("--fault", choices=["raise", "kill", "exit"], help="of rank 1 at step 5")
+    parser.add_argument("--fault", choices=["raise", "kill", "exit", "memory"], help="of rank 1 at step 5")
     parser.add_argument("--cpu", action="store_true", help="trainer, accelerate: choose the CPU")
     args = parser.parse_args()
     FAULT.append(args.fault)
@@ -50,5 +50,9 @@ def fail(fault: str) -> None:
         raise ValueError("bad data")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "memory":
+        blocks = []
+        while True:
+            blocks.append(bytearray(b"x" * (32 << 20)))
     if fault == "exit":
         os._exit(0)

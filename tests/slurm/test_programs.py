@@ -82,6 +82,7 @@ def test_also_if_signals_reach_all_processes(linuxproc: Cluster, tmp_path: Path,
 FAULTS = {
     "raise": "rank 1 on node2 failed first: the program exited with status 1; ValueError: bad data",
     "kill": "rank 1 on node2 failed first: the program was killed by signal 9",
+    "memory": "rank 1 on node2 failed first: the program was killed since its limit of 2097.2 MB was used up; peak memory: rank 1 ",
     "exit": "rank 1 on node2 exited with status 0 before the end of the run; after that, rank 0 on node1 failed: ",
 }
 
@@ -142,7 +143,7 @@ def submit(slurm: Cluster, repo: Path, log: Path, run_dir: Path, program: Progra
     assert script.returncode == 0, script.stderr
     file = log.with_name("job.sh")
     file.write_text(script.stdout)
-    return slurm.submit(f"--output={log}", file, cwd=repo, env=PYTHON)
+    return slurm.submit(f"--output={log}", "--mem=2000", file, cwd=repo, env=PYTHON)
 
 
 def run(slurm: Cluster, folder: Path, program: Program, event: str) -> None:

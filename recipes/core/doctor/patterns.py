@@ -62,7 +62,7 @@ PATTERNS = (
     P("rank 0 cannot be reached", "client socket has timed out | seconds waiting for clients | connectFullMesh failed",
       "some ranks did not connect to the others", "see the logs of the missing ranks; MASTER_ADDR must be rank 0's host on all ranks", HINT),
     # Memory and file systems
-    P("memory is used up", "oom_kill event | oom-kill event | : Out Of Memory | xceeded job memory limit | exceeded memory limit | signal: Killed"
+    P("memory is used up", "since its limit of | oom_kill event | oom-kill event | : Out Of Memory | xceeded job memory limit | exceeded memory limit | signal: Killed"
       " | can't allocate memory | [Errno 12] Cannot allocate memory",
       "the host's or the job's memory is used up",
       "request more with --mem (--mem=0: all memory of the node), or lower num_workers="),

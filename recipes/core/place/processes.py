@@ -15,15 +15,15 @@ PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
-def die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
     """Returns a function for a child process to call: after it, the kernel kills the child when its parent ends, for any reason.
 
-    parent: process id of the parent. The function is also suitable as ``preexec_fn``.
+    parent: process id of the parent. number: the signal that the child gets. The function is also suitable as ``preexec_fn``.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(errors.EXIT_CRASH)
 

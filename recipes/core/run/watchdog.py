@@ -19,7 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.core.place import processes
+from recipes.core.errors import EXIT_CRASH, Kind
+from recipes.core.place import processes, proctree
+from recipes.core.place.memory import Memory
+from recipes.core.place.memory import read as read_memory
+from recipes.core.run import attempt as attempts
 
 PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
 NOTE_AT, BYTES = 64, 1 << 16  # after the pulse: JSON, padded with zero bytes
@@ -32,6 +36,7 @@ STOP_S = 2.0  # a process that did not run for this long was stopped; a busy mac
 MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
 OUTSIDE_TIMES = 6  # the limit outside the steps, for example to prepare data, is so many times timeout_s
 TELL_S = 5.0  # time to write the error record to the run directory's file system
+PARENT_ENDED = signal.SIGURG  # the kernel sends it to the watchdog at the end of its parent
 STACK_S = 3.0  # time for faulthandler to write the stack
 
 
@@ -112,11 +117,16 @@ def place(step: int, phase: int) -> str:
 
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
-    """Ends the parent if the pulse does not change for ``timeout_s`` seconds. Returns when the parent has ended."""
+    """Ends the parent if the pulse does not change for ``timeout_s`` seconds. Returns when the parent has ended.
+
+    If the kernel has killed the parent for want of memory, writes its error record.
+    """
+    task_memory = read_memory()
+    threading.Thread(target=watch_memory, args=(parent, memory, task_memory), daemon=True).start()
     clock = RunningClock()  # suspending a job stops this process too
     last, since = PULSE.unpack_from(memory), clock.now()
     while os.getppid() == parent:
-        time.sleep(POLL_S)
+        signal.sigtimedwait({PARENT_ENDED}, POLL_S)
         now, moment = PULSE.unpack_from(memory), clock.now()
         limit_s = OUTSIDE_TIMES * timeout_s if now[2] == OUTSIDE else timeout_s
         if now != last:
@@ -124,6 +134,29 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
         elif moment - since > limit_s:
             _end(parent, memory, limit_s)
             return
+    if task_memory.is_exceeded:
+        _tell_out_of_memory(memory, task_memory)
+
+
+def watch_memory(parent: int, memory: mmap.mmap, task_memory: Memory) -> None:
+    """Run in a thread: writes the error record of the parent while the kernel ends it for want of memory.
+
+    With one rank on a node, Slurm kills this process some milliseconds after the parent has ended.
+    """
+    with contextlib.suppress(OSError):
+        while True:
+            task_memory.wait()
+            deadline = time.monotonic() + TELL_S
+            while time.monotonic() < deadline:
+                if task_memory.is_exceeded and not proctree.read(parent):
+                    return _tell_out_of_memory(memory, task_memory)
+                time.sleep(0.002)
+
+
+def _tell_out_of_memory(memory: mmap.mmap, task_memory: Memory) -> None:
+    note = _note(memory)
+    line = task_memory.describe(note.get("rank", 0), note.get("local_rank", 0))
+    _record(note, Kind.out_of_memory, line, exit_status=128 + signal.SIGKILL)
 
 
 def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
@@ -142,24 +175,32 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Prints which rank is ended and why, and writes its error record."""
-    from recipes.core.errors import Kind
-    from recipes.core.run import attempt as attempts
-
     _, step, phase = PULSE.unpack_from(memory)
-    note: Mapping[str, Any] = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
+    note = _note(memory)
     rank, host = note.get("rank", 0), note.get("host", "this host")
     line = f"made no progress for {timeout_s:g} s at {place(step, phase)}"
     print(f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: killing it", file=sys.stderr, flush=True)
+    _record(note, Kind.hang, line)
+
+
+def _note(memory: mmap.mmap) -> Mapping[str, Any]:
+    """What the rank has told with `Pulse.tell`."""
+    return json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
+
+
+def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = EXIT_CRASH) -> None:
+    rank, host = note.get("rank", 0), note.get("host", "")
     if attempt := attempts.given({attempts.VARIABLE: note.get("attempt", "")}):
         with contextlib.suppress(OSError):
-            attempts.record(attempt, rank=rank, host=host, kind=Kind.hang, error=line)
+            attempts.record(attempt, rank=rank, host=host, kind=kind, error=line, exit_status=exit_status)
 
 
 def main(argv: list[str]) -> None:
     parent, descriptor, timeout_s = int(argv[0]), int(argv[1]), float(argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    processes.die_with(parent)()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {PARENT_ENDED})
+    processes.die_with(parent, PARENT_ENDED)()
     watch(parent, mmap.mmap(descriptor, BYTES), timeout_s)
 
 

@@ -20,6 +20,7 @@ import torch.distributed
 from recipes.core import errors, files
 from recipes.core.errors import DiskFull, InputError, Kind, MachineError, RunError, Stopped
 from recipes.core.files import ROOT
+from recipes.core.place import memory
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, source, watchdog
 from recipes.core.train import torch_errors
@@ -30,6 +31,9 @@ FENCE_S = in_use.HEARTBEAT_S  # between two checks of the run directory's owner
 LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
 # A rank that only lost its peers waits this long before it ends. Otherwise srun -K would kill the cause before its record is written.
 LINGER_S = 2.0
+
+
+MEMORY = memory.read()  # at the start of this process
 
 
 def leave(code: int) -> NoReturn:
@@ -141,6 +145,9 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         if stop:
             line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
             return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
+        if MEMORY.is_exceeded:
+            line = f"a worker of a DataLoader {MEMORY.describe()}: request more (--mem), or lower num_workers="
+            return Cause(Kind.out_of_memory, line)
         fix = "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; if it crashed, the rank's log says where"
         return Cause(Kind.machine, f"{errors.one_line(error).rstrip('.')}: {fix}", errors.EXIT_MACHINE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -92,7 +92,13 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
     with logs.copied_to(log) as terminal, contextlib.ExitStack() as stack:
         current = Run(start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run)
         stack.callback(current.close_rows)
-        world.pulse.tell(recipe=current.settings.recipe, rank=world.rank, host=world.host, attempt=str(attempt.folder))
+        world.pulse.tell(
+            recipe=current.settings.recipe,
+            rank=world.rank,
+            local_rank=world.ranks.local_rank,
+            host=world.host,
+            attempt=str(attempt.folder),
+        )
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:

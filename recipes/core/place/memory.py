@@ -1,0 +1,104 @@
+"""The memory limit of this process, and what the kernel has killed for it, as its cgroup shows them. Standard library only.
+
+Slurm gives each task its own cgroup below that of the step, which has the limit.
+"""
+
+import contextlib
+import os
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core import files
+
+ROOTS = {"memory": "sys/fs/cgroup/memory", "": "sys/fs/cgroup"}  # of cgroup v1 and v2
+LIMITS = ("memory.limit_in_bytes", "memory.max")
+PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
+EVENTS = ("memory.oom_control", "memory.events")
+NO_LIMIT = 1 << 60  # cgroup v1 shows a larger number if there is no limit
+
+
+def own_cgroup(root: Path = Path("/")) -> Path | None:
+    """The folder of this process's memory cgroup; None if it is not mounted. root: the folder that contains proc and sys."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller, mounted in ROOTS.items():
+                folder = root / mounted / path.lstrip("/")
+                is_own = controller in controllers.split(",")
+                if is_own and any((folder / name).exists() for name in EVENTS):
+                    return folder
+    return None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of this process's task. kills: processes of it that the kernel had killed when this was read."""
+
+    cgroup: Path | None
+    kills: int
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the kernel has killed a process of this task since then."""
+        return count_kills(self.cgroup) > self.kills
+
+    def wait(self) -> None:
+        """Returns when the limit is used up, before the kernel has ended a process. Raises OSError if cgroups do not tell it."""
+        cgroup = self.cgroup or Path()
+        if (cgroup / EVENTS[1]).exists():
+            descriptor, event = os.open(cgroup / EVENTS[1], os.O_RDONLY), select.POLLPRI
+        else:  # cgroup v1 allows this to root only
+            descriptor, event = os.eventfd(0), select.POLLIN
+            with open(cgroup / EVENTS[0]) as control:
+                (cgroup / "cgroup.event_control").write_text(f"{descriptor} {control.fileno()}")
+        poll = select.poll()
+        poll.register(descriptor, event)
+        poll.poll()
+        os.close(descriptor)
+
+    def describe(self, rank: int = 0, local_rank: int = 0) -> str:
+        """The limit, and the largest memory that each rank of this node has used. rank, local_rank: of this process."""
+        limit = min(limits(self.cgroup), default=None)
+        of_limit = f"its limit of {files.size_text(limit)}" if limit else "the memory of its node"
+        peaks = {task + rank - local_rank: size for task, size in task_peaks(self.cgroup).items()}
+        by_size = sorted(peaks, key=lambda each: -peaks[each])
+        sizes = ", ".join(f"rank {each} {files.size_text(peaks[each])}" for each in by_size)
+        return f"was killed since {of_limit} was used up" + (f"; peak memory: {sizes}" if sizes else "")
+
+
+def read() -> Memory:
+    """The memory of this process's task now."""
+    cgroup = own_cgroup()
+    return Memory(cgroup, count_kills(cgroup))
+
+
+def count_kills(cgroup: Path | None) -> int:
+    """How many processes of a cgroup the kernel has killed for want of memory; 0 if that is unknown."""
+    for text in _texts(cgroup, EVENTS):
+        counts = dict(line.split() for line in text.splitlines())
+        return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def limits(cgroup: Path | None) -> list[int]:
+    """The limits of a cgroup and of those above it, in bytes."""
+    above = [cgroup, *cgroup.parents] if cgroup else []
+    texts = [text.strip() for folder in above for text in _texts(folder, LIMITS)]
+    return [int(text) for text in texts if text.isdecimal() and int(text) < NO_LIMIT]
+
+
+def task_peaks(cgroup: Path | None) -> dict[int, int]:
+    """The largest memory of each task of this step on this node, in bytes, by the task's number on the node."""
+    peaks = {}
+    for folder in cgroup.parent.glob("task_*") if cgroup else ():
+        for text in _texts(folder, PEAKS):
+            peaks[int(folder.name.removeprefix("task_"))] = int(text)
+    return peaks
+
+
+def _texts(cgroup: Path | None, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names if cgroup else ():
+        with contextlib.suppress(OSError):
+            yield (Path(str(cgroup)) / name).read_text()

@@ -1,0 +1,55 @@
+"""The memory limit of a task and the kernel's kills, as cgroups of both versions show them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.core.place import memory
+
+V1 = {
+    "proc/self/cgroup": "9:cpuset:/other\n4:memory:/slurm/job_7/step_0/task_1\n",
+    "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": "3000000000",
+    "sys/fs/cgroup/memory/slurm/job_7/step_0/memory.limit_in_bytes": "2000000000",
+    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_0/memory.max_usage_in_bytes": "1500000000",
+    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_1/memory.max_usage_in_bytes": "400000000",
+    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_1/memory.limit_in_bytes": "9223372036854771712",
+    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_1/memory.oom_control": "under_oom 0\noom_kill 2\n",
+}
+V2 = {
+    "proc/self/cgroup": "0::/slurm/job_7/step_0/task_1\n",
+    "sys/fs/cgroup/slurm/job_7/memory.max": "2000000000",
+    "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "max",
+    "sys/fs/cgroup/slurm/job_7/step_0/task_0/memory.peak": "1500000000",
+    "sys/fs/cgroup/slurm/job_7/step_0/task_1/memory.peak": "400000000",
+    "sys/fs/cgroup/slurm/job_7/step_0/task_1/memory.events": "max 5\noom 3\noom_kill 2\n",
+}
+
+
+def make(root: Path, content: dict[str, str]) -> Path:
+    for name, text in content.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("content", [V1, V2], ids=["v1", "v2"])
+def test_the_lowest_limit_and_the_largest_rank_are_described(tmp_path: Path, content: dict[str, str]) -> None:
+    """The killed rank, here rank 5, need not be the largest one."""
+    cgroup = memory.own_cgroup(make(tmp_path, content))
+    assert memory.count_kills(cgroup) == 2
+    line = memory.Memory(cgroup, 1).describe(rank=5, local_rank=1)
+    assert line == "was killed since its limit of 2000.0 MB was used up; peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
+
+
+def test_only_kills_since_the_start_count(tmp_path: Path) -> None:
+    cgroup = memory.own_cgroup(make(tmp_path, V2))
+    assert [memory.Memory(cgroup, kills).is_exceeded for kills in (1, 2)] == [True, False]
+
+
+def test_without_a_cgroup_nothing_is_known(tmp_path: Path) -> None:
+    assert memory.own_cgroup(make(tmp_path, {"proc/self/cgroup": V2["proc/self/cgroup"]})) is None
+    unknown = memory.Memory(None, 0)
+    assert not unknown.is_exceeded
+    assert unknown.describe(3, 1) == "was killed since the memory of its node was used up"
