@@ -103,6 +103,8 @@ def last_exception(log: Path) -> str:
 
 def describe(returncode: int) -> tuple[Kind, int, str]:
     """How a program ended: the kind, the exit status in the shell's convention, and words for a message."""
+    if 128 < returncode < 128 + signal.NSIG:  # a shell has run the program
+        returncode = 128 - returncode
     if returncode == -signal.SIGKILL:
         return Kind.killed, 137, "was killed by signal 9 (Killed; often the memory was used up)"
     if returncode < 0:
