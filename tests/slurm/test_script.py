@@ -73,16 +73,43 @@ def test_a_program_is_stopped_requeued_and_continues(slurm: Cluster, repo: Path,
     assert [read(run_dir / "status.json")[name] for name in ("state", "attempt")] == ["done", 1]
 
 
-def test_the_rank_whose_program_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+KILLED = {  # what is killed: (its node, words of its command, how the last line begins)
+    "program": (
+        "node2",
+        "-u /",
+        "rank 1 on node2 failed first: the program was killed by signal 9 (Killed; often the memory was used up)",
+    ),
+    "wrapper": (
+        "node2",
+        "-m recipes.script",
+        "the wrapper of rank 1 on node2 was killed; rank 0 on node1 failed: the program exited with status 1; Ru",
+    ),
+    "srun": ("node1", "srun ", "srun, or the wrapper of every rank, was killed"),
+}
+
+
+@pytest.mark.parametrize(
+    "victim", ["program", pytest.param("wrapper", marks=pytest.mark.long), pytest.param("srun", marks=pytest.mark.long)]
+)
+def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, victim: str) -> None:
+    """The log, status.json, explain and Slurm agree."""
+    node, command, reason = KILLED[victim]
     run_dir = tmp_path / "run"
     job, log = submit(slurm, repo, run_dir)
     try:
-        [program] = [one for one in slurm.processes(node="node2", command="-u /") if "program.py --lr" in one.command]
-        os.kill(program.pid, signal.SIGKILL)
-        assert ended(slurm, job, log, 60) == ("FAILED", "137:0"), log.read_text()
+        processes = slurm.processes(job_id=job, node=node, command=command)
+        killed = [
+            one for one in processes if "--lr" in one.command and one.command.startswith(("srun", sys.executable))
+        ]
+        for process in killed[: 1 if victim == "srun" else None]:
+            os.kill(process.pid, signal.SIGKILL)
+        assert killed, processes
+        assert ended(slurm, job, log, 60)[0] == "FAILED", log.read_text()
     finally:
         jobs.leave_no_job(slurm)
-    reason = "rank 1 on node2 failed first: the program was killed by signal 9 (Killed; often the memory was used up)"
-    assert log_lines(log)[-1] == f"script: failed: {reason}; logs in {run_dir}/logs"
+    assert log_lines(log)[-1].startswith(f"script: failed: {reason}")
+    status = read(run_dir / "status.json")
+    assert status["state"] == "failed"
+    assert status["reason"].startswith(reason)
     done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=jobs.PYTHON)
-    assert done.stdout.startswith(f"{reason}\n"), done.stdout
+    assert done.stdout.startswith(reason), done.stdout

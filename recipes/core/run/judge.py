@@ -133,11 +133,16 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
         if rank["ended"] is None and rank["rank"] not in known and rank["task"] not in stopped_tasks
     ]
     is_seen = end is not None and end.first is not None  # the parent has seen which process failed
-    if exit_status and lost and not failures and not is_seen:
+    # A rank that only lost its connection to a killed wrapper fails too. If many wrappers were killed, srun may have
+    # done it after that failure (it does with PMIx).
+    are_few = 2 * len(lost) <= len(ranks) and all(_kind(record) is Kind.error for record in failures)
+    if exit_status and lost and not is_seen and (are_few or not failures):
         if len(lost) == len(ranks):
             return Outcome("failed", Kind.killed, "srun, or the wrapper of every rank, was killed", None, exit_status)
         named = ", ".join(map(_who, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-        reason = f"the wrapper of {named} was killed"
+        reason = f"the wrapper of {named} was killed" + (
+            f"; {_who(failures[0])} failed: {failures[0]['error']}" if failures else ""
+        )
         return Outcome("failed", Kind.killed, reason, {**lost[0], "exit_status": exit_status}, exit_status)
     if stops and (not failures or stops[0]["time"] <= failures[0]["time"]):
         return Outcome("preempted", Kind.stopped, str(stops[0]["error"]), None, EXIT_REQUEUE)

@@ -178,7 +178,7 @@ STOPPED, ERROR = Kind.stopped, Kind.error
 def test_a_stop_before_the_first_failure_of_a_program_is_its_cause(
     tmp_path: Path, records: list[tuple[int, Kind, float]], state: str, reason: str
 ) -> None:
-    found = judged_program(tmp_path, *records, ended=(None,) * 4, end=End(1))
+    found = judged_program(tmp_path, *records, ended=(6.0,) * 4, end=End(1))
     assert (found.state, found.reason) == (state, reason)
     assert found.exit_status == (75 if state == "preempted" else 40 + found.first["rank"])
     assert judged_program(tmp_path, *records, ended=(None,) * 4).state == state  # for a reader
@@ -223,6 +223,17 @@ def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
     assert (other.state, other.first["rank"], other.exit_status) == ("failed", 3, 9)
 
 
+def test_the_killed_wrapper_is_named_and_not_the_rank_that_lost_it(tmp_path: Path) -> None:
+    ended = (None, None, 6.0, 6.0)
+    found = judged_program(tmp_path, (0, ERROR, 5.0), (2, STOPPED, 5.5), ended=ended, end=End(1))
+    assert found.reason == "the wrapper of rank 1 on host0 was killed; rank 0 on host0 failed: error 0"
+    assert (found.state, found.first["rank"], found.exit_status) == ("failed", 1, 1)
+    cause = judged_program(tmp_path, (0, Kind.out_of_memory, 5.0), ended=ended, end=End(137))
+    assert cause.first["rank"] == 0
+    many = judged_program(tmp_path, (0, ERROR, 5.0), ended=(None,) * 4, end=End(1))
+    assert many.first["rank"] == 0
+
+
 @pytest.mark.parametrize(
     ("ended", "kind", "early"),
     [
@@ -236,6 +247,7 @@ def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
 def test_the_few_ranks_that_exited_before_another_one_failed_are_its_cause(
     tmp_path: Path, ended: tuple[float | None, ...], kind: Kind, early: int | None
 ) -> None:
+    ended = tuple(moment or 7.0 for moment in ended[:3]) + ended[3:]
     found = judged_program(tmp_path, (3, kind, 5.0), ended=ended, end=End(1))
     failed = f"rank 3 on host1 failed{'' if early else ' first'}: {kind.value} 3"
     reason = f"rank {early} on host0 exited with status 0 before the end of the run; after that, {failed}"
