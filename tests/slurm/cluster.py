@@ -74,6 +74,7 @@ class ClusterOptions:
     slurmd_timeout_s: int = 20
     linuxproc: bool = False  # no cgroups: jobs are tracked by their processes' parents, and not confined
     preempt: bool = False  # partition `high` preempts `main` by requeue
+    accounting: bool = False  # slurmdbd with a MariaDB of its own, so that sacct answers
     topology: str = ""  # topology.conf, for a TopologyPlugin in extra_conf
     extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
 
@@ -132,6 +133,12 @@ def cgroups_missing() -> str | None:
 
 
 # --- what is the same inside and outside of the keeper ---------------------------------------------------------------
+
+
+def accounting_missing() -> str | None:
+    """None if a cluster can have accounting here, else one line with what is missing and how to install it."""
+    absent = [name for name in ("slurmdbd", "mariadbd", "mariadb-install-db", "sacct") if not _which(name)]
+    return f"{', '.join(absent)} not found: apt-get install slurmdbd mariadb-server" if absent else None
 
 
 def _which(program: str) -> str | None:
@@ -489,6 +496,7 @@ class _Keeper:
         self.link = f"slt{self.id}"
         self.network = _free_network()
         self.login = str(self.network[1])
+        self.slurmdbd_port = _free_port() if options.accounting else 0
         self.network6 = f"fd{self.id[:2]}:{self.id[2:]}" if Path("/proc/sys/net/ipv6").exists() else ""
         self.nodes: list[Node] = []
         self.names = [f"node{number}" for number in range(1, options.nodes + 1)]
@@ -552,11 +560,13 @@ class _Keeper:
         (self.root / "etc/gres.conf").write_text(self.gres_conf(names))
         (self.root / "etc/cgroup.conf").write_text(_CGROUP_CONF if self.cgroups else "IgnoreSystemd=yes\n")
         (self.root / "etc/topology.conf").write_text(self.options.topology)
+        if self.slurmdbd_port:
+            (self.root / "etc/slurmdbd.conf").write_text(self.slurmdbd_conf())
         for name in [CONTROLLER, *names]:
             (self.root / "spool" / name).mkdir()
             (self.root / f"etc/hosts-{name}").write_text(self.hosts(name, names))
         for file in (self.root / "etc").iterdir():
-            file.chmod(0o644)
+            file.chmod(0o600 if file.name == "slurmdbd.conf" else 0o644)
 
     def make_cgroups(self) -> None:
         """A cgroup of its own for each node, which shows it as the root: all clusters here have a node of the same name."""
@@ -606,8 +616,8 @@ class _Keeper:
             f"DefMemPerCPU={MEMORY_PER_CPU_MB}",
             f"ProctrackType=proctrack/{'cgroup' if self.cgroups else 'linuxproc'}",
             f"TaskPlugin={'task/cgroup,task/affinity' if self.cgroups else 'task/none'}",
-            "JobAcctGatherType=jobacct_gather/none",
-            "AccountingStorageType=accounting_storage/none",
+            f"JobAcctGatherType=jobacct_gather/{'linux' if options.accounting else 'none'}",
+            f"AccountingStorageType=accounting_storage/{'slurmdbd' if options.accounting else 'none'}",
             "SlurmdParameters=config_overrides",
             "MpiDefault=none",
             "MailProg=/bin/true",
@@ -625,6 +635,12 @@ class _Keeper:
             "CompleteWait=0",
             "EpilogMsgTime=0",
         ]
+        if options.accounting:
+            lines += [
+                f"AccountingStorageHost={self.login}",
+                f"AccountingStoragePort={self.slurmdbd_port}",
+                f"AccountingStoragePass={root}/run/munge.socket",
+            ]
         if options.preempt:
             lines += ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
         for number, (name, gpus) in enumerate(zip(names, options.gpus_per_node, strict=True), 1):
@@ -646,6 +662,23 @@ class _Keeper:
         extra = options.extra_conf.strip().splitlines()
         replaced = {_conf_key(line) for line in extra}
         return "\n".join([*(line for line in lines if _conf_key(line) not in replaced), *extra]) + "\n"
+
+    def slurmdbd_conf(self) -> str:
+        root = self.root
+        lines = [
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={root}/run/munge.socket",
+            f"DbdHost={CONTROLLER}",
+            f"DbdAddr={self.login}",
+            f"DbdPort={self.slurmdbd_port}",
+            "SlurmUser=root",
+            f"LogFile={root}/log/slurmdbd.log",
+            f"PidFile={root}/run/slurmdbd.pid",
+            "StorageType=accounting_storage/mysql",
+            "StorageUser=root",
+            "StorageLoc=slurm",
+        ]
+        return "\n".join(lines) + "\n"
 
     def spawn(self, name: str) -> subprocess.Popen[bytes]:
         """A host's namespaces and its first process, which only reaps. The controller shares the login's network."""
@@ -717,12 +750,36 @@ class _Keeper:
         inside = _inside(controller, network=False)
         _daemon([*inside, "munged", *munge], conf, root / "log/munged.out")
         _wait_until((root / "run/munge.socket").exists, UP_TIMEOUT_S, "munged's socket", munge_log)
+        if self.options.accounting:
+            self.start_accounting(inside, conf)
         _daemon([*inside, "slurmctld", "-f", str(conf)], conf, log)
         _wait_until(lambda: self.answers(conf), UP_TIMEOUT_S, "an answer of slurmctld", log)
         for node in self.nodes:
             _start_slurmd(root, node)
         names = [node.name for node in self.nodes]
         _wait_until(lambda: _idle(conf, names), UP_TIMEOUT_S, "all nodes idle", log)
+
+    def start_accounting(self, inside: list[str], conf: Path) -> None:
+        data, log = self.root / "state/mariadb", self.root / "log/mariadb.log"
+        socket_path = self.root / "run/mariadb.socket"
+        options = ["--no-defaults", "--user=root", f"--datadir={data}"]
+        _daemon(
+            [*inside, "mariadb-install-db", *options, "--skip-test-db", "--auth-root-authentication-method=normal"],
+            conf,
+            log,
+        )
+        server = ["mariadbd", *options, f"--socket={socket_path}", "--skip-networking"]
+        _daemon([*inside, "sh", "-c", f"setsid {shlex.join(server)} &"], conf, log)
+        _wait_until(socket_path.exists, UP_TIMEOUT_S, "MariaDB's socket", log)
+        slurmdbd = [*inside, "env", f"MYSQL_UNIX_PORT={socket_path}", "slurmdbd"]
+        _daemon(slurmdbd, conf, self.root / "log/slurmdbd.log")
+        add = ["sacctmgr", "-i", "add", "cluster", f"test{self.id}"]
+
+        def is_added() -> bool:
+            done = subprocess.run(add, capture_output=True, env=_client_env(conf), timeout=UP_TIMEOUT_S)
+            return done.returncode == 0
+
+        _wait_until(is_added, UP_TIMEOUT_S, "an answer of slurmdbd", self.root / "log/slurmdbd.log")
 
     def answers(self, conf: Path) -> bool:
         done = subprocess.run(["scontrol", "ping"], capture_output=True, env=_client_env(conf), timeout=UP_TIMEOUT_S)
