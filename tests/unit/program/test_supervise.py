@@ -117,11 +117,13 @@ def test_a_signal_to_all_processes_is_not_sent_again(
     assert (run.supervisor.stop, run.end()) == ("SIGTERM", [])
 
 
-def test_a_program_that_prefers_another_signal_gets_it_after_one_to_all(
+def test_a_program_that_prefers_another_signal_gets_it_at_once_after_one_to_all(
     program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It may end by the signal to all, and not wait for the moment of all ranks."""
     run = program(USR1)
     monkeypatch.setattr(run.supervisor, "_pending", lambda: {TERM})
+    monkeypatch.delattr(supervise, "moment_together")
     run.supervisor.received(TERM)
     assert run.end() == [USR1]
 
