@@ -63,6 +63,7 @@ class Supervisor:
         self._watch = watch
         self._asked = ""  # why the program is to stop, before a process of it has got a signal
         self._asked_at = 0.0
+        self._received: dict[int, float] = {}  # when each signal arrived here last
         self._delivered: set[int] = set()
         self._next_look_at = 0.0
         self._kill_at = math.inf
@@ -70,6 +71,7 @@ class Supervisor:
     def received(self, number: signal.Signals) -> None:
         """A signal that this process has received: a request to stop."""
         self._ask(number.name)
+        self._received[number] = self._asked_at
         time.sleep(SETTLE_S)
         sent_to_all = number in self._pending()
         targets = delivery.targets(self._pid, self._rules.order)
@@ -83,9 +85,14 @@ class Supervisor:
         if ends or sent_to_all:
             self._note_stop()
 
-    def ended_by(self, number: signal.Signals) -> None:
-        """A signal has arrived here just after the end of the program, which has received it too."""
-        self._ask(number.name)
+    def ended(self, returncode: int) -> None:
+        """Notes the stop if the program was ended by a signal that it has received at the same time as this process."""
+        if -returncode not in self._received and not self.stop:
+            late = signal.sigtimedwait(signals.handled(), signals.TOGETHER_S)
+            if not late:
+                return
+            self._ask(signal.Signals(late.si_signo).name)
+        self._asked_at = self._received.get(-returncode, self._asked_at)
         self._note_stop()
 
     def look(self) -> None:
@@ -241,10 +248,7 @@ def run(
                 supervisor.look()
                 proctree.reap({*others, child.pid})
             ended_at = time.time()
-            # A signal to all processes may have ended the program before it arrives here.
-            late = signal.sigtimedwait(stops, signals.TOGETHER_S) if not supervisor.stop else None
-            if late:
-                supervisor.ended_by(signal.Signals(late.si_signo))
+            supervisor.ended(child.returncode)
         finally:
             for pid in set(proctree.children(os.getpid())) - others:
                 delivery.end(pid, signal.SIGKILL)

@@ -147,6 +147,16 @@ def test_a_program_that_catches_nothing_is_ended_by_sigterm(program: Callable[..
     assert run.supervisor.stop == "SIGTERM"
 
 
+def test_the_signal_that_ended_a_program_is_the_moment_of_its_stop(program: Callable[..., Program]) -> None:
+    """After it, other ranks lose their connection and fail, so that srun sends SIGTERM."""
+    run = program()
+    run.supervisor.received(USR2)
+    before_failure = time.time()
+    run.supervisor.ended(-USR2)
+    [(reason, moment)] = run.view.told
+    assert (reason, moment < before_failure) == ("SIGUSR2", True)
+
+
 @pytest.mark.parametrize("late", ["another request", "a handler"])
 def test_a_request_that_reached_no_program_is_not_the_moment_of_the_stop(
     program: Callable[..., Program], late: str
