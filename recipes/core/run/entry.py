@@ -7,18 +7,20 @@ line because torch reads some variables of the env files when it is loaded.
 import atexit
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.config import envfile, help, profiles, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.errors import ConfigError
+from recipes.core.errors import ConfigError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
@@ -104,9 +106,27 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         os.environ.update(network.settings(interface, os.environ))
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache_of_compiled_code()))
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0"
+    )  # else g++ reads headers of others from /tmp
     if settings.config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses cuBLAS
     return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
+
+
+def _cache_of_compiled_code() -> Path:
+    """A folder in the temporary directory in which no other user can write; one for this process alone if it cannot be kept.
+
+    torch executes what it finds there. Its own default is a name in /tmp that other users can create first, and torch
+    creates this folder even without compile=true (seen with torch 2.15).
+    """
+    try:
+        return files.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
+    except MachineError:
+        folder = tempfile.mkdtemp(prefix="recipes-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
 
 def _rank_unchecked() -> str:

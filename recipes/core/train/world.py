@@ -5,7 +5,6 @@ import datetime
 import itertools
 import json
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.core import errors, files
+from recipes.core import errors
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, Stopped, shown
 from recipes.core.place.ranks import RankInfo
@@ -275,9 +274,6 @@ class World:
         collective: every rank must call it. Raises InputError if shard_size= does not divide the number of ranks.
         """
         if cfg and cfg.compile:
-            if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # another user could create torch's own folder in /tmp
-                own = files.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}", "set TMPDIR")
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
             # One graph for each shape of images, not one for all: it is faster, and progressive sizes have few shapes.
             torch._dynamo.config.recompile_limit = MOST_SHAPES
             if cfg.strategy == "fsdp":
