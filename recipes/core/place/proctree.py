@@ -5,12 +5,14 @@ import ctypes
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-MOST_BLOCKED = 32  # glibc blocks all signals for some milliseconds while it starts a thread
+MOST_BLOCKED = 32  # of more signals, glibc has blocked all for some milliseconds, to start a thread
+TRIES = 5  # to read the signals that a process blocks
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,19 @@ class Process:
 def read(pid: int) -> Process | None:
     """The process with this ID; None if there is none, or if it has ended."""
     folder, program = Path(f"/proc/{pid}"), ""
+    blocked: frozenset[int] = frozenset()
     try:
-        status = (folder / "status").read_text()
+        for _ in range(TRIES):
+            status = (folder / "status").read_text()
+            blocked = signal_set(status, "SigBlk")
+            if len(blocked) <= MOST_BLOCKED:
+                break
+            time.sleep(0.002)
         command = (folder / "cmdline").read_bytes().decode(errors="replace")
         with contextlib.suppress(PermissionError):  # a program with the setuid bit, such as Apptainer's
             program = os.path.basename(os.readlink(folder / "exe"))
     except OSError:
         return None
-    blocked = signal_set(status, "SigBlk")
-    if len(blocked) > MOST_BLOCKED:
-        blocked = frozenset()
     caught = signal_set(status, "SigCgt") - blocked
     return Process(pid, tuple(command.split("\0")[:-1]), program, caught)
 

@@ -50,14 +50,18 @@ def test_a_process_that_has_ended_is_none(child: subprocess.Popen[bytes]) -> Non
     assert proctree.children(child.pid) == []
 
 
-@pytest.mark.parametrize(("blocked", "caught"), [("0000000000000200", {12, 15}), ("fffffffe7ffbfeff", {10, 12, 15})])
-def test_signals_that_glibc_blocks_for_a_moment_count_as_caught(
-    monkeypatch: pytest.MonkeyPatch, blocked: str, caught: set[int]
-) -> None:
-    """It blocks all of them while it starts a thread. A program blocks some."""
-    text = f"SigBlk:\t{blocked}\nSigIgn:\t0\nSigCgt:\t0000000000004a00\n"  # caught: 10, 12 and 15
+def test_signals_that_glibc_blocks_for_a_moment_count_as_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It blocks all of them while it starts a thread. A program blocks some, as the worker of a DataLoader does."""
+    all_blocked, one_blocked = "fffffffe7ffbfeff", "0000000000000200"
+    texts = iter([f"SigBlk:\t{blocked}\nSigCgt:\t0000000000004a00\n" for blocked in (all_blocked, one_blocked)])
+    monkeypatch.setattr(proctree.Path, "read_text", lambda path: next(texts))
+    assert proctree.read(os.getpid()).caught == {12, 15}
+
+
+def test_a_process_that_blocks_all_signals_catches_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "SigBlk:\tfffffffe7ffbfeff\nSigCgt:\t0000000000004a00\n"
     monkeypatch.setattr(proctree.Path, "read_text", lambda path: text)
-    assert proctree.read(os.getpid()).caught == caught
+    assert proctree.read(os.getpid()).caught == set()
 
 
 def test_orphans_of_a_program_are_adopted_and_reaped() -> None:
