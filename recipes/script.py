@@ -265,6 +265,8 @@ def is_stopped(attempt: Attempt, ended: Ended, watch: Watch | None, rank: int, i
         stop = f"exit status {code}, with which a program asks to be continued"
         record(attempt, rank, Kind.stopped, code, stop, ended)
     if stop and is_first:
+        if ended.was_killed:
+            words = "had not ended in time, and was killed"
         print(f"script: stopped by {stop}; the program of rank 0 {words}")
     return bool(stop)
 

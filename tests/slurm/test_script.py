@@ -73,6 +73,26 @@ def test_a_program_is_stopped_requeued_and_continues(slurm: Cluster, repo: Path,
     assert [read(run_dir / "status.json")[name] for name in ("state", "attempt")] == ["done", 1]
 
 
+@pytest.mark.long
+def test_a_program_that_does_not_end_at_the_time_limit_is_requeued(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Slurm would kill the job script with it, so that nobody could requeue the job."""
+    (repo / "ignores.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, print)\nwhile True: time.sleep(0.1)\n"
+    )
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    keys = ["script=ignores.py", "device=cpu", f"run_dir={run_dir}"]
+    job = jobs.sbatch(slurm, repo, log, *TWO_BY_ONE, "--time=1", "sbatch/script_2x8.sh", *keys)
+    try:
+        jobs.wait_requeued(slurm, job, log, 150)
+    finally:
+        jobs.leave_no_job(slurm)
+    ends = [line for line in log_lines(log) if line.startswith("script: stopped")]
+    assert ends == [
+        "script: stopped by SIGUSR2; the program of rank 0 had not ended in time, and was killed",
+        f"script: stopped; requeued (restart 1 of at most 20); run directory {run_dir}",
+    ]
+
+
 KILLED = {  # what is killed: (its node, words of its command, how the last line begins)
     "program": (
         "node2",

@@ -129,12 +129,13 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     if not jobs.signal_s(settings):
         say(f"{recipe}: SIG{name} is ignored, since stop_before_s=0 is given", 1)
         return errors.EXIT_DONE
-    left_s = queue.seconds_left(environ) or 0.0
+    left_s = queue.seconds_left(environ)
     notice_s = stop_note.read(attempt).before_s or 0.0
-    early_s = left_s - notice_s
+    early_s = (left_s or 0.0) - notice_s
     is_of_limit = SEEN_S < early_s <= jobs.signal_s(settings) - notice_s + EARLY_S
     at = time.time() + (early_s if is_of_limit else SEEN_S)
-    stop_note.write(attempt, StopNote(notice_s, f"SIG{name}", at))
+    limit_at = time.time() + left_s if left_s else None
+    stop_note.write(attempt, StopNote(notice_s, f"SIG{name}", at, limit_at=limit_at))
     return errors.EXIT_DONE
 
 

@@ -44,7 +44,8 @@ class Remarks:
         self._silent_looks = 0 if targets else self._silent_looks + 1
         names = sorted({target.signal.name for target in targets})
         line = self._on_signals(names, all(target.protects_workers for target in targets))
-        if self.prints and line != self._said and (targets or self._silent_looks == LOOKS):
+        is_stopping = self.watch is not None and bool(self.watch.note.reason)
+        if self.prints and not is_stopping and line != self._said and (targets or self._silent_looks == LOOKS):
             self._said = line
             print(line, flush=True)
             with contextlib.suppress(OSError):

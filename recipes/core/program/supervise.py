@@ -42,12 +42,14 @@ class Ended:
     """How a program ended.
 
     returncode: minus N if signal N ended it. at: when, in seconds since 1970. stop: why it was
-    asked to stop; "" if it was not. fenced: why the wrapper killed it; None if it did not.
+    asked to stop; "" if it was not. was_killed: whether the wrapper killed it, since it had not ended
+    in time. fenced: why the wrapper killed it at once; None if it did not.
     """
 
     returncode: int
     at: float
     stop: str = ""
+    was_killed: bool = False
     fenced: InputError | MachineError | None = None
 
 
@@ -56,6 +58,7 @@ class Supervisor:
 
     def __init__(self, pid: int, canary: int, rules: Rules, watch: Watch | None) -> None:
         self.stop = ""
+        self.was_killed = False
         self.fenced: InputError | MachineError | None = None
         self._pid = pid
         self._canary = canary
@@ -101,7 +104,7 @@ class Supervisor:
         if self._watch:
             self._follow(self._watch)
         if now >= self._kill_at:
-            delivery.end(self._pid, signal.SIGKILL)
+            self._kill()
         if now >= self._next_look_at or (self._asked and not self.stop):
             self._next_look_at = now + in_use.HEARTBEAT_S
             targets = delivery.targets(self._pid, self._rules.order)
@@ -118,6 +121,8 @@ class Supervisor:
         elif watch.fenced:
             self._fence(MachineError(watch.fenced))
         note = watch.note
+        if note.limit_at and time.time() >= note.limit_at:
+            self._kill()
         if not note.reason or note.at - time.time() > 2 * TICK_S:
             return
         order = (signal.SIGTERM,) if note.ends else self._rules.order
@@ -149,6 +154,11 @@ class Supervisor:
                 time.sleep(max(0.0, left_s))
                 return seen
             time.sleep(LOOK_S)
+
+    def _kill(self) -> None:
+        self._note_stop()
+        self.was_killed = True
+        delivery.end(self._pid, signal.SIGKILL)
 
     def _fence(self, reason: InputError | MachineError) -> None:
         self.fenced = self.fenced or reason
@@ -253,4 +263,4 @@ def run(
             for pid in set(proctree.children(os.getpid())) - others:
                 delivery.end(pid, signal.SIGKILL)
             child.wait()
-    return Ended(child.returncode, ended_at, supervisor.stop, supervisor.fenced)
+    return Ended(child.returncode, ended_at, supervisor.stop, supervisor.was_killed, supervisor.fenced)

@@ -302,6 +302,7 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
     note = stop_note.read(attempt)
     assert (note.reason, note.before_s, note.ends) == ("SIGUSR1", before_s or 0.0, False)
     assert note.at - now == pytest.approx(expected_s, abs=1.0)
+    assert (note.limit_at or now) - now == pytest.approx(left_s or 0.0, abs=1.0)
 
 
 def test_a_signal_to_a_batch_shell_without_an_attempt_is_no_error() -> None:

@@ -188,6 +188,23 @@ def test_a_stop_note_is_acted_on_at_its_moment(
     assert [reason for reason, _ in run.view.told] == ["SIGUSR2"] * len(expected)
 
 
+@pytest.mark.parametrize("numbers", [(TERM,), ()], ids=["ignores its signal", "catches none"])
+def test_a_program_that_has_not_ended_at_the_time_limit_is_killed(
+    program: Callable[..., Program], numbers: tuple[int, ...]
+) -> None:
+    """Otherwise, Slurm kills the job script too, and the job is not requeued."""
+    run = program(*numbers)
+    now = time.time()
+    run.view.note = StopNote(before_s=1.0, reason="SIGUSR2", at=now, limit_at=now + 3600)
+    run.supervisor.look()
+    assert run.process.poll() is None
+    run.view.note = StopNote(before_s=1.0, reason="SIGUSR2", at=now, limit_at=now)
+    run.supervisor.look()
+    assert run.process.wait(20) == -signal.SIGKILL
+    run.supervisor.ended(-signal.SIGKILL)
+    assert (run.supervisor.stop, run.supervisor.was_killed) == ("SIGUSR2", True)
+
+
 @pytest.mark.parametrize(("numbers", "received"), [((USR1, TERM), [TERM]), ((), [])])
 def test_a_program_that_has_asked_for_a_requeue_is_ended(
     program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], received: list[int]
