@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recipes.conf.script import Config, StopSignal
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import InputError, Kind, MachineError
 from recipes.core.place import memory
@@ -37,7 +37,7 @@ from recipes.core.run.watchdog import RunningClock
 # The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]: " before each line. A progress bar
 # may stand before the first line.
 EXCEPTION = re.compile(
-    rb'^.*?((?:\S+ ?)?)(?:Traceback \(most recent call last\):|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
+    rb'^.*?((?:\S{1,40} ?)?)(?:Traceback \(most recent call last\):|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
     re.MULTILINE,
 )
 TAIL_BYTES = 1 << 16  # the end of a log, in which an exception is looked for
@@ -176,6 +176,7 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     for name in launchers.variables_of_rank(info):
         environ.pop(name, None)
     watch = Watch(attempt, info.rank, _clock())
+    task_memory = memory.read()
     command = launch.command(info, sys.argv[1:])
     log = attempt.run_dir / "logs" / f"node{info.node_rank}.log"
     with _copied_to(log):
@@ -186,10 +187,12 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
             raise ended.fenced
     if is_stopped(attempt, ended, watch, info.node_rank * launch.nproc, is_first):
         return errors.EXIT_DONE
-    _, code, words = describe(ended.returncode)
+    kind, code, words = describe(ended.returncode)
     if code:
-        what = f"{launch.through} {words}{last_exception(log)}"
-        record(attempt, info.node_rank * launch.nproc, Kind.error, code, what, ended, name="node")
+        is_out_of_memory = kind is Kind.killed and task_memory.is_exceeded
+        what = task_memory.describe() if is_out_of_memory else f"{words}{last_exception(log)}"
+        kind = Kind.out_of_memory if is_out_of_memory else Kind.error
+        record(attempt, info.node_rank * launch.nproc, kind, code, f"{launch.through} {what}", ended, name="node")
     return code
 
 
@@ -218,8 +221,10 @@ def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, tas
             _note_end(attempt, rank, own_task, ended)
             return errors.EXIT_DONE
         if code and task_memory.is_exceeded:
-            kind = Kind.out_of_memory
-            words = task_memory.describe(rank, start.ranks.local_rank)
+            killed = task_memory.describe(rank, start.ranks.local_rank if task is None else None)
+            is_program = kind is Kind.killed
+            kind = Kind.out_of_memory if is_program else kind
+            words = killed if is_program else f"{words}; a process of it {killed}"
         if code:
             record(attempt, rank, kind, code, f"the program {words}", ended)  # the others lose their connections now
             print(f"rank {rank} on {HOST}: the program {words}", file=sys.stderr)
@@ -231,7 +236,7 @@ def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, tas
 
 
 def _copied_to(log: Path) -> "contextlib.AbstractContextManager[object]":
-    files.own_folder(log.parent)
+    trust.own_folder(log.parent)
     return logs.copied_to(log)
 
 

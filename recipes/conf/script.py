@@ -1,5 +1,6 @@
 """Keys of script, which runs a program of your own. ``script=FILE -- ARGUMENT…`` sets them: see `command_line.of_script`."""
 
+import os
 import shlex
 from dataclasses import dataclass
 from enum import Enum
@@ -9,6 +10,7 @@ from recipes.core.config.declare import key
 from recipes.core.config.run_keys import RecipeKeys
 from recipes.core.errors import ConfigError, shown
 
+MOST_BYTES = 100_000  # Linux allows 128 KiB for one argument
 Through = Enum("Through", "rank torchrun accelerate node")
 StopSignal = Enum("StopSignal", "auto USR2 USR1 TERM")
 
@@ -48,6 +50,10 @@ class Config(RecipeKeys):
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(f"{name}={shown(getattr(self, name))}: {error}; {typed}") from None
+        if len(os.fsencode(self.args)) > MOST_BYTES:
+            raise ConfigError(
+                f"args=…: is longer than {MOST_BYTES} bytes, which Linux cannot hand on: write the list into a file"
+            )
         if self.launcher_args and self.through not in (Through.torchrun, Through.accelerate):
             raise ConfigError(
                 f"launcher_args={shown(self.launcher_args)}: requires through=torchrun or through=accelerate"

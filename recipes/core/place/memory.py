@@ -58,14 +58,21 @@ class Memory:
         poll.poll()
         os.close(descriptor)
 
-    def describe(self, rank: int = 0, local_rank: int = 0) -> str:
-        """The limit, and the largest memory that each rank of this node has used. rank, local_rank: of this process."""
+    def describe(self, rank: int = 0, local_rank: int | None = None) -> str:
+        """The limit, and the largest memory that each rank of this node has used.
+
+        rank, local_rank: of this process. local_rank: None if all ranks of the node are one task.
+        """
         limit = min(limits(self.cgroup), default=None)
         of_limit = f"its limit of {files.size_text(limit)}" if limit else "the memory of its node"
-        peaks = {task + rank - local_rank: size for task, size in task_peaks(self.cgroup).items()}
-        by_size = sorted(peaks, key=lambda each: -peaks[each])
-        sizes = ", ".join(f"rank {each} {files.size_text(peaks[each])}" for each in by_size)
+        peaks = task_peaks(self.cgroup)
+        by_size = sorted(peaks, key=lambda task: -peaks[task])
+        sizes = ", ".join(f"{_name(task, rank, local_rank)} {files.size_text(peaks[task])}" for task in by_size)
         return f"was killed since {of_limit} was used up" + (f"; peak memory: {sizes}" if sizes else "")
+
+
+def _name(task: int, rank: int, local_rank: int | None) -> str:
+    return "all ranks of the node" if local_rank is None else f"rank {task + rank - local_rank}"
 
 
 def read() -> Memory:

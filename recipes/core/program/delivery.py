@@ -25,6 +25,7 @@ RANK_LAUNCHERS = frozenset(
         "torch.distributed.run", "torchrun",
     ]
 )  # fmt: skip
+SHELLS = frozenset(["bash", "dash", "sh", "zsh"])  # through which a Python program may start another one
 LAUNCHERS = RANK_LAUNCHERS | {"conda", "mamba", "ray", "recipes.script"}
 
 
@@ -58,16 +59,18 @@ def _topmost(pid: int, order: Sequence[signal.Signals], counts: Callable[[Proces
     if caught and counts(process):
         protects = STACKS in process.caught or not process.is_python
         return [Target(pid, caught[0], protects)]
-    return [target for child in _programs_below(process) for target in _topmost(child, order, counts)]
+    below = _programs_below(process, through_shells=counts is is_program)
+    return [target for child in below for target in _topmost(child, order, counts)]
 
 
-def _programs_below(process: Process) -> list[int]:
+def _programs_below(process: Process, through_shells: bool) -> list[int]:
     pids = proctree.children(process.pid)
     if not is_program(process):
         return pids
-    below = filter(None, map(proctree.read, pids))
+    below = [child for child in map(proctree.read, pids) if child]
+    shells = [child.pid for child in below if through_shells and child.program in SHELLS]
     # A fork has the same command. It may be a worker, which blocks the signals only with the hook.
-    return [
+    return shells + [
         child.pid for child in below if child.is_python and (child.command != process.command or STACKS in child.caught)
     ]
 

@@ -81,9 +81,9 @@ class Supervisor:
         prefers_another = any(target.signal != number for target in targets)
         if not (sent_to_all and prefers_another):  # else the program may be about to end without saving
             targets = self._targets_until(moment_together())
-        reached = self._deliver(targets, already=number if sent_to_all else None)
+        self._deliver(targets, already=number if sent_to_all else None)
         ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
-        if ends and not reached and not sent_to_all:
+        if ends and not self._delivered and not sent_to_all:
             delivery.end(self._pid, number)
         if ends or sent_to_all:
             self._note_stop()
@@ -105,11 +105,13 @@ class Supervisor:
             self._follow(self._watch)
         if now >= self._kill_at:
             self._kill()
-        if now >= self._next_look_at or (self._asked and not self.stop):
-            self._next_look_at = now + in_use.HEARTBEAT_S
+        is_due = now >= self._next_look_at
+        if is_due or (self._asked and not self.stop):
             targets = delivery.targets(self._pid, self._rules.order)
-            if problem := self._rules.remark(self._pid, targets):
-                self._fence(InputError(problem))
+            if is_due:
+                self._next_look_at = now + in_use.HEARTBEAT_S
+                if problem := self._rules.remark(self._pid, targets):
+                    self._fence(InputError(problem))
             if self._asked and self._kill_at == math.inf:
                 self._ask(self._asked)
                 self._deliver(targets)  # a program may register its handlers late
@@ -165,7 +167,8 @@ class Supervisor:
         delivery.end(self._pid, signal.SIGKILL)
 
     def _ask(self, reason: str) -> None:
-        self._asked = self._asked or reason
+        if not self.stop:
+            self._asked = reason
         self._asked_at = time.time()  # of the last request, since earlier ones may have reached no program
 
     def _note_stop(self) -> None:
@@ -184,8 +187,8 @@ class Supervisor:
             return proctree.signal_set(Path(f"/proc/{self._canary}/status").read_text(), "ShdPnd")
         return frozenset()
 
-    def _deliver(self, targets: Sequence[Target], already: signal.Signals | None = None) -> bool:
-        """Sends each target its signal, once. Returns whether there is a target.
+    def _deliver(self, targets: Sequence[Target], already: signal.Signals | None = None) -> None:
+        """Sends each target its signal, once.
 
         already: a signal that all processes have received.
         """
@@ -195,7 +198,6 @@ class Supervisor:
             self._delivered.add(target.pid)
         if targets:
             self._note_stop()
-        return bool(targets)
 
 
 def moment_together() -> float:

@@ -7,6 +7,7 @@ ended. A program that has changed nothing would only repeat its work after a req
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from recipes.core import files
 from recipes.core.run.attempt import Attempt
 
 # What the recipes write in a run directory.
-OWN = frozenset(["attempts", "logs", "job.sh", "job.yaml", "status.json", "doctor", "summary.json"])
+OWN = frozenset(["attempts", "job.sh", "job.yaml", "status.json", "doctor", "summary.json"])
+OWN_LOG = re.compile(r"(rank|node)\d+\.log")  # in logs
 MOST_FILES = 100_000  # of more files, only these are looked at
 
 
@@ -47,6 +49,13 @@ def _digest(attempt: Attempt, folder: str) -> str:
 
 
 def _files(folder: Path, hidden: frozenset[str]) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if Path(place) != folder or name not in hidden)
-        yield from (Path(place, name) for name in sorted(names) if Path(place) != folder or name not in hidden)
+    """The files in ``folder`` and behind links in it, each folder once. hidden: names directly in ``folder``."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        is_top = Path(place) == folder
+        folders[:] = sorted(name for name in folders if not (is_top and name in hidden) and real not in seen)
+        if real not in seen:
+            is_own = hidden.__contains__ if is_top else OWN_LOG.fullmatch
+            yield from (Path(place, name) for name in sorted(names) if not is_own(name))
+        seen.add(real)

@@ -43,6 +43,11 @@ def test_the_lowest_limit_and_the_largest_rank_are_described(tmp_path: Path, con
     assert line == "was killed since its limit of 2000.0 MB was used up; peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
 
 
+def test_with_a_launcher_the_ranks_of_a_node_are_one_task(tmp_path: Path) -> None:
+    cgroup = memory.own_cgroup(make(tmp_path, V2))
+    assert "; peak memory: all ranks of the node 1500.0 MB" in memory.Memory(cgroup, 1).describe(rank=5)
+
+
 def test_only_kills_since_the_start_count(tmp_path: Path) -> None:
     cgroup = memory.own_cgroup(make(tmp_path, V2))
     assert [memory.Memory(cgroup, kills).is_exceeded for kills in (1, 2)] == [True, False]

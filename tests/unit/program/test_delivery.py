@@ -163,6 +163,11 @@ def test_of_the_processes_that_a_program_starts_only_those_in_python_count(start
     assert delivery.targets(pids["root"]) == []
 
 
+def test_a_program_that_a_program_starts_through_a_shell_counts(start: Start, node: Node) -> None:
+    pids = start(node("main", "", shell(node("inner", "TERM", file="inner.py"), trap="WINCH")), 3)
+    assert delivery.targets(pids["root"]) == [Target(pids["inner"], TERM, True)]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("kind", ["daemon", "rank"])
 def test_ranks_of_multiprocessing_count_and_workers_do_not(

@@ -140,6 +140,15 @@ def test_a_program_that_catches_nothing_continues_and_gets_its_signal_when_it_do
     assert (run.supervisor.stop, run.end()) == ("SIGUSR1", [USR2])
 
 
+def test_a_program_that_saves_is_not_ended_by_another_request(program: Callable[..., Program]) -> None:
+    """It may have reset its handler at the first one, as programs do for a second Ctrl-C."""
+    run = program(USR1)
+    run.supervisor.received(USR2)
+    run.supervisor._rules = Rules([USR2], 60.0, lambda *looked: "")  # it catches none of these now
+    run.supervisor.received(TERM)
+    assert run.end() == [USR1]
+
+
 def test_a_program_that_catches_nothing_is_ended_by_sigterm(program: Callable[..., Program]) -> None:
     run = program()
     run.supervisor.received(TERM)
@@ -172,7 +181,7 @@ def test_a_request_that_reached_no_program_is_not_the_moment_of_the_stop(
     else:
         run.supervisor.received(TERM)
     [(reason, moment)] = run.view.told
-    assert (reason, moment > between) == ("SIGUSR2", True)
+    assert (reason, moment > between) == ("SIGUSR2" if late == "a handler" else "SIGTERM", True)
 
 
 @pytest.mark.parametrize(("early_s", "expected"), [(60.0, []), (0.3, [USR1]), (-60.0, [USR1])])

@@ -94,3 +94,19 @@ def test_a_folder_with_very_many_files_is_looked_at_in_part(attempt: Attempt, mo
     touch(attempt.run_dir / "a")
     assert saves.has_changed(attempt) is True
     assert files.read_json(attempt.folder / "saves.json")["folder"] == ""
+
+
+def test_files_behind_a_link_and_in_logs_count_but_not_those_of_the_job(attempt: Attempt, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    write(scratch / "w")
+    (attempt.run_dir / "link").symlink_to(scratch)
+    (scratch / "round").symlink_to(scratch)
+    for own in ("logs/rank0.log", "logs/node1.log", "attempts/0000/x", "status.json"):
+        write(attempt.run_dir / own)
+    for name in ("link/w", "logs/saved"):
+        saves.note(attempt, "")
+        write(attempt.run_dir / "logs/rank0.log")
+        assert saves.has_changed(attempt) is False
+        (attempt.run_dir / name).parent.mkdir(exist_ok=True)
+        (attempt.run_dir / name).write_text("longer than before")
+        assert saves.has_changed(attempt) is True
