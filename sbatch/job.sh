@@ -62,7 +62,7 @@ load() { # MODULE...
     done
 }
 
-# require_own FOLDER REPOSITORY: stops if another user can change the code in it, as files.who_else_can_change of recipes/core does
+# require_own FOLDER REPOSITORY: stops if another user can change the code in it, as trust.who_else_can_change of recipes/core does
 require_own() {
     local at user mode group by owner repository
     repository=$(readlink -f "$2")
@@ -72,7 +72,7 @@ require_own() {
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
         case $group in root | "$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
-        [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone of your own" 3
+        [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can write" 3
         [ "$at" != / ] && [ "$at" != "$repository" ]
     do at=$(dirname "$at"); done
@@ -137,6 +137,7 @@ site() {
     [ -z "${RECIPES_CLUSTER//[A-Za-z0-9_-]/}" ] || stop "cluster=: must be letters, digits, _ and - only"
     local profile=env/clusters/$RECIPES_CLUSTER.yaml module
     [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
+    case $(readlink -f "$profile") in "$(readlink -f .)"/*) ;; *) require_own "$profile" . ;; esac # it may be a link
     while read -r module || [ -n "$module" ]; do # the last line may have no newline
         load "$module"
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")

@@ -1,4 +1,4 @@
-"""File operations: the project's root, atomic writes, locks, free space, SHA-256 and private folders.
+"""File operations: the project's root, atomic writes, locks, free space and SHA-256.
 
 Standard library only.
 """
@@ -6,11 +6,9 @@ Standard library only.
 import contextlib
 import errno
 import fcntl
-import grp
 import hashlib
 import json
 import os
-import pwd
 import re
 import secrets
 import shutil
@@ -24,71 +22,6 @@ from typing import IO, Any
 from recipes.core.errors import DiskFull, MachineError
 
 ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
-
-
-def private_folder(folder: Path, fix: str = "run chmod 700 on it, or use a clone of your own") -> Path:
-    """Creates ``folder`` with mode 700 and returns it.
-
-    For files that must be this user's own, such as those that jobs execute. Raises MachineError, with ``fix``, if it belongs
-    to another user, if another user can write to it, or if it cannot be created.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()  # not through a link: in /tmp, anyone can create one
-    except OSError as error:
-        raise MachineError(f"{folder}: cannot be created ({error.strerror}): {fix}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise MachineError(f"{folder}: must be a folder that belongs to you and that nobody else can write to: {fix}")
-    if problem := who_else_can_change(folder):
-        raise MachineError(f"{folder}: {problem}: {fix}")
-    return folder
-
-
-def who_else_can_change(path: Path) -> str:
-    """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds; "" if none does.
-
-    Root and the owner of this clone are trusted, and so is a group with the name of the user. For a path in the clone, folders above
-    the clone do not count: who can change those can exchange all of the code. A sticky folder, such as /tmp, protects its content. With
-    RECIPES_TRUST_GROUP=1 in the environment every group is trusted. Links are resolved. Raises OSError.
-    """
-    path, trusted = Path(os.path.realpath(path)), _trusted()
-    for one in (path, *path.parents):
-        found = one.stat()
-        if found.st_uid not in trusted:
-            return f"{one} belongs to another user"
-        by_group = found.st_mode & 0o020 and not _is_own_group(found.st_gid)
-        is_sticky = one != path and found.st_mode & stat.S_ISVTX
-        if by_group and not is_sticky:
-            return f"{one}: its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)"
-        if found.st_mode & 0o002 and not is_sticky:
-            return f"{one}: every user can write to it"
-        if one == ROOT:
-            break
-    return ""
-
-
-def _trusted() -> set[int]:
-    """The users whose files are used. In a container, the clone and its run directories may belong to a user of the host."""
-    trusted = {os.geteuid(), 0, ROOT.stat().st_uid}
-    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a user namespace
-        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files have this owner there
-    return trusted
-
-
-def _is_own_group(group: int) -> bool:
-    if group == 0 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
-        return True
-    try:
-        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return False
-
-
-def own_folder(folder: Path) -> None:
-    """Creates ``folder``, or finds that it is this user's. Raises OSError, and MachineError if it, or a link in its place, is another's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
-        raise MachineError(f"run_dir: {folder} belongs to another user; give another run_dir=")
 
 
 def without_waiting(path: str, flags: int) -> int:

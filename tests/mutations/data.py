@@ -74,7 +74,7 @@ MUTATIONS = [
         "tests/unit/data/test_staging.py::test_a_damaged_source_is_named_and_never_staged",
     ),
     Mutation(
-        "recipes/core/files.py",
+        "recipes/core/trust.py",
         "found.st_uid != os.geteuid()",
         "found.st_uid == -1",
         "a run trains on the folder of another user",

@@ -88,7 +88,7 @@ MUTATIONS = [
         "tests/faults/test_signals.py",
     ),
     Mutation(
-        "recipes/core/files.py",
+        "recipes/core/trust.py",
         "is_sticky = one != path and found.st_mode & stat.S_ISVTX",
         "is_sticky = True",
         "an env file that every user can write to chooses what is loaded",

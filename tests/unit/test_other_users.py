@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import subprocess
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,13 +17,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from recipes.core import errors, files
+from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.launch import snapshot
+from recipes.core.launch import jobs, runs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, logs, resumed, table
+from recipes.core.run import command_line, directory, entry, logs, resumed, table
 from recipes.core.train import checkpoint, resume, session
 from tests import helpers
 
@@ -56,9 +59,59 @@ def path(tmp_path: Path) -> Path:
 
 
 @as_root
+@pytest.mark.parametrize(
+    "change",
+    [
+        "the file is of another user",
+        "all users can write to the file",
+        "a link",
+        "a group",
+        "an access control list",
+        "a pipe",
+    ],
+)
+def test_a_job_script_that_another_user_could_have_made_is_not_opened(path: Path, change: str) -> None:
+    with trust.open_own(path) as file:
+        assert file.read() == b"NCCL_DEBUG=INFO\n"
+    if change == "a link":
+        path.rename(path.with_name("target"))
+        path.symlink_to("target")
+    elif change == "a group":
+        os.chown(path, -1, STRANGER)
+        path.chmod(0o664)
+    elif change == "an access control list":  # for one more user: the group's bits show the most that it allows
+        path.chmod(0o660)
+        entries = [(1, 6, -1), (2, 6, STRANGER), (4, 4, -1), (16, 6, -1), (32, 0, -1)]
+        os.setxattr(
+            path, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *e) for e in entries)
+        )
+    elif change == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        CHANGES[change](path)
+    with pytest.raises((MachineError, OSError)), trust.open_own(path):
+        pass
+
+
+@as_root
+def test_a_job_script_is_own_whatever_the_umask_and_the_folder_allow(tmp_path: Path) -> None:
+    os.chown(tmp_path, -1, STRANGER)
+    tmp_path.chmod(0o2775)
+    before = os.umask(0o002)
+    try:
+        jobs.record(tmp_path, b"#!/bin/bash\n", "1", "toy", [])
+    finally:
+        os.umask(before)
+    for name in ("job.sh", "job.yaml"):
+        with trust.open_own(tmp_path / name):
+            pass
+
+
+@as_root
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_another_user_can_change_is_not_used(path: Path, change: str) -> None:
-    assert files.who_else_can_change(path) == ""
+    assert trust.who_else_can_change(path) == ""
     CHANGES[change](path)
     with pytest.raises(ConfigError, match=r"(another user|can write to it).*; use a file of your own"):
         envfile.read(path)
@@ -80,15 +133,15 @@ def test_a_link_to_such_a_file_is_not_used(path: Path, monkeypatch: pytest.Monke
 def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path.parents[1] / "link").symlink_to(path.parent)
     with pytest.raises(MachineError, match="must be a folder that belongs to you"):
-        files.private_folder(path.parents[1] / "link")
+        trust.private_folder(path.parents[1] / "link")
     path.parent.chmod(0o775)  # root's group
     path.parents[1].chmod(0o1777)
-    assert files.who_else_can_change(path) == ""
-    assert "every user can write to it" in files.who_else_can_change(path.parents[1])  # others can add files to it
+    assert trust.who_else_can_change(path) == ""
+    assert "every user can write to it" in trust.who_else_can_change(path.parents[1])  # others can add files to it
     os.chown(path.parent, -1, STRANGER)
-    assert "RECIPES_TRUST_GROUP=1" in files.who_else_can_change(path)
+    assert "RECIPES_TRUST_GROUP=1" in trust.who_else_can_change(path)
     monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
-    assert files.who_else_can_change(path) == ""
+    assert trust.who_else_can_change(path) == ""
 
 
 @as_root
@@ -171,7 +224,7 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(MachineError, match="belongs to another user; give another run_dir="):
-        files.own_folder(folder) if name == "logs" else attempts.open_next(tmp_path / "run", "toy", {})
+        trust.own_folder(folder) if name == "logs" else attempts.open_next(tmp_path / "run", "toy", {})
 
 
 def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
@@ -232,3 +285,81 @@ def test_what_rank_0_sends_names_no_file(tmp_path: Path, name: str) -> None:
     assert resume.at(context, 3, "mine.pt") == tmp_path / "mine.pt"
     with pytest.raises(InputError, match="which is not a checkpoint"):
         resume.at(context, 0, name)
+
+
+@as_root
+def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) -> None:
+    for place in (tmp_path / "mine", tmp_path / "theirs"):
+        place.symlink_to(tmp_path / "target")
+    os.chown(tmp_path / "theirs", STRANGER, STRANGER, follow_symlinks=False)
+    assert directory.choose(str(tmp_path / "mine/run"), "toy", None, tmp_path) == tmp_path / "target/run"
+    for path in ("theirs", "theirs/run"):
+        with pytest.raises(MachineError, match=r"theirs: is a link of another user"):
+            directory.choose(str(tmp_path / path), "toy", None, tmp_path)
+    (tmp_path / "second").symlink_to("theirs")
+    with pytest.raises(MachineError, match="is a link of another user"):
+        command_line.parse([f"run_dir={tmp_path}/second"], recipe="toy").absolute(
+            {"run_dir": f"{tmp_path}/second"}, tmp_path
+        )
+
+
+@pytest.mark.parametrize("line", ["recipe: script", "program: /x/evil.sh", "container: docker://evil", "cluster: x"])
+def test_a_file_of_keys_does_not_choose_what_runs(tmp_path: Path, line: str) -> None:
+    (tmp_path / "keys.yaml").write_text(f"lr: 0.1\n{line}\n")
+    name = line.partition(":")[0]
+    with pytest.raises(ConfigError, match=f"sets {name}, which decides what runs"):
+        command_line.parse(["recipe=toy", f"config={tmp_path}/keys.yaml"])
+
+
+@as_root
+def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
+    run = runs.Run(str(tmp_path), "toy", "7", "running", 0, 0, None, {}, None, None, None, 1, "", "")
+    os.chown(tmp_path, STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="belongs to another user"):
+        runs.cancel(run)
+    os.chown(tmp_path, 0, 0)
+    with pytest.raises(MachineError, match="names no job"):
+        runs.cancel(replace(run, job="--me"))
+
+
+def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(tmp_path: Path) -> None:
+    entries = [(1, 7, -1), (2, 7, STRANGER), (4, 7, -1), (16, 7, -1), (32, 0, -1)]
+    access_list = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    os.setxattr(tmp_path, "system.posix_acl_default", access_list)
+    before = os.umask(0o077)
+    try:
+        trust.own_folder(tmp_path / "run")
+        (tmp_path / "run/file").touch()
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("run", "run/file")] == [0o700, 0o600]
+    assert os.listxattr(tmp_path / "run") == []
+
+
+@as_root
+def test_a_profile_behind_a_link_is_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clone/env/clusters").mkdir(parents=True)
+    (tmp_path / "site.yaml").write_text("partition: work\n")
+    (tmp_path / "clone/env/clusters/site.yaml").symlink_to(tmp_path / "site.yaml")
+    monkeypatch.setattr(profiles, "ROOT", tmp_path / "clone")
+    monkeypatch.setattr(trust, "ROOT", tmp_path / "clone")
+    assert profiles.cluster_profile("site") == {"partition": "work"}
+    os.chown(tmp_path / "site.yaml", STRANGER, STRANGER)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        profiles.cluster_profile("site")
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["nothing", "a folder", "a file"])
+def test_compiled_code_is_in_a_folder_that_others_cannot_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o1777)
+    usual = tmp_path / f"recipes-{os.getuid()}"
+    if planted != "nothing":
+        usual.mkdir() if planted == "a folder" else usual.touch()
+        os.chown(usual, STRANGER, STRANGER)
+    folder = entry._cache_of_compiled_code()
+    assert (folder == usual) == (planted == "nothing")
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from os import PathLike
 from pathlib import Path
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.config import declare
 from recipes.core.errors import ConfigError, shown
 
@@ -91,8 +91,7 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
     """
     try:
         resolved = Path(os.path.realpath(path))
-        # Beside the code of this clone, a file is as safe as the code.
-        problem = "" if resolved.is_relative_to(files.ROOT) else files.who_else_can_change(resolved)
+        problem = trust.problem_outside(resolved)
         text = files.read_bounded(resolved, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -9,6 +9,11 @@ from typing import Any
 from recipes.core import files
 from recipes.core.errors import ConfigError, shown
 
+# A config= file is often another user's, and holds keys of an experiment.
+NOT_IN_FILE = {
+    "recipe", "script", "program", "args", "workdir", "through", "launcher_args", "container", "container_runtime",
+    "container_mounts", "extra", "cluster",
+}  # fmt: skip
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
 
@@ -22,6 +27,10 @@ def read(argv: Sequence[str]) -> dict[str, str]:
     if "config" in from_file:
         raise ConfigError(
             f"config={shown(from_file['config'])}: a config= file must not contain the key config; remove it"
+        )
+    if chooses := sorted(NOT_IN_FILE & from_file.keys()):
+        raise ConfigError(
+            f"config={shown(file)}: sets {chooses[0]}, which decides what runs; remove it, and give {chooses[0]}= itself"
         )
     return {**from_file, **words}
 

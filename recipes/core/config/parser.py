@@ -16,6 +16,7 @@ from typing import Any
 from recipes.core.config import declare, envfile, key_value, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
+from recipes.core import trust
 from recipes.core.errors import ConfigError, shown
 
 
@@ -158,7 +159,8 @@ def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[s
         )
         if is_path and value and value[0] != "$":  # a variable is resolved on the node
             # Path.resolve() raises where links lead in a circle
-            path = os.path.realpath(base / Path(value).expanduser())
+            typed = base / Path(value).expanduser()
+            path = str(trust.resolved(typed)) if name == "run_dir" else os.path.realpath(typed)
             if declare.CONTROL.search(path) or any("\ud800" <= c <= "\udfff" for c in path):
                 raise ConfigError(
                     f"{name}={shown(value)}: {shown(path)} has characters that cannot be printed; rename it"

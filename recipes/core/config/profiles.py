@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from recipes.core import trust
 from recipes.core.config import declare, envfile, job_keys, key_value
 from recipes.core.errors import ConfigError, shown
 from recipes.core.files import ROOT
@@ -41,6 +42,8 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
     if cluster not in there:
         raise ConfigError(f"cluster={shown(cluster)}: {declare.choice(cluster, there)} (files of env/clusters)")
     path = folder / f"{cluster}.yaml"
+    if problem := trust.problem_outside(path):
+        raise ConfigError(f"{path}: {problem}; use a file of your own")
     profile = {k: v for k, v in key_value.load_yaml(path, str(path)).items() if v not in ("", "null", "~")}
     for name, value in profile.items():
         if problem := _problem(str(name), value):

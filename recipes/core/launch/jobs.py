@@ -3,13 +3,14 @@
 The values are checked where the keys are declared (recipes/core/config), and are quoted in `sbatch_script`.
 """
 
+import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import errors, trust
 from recipes.core.config import job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
@@ -51,8 +52,13 @@ def record(run_dir: Path, script: bytes, job_id: str, recipe: str, arguments: Se
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     # The atomic rename replaces a symbolic link that another user may have planted.
-    files.write_bytes(run_dir / "job.sh", script)
-    files.write_json(run_dir / "job.yaml", {"job_id": job_id, "recipe": recipe, "arguments": arguments, **more})
+    trust.write_own(run_dir / "job.sh", script)
+    write_description(run_dir, {"job_id": job_id, "recipe": recipe, "arguments": arguments, **more})
+
+
+def write_description(run_dir: Path, description: Mapping[str, object]) -> None:
+    """Writes job.yaml. Raises OSError."""
+    trust.write_own(run_dir / "job.yaml", json.dumps(description, indent=1).encode() + b"\n")
 
 
 def options_of(fields: Mapping[str, str]) -> list[str]:

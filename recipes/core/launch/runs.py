@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, MachineError, Next, next_of, shown
+from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, efficiency, in_use, judge, queue, rows, table
 from recipes.core.run.queue import Line
@@ -275,6 +277,10 @@ def cancel(run: Run) -> str:
     """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises MachineError."""
     if run.state not in ("pending", "requeued", "held", "running", "starting"):
         return f"is not running: {run.state}"
+    if not trust.is_own(Path(run.folder)) or not re.fullmatch(r"(\d+([_+]\d+)?)?", run.job):
+        raise MachineError(
+            f"{_short(run.folder)}: belongs to another user, or names no job: to cancel a job, type scancel JOB"
+        )
     facts = attempts.facts(Path(run.folder))
     if in_use.is_running(facts) and not facts.get("job"):
         os.kill(int(facts["process"]["pid"]), signal.SIGTERM)
@@ -304,13 +310,18 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
 def resume(run: Run, given: Sequence[str]) -> str:
     """Submits a run again with its script and the words of `to_resume`. Returns what it did. Raises MachineError."""
     folder = Path(run.folder)
-    described = files.read_json(folder / "job.yaml") or {}
     element = run.job.partition("_")[2]
-    options = [*described.get("options", ()), *([f"--array={element}"] if element else [])]
-    command = ["sbatch", "--parsable", *options, str(folder / "job.sh"), *given]
     try:
-        done = subprocess.run(command, cwd=str(described.get("root")), capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+        # sbatch reads the file that was checked, also if another one takes its name meanwhile.
+        with trust.open_own(folder / "job.sh") as script, trust.open_own(folder / "job.yaml") as description:
+            described = json.loads(description.read())
+            options = [*described.get("options", ()), *([f"--array={element}"] if element else [])]
+            name = f"/proc/self/fd/{script.fileno()}"
+            done = subprocess.run(
+                ["sbatch", "--parsable", *options, name, *given],
+                cwd=str(described.get("root")), capture_output=True, text=True, check=True, pass_fds=[script.fileno()],
+            )  # fmt: skip
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         raise MachineError(f"sbatch refuses {_short(run.folder)}: {queue.said(error)}") from None
     number, log = done.stdout.strip().partition(";")[0], ""
     job = f"{number}_{element}" if element else number
@@ -318,7 +329,7 @@ def resume(run: Run, given: Sequence[str]) -> str:
         log = (found.fields.get("StdOut") or "") if (found := queue.find(job, timeout_s=queue.OWN_JOB_S)) else ""
     if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):  # the job has not begun
         try:
-            files.write_json(folder / "job.yaml", {**described, "job_id": job, "log": log, "arguments": [*given]})
+            write_description(folder, {**described, "job_id": job, "log": log, "arguments": [*given]})
         except OSError as error:
             why = f"job {job} is submitted, but job.yaml cannot be written ({error.strerror})"
             raise MachineError(f"{_short(run.folder)}: {why}: to stop the job, type scancel {job}") from None

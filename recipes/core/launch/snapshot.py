@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core.errors import MachineError
-from recipes.core.files import private_folder, read_json, write_json
+from recipes.core.files import read_json, write_json
+from recipes.core.trust import private_folder
 from recipes.core.run import source
 
 MAX_BYTES = 64 << 20  # largest size of a snapshot; data among the code must not be copied for each job

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import MachineError
 from recipes.core.launch import allocation, jobs
 from recipes.core.launch.jobs import Job
@@ -45,7 +45,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     import submitit
 
     failed = (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError)
-    folder = files.private_folder((job.root / "runs/submitit").resolve())  # a job executes the pickles in it
+    folder = trust.private_folder((job.root / "runs/submitit").resolve())  # a job executes the pickles in it
     mark = f"recipes-{secrets.token_hex(8)}"
     directives = {"comment": mark, **job.directives}  # a comment in extra= replaces it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)

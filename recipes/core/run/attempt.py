@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
 from recipes.core.run import directory
 
@@ -104,7 +104,7 @@ def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Seq
     """Opens an attempt; the last one that has begun still owns the run. hosts: by rank; empty for the parent. Raises MachineError."""
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
-            files.own_folder(folder)
+            trust.own_folder(folder)
         before = (files.read_json(run_dir / "attempt.json") or {}).get("attempt", -1)  # as in `facts`
         for number in itertools.count(max(numbers(run_dir), default=before) + 1):
             new = Attempt(run_dir, number)
@@ -150,7 +150,8 @@ def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> N
     if metrics.exists():
         with open(metrics, "rb") as old:
             files.write_whole(metrics, lambda new: shutil.copyfileobj(old, new))
-    attempt.staging.mkdir(parents=True, exist_ok=True)
+    if not of_program:
+        attempt.staging.mkdir(parents=True, exist_ok=True)
     try:
         with open(attempt.folder / "begun.json", "x") as file:
             file.write(json.dumps({"step": step, "own": own, "of_program": of_program}) + "\n")

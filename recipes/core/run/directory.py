@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, Next
 from recipes.core.run import source
 
@@ -32,10 +32,10 @@ def launch_id(environ: Mapping[str, str]) -> str:
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository of ``base``; without an ID, a time stamp.
 
-    If ``run_dir`` is that of a training, the doctor uses a folder in it.
+    If ``run_dir`` is that of a training, the doctor uses a folder in it. Raises MachineError if ``run_dir`` is a link of another user.
     """
     if run_dir:
-        found = Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
+        found = trust.resolved(Path(run_dir).expanduser())
         return inside(found, DOCTOR) if recipe == DOCTOR else found
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     return source.home(base) / "runs" / recipe / (run_id or now)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.core import errors, files
+from recipes.core import errors, trust
 from recipes.core.config import envfile, help, profiles, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError, MachineError
@@ -122,7 +122,7 @@ def _cache_of_compiled_code() -> Path:
     creates this folder even without compile=true (seen with torch 2.15).
     """
     try:
-        return files.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
+        return trust.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
     except MachineError:
         folder = tempfile.mkdtemp(prefix="recipes-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from torch.profiler import profile, schedule
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.train.run import Run
 
 WAIT, WARM_UP = 3, 2  # steps that are not recorded: torch compiles, allocates and chooses algorithms in them
@@ -26,7 +26,7 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
 
     def write(found: profile) -> None:
         with files.writing_to(run.dir, "run_dir"):
-            files.own_folder(folder)
+            trust.own_folder(folder)
             found.export_chrome_trace(str(folder / "trace.json.gz"))
             order = "self_device_time_total" if gpu else "self_cpu_time_total"
             summary = found.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)

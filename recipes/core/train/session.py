@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.place import processes
@@ -138,7 +138,7 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
         )
     path = own / directory.EVALUATION if part else own
     if world.rank != 0:
-        files.own_folder(path / "logs")
+        trust.own_folder(path / "logs")
     return Attempt(path, int(number)), bool(was_done)
 
 
@@ -155,7 +155,7 @@ def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, boo
         if problem := in_use.check(attempt, os.environ, min(in_use.ENDING_S, keys.timeout_s / 2)):
             raise InputError(problem)
         for name in ("logs", "checkpoints"):
-            files.own_folder(path / name)
+            trust.own_folder(path / name)
     status = directory.read_status(path)
     return str(run_dir), path != run_dir, attempt.number, bool(status and status["state"] == "done")
 

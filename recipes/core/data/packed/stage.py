@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format
@@ -41,7 +41,7 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], No
         report(total - sum(file.size for file in missing()), total)
 
     with files.writing_to(target.parent, "stage_dir"):
-        files.private_folder(target, "remove it, or give another stage_dir=")
+        trust.private_folder(target, "remove it, or give another stage_dir=")
         if missing():
             with files.locked(target / LOCK, show):
                 files.remove_temporary(target)

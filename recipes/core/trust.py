@@ -1,0 +1,174 @@
+"""Whose files are used. Other users share the login node, the nodes' /tmp, the project folder and the network.
+
+What decides what runs, and was found rather than typed, must be own: `check_own`, `open_own`. What is written goes into
+own folders: `private_folder`, `own_folder`. Standard library only.
+"""
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from recipes.core import files
+from recipes.core.errors import MachineError
+from recipes.core.files import ROOT
+
+MOST_LINKS = 40  # as the kernel allows in a path
+
+
+@contextlib.contextmanager
+def open_own(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file that decides what runs, such as the script of a job. Read it once, and use these bytes.
+
+    Raises OSError, also for a link, and MachineError if the file belongs to another user or if another user can write to it.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            problem = "is not an ordinary file"
+        elif found.st_uid not in _trusted():
+            problem = "belongs to another user"
+        else:
+            problem = who_else_writes(found, file.fileno())
+        if problem:
+            raise MachineError(f"{path}: {problem}, so it is not executed")
+        yield file
+
+
+def write_own(path: Path, content: bytes) -> None:
+    """Writes a file for `open_own` atomically: only its owner can write to it, whatever umask and access control lists allow. Raises OSError."""
+
+    def write(file: IO[bytes]) -> None:
+        os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o755)
+        file.write(content)
+
+    files.write_whole(path, write)
+
+
+def who_else_writes(found: os.stat_result, place: "int | Path") -> str:
+    """Who, besides its owner, can write to a file or folder; "" if nobody can. found: its status. place: its path or descriptor."""
+    if found.st_mode & 0o002:
+        return "every user can write to it"
+    if not found.st_mode & 0o020 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
+        return ""
+    if _has_list(place):
+        return "its access control list lets others write to it (remove it with setfacl -b)"
+    if not _is_own_group(found.st_gid):
+        return "its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)"
+    return ""
+
+
+def _has_list(place: "int | Path") -> bool:
+    """Whether there is an access control list. The group's bits of the mode are then the most that the list allows."""
+    try:
+        return bool(os.getxattr(place, "system.posix_acl_access"))
+    except OSError:
+        return False
+
+
+def private_folder(folder: Path, fix: str = "run chmod 700 on it, or use a clone of your own") -> Path:
+    """Creates ``folder`` with mode 700 and returns it.
+
+    For files that must be this user's own, such as those that jobs execute. Raises MachineError, with ``fix``, if it belongs
+    to another user, if another user can write to it, or if it cannot be created.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()  # not through a link: in /tmp, anyone can create one
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be created ({error.strerror}): {fix}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise MachineError(f"{folder}: must be a folder that belongs to you and that nobody else can write to: {fix}")
+    if problem := who_else_can_change(folder):
+        raise MachineError(f"{folder}: {problem}: {fix}")
+    return folder
+
+
+def who_else_can_change(path: Path) -> str:
+    """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds; "" if none does.
+
+    Root and the owner of this clone are trusted, and so is a group with the name of the user. For a path in the clone, folders above
+    the clone do not count: who can change those can exchange all of the code. A sticky folder, such as /tmp, protects its content. With
+    RECIPES_TRUST_GROUP=1 in the environment every group is trusted. Links are resolved. Raises OSError.
+    """
+    path, trusted = Path(os.path.realpath(path)), _trusted()
+    for one in (path, *path.parents):
+        found = one.stat()
+        if found.st_uid not in trusted:
+            return f"{one} belongs to another user"
+        is_sticky = one != path and found.st_mode & stat.S_ISVTX
+        if not is_sticky and (problem := who_else_writes(found, one)):
+            return f"{one}: {problem}"
+        if one == ROOT:
+            break
+    return ""
+
+
+def _trusted() -> set[int]:
+    """The users whose files are used. In a container, the clone and its run directories may belong to a user of the host."""
+    trusted = {os.geteuid(), 0, ROOT.stat().st_uid}
+    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a user namespace
+        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files have this owner there
+    return trusted
+
+
+def _is_own_group(group: int) -> bool:
+    if group == 0:
+        return True
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+
+
+def resolved(path: Path) -> Path:
+    """``path`` without links. Raises MachineError if one of them belongs to another user, who could lead a run into any folder."""
+    path = Path(os.path.abspath(path))
+    for _ in range(MOST_LINKS):
+        link = next((one for one in (*reversed(path.parents), path) if one.is_symlink()), None)
+        if not link:
+            return path
+        if link.lstat().st_uid not in _trusted():
+            raise MachineError(f"{link}: is a link of another user; give the folder itself")
+        path = Path(os.path.abspath(link.parent / os.readlink(link) / path.relative_to(link)))
+    return path  # links in a circle: what makes the folder says what is wrong
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file or folder belongs to this user, to root or to the owner of this clone. Raises OSError."""
+    return path.stat().st_uid in _trusted()
+
+
+def problem_outside(path: Path) -> str:
+    """`who_else_can_change` of a file that decides what runs; "" in this clone, where it is as safe as the code. Raises OSError."""
+    real = Path(os.path.realpath(path))
+    return "" if real.is_relative_to(ROOT) else who_else_can_change(real)
+
+
+def own_folder(folder: Path) -> None:
+    """Creates ``folder`` as the umask says, or finds that it is this user's.
+
+    Raises OSError, and MachineError if it, or a link in its place, is another's.
+    """
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_lists(folder)
+    if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
+        raise MachineError(f"run_dir: {folder} belongs to another user; give another run_dir=")
+
+
+def _remove_lists(folder: Path) -> None:
+    """Removes access control lists that a new folder has inherited: the kernel ignores the umask in favour of them."""
+    lists = [f"system.posix_acl_{kind}" for kind in ("default", "access")]
+    with contextlib.suppress(OSError):
+        found = [name for name in lists if name in os.listxattr(folder)]
+        for name in found:
+            os.removexattr(folder, name)
+        if found:
+            mask = os.umask(0)
+            os.umask(mask)
+            folder.chmod(0o777 & ~mask)
