@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes.conf.doctor import Config
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
 from recipes.core.doctor import commands, examine, explain
@@ -65,6 +65,7 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _end(128 + number))
     run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT)
+    trust.own_folder(run_dir)
     if command == "judge":
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
         return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
@@ -87,6 +88,9 @@ if __name__ == "__main__":
     try:
         status = command_line.with_json(sys.argv[1:], main)
         sys.stdout.flush()
+    except errors.MachineError as error:
+        print(f"doctor: {error}", file=sys.stderr)
+        status = errors.EXIT_MACHINE
     except (errors.ConfigError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = errors.EXIT_CONFIG

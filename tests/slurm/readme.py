@@ -201,6 +201,10 @@ TABLE: dict[str, How] = {
     "python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20":
         slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu", "20": "2"}),
     "python launch.py script=single.py nodes=1 gpus_per_node=1": slurm("device=cpu"),
+    "python launch.py script=single.py nodes=1 gpus_per_node=1 -- --epochs 20000":
+        slurm(swap={"gpus_per_node=1": "gpus_per_node=1 device=cpu", "20000": "2"}),
+    "python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20000":
+        slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu", "20000": "2"}),
     "python launch.py check script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20":
         slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu"}, runs=0,
               says="^script: not checked: launch.py check does not start .*/ddp.py$"),

@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import jobs, runs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, entry, logs, resumed, table
+from recipes.core.run import command_line, directory, entry, logs, resumed, rows, table
 from recipes.core.train import checkpoint, resume, session
 from tests import helpers
 
@@ -363,3 +364,29 @@ def test_compiled_code_is_in_a_folder_that_others_cannot_change(
     folder = entry._cache_of_compiled_code()
     assert (folder == usual) == (planted == "nothing")
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_table_of_runs_has_no_control_characters() -> None:
+    assert table.aligned([["run", "\x1b]52;c;evil\x07"], ["a\nb", "1"]]) == [r"run   \x1b]52;c;evil\x07", r"a\nb  1"]
+
+
+@pytest.mark.timeout(30)
+def test_a_named_pipe_in_place_of_best_stops_no_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "best")
+    assert checkpoint.named(tmp_path, "best") == ""
+
+
+def test_a_row_without_an_end_uses_no_memory(tmp_path: Path) -> None:
+    """A file of 100 GB that is a hole on the disk."""
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.write('{"step": 1}\n')
+        file.truncate(100 << 30)
+    assert rows.rows(tmp_path) == [{"step": 1}]
+
+
+@as_root
+def test_the_doctor_writes_no_verdict_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", STRANGER, STRANGER)
+    words = ["-m", "recipes.doctor", "device=cpu", f"run_dir={tmp_path}/run"]
+    assert "belongs to another user" in helpers.run([sys.executable, *words]).expect(3).out

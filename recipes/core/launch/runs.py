@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import errors, files, trust
-from recipes.core.errors import InputError, MachineError, Next, next_of, shown
+from recipes.core.errors import InputError, MachineError, Next, next_of, printable, shown
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, efficiency, in_use, judge, queue, rows, table
@@ -245,7 +245,7 @@ def _age(seconds: float) -> str:
 
 
 def _short(folder: str) -> str:
-    return folder.removeprefix(f"{os.getcwd()}/")
+    return printable(folder.removeprefix(f"{os.getcwd()}/"))
 
 
 def compare(folders: Sequence[Path]) -> int:
@@ -268,7 +268,7 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
         there = sorted(path.stem.removeprefix("rank") for path in (folder / "logs").glob("rank*.log"))
         have = f"its ranks are {', '.join(there)}" if there else "it has no logs yet"
         raise InputError(f"{shown(folder)}: has no {shown(chosen.name)}: {have}")
-    print(f"==> {chosen} <==", flush=True)
+    print(f"==> {printable(str(chosen))} <==", flush=True)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(chosen)])
 

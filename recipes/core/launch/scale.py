@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core import errors, files
-from recipes.core.errors import ConfigError, InputError, shown
+from recipes.core.errors import ConfigError, InputError, printable, shown
 from recipes.core.launch import runs
 from recipes.core.run import command_line, efficiency, rows
 from recipes.core.run.rows import number
@@ -47,7 +47,8 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
         )
     if "link" in given:
         link, base = read_link(Path(given["link"])), read(runs.find(names[:1], root)[0])
-        print("\n".join(lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak == "true")))
+        lines = lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak == "true")
+        print("\n".join(map(printable, lines)))
         return errors.EXIT_DONE
     print("\n".join(lines_of_runs([read(folder) for folder in runs.find(names, root)])))
     return errors.EXIT_DONE

@@ -106,7 +106,8 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         os.environ.update(network.settings(interface, os.environ))
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache_of_compiled_code()))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
     os.environ.setdefault(
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0"
     )  # else g++ reads headers of others from /tmp

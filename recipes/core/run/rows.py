@@ -9,6 +9,7 @@ from typing import Any
 
 from recipes.core import files
 
+LONGEST_ROW = 1 << 20  # bytes
 HIGHEST_STEP = 1 << 53  # that a float represents exactly
 HIGHEST = 1e100  # a larger number is a damaged or diverged value; sums and products of values stay finite
 
@@ -32,7 +33,10 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 def every(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The rows of a run in the order of the file, also those that a later attempt replaced; {} for a damaged line."""
     with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", "rb", opener=files.without_waiting) as file:
-        yield from map(parse, file)
+        while line := file.readline(LONGEST_ROW):
+            if len(line) == LONGEST_ROW:  # no row is so long: a damaged file may have no end
+                return
+            yield parse(line)
 
 
 def best(found: Sequence[dict[str, Any]], keys: Mapping[str, Any]) -> tuple[str, float, int] | None:

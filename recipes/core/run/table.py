@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, printable
 from recipes.core.run import directory, efficiency, judge, resumed, rows
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
@@ -142,7 +142,8 @@ def ago(seconds: float) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells as text, with columns of equal width."""
+    """Lines of cells as text, with columns of equal width. Control characters are escaped: runs may belong to other users."""
+    lines = [[printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 

@@ -26,6 +26,7 @@ from recipes.core import files
 from recipes.core.errors import InputError
 from recipes.core.train import sharding
 
+LONGEST_NAME = 4096  # bytes of the file that names a checkpoint
 NAME = re.compile(r"step-(\d{8,})\.pt")
 # Attempt, number, count: no attempt replaces a file of an earlier one.
 ROWS = re.compile(r"step-(\d{8,})\.\d+-\d+of\d+\.rows")
@@ -264,7 +265,7 @@ def step_of(path: Path) -> int:
 def named(folder: Path, pointer: str) -> str:
     """Name of the checkpoint that ``latest`` or ``best`` points to; "" if there is none."""
     try:
-        name = (folder / pointer).read_text().strip()
+        name = files.read_bounded(folder / pointer, LONGEST_NAME).decode().strip()
     except (OSError, ValueError):
         return ""
     return name if NAME.fullmatch(name) else ""
