@@ -81,6 +81,8 @@ class Supervisor:
         prefers_another = any(target.signal != number for target in targets)
         if not (sent_to_all and prefers_another):  # else the program may be about to end without saving
             targets = self._targets_until(moment_together())
+        if targets:
+            self._rules.remark(self._pid, targets)  # the log says which signal a program gets, also soon after its start
         self._deliver(targets, already=number if sent_to_all else None)
         ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
         if ends and not self._delivered and not sent_to_all:
