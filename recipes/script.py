@@ -103,13 +103,15 @@ def last_exception(log: Path) -> str:
 
 def describe(returncode: int) -> tuple[Kind, int, str]:
     """How a program ended: the kind, the exit status in the shell's convention, and words for a message."""
-    if 128 < returncode < 128 + signal.NSIG:  # a shell has run the program
-        returncode = 128 - returncode
-    if returncode == -signal.SIGKILL:
-        return Kind.killed, 137, "was killed by signal 9 (Killed; often the memory was used up)"
+    status = returncode if returncode >= 0 else 128 - returncode
+    if not 128 < status < 128 + signal.NSIG:
+        return Kind.error, status, f"exited with status {status}"
+    number = status - 128
+    hint = "; often the memory was used up" if number == signal.SIGKILL else ""
+    name = f"signal {number} ({signal.strsignal(number)}{hint})"
     if returncode < 0:
-        return Kind.killed, 128 - returncode, f"was killed by signal {-returncode} ({signal.strsignal(-returncode)})"
-    return Kind.error, returncode, f"exited with status {returncode}"
+        return Kind.killed, status, f"was killed by {name}"
+    return Kind.killed, status, f"exited with status {status}, as a shell does after {name}"
 
 
 def launch_of(start: Start) -> Launch:
@@ -188,11 +190,14 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     if is_stopped(attempt, ended, watch, info.node_rank * launch.nproc, is_first):
         return errors.EXIT_DONE
     kind, code, words = describe(ended.returncode)
+    if kind is Kind.killed and task_memory.is_exceeded:
+        error = f"{launch.through} {task_memory.describe()}"
+        kind = Kind.out_of_memory
+    else:
+        error = f"{launch.through} {words}{last_exception(log)}"
+        kind = Kind.error
     if code:
-        is_out_of_memory = kind is Kind.killed and task_memory.is_exceeded
-        what = task_memory.describe() if is_out_of_memory else f"{words}{last_exception(log)}"
-        kind = Kind.out_of_memory if is_out_of_memory else Kind.error
-        record(attempt, info.node_rank * launch.nproc, kind, code, f"{launch.through} {what}", ended, name="node")
+        record(attempt, info.node_rank * launch.nproc, kind, code, error, ended, name="node")
     return code
 
 
@@ -221,10 +226,13 @@ def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, tas
             _note_end(attempt, rank, own_task, ended)
             return errors.EXIT_DONE
         if code and task_memory.is_exceeded:
-            killed = task_memory.describe(rank, start.ranks.local_rank if task is None else None)
-            is_program = kind is Kind.killed
-            kind = Kind.out_of_memory if is_program else kind
-            words = killed if is_program else f"{words}; a process of it {killed}"
+            first_rank = rank - start.ranks.local_rank if task is None else None
+            why = task_memory.describe(first_rank)
+            if kind is Kind.killed:
+                kind = Kind.out_of_memory
+                words = why
+            else:
+                words = f"{words}; a process of it {why}"
         if code:
             record(attempt, rank, kind, code, f"the program {words}", ended)  # the others lose their connections now
             print(f"rank {rank} on {HOST}: the program {words}", file=sys.stderr)

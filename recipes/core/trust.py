@@ -1,7 +1,7 @@
 """Whose files are used. Other users share the login node, the nodes' /tmp, the project folder and the network.
 
-What decides what runs, and was found rather than typed, must be own: `check_own`, `open_own`. What is written goes into
-own folders: `private_folder`, `own_folder`. Standard library only.
+A file that decides what runs, and was found rather than typed, must be the user's own: `open_own`, `problem_outside`. Output
+goes into folders of the user: `private_folder`, `own_folder`. Standard library only.
 """
 
 import contextlib

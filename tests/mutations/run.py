@@ -5,8 +5,8 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/place/memory.py",
-        "task + rank - local_rank",
-        "task + rank",
+        "{name} {first + task}",
+        "{name} {task}",
         "with several nodes, the peak memory of a rank is shown for another rank",
         "tests/unit/place/test_memory.py",
     ),

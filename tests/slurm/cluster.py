@@ -74,7 +74,7 @@ class ClusterOptions:
     slurmd_timeout_s: int = 20
     linuxproc: bool = False  # no cgroups: jobs are tracked by their processes' parents, and not confined
     preempt: bool = False  # partition `high` preempts `main` by requeue
-    accounting: bool = False  # slurmdbd with a MariaDB of its own, so that sacct answers
+    accounting: bool = False  # starts slurmdbd and a private MariaDB, which sacct needs
     topology: str = ""  # topology.conf, for a TopologyPlugin in extra_conf
     extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
 

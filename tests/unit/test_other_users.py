@@ -319,7 +319,7 @@ def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="belongs to another user"):
         runs.cancel(run)
     os.chown(tmp_path, 0, 0)
-    with pytest.raises(MachineError, match="names no job"):
+    with pytest.raises(MachineError, match="--me is no job ID"):
         runs.cancel(replace(run, job="--me"))
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.core import trust
 from recipes.core.config import declare, envfile, key_value, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
-from recipes.core import trust
 from recipes.core.errors import ConfigError, shown
 
 

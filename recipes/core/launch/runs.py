@@ -26,6 +26,7 @@ from recipes.core.run.queue import Line
 WATCH_S = 5.0  # between two tables of `runs watch`
 COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
+JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
 UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
 SHOWN = 28  # characters of a run's folder and of a note in a table of 80 columns
 
@@ -277,10 +278,10 @@ def cancel(run: Run) -> str:
     """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises MachineError."""
     if run.state not in ("pending", "requeued", "held", "running", "starting"):
         return f"is not running: {run.state}"
-    if not trust.is_own(Path(run.folder)) or not re.fullmatch(r"(\d+([_+]\d+)?)?", run.job):
-        raise MachineError(
-            f"{_short(run.folder)}: belongs to another user, or names no job: to cancel a job, type scancel JOB"
-        )
+    if not trust.is_own(Path(run.folder)):
+        raise MachineError(f"{_short(run.folder)}: belongs to another user; to cancel a job of yours, type scancel JOB")
+    if run.job and not JOB_ID.fullmatch(run.job):
+        raise MachineError(f"{_short(run.folder)}: {shown(run.job)} is no job ID; to cancel a job, type scancel JOB")
     facts = attempts.facts(Path(run.folder))
     if in_use.is_running(facts) and not facts.get("job"):
         os.kill(int(facts["process"]["pid"]), signal.SIGTERM)

@@ -58,21 +58,18 @@ class Memory:
         poll.poll()
         os.close(descriptor)
 
-    def describe(self, rank: int = 0, local_rank: int | None = None) -> str:
-        """The limit, and the largest memory that each rank of this node has used.
+    def describe(self, first_rank: int | None = None) -> str:
+        """The limit, and the largest memory that each task of this node has used.
 
-        rank, local_rank: of this process. local_rank: None if all ranks of the node are one task.
+        first_rank: of the ranks of this node, each of which is a task; None if the tasks are not ranks, or if that is unknown.
         """
         limit = min(limits(self.cgroup), default=None)
         of_limit = f"its limit of {files.size_text(limit)}" if limit else "the memory of its node"
+        name, first = ("task", 0) if first_rank is None else ("rank", first_rank)
         peaks = task_peaks(self.cgroup)
         by_size = sorted(peaks, key=lambda task: -peaks[task])
-        sizes = ", ".join(f"{_name(task, rank, local_rank)} {files.size_text(peaks[task])}" for task in by_size)
+        sizes = ", ".join(f"{name} {first + task} {files.size_text(peaks[task])}" for task in by_size)
         return f"was killed since {of_limit} was used up" + (f"; peak memory: {sizes}" if sizes else "")
-
-
-def _name(task: int, rank: int, local_rank: int | None) -> str:
-    return "all ranks of the node" if local_rank is None else f"rank {task + rank - local_rank}"
 
 
 def read() -> Memory:

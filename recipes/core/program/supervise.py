@@ -28,7 +28,7 @@ class Rules:
     """What a wrapper does with its program.
 
     order: the stop signals, preferred first. timeout_s: the program ends if the run directory
-    cannot be read for so long. remark: called every few seconds with the root of the program's
+    cannot be read for so long. remark: called every few seconds and at a request, with the root of the program's
     processes and with those that catch a stop signal. It returns why the program must end, or "".
     """
 
@@ -82,7 +82,9 @@ class Supervisor:
         if not (sent_to_all and prefers_another):  # else the program may be about to end without saving
             targets = self._targets_until(moment_together())
         if targets:
-            self._rules.remark(self._pid, targets)  # the log says which signal a program gets, also soon after its start
+            self._rules.remark(
+                self._pid, targets
+            )  # the log says which signal a program gets, also soon after its start
         self._deliver(targets, already=number if sent_to_all else None)
         ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
         if ends and not self._delivered and not sent_to_all:
@@ -126,6 +128,7 @@ class Supervisor:
             self._fence(MachineError(watch.fenced))
         note = watch.note
         if note.limit_at and time.time() >= note.limit_at:
+            self._ask(note.reason)
             self._kill()
         if not note.reason or note.at - time.time() > 2 * TICK_S:
             return

@@ -33,7 +33,10 @@ LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint 
 LINGER_S = 2.0
 
 
-MEMORY = memory.read()  # at the start of this process
+@functools.cache
+def task_memory() -> memory.Memory:
+    """The memory of this process's task when this was called first, at the start of a run."""
+    return memory.read()
 
 
 def leave(code: int) -> NoReturn:
@@ -145,8 +148,8 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         if stop:
             line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
             return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
-        if MEMORY.is_exceeded:
-            line = f"a worker of a DataLoader {MEMORY.describe()}: request more (--mem), or lower num_workers="
+        if task_memory().is_exceeded:
+            line = f"a worker of a DataLoader {task_memory().describe()}: request more (--mem), or lower num_workers="
             return Cause(Kind.out_of_memory, line)
         fix = "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; if it crashed, the rank's log says where"
         return Cause(Kind.machine, f"{errors.one_line(error).rstrip('.')}: {fix}", errors.EXIT_MACHINE)

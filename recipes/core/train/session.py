@@ -89,6 +89,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
     """The part of an attempt that has a run directory. Returns the exit status; if this rank failed, writes an error record."""
     attempt, was_done = open_run_dir(start, world)
     log = attempt.run_dir / "logs" / f"rank{world.rank}.log"
+    failure.task_memory()
     with logs.copied_to(log) as terminal, contextlib.ExitStack() as stack:
         current = Run(start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run)
         stack.callback(current.close_rows)

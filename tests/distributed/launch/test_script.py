@@ -91,7 +91,12 @@ def test_one_rank_of_an_executable_may_form_a_group(tmp_path: Path) -> None:
             "killed",
             "the program was killed by signal 9 (Killed; often the memory was used up)",
         ),
-        ("import sys; sys.exit(130)", 130, "killed", "the program was killed by signal 2 (Interrupt)"),  # as a shell
+        (
+            "import sys; sys.exit(130)",
+            130,
+            "killed",
+            "the program exited with status 130, as a shell does after signal 2 (Interrupt)",
+        ),
     ],
 )
 def test_the_rank_that_fails_first_is_named(tmp_path: Path, program: str, code: int, kind: str, error: str) -> None:

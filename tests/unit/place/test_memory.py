@@ -39,13 +39,13 @@ def test_the_lowest_limit_and_the_largest_rank_are_described(tmp_path: Path, con
     """The killed rank, here rank 5, need not be the largest one."""
     cgroup = memory.own_cgroup(make(tmp_path, content))
     assert memory.count_kills(cgroup) == 2
-    line = memory.Memory(cgroup, 1).describe(rank=5, local_rank=1)
+    line = memory.Memory(cgroup, 1).describe(first_rank=4)
     assert line == "was killed since its limit of 2000.0 MB was used up; peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
 
 
-def test_with_a_launcher_the_ranks_of_a_node_are_one_task(tmp_path: Path) -> None:
+def test_tasks_that_are_not_ranks_have_their_own_numbers(tmp_path: Path) -> None:
     cgroup = memory.own_cgroup(make(tmp_path, V2))
-    assert "; peak memory: all ranks of the node 1500.0 MB" in memory.Memory(cgroup, 1).describe(rank=5)
+    assert memory.Memory(cgroup, 1).describe().endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
 
 
 def test_only_kills_since_the_start_count(tmp_path: Path) -> None:
@@ -57,4 +57,4 @@ def test_without_a_cgroup_nothing_is_known(tmp_path: Path) -> None:
     assert memory.own_cgroup(make(tmp_path, {"proc/self/cgroup": V2["proc/self/cgroup"]})) is None
     unknown = memory.Memory(None, 0)
     assert not unknown.is_exceeded
-    assert unknown.describe(3, 1) == "was killed since the memory of its node was used up"
+    assert unknown.describe(2) == "was killed since the memory of its node was used up"

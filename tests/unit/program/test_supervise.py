@@ -197,6 +197,15 @@ def test_a_stop_note_is_acted_on_at_its_moment(
     assert [reason for reason, _ in run.view.told] == ["SIGUSR2"] * len(expected)
 
 
+def test_a_request_that_comes_too_late_is_the_reason_of_a_kill_at_the_limit(program: Callable[..., Program]) -> None:
+    run = program(TERM)
+    now = time.time()
+    run.view.note = StopNote(before_s=1.0, reason="SIGUSR2", at=now + 10, limit_at=now)
+    run.supervisor.look()
+    assert run.process.wait(20) == -signal.SIGKILL
+    assert run.supervisor.stop == "SIGUSR2"
+
+
 @pytest.mark.parametrize("numbers", [(TERM,), ()], ids=["ignores its signal", "catches none"])
 def test_a_program_that_has_not_ended_at_the_time_limit_is_killed(
     program: Callable[..., Program], numbers: tuple[int, ...]
