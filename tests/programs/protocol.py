@@ -22,6 +22,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0.1, help="seconds to sleep in each step")
     parser.add_argument("--save-every", type=int, default=0, help="0: save only before a stop")
     parser.add_argument("--fault", choices=["raise", "kill", "exit", "memory"], help="of rank 1 at step 5")
+    parser.add_argument("--jit", action="store_true", help="trainer: enable_jit_checkpoint")
     parser.add_argument("--cpu", action="store_true", help="trainer, accelerate: choose the CPU")
     args = parser.parse_args()
     FAULT.append(args.fault)
