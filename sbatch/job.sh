@@ -64,14 +64,15 @@ load() { # MODULE...
 
 # require_own FOLDER REPOSITORY: stops if another user can change the code in it, as trust.who_else_can_change of recipes/core does
 require_own() {
-    local at user mode group by owner repository
+    local at user mode group by owner shared repository
     repository=$(readlink -f "$2")
-    owner=$(stat -c %u "$repository")
+    read -r owner mode shared < <(stat -c '%u 0%a %G' "$repository")
+    [ $((mode & 16)) != 0 ] || shared=root # else this group can change all of the code
     at=$(readlink -f "$1")
     while
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
-        case $group in root | "$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
+        case $group in root | "$(id -un)" | "$shared") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can write" 3
         [ "$at" != / ] && [ "$at" != "$repository" ]

@@ -52,13 +52,13 @@ def write_own(path: Path, content: bytes) -> None:
 def who_else_writes(found: os.stat_result, place: "int | Path") -> str:
     """Who, besides its owner, can write to a file or folder; "" if nobody can. found: its status. place: its path or descriptor."""
     if found.st_mode & 0o002:
-        return "every user can write to it"
+        return "every user can write to it (run chmod o-w on it)"
     if not found.st_mode & 0o020 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
         return ""
     if _has_list(place):
         return "its access control list lets others write to it (remove it with setfacl -b)"
-    if not _is_own_group(found.st_gid):
-        return "its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)"
+    if not _is_trusted_group(found.st_gid):
+        return "its group can write to it (run chmod g-w on it, or export RECIPES_TRUST_GROUP=1 if you trust the group)"
     return ""
 
 
@@ -70,7 +70,7 @@ def _has_list(place: "int | Path") -> bool:
         return False
 
 
-def private_folder(folder: Path, fix: str = "run chmod 700 on it, or use a clone of your own") -> Path:
+def private_folder(folder: Path, fix: str = "use a clone of your own") -> Path:
     """Creates ``folder`` with mode 700 and returns it.
 
     For files that must be this user's own, such as those that jobs execute. Raises MachineError, with ``fix``, if it belongs
@@ -82,30 +82,36 @@ def private_folder(folder: Path, fix: str = "run chmod 700 on it, or use a clone
     except OSError as error:
         raise MachineError(f"{folder}: cannot be created ({error.strerror}): {fix}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise MachineError(f"{folder}: must be a folder that belongs to you and that nobody else can write to: {fix}")
+        raise MachineError(
+            f"{folder}: must be a folder that belongs to you, with mode 700 (run chmod 700 on it): or {fix}"
+        )
     if problem := who_else_can_change(folder):
-        raise MachineError(f"{folder}: {problem}: {fix}")
+        raise MachineError(f"{folder}: {problem}; or {fix}")
     return folder
 
 
 def who_else_can_change(path: Path) -> str:
     """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds; "" if none does.
 
-    Root and the owner of this clone are trusted, and so is a group with the name of the user. For a path in the clone, folders above
-    the clone do not count: who can change those can exchange all of the code. A sticky folder, such as /tmp, protects its content. With
-    RECIPES_TRUST_GROUP=1 in the environment every group is trusted. Links are resolved. Raises OSError.
+    Root and the owner of this clone are trusted, and so are the groups of `_is_trusted_group`. For a path in the clone, folders
+    above the clone do not count: who can change those can exchange all of the code. A sticky folder, such as /tmp, protects its
+    content, and so does a folder that no other user can enter. Links are resolved. Raises OSError.
     """
-    path, trusted = Path(os.path.realpath(path)), _trusted()
-    for one in (path, *path.parents):
-        found = one.stat()
+    path = Path(os.path.realpath(path))
+    trusted = _trusted()
+    problem = ""
+    for place in (path, *path.parents):
+        found = place.stat()
         if found.st_uid not in trusted:
-            return f"{one} belongs to another user"
-        is_sticky = one != path and found.st_mode & stat.S_ISVTX
-        if not is_sticky and (problem := who_else_writes(found, one)):
-            return f"{one}: {problem}"
-        if one == ROOT:
+            return f"{place} belongs to another user"
+        if place != path and not found.st_mode & 0o011:
+            return ""
+        is_sticky = place != path and found.st_mode & stat.S_ISVTX
+        if not problem and not is_sticky and (why := who_else_writes(found, place)):
+            problem = f"{place}: {why}"
+        if place == ROOT:
             break
-    return ""
+    return problem
 
 
 def _trusted() -> set[int]:
@@ -116,8 +122,10 @@ def _trusted() -> set[int]:
     return trusted
 
 
-def _is_own_group(group: int) -> bool:
-    if group == 0:
+def _is_trusted_group(group: int) -> bool:
+    """Whether a group is root's, has the name of this user, or can change all of this clone anyway."""
+    clone = ROOT.stat()
+    if group == 0 or (group == clone.st_gid and clone.st_mode & 0o020):
         return True
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name

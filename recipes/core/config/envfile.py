@@ -97,7 +97,9 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{shown(path, PATH_SHOWN)}: cannot be read ({shown(reason)}); give an env file") from None
     if problem:
-        raise ConfigError(f"{shown(path, PATH_SHOWN)}: {shown(problem, PATH_SHOWN)}; use a file of your own")
+        raise ConfigError(
+            f"{shown(path, PATH_SHOWN)}: {shown(problem, PATH_SHOWN)}; or use a copy in env/ of your own clone"
+        )
     return parse(text, str(path))
 
 

@@ -43,7 +43,7 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
         raise ConfigError(f"cluster={shown(cluster)}: {declare.choice(cluster, there)} (files of env/clusters)")
     path = folder / f"{cluster}.yaml"
     if problem := trust.problem_outside(path):
-        raise ConfigError(f"{path}: {problem}; use a file of your own")
+        raise ConfigError(f"{path}: {problem}; or use a copy in env/ of your own clone")
     profile = {k: v for k, v in key_value.load_yaml(path, str(path)).items() if v not in ("", "null", "~")}
     for name, value in profile.items():
         if problem := _problem(str(name), value):
