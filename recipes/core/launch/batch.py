@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -48,7 +49,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     settings = command_line.parse(words, recipe=recipe)
     typed = settings.absolute(settings.typed, repository)
     image = container.of_job(settings, typed, environ)
-    os.umask(int(settings.run.umask, 8))
+    umask = int(settings.run.umask, 8)
+    os.umask(umask)
+    restrict_log(fields, umask)
     job = directory.job_id(environ)
     run_dir = directory.choose(settings.run.run_dir, recipe, job, ROOT)
     attempt = None
@@ -87,6 +90,15 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return errors.EXIT_DONE
+
+
+def restrict_log(fields: Mapping[str, str], umask: int) -> None:
+    """Applies the umask to the log of the job, which Slurm has made with the umask of the user's shell."""
+    for name in ("StdOut", "StdErr"):
+        path = Path(fields.get(name, ""))
+        with contextlib.suppress(OSError):
+            if path.is_file():  # not /dev/null
+                path.chmod(stat.S_IMODE(path.stat().st_mode) & ~umask)
 
 
 def _program(settings: Settings) -> str:

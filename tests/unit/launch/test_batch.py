@@ -1,6 +1,7 @@
 """The steps of the batch script: what begin writes for the shell, and how finish ends or requeues a job."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -63,6 +64,23 @@ def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs
     assert {line for line in lines if "SLURM_" in line} == unset
     described = json.loads((tmp_path / "run/job.yaml").read_text())
     assert (described["job_id"], described["log"], described["root"]) == ("7", "/log", str(helpers.ROOT))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [("077", 0o600), ("027", 0o640)])
+def test_the_log_of_a_job_follows_the_umask_of_the_run(tmp_path: Path, stubs: Stubs, umask: str, mode: int) -> None:
+    """Slurm makes it with the umask of the user's shell."""
+    log = tmp_path / "mnist-7.out"
+    log.touch()
+    log.chmod(0o664)
+    stubs.add("scontrol", f"printf 'JobId=7 Restarts=0\\n   StdErr={log}\\n   StdOut=/dev/null\\n'")
+    null = os.stat("/dev/null").st_mode
+    before = os.umask(0o022)
+    try:
+        begin(tmp_path, f"umask={umask}")
+    finally:
+        os.umask(before)
+    assert log.stat().st_mode & 0o777 == mode
+    assert os.stat("/dev/null").st_mode == null
 
 
 @pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
