@@ -2,6 +2,11 @@
 #     . sbatch/job.sh; begin RECIPE "$@"; srun … "${step[@]}" "${inside[@]}" -u -m recipes.RECIPE "${words[@]}"; finish RECIPE $?
 # shellcheck shell=bash
 
+# A user may export these options of the shell (SHELLOPTS) or add them to the first line of a script. The job ends by the
+# status of its ranks, and not by them.
+set +o errexit +o nounset +o noglob +o noclobber +o posix
+export -n SHELLOPTS BASHOPTS
+
 stop() { # MESSAGE [STATUS]
     echo "$1" >&2
     exit "${2:-2}"
@@ -45,7 +50,10 @@ unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set if the job was submitted i
 # Without these requests, a step has all GPUs of its job. Some may be left over from another allocation, and srun fails if
 # two of them differ. Others would give each rank only its own GPU, so that NCCL could not copy directly between GPUs.
 unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
-unset SLURM_GPU_BIND SLURM_TRES_BIND
+unset SLURM_GPU_BIND SLURM_TRES_BIND SLURM_GRES SLURM_STEP_GRES SLURM_CPUS_PER_GPU
+# Options of another srun: a list that puts rank 0 on another node than the first, fewer CPUs, and programs around each rank.
+unset SLURM_HOSTFILE SLURM_NO_KILL SLURM_EXCLUSIVE SLURM_EXACT
+unset SLURM_PROLOG SLURM_EPILOG SLURM_TASK_PROLOG SLURM_TASK_EPILOG
 # A user's profile may set these for srun. In another folder, the ranks would run other code, and their output could miss the log.
 unset SLURM_WORKING_DIR SLURM_TIMELIMIT SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_STDINMODE
 unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
@@ -141,8 +149,8 @@ site() {
     case $(readlink -f "$profile") in "$(readlink -f .)"/*) ;; *) require_own "$profile" . ;; esac # it may be a link
     while read -r module || [ -n "$module" ]; do # the last line may have no newline
         load "$module"
-    done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
-    environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
+    done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/[[:space:]]*$//;s/^ *- *//p}' "$profile")
+    environment=$(sed -n 's/ *#.*//;s/[[:space:]]*$//;s/^environment: *//p' "$profile")
 }
 
 # find_python REPOSITORY [PYTHON]: sets python to launch.py's choice, else that of the active environment, else the profile's,

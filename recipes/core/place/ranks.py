@@ -70,6 +70,11 @@ def detect(environ: Environ) -> RankInfo:
         raise ConfigError(f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: start the ranks with srun")
     if in_step(environ):
         layout = _slurm_layout(environ)
+        if layout.rank == 0 and layout.node_rank and not environ.get("MASTER_ADDR"):
+            raise ConfigError(
+                f"SLURM_NODEID={layout.node_rank}: rank 0 must be on the first node of the step, where the others look for it: "
+                "remove -m arbitrary and SLURM_HOSTFILE, or set MASTER_ADDR on every rank"
+            )
         port = port_for(job_id(environ), step_id(environ), restart_count(environ))
         return _info(environ, layout, layout.nodes[0], port)
     return _alone(environ)

@@ -87,6 +87,16 @@ def test_a_signal_that_only_the_batch_shell_receives_leaves_a_stop_note(bench: B
     assert "not_killed" in bench.files
 
 
+@pytest.mark.parametrize(
+    "options", ["errexit", "nounset", "noglob:noclobber", "posix", "errexit:nounset:noglob:noclobber:posix"]
+)
+def test_a_users_options_of_the_shell_have_no_effect(bench: Bench, options: str) -> None:
+    bench.stub("srun", 'echo "${SHELLOPTS-}" > "$NOTES/options"; exit 75')
+    _, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir, SHELLOPTS=options)
+    assert "before the run began" in stderr  # `finish` has run
+    assert not set(options.split(":")) & set((bench.folder / "options").read_text().strip().split(":"))
+
+
 def test_python_uses_utf8_in_every_locale() -> None:
     command = ["bash", "-c", ". sbatch/job.sh; python3 -c 'import sys; print(sys.flags.utf8_mode)'"]
     environ = helpers.clean_environment(PYTHONUTF8="0", LC_ALL="POSIX")
@@ -100,10 +110,12 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
     of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "PYTHONSAFEPATH": "1"}
     of_profile |= {f"SLURM_STD{name}MODE": "/tmp/x" for name in ("IN", "OUT", "ERR")}
-    bench.run("sbatch/mnist_1x1.sh", bench.run_dir, **cpus, **gpus, **of_profile)
+    of_step = {f"SLURM_{name}": "1" for name in ["GRES", "STEP_GRES", "CPUS_PER_GPU", "NO_KILL", "EXCLUSIVE", "EXACT"]}
+    of_step |= {f"SLURM_{name}": "/x" for name in ["HOSTFILE", "PROLOG", "EPILOG", "TASK_PROLOG", "TASK_EPILOG"]}
+    bench.run("sbatch/mnist_1x1.sh", bench.run_dir, **cpus, **gpus, **of_profile, **of_step)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
-    assert not names & {*cpus, *gpus, *of_profile}
+    assert not names & {*cpus, *gpus, *of_profile, *of_step}
     # Neighbouring ranks are on one socket, unless the user asks for another distribution.
     assert "SLURM_DISTRIBUTION=block:block" in (bench.folder / "env").read_text()
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, SLURM_DISTRIBUTION="cyclic")
@@ -111,7 +123,12 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
 
 
 TWO = "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4"
-PROFILES = {TWO: ["gcc/12", "cuda/12.4"], "modules:\n#  - gcc/12\npartition: gpu\n": []}
+WINDOWS = "partition: gpu\r\nmodules:\r\n  - gcc/12\r\n  - cuda/12.4 \r\n"
+PROFILES = {
+    TWO: ["gcc/12", "cuda/12.4"],
+    WINDOWS: ["gcc/12", "cuda/12.4"],
+    "modules:\n#  - gcc/12\npartition: gpu\n": [],
+}
 
 
 @pytest.mark.parametrize("text", PROFILES)

@@ -193,6 +193,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, ["SLURM_STEP_TASKS_PER_NODE=1(x3)", "3 nodes", "node[1-2]"]),
     (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"]),
     (STEP | {"SLURMD_NODENAME": "node1"}, ["SLURM_NODEID=1", "node2", "SLURMD_NODENAME=node1"]),
+    (step(0, 0, 1), ["SLURM_NODEID=1", "rank 0 must be on the first node", "remove -m arbitrary"]),
     (STEP | {"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "3", "unset it"]),
     # the master
     *((STEP | {"MASTER_PORT": bad}, [f"MASTER_PORT={bad}"]) for bad in ("0", "65536", "-1", "29500x")),
