@@ -12,6 +12,7 @@ import re
 import secrets
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
                 if not (known := queue.find_by_comment(mark)):
                     raise
                 # sbatch failed, for example by a timeout, after the controller had accepted the job. submitit has left no files for it.
-                queue.cancel(known)
+                with contextlib.suppress(subprocess.SubprocessError):
+                    queue.cancel(known)
                 accepted = executor.map_array(os.execvp, programs, their_words)
         except failed as error:
             raise MachineError(refusal(str(error))) from None
@@ -126,6 +128,8 @@ def _describe(job: Job, words: tuple[str, ...], accepted: Any, run_dir: str, scr
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)
     root, arguments = str(job.root), (*job.arguments, *words)
     code = job.variables.get("RECIPES_CODE", root)
+    if not run_dir and attempts.numbers(folder):
+        return Submitted(job_id, folder, log)  # of an earlier job with this ID: `batch.begin` refuses the new one
     try:
         jobs.record(folder, script, job_id, job.recipe, arguments, root=root, code=code, log=str(log))
     except OSError as error:  # the job is already in the queue

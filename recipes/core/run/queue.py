@@ -5,6 +5,7 @@ No other module calls ``scontrol``. A call that fails is repeated, since a busy 
 
 import contextlib
 import math
+import os
 import re
 import subprocess
 import sys
@@ -45,6 +46,7 @@ NOT_REQUEUED: dict[Next | None, str] = {
 _TEXT_FIELD = re.compile(
     r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
 )
+OF_COMMANDS = re.compile("(SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT)_")  # variables that replace options of Slurm's commands
 _WORD = re.compile(r"(\S+?)=(\S*)")
 
 
@@ -124,11 +126,15 @@ def show(job_id: str, timeout_s: float = ANSWER_S) -> list[Job]:
 
 
 def _call(*command: str, timeout_s: float = ANSWER_S, again: bool = True) -> "subprocess.CompletedProcess[str]":
-    """Runs a command of Slurm, and ``again`` after each of AGAIN_S if it fails. Raises OSError and subprocess.TimeoutExpired."""
+    """Runs a command of Slurm, and ``again`` after each of AGAIN_S if it fails. Raises OSError and subprocess.TimeoutExpired.
+
+    A user's defaults for these commands, such as SQUEUE_PARTITION, have no effect.
+    """
     end = time.monotonic() + timeout_s
+    environ = {name: value for name, value in os.environ.items() if not OF_COMMANDS.match(name)}
     for pause_s in (*(AGAIN_S if again else ()), math.inf):
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
+            command, env=environ, capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
             encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
         )  # fmt: skip
         if not done.returncode or _is_unknown(done) or time.monotonic() + pause_s > end:
@@ -217,7 +223,8 @@ def nodes() -> set[str]:
 
 
 def cancel(job_id: str) -> None:
-    _answer("scancel", job_id)
+    """Cancels a job. Raises OSError and subprocess.SubprocessError."""
+    _call("scancel", job_id).check_returncode()
 
 
 def cluster_name() -> str:

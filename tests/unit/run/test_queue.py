@@ -100,6 +100,20 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
     assert queue.seconds_left(os.environ) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["SQUEUE_PARTITION", "SQUEUE_STATES", "SINFO_PARTITION", "SCONTROL_ALL", "SCANCEL_NAME"]
+)
+def test_a_users_defaults_for_slurms_commands_have_no_effect(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "x")
+    for command in ("squeue", "sinfo", "scontrol", "scancel"):
+        stubs.add(command, f"[ -z \"${{{name}:-}}\" ] || exit 1; echo '7|RUNNING|N/A|node1|1:00|1|None'")
+    assert queue.mine() is not None
+    assert queue.nodes()
+    queue.cancel("7")
+
+
 def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
     """A busy controller does not always answer."""
     stubs.add("scontrol", "[ $(wc -l < $NOTES/scontrol.calls) -gt 2 ] || exit 1; echo JobId=7 JobState=RUNNING")
