@@ -94,6 +94,8 @@ if __name__ == "__main__":
     except (errors.ConfigError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = errors.EXIT_CONFIG
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
+        status = errors.EXIT_PIPE
     except OSError as error:
         why = f"{error.filename or ''} {error.strerror or error}"
         print(f"doctor: {socket.gethostname()}: {why}: give another run_dir=", file=sys.stderr)

@@ -11,7 +11,6 @@ import argparse
 import csv
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,5 +81,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: predict | head
     sys.exit(errors.status_of("predict", main))

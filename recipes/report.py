@@ -11,7 +11,6 @@ The table shows the keys in which the runs differ. For a run whose status is run
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -43,5 +42,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: report | head
     sys.exit(errors.status_of("report", main))

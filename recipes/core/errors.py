@@ -4,6 +4,7 @@ Standard library only. This module imports nothing from the project.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -15,6 +16,7 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad configuration or bad input
 EXIT_MACHINE = 3  # this machine or allocation cannot run it
+EXIT_PIPE = 141  # the reader of stdout has closed the pipe: 128 + SIGPIPE
 EXIT_REQUEUE = 75  # the run was stopped and saved; `next` in status.json says whether the job was requeued
 
 
@@ -120,7 +122,12 @@ def require(module: str, extra: str, place: str = "") -> Any:
 def status_of(command: str, main: Callable[[list[str]], int]) -> int:
     """Runs ``main`` with the arguments of the command line, and returns its exit status. Errors of the user or the machine print one line."""
     try:
-        return main(sys.argv[1:])
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_PIPE
     except (ConfigError, InputError, MachineError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG

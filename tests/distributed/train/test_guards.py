@@ -109,6 +109,7 @@ def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPat
     watchdog.PULSE.pack_into(memory, 0, 1, 5, watchdog.FORWARD)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(watchdog.signal, "sigtimedwait", lambda numbers, seconds: sleep(seconds))
+    monkeypatch.setattr(watchdog, "watch_memory", lambda *of: None)  # its thread would never end
     monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(polls))
     watchdog.watch(os.getppid(), memory, 10.0)
     assert ends == [21]  # polls of 0.5 s, and the suspended one counts as that too
