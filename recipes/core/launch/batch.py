@@ -7,6 +7,7 @@ python -m recipes.core.launch.batch finish RECIPE STATUS WORD…       `finish`,
 """
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -32,6 +33,7 @@ from recipes.core.run.stop_note import StopNote
 
 SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
 UNSAVED_REQUEUES = 2
+SKEW_S = 60.0  # between the clocks of a node and of the controller
 EARLY_S = 60.0  # Slurm may send the signal before the time limit this much early
 
 
@@ -63,6 +65,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
                 f"run_dir={folder}: this job was started before, but this folder does not have its files: "
                 "give a folder that all nodes share"
             )
+        elif not settings.run.run_dir and _is_of_earlier_job(attempt, fields, environ):
+            problem = f"run_dir={folder}: holds the run of an earlier job with this ID, or a copy of one: give run_dir="
         else:  # the ranks check this again, but in a container they may have no scontrol
             problem = in_use.check(attempt, environ) if settings.config.starts_a_run else ""
         if problem:
@@ -90,6 +94,15 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return errors.EXIT_DONE
+
+
+def _is_of_earlier_job(attempt: Attempt, fields: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    """Whether the attempts before this one are older than this job: its ID was used before, and it was never requeued."""
+    started = fields.get("StartTime", "")
+    if not attempt.number or environ.get("SLURM_RESTART_COUNT", "0") != "0" or not started[:1].isdecimal():
+        return False
+    first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
+    return float(first) < time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S")) - SKEW_S
 
 
 def restrict_log(fields: Mapping[str, str], umask: int) -> None:

@@ -3,8 +3,10 @@
 The values are checked where the keys are declared (recipes/core/config), and are quoted in `sbatch_script`.
 """
 
+import contextlib
 import json
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +55,21 @@ def record(run_dir: Path, script: bytes, job_id: str, recipe: str, arguments: Se
     run_dir.mkdir(parents=True, exist_ok=True)
     # The atomic rename replaces a symbolic link that another user may have planted.
     trust.write_own(run_dir / "job.sh", script)
-    write_description(run_dir, {"job_id": job_id, "recipe": recipe, "arguments": arguments, **more})
+    real = os.path.realpath(run_dir)
+    write_description(run_dir, {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real, **more})
+    if "root" in more:
+        _add_link(Path(str(more["root"])) / "runs", job_id, Path(real))
+
+
+def _add_link(runs: Path, job_id: str, run_dir: Path) -> None:
+    """Makes ``runs/jobs/<job>`` a link to a run directory that is not in ``runs``, so that the job is found by its ID. Raises OSError."""
+    if run_dir.is_relative_to(runs.resolve()):
+        return
+    link = runs / "jobs" / job_id
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # launch.py and the job may make it at the same time
+        link.unlink(missing_ok=True)
+        link.symlink_to(run_dir)
 
 
 def write_description(run_dir: Path, description: Mapping[str, object]) -> None:

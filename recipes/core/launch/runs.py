@@ -18,6 +18,7 @@ from typing import Any
 
 from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, MachineError, Next, next_of, printable, shown
+from recipes.core.launch import allocation
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, efficiency, in_use, judge, queue, rows, table
@@ -28,7 +29,6 @@ COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
 JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
 UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
-SHOWN = 28  # characters of a run's folder and of a note in a table of 80 columns
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ def word(
         return "refused", refused
     if state in ("failed", "incomplete"):
         return "failed", reason
+    if state == "preempted" and has_job and not asked and next_of(status) in (None, Next.requeued, Next.held):
+        return "unknown", "Slurm does not answer"
     if state == "preempted":
         note = f"saved at step {status['step']}" if status.get("step") else f"stopped by {reason}"
         return ("cancelled" if next_of(status) is Next.cancelled else "stopped"), note
@@ -88,19 +90,31 @@ def word(
     return ("cancelled" if has_job else "lost"), "it never began"
 
 
-def read(folder: Path, jobs: Mapping[str, Line] | None) -> Run:
-    """Reads one run directory. jobs: the lines of the queue; None without Slurm."""
+def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Run:
+    """Reads one run directory. jobs: the lines of the queue; None without Slurm. cluster: its name; "" if it is unknown."""
     status, described = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
     done = status.get("state") == "done"
     facts = {} if done and described else attempts.facts(folder)
     summary = (files.read_json(folder / "summary.json") or {}) if done else {}
     row = {} if summary.get("steps") else table.last_row(folder / "metrics.jsonl")
     ids = [str(one) for one in (described.get("job_id"), facts.get("job")) if one]
+    original = str(facts.get("run_dir") or described.get("run_dir") or folder)
+    is_copy = os.path.exists(original) and not os.path.samefile(original, folder)
+    elsewhere = str(facts.get("cluster") or "") if cluster else ""
+    if is_copy:
+        ids = []
+    if elsewhere and elsewhere != cluster:
+        jobs = None
     known = {one: jobs[one] for one in ids if jobs and one in jobs}
     job_id = queue.newest(ids, {one: line.state in queue.ENDED for one, line in known.items()})
     job = known.get(job_id)
     refused = "" if done else judge.why_not_begun(folder)
-    name, note = word(status, job, refused, in_use.is_running(facts), bool(ids), jobs is not None)
+    alive = False if is_copy else in_use.is_running(facts)
+    name, note = word(status, job, refused, alive, bool(ids), jobs is not None)
+    if is_copy:
+        note = "; ".join(filter(None, (note, f"a copy of {original}")))
+    elif name == "unknown" and elsewhere:
+        note = f"its job is on cluster {elsewhere}"
     hint, so_far = str(summary.get("efficiency") or ""), None
     if name in ("running", "starting", "requeued", "stopped", "cancelled"):  # of others, only the last row is read
         keys, found = table.keys(folder), rows.rows(folder)
@@ -147,6 +161,8 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
     """
     every, found = root / "runs", list[Path]()
     for one in words or [str(every)]:
+        if not one:
+            raise InputError("'': names no run (is a variable not set?): give a run directory, a job ID, or last")
         folder, is_job, job = Path(one), one.replace("_", "").isdecimal(), None
         if one == table.LAST:
             named = table.last(every)
@@ -172,13 +188,17 @@ def command(argv: Sequence[str], root: Path) -> int:
     if name == "runs":
         return show(words, root)
     options = dict(word.split("=", 1) for word in words if "=" in word)
-    folders = find([word for word in words if "=" not in word and word != "follow"] or [table.LAST], root)
+    names = [word for word in words if "=" not in word and word != "follow"]
+    if not names and name in ("cancel", "resume"):
+        raise InputError(f"{name}: give a run: a run directory, a job ID, or {table.LAST}")
+    folders = find(names or [table.LAST], root)
     if name == "compare":
         return compare(folders)
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     jobs = queue.mine(queue.ANSWER_S)  # an answer that is missing would leave a job running, or submit it twice
-    found = [read(folder, jobs) for folder in folders]
+    cluster = queue.cluster_name() if jobs else ""
+    found = [read(folder, jobs, cluster) for folder in folders]
     if name == "cancel":
         for run in found:
             print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
@@ -199,9 +219,10 @@ def show(words: Sequence[str], root: Path) -> int:
     if unknown := [word for word in words if word.startswith("--") and word.partition("=")[0] not in OPTIONS]:
         raise InputError(f"{shown(unknown[0])}: must be one of {', '.join(OPTIONS)}")
     chosen = [word for word in words if word != "watch" and not word.startswith("--")]
+    jobs = queue.mine()
+    cluster = queue.cluster_name() if jobs else ""
     while True:
-        jobs = queue.mine()
-        found = [read(folder, jobs) for folder in find(chosen, root)]
+        found = [read(folder, jobs, cluster) for folder in find(chosen, root)]
         found = [run for run in found if "--failed" not in words or run.state in UNFINISHED]
         if sort:
             found.sort(key=lambda run: _sortable(getattr(run, sort)))
@@ -211,6 +232,7 @@ def show(words: Sequence[str], root: Path) -> int:
             return errors.EXIT_DONE
         print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
         time.sleep(WATCH_S)
+        jobs = queue.mine()
 
 
 def _sortable(value: Any) -> tuple[bool, Any]:
@@ -220,21 +242,28 @@ def _sortable(value: Any) -> tuple[bool, Any]:
 
 
 def lines_of(runs: Sequence[Run], now: float) -> list[str]:
-    """A table. If stdout is a terminal, its lines are cut to the terminal's width. now: time.time()."""
-    head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts", "note"]
+    """A table. In a terminal, a note that does not fit beside its run has its own line. now: time.time()."""
+    head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts"]
     rows = [
         [
-            shown(_short(run.folder), SHOWN), run.state, f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
+            _short(run.folder), run.state, f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
             next((f"{value:.4f}" for value in run.best.values()), ""),
             f"{run.samples_per_second:,.0f}" if run.samples_per_second else "", _age(now - run.updated) if run.updated else "",
-            _age(run.left_s) if run.left_s is not None else "", str(run.starts), run.note,
+            _age(run.left_s) if run.left_s is not None else "", str(run.starts),
         ]
         for run in runs
     ]  # fmt: skip
     used = [i for i, name in enumerate(head) if name in ("run", "state", "step") or any(row[i] for row in rows)]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     lines = table.aligned([[row[i] for i in used] for row in (head, *rows)])
-    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+    if not any(run.note for run in runs):
+        return lines
+    between = max(map(len, lines)) + 2
+    with_notes = [f"{lines[0]:<{between}}note"]
+    for line, run in zip(lines[1:], runs, strict=True):
+        beside = f"{line:<{between}}{run.note}".rstrip()
+        with_notes += [beside] if len(beside) <= width else [line, f"    {run.note}"]
+    return with_notes
 
 
 def _age(seconds: float) -> str:
@@ -276,6 +305,8 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
 
 def cancel(run: Run) -> str:
     """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises MachineError."""
+    if run.state == "unknown":
+        raise MachineError(f"{_short(run.folder)}: is not cancelled, since it is not known whether it runs: {run.note}")
     if run.state not in ("pending", "requeued", "held", "running", "starting"):
         return f"is not running: {run.state}"
     if not trust.is_own(Path(run.folder)):
@@ -287,8 +318,8 @@ def cancel(run: Run) -> str:
         os.kill(int(facts["process"]["pid"]), signal.SIGTERM)
         return f"process {facts['process']['pid']} was asked to save and end"
     try:
-        subprocess.run(["scancel", run.job], check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+        queue.cancel(run.job)
+    except (OSError, subprocess.SubprocessError) as error:
         raise MachineError(f"scancel {run.job} failed: {queue.said(error)}") from None
     return f"job {run.job} was cancelled"
 
@@ -320,7 +351,8 @@ def resume(run: Run, given: Sequence[str]) -> str:
             name = f"/proc/self/fd/{script.fileno()}"
             done = subprocess.run(
                 ["sbatch", "--parsable", *options, name, *given],
-                cwd=str(described.get("root")), capture_output=True, text=True, check=True, pass_fds=[script.fileno()],
+                cwd=str(described.get("root")), env=allocation.clean_environment(os.environ),
+                capture_output=True, text=True, check=True, pass_fds=[script.fileno()],
             )  # fmt: skip
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         raise MachineError(f"sbatch refuses {_short(run.folder)}: {queue.said(error)}") from None

@@ -124,6 +124,7 @@ def describe(attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: S
     asked = {"cpus": environ.get("SLURM_CPUS_ON_NODE"), "memory_mb": environ.get("SLURM_MEM_PER_NODE")}
     about = {
         "recipe": recipe,
+        "run_dir": os.path.realpath(attempt.run_dir),
         "launch": directory.launch_id(environ),
         "job": job,
         "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,  # None: outside Slurm

@@ -70,8 +70,9 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     elif depth:
         inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
         for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
+            path = Path(os.path.realpath(entry.path) if entry.is_symlink() else entry.path)  # runs/jobs has links
             try:
-                yield from run_directories(Path(entry.path), depth - 1)
+                yield from run_directories(path, depth - 1)
             except OSError as error:
                 print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 

@@ -83,6 +83,29 @@ def test_the_log_of_a_job_follows_the_umask_of_the_run(tmp_path: Path, stubs: St
     assert os.stat("/dev/null").st_mode == null
 
 
+@pytest.mark.parametrize(
+    ("age_s", "restarts", "is_refused"), [(7200.0, "0", True), (7200.0, "1", False), (600.0, "0", False)]
+)
+def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, age_s: float, restarts: str, is_refused: bool
+) -> None:
+    """Job IDs start again after Slurm has lost its state. A second step of this job is younger than the job."""
+    monkeypatch.setattr(source, "home", lambda root: tmp_path)
+    earlier = attempts.open_next(tmp_path / "runs/mnist/7", "mnist", {"SLURM_JOB_ID": "7"})
+    attempts.begin(earlier, 0, own=False)
+    directory.write_status(earlier.run_dir, "done", attempt=0, step=3)
+    now = time.time()
+    files.write_json(earlier.folder / "opened.json", {**earlier.facts(), "time": now - age_s})
+    started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - 3600))
+    stub_scontrol(stubs, f"{RUNNING} StartTime={started}")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts, "RECIPES_SNAPSHOT": "false", "RECIPES_LINES": "2"}
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"runs/mnist/7: holds the run of an earlier job .*: give run_dir=$"):
+            batch.begin("mnist", [], environ)
+    else:
+        assert batch.begin("mnist", [], environ) == errors.EXIT_DONE
+
+
 @pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
 def test_a_job_of_a_few_minutes_stops_by_the_clock(
     tmp_path: Path, stubs: Stubs, limit: str, words: Sequence[str], expected: bool

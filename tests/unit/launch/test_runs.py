@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 
 from recipes.core import files
-from recipes.core.errors import ConfigError, InputError
+from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import jobs, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
 from recipes.core.run.queue import Line
 from tests import helpers
+from tests.unit.launch.stand_ins import Stubs
 
 PENDING = Line("PENDING", "2026-11-26T12:00:00", "", None, False, "Resources")
 RUNNING = Line("RUNNING", "", "node[1-2]", 3600.0, False, "")
@@ -57,6 +59,22 @@ def test_the_state_of_a_run(
     assert runs.word(of_run, job, refused, alive, has_job) == expected
 
 
+@pytest.mark.parametrize(
+    ("of_run", "expected"),
+    [
+        (status("preempted"), "unknown"),
+        (status("preempted", next="requeued"), "unknown"),
+        (status("running"), "unknown"),
+        (status("preempted", next="cancelled"), "cancelled"),
+        (status("failed", reason="no"), "failed"),
+    ],
+)
+def test_a_run_that_slurm_may_start_again_is_unknown_while_slurm_does_not_answer(
+    of_run: dict[str, Any], expected: str
+) -> None:
+    assert runs.word(of_run, None, "", None, True, asked=False)[0] == expected
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A finished run with results, a pending job, and an element of an array that failed."""
@@ -91,6 +109,19 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
 
 
+def test_a_narrow_terminal_shows_whole_names_and_notes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = root / "runs/mnist/13_1"
+    failed = runs.read(folder, {})
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    head, line, note = runs.lines_of([failed], time.time())
+    assert head.endswith("note")
+    assert line.split()[:2] == [str(folder), "failed"]
+    assert note == "    rank 0 on node1 failed first: no"
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert runs.lines_of([failed], time.time())[1].endswith("rank 0 on node1 failed first: no")
+
+
 @pytest.mark.parametrize(
     ("word", "expected"),
     [("last", ["13_1"]), ("13", ["13_1"]), ("13_1", ["13_1"]), ("11", ["11"]), ("runs", ["11", "12", "13_1"])],
@@ -112,6 +143,55 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
         runs.show(["--faild"], root)
     with pytest.raises(InputError, match="99: no run was found: give a run directory, a job ID, or last"):
         runs.find(["99"], root)
+
+
+def test_a_run_outside_runs_is_found_by_its_job(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "run"
+    jobs.record(elsewhere, b"", "14", "mnist", [], root=str(root))
+    jobs.record(elsewhere, b"", "15", "mnist", [], root=str(root))  # submitted again
+    jobs.record(root / "runs/mnist/16", b"", "16", "mnist", [], root=str(root))
+    assert [runs.find([job], root) for job in ("15", "16")] == [[elsewhere], [root / "runs/mnist/16"]]
+    assert runs.find([], root).count(elsewhere) == 1
+    assert not (root / "runs/jobs/16").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["cancel"], ["resume"], ["resume", "lr=0.1"], ["cancel", ""], ["resume", ""], ["logs", ""]]
+)
+def test_a_command_does_not_choose_a_run_that_nobody_named(root: Path, stubs: Stubs, words: list[str]) -> None:
+    stubs.add("squeue", "echo '12|PENDING|N/A||1:00|1|None'")
+    for name in ("scancel", "sbatch"):
+        stubs.add(name, "")
+    with pytest.raises(InputError, match="give a run"):
+        runs.command(words, root)
+    assert not stubs.calls("scancel") + stubs.calls("sbatch")
+
+
+def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
+    original = root / "runs/mnist/17"
+    attempt = attempts.open_next(original, "mnist", {"SLURM_JOB_ID": "17"})
+    attempts.begin(attempt, 0, own=False)
+    directory.write_status(original, "running", attempt=0, step=3)
+    copy = shutil.copytree(original, root / "runs/mnist/copy")
+    running = {"17": RUNNING}
+    assert runs.read(original, running).state == "running"
+    of_copy = runs.read(copy, running)
+    assert (of_copy.state, of_copy.job) == ("lost", "")
+    assert of_copy.note.endswith(f"a copy of {original}")
+    assert runs.cancel(of_copy) == "is not running: lost"
+    shutil.rmtree(original)
+    assert runs.read(copy, running).state == "running"  # it was moved
+
+
+def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -> None:
+    folder = root / "runs/mnist/18"
+    attempt = attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"})
+    attempts.begin(attempt, 0, own=False)
+    directory.write_status(folder, "running", attempt=0, step=3)
+    for cluster, state in (("there", "running"), ("here", "unknown"), ("", "running")):
+        assert runs.read(folder, {"18": RUNNING}, cluster).state == state
+    with pytest.raises(MachineError, match="not known whether it runs: its job is on cluster there"):
+        runs.cancel(runs.read(folder, {"18": RUNNING}, "here"))
 
 
 def test_the_table_is_json_sorted_or_only_of_what_has_failed(
