@@ -3,6 +3,8 @@
 The IDX files are read when a run starts: no image is decoded then. Only torchvision's copy needs torch.
 """
 
+import contextlib
+import shutil
 from pathlib import Path
 
 from recipes.core import files
@@ -63,19 +65,28 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
 
 
 def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
-    """From torchvision's archive or folder. torchvision verifies the MD5 of every file before it unpickles one."""
+    """From torchvision's archive or folder. torchvision verifies the MD5 of every file before it unpickles one.
+
+    It opens each file twice. The owner of the folder could exchange a file between, so this reads a copy.
+    """
     from torchvision.datasets import CIFAR10, utils
 
-    root = source.parent
+    copy = scratch / source.name
     if source.name == ARCHIVE:
-        if not utils.check_integrity(str(source), CIFAR10.tgz_md5):
+        if copy != source:  # it was downloaded here
+            shutil.copyfile(source, copy)
+        if not utils.check_integrity(str(copy), CIFAR10.tgz_md5):
             raise InputError(f"{source} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
-        utils.extract_archive(str(source), str(scratch))
-        root = scratch
+        utils.extract_archive(str(copy), str(scratch))
+    else:
+        copy.mkdir()
+        for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], "")):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(source / name, copy / name)
     try:
-        parts = {split: CIFAR10(str(root), train=split == "train") for split in ("train", "test")}
+        parts = {split: CIFAR10(str(scratch), train=split == "train") for split in ("train", "test")}
     except RuntimeError:
-        raise InputError(f"{root / BATCHES} is incomplete or damaged (MD5): give another source=") from None
+        raise InputError(f"{source} is incomplete or damaged (MD5): give another source=") from None
     return {split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes()) for split, part in parts.items()}
 
 

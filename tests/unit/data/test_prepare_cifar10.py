@@ -1,3 +1,4 @@
+import functools
 import hashlib
 import io
 import json
@@ -114,6 +115,24 @@ def test_all_kinds_of_sources_give_the_same_files(
     assert err == ""
     assert out.splitlines()[-1] == f"next: python launch.py recipe=cifar data_dir='{tmp_path}/my data'"
     assert all((source / name).is_file() for name in contents)
+
+
+@pytest.mark.parametrize("contents", SOURCES.values(), ids=SOURCES.keys())
+def test_a_file_that_its_owner_exchanges_after_the_check_is_not_read(
+    contents: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = put_all(tmp_path / "source", contents)
+    of_theirs = {of: of.check_integrity for of in (torchvision.datasets.utils, torchvision.datasets.cifar)}
+
+    def check(of: Any, path: str, md5: str | None = None) -> bool:
+        is_right: bool = of_theirs[of](path, md5)
+        put_all(tmp_path / "source", dict.fromkeys(contents, pickle.dumps("exchanged")))
+        return is_right
+
+    for of in of_theirs:
+        monkeypatch.setattr(of, "check_integrity", functools.partial(check, of))
+    assert run(tmp_path / "data", source) == 0
+    assert_complete(tmp_path / "data")
 
 
 def test_an_archive_that_was_not_published_is_never_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
