@@ -7,11 +7,12 @@ would in the job. At the point where the training would begin, it writes its fin
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 from recipes.core.launch import allocation, jobs, submit
 from recipes.core.launch.jobs import Job
-from recipes.core.place import processes
-from recipes.core.run import dryrun
+from recipes.core.place import durations, processes
+from recipes.core.run import dryrun, queue
 from recipes.core.run.dryrun import Found, Request
 
 START_S = 300.0  # timeout for the recipe to reach its first step
@@ -175,7 +176,26 @@ def expected_start(job: Job) -> str:
     )  # fmt: skip
     if answer.returncode != 0:
         raise MachineError(submit.refusal(answer.stderr))
+    if found := re.search(r"in partition (\S+)", answer.stderr):
+        require_within(job, found[1], queue.partition(found[1]))
     return submit.one_line(answer.stderr)
+
+
+def require_within(job: Job, partition: str, limits: Mapping[str, str]) -> None:
+    """Raises MachineError if a partition never starts the job. ``sbatch --test-only`` accepts such a job (seen with Slurm 22.05).
+
+    limits: `queue.partition`.
+    """
+    time_s = durations.seconds(job.directives.get("time", ""))
+    most_s = durations.seconds(limits.get("MaxTime", ""))
+    most_nodes = limits.get("MaxNodes", "")
+    problem = ""
+    if time_s and most_s and time_s > most_s:
+        problem = f"time={job.directives['time']}: is more than the {limits['MaxTime']} of partition {partition}"
+    elif most_nodes.isdecimal() and (job.keys.nodes or 1) > int(most_nodes):
+        problem = f"nodes={job.keys.nodes}: are more than the {most_nodes} of partition {partition}"
+    if problem:
+        raise MachineError(f"{problem}, so the job would never start: give a smaller value, or another partition=")
 
 
 def _show_checkpoints(real: Path, place: Path) -> None:

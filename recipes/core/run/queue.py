@@ -222,6 +222,11 @@ def nodes() -> set[str]:
     return set(_answer("sinfo", "--noheader", "--Node", "--format=%N").split())
 
 
+def partition(name: str) -> dict[str, str]:
+    """The fields of a partition by their names, such as MaxTime; {} if Slurm does not answer."""
+    return dict(_WORD.findall(_answer("scontrol", "show", "partition", name)))
+
+
 def cancel(job_id: str) -> None:
     """Cancels a job. Raises OSError and subprocess.SubprocessError."""
     _call("scancel", job_id).check_returncode()

@@ -58,6 +58,28 @@ def test_the_run_directory_has_the_script_and_the_description(
     assert not {"SBATCH_ACCOUNT=mine", "SLURM_NTASKS=9"} & set((tmp_path / "env").read_text().splitlines())
 
 
+@pytest.mark.parametrize(
+    ("words", "limits", "problem"),
+    [
+        (("time=11",), "MaxTime=00:10:00 MaxNodes=UNLIMITED", "time=11: is more than the 00:10:00 of partition short"),
+        (("time=10", "nodes=3"), "MaxTime=UNLIMITED MaxNodes=2", "nodes=3: are more than the 2 of partition short"),
+        (("time=10", "nodes=2"), "MaxTime=00:10:00 MaxNodes=2", ""),
+    ],
+)
+def test_a_job_that_its_partition_never_starts_is_no_success(
+    tmp_path: Path, stubs: Stubs, words: tuple[str, ...], limits: str, problem: str
+) -> None:
+    """At sites without EnforcePartLimits, sbatch accepts such a job."""
+    stubs.add("sbatch", 'echo "sbatch: Job 7 to start at noon using 2 processors on nodes n1 in partition short" >&2')
+    stubs.add("scontrol", f"echo 'PartitionName=short State=UP'; echo '   {limits}'")
+    job = describe(*words, root=tmp_path)
+    if problem:
+        with pytest.raises(MachineError, match=f"^{problem}, so the job would never start: give a smaller"):
+            checks.expected_start(job)
+    else:
+        assert "to start at noon" in checks.expected_start(job)
+
+
 def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(tmp_path: Path, stubs: Stubs) -> None:
     (tmp_path / "runs" / "mnist").mkdir(parents=True)
     (tmp_path / "runs" / "mnist" / "7").write_text("in the way")
