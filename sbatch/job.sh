@@ -153,8 +153,12 @@ site() {
     environment=$(sed -n 's/ *#.*//;s/[[:space:]]*$//;s/^environment: *//p' "$profile")
 }
 
+with_torch() { # COMMAND: prints the path of this Python if it has torch
+    "$1" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' 2>/dev/null && command -v "$1"
+}
+
 # find_python REPOSITORY [PYTHON]: sets python to launch.py's choice, else that of the active environment, else the profile's,
-# else PYTHON, else .venv, else conda's base.
+# else PYTHON, else .venv, else conda's base, else one on the PATH that has torch.
 find_python() {
     local conda=${CONDA_PREFIX:-} active
     [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in every shell of its users, so base comes last
@@ -168,7 +172,8 @@ find_python() {
     python=${python:-${2:-}}
     [ -n "$python" ] || [ ! -x "$1/.venv/bin/python" ] || python=$1/.venv/bin/python
     python=${python:-${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}}
-    [ -n "$python" ] || stop "no Python environment: activate yours, or make one here with: make install"
+    [ -n "$python" ] || python=$(with_torch python || with_torch python3) ||
+        stop "no Python environment: activate yours, or make one here with: make install"
     [ -x "$python" ] || stop "there is no $python on $(hostname): install the environment in a folder that all nodes can read" 3
     unset RECIPES_PYTHON
     export PATH="${python%/*}:$PATH" # takes precedence over folders that modules add to PATH

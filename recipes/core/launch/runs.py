@@ -63,7 +63,7 @@ def word(
     if job and job.state in queue.WAITING:
         start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
         name = "held" if job.held else "requeued" if state else "pending"
-        return name, "; ".join(filter(None, (job.reason, start)))
+        return name, "; ".join(filter(None, (queue.with_advice(job.reason), start)))
     if job and job.state not in queue.ENDED:
         return ("running" if state == "running" else "starting"), job.nodes
     if state == "done":

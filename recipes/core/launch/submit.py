@@ -162,7 +162,9 @@ def _wait(submitted: Submitted, show: bool) -> int:
         print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
         return directory.exit_code(status, code)
     reason = f": {status['reason']}" if status and status["reason"] else ""
-    print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
+    is_stopped = status is not None and status["state"] == "preempted"  # its batch script ended with EXIT_REQUEUE
+    how = "stopped" if is_stopped else state.lower() or "ended"
+    print(f"job {submitted.job_id}: {how}{reason}; log {submitted.log}", file=sys.stderr)
     return directory.exit_code(status, code) or errors.EXIT_CRASH
 
 

@@ -46,6 +46,18 @@ NOT_REQUEUED: dict[Next | None, str] = {
 _TEXT_FIELD = re.compile(
     r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
 )
+# What a reason of Slurm for a pending job means. The pattern matches the whole reason.
+ADVICE = {
+    "PartitionTimeLimit": "its time limit is above that of the partition, so it never starts: cancel it, and give a shorter time=",
+    "PartitionNodeLimit": "the partition does not allow so many nodes, so it never starts: cancel it, and give another nodes=",
+    "PartitionDown|PartitionInactive": "the partition accepts no jobs now: give another partition=, or wait",
+    "BadConstraints": "no node has what it asks for, so it never starts: cancel it",
+    "ReqNodeNotAvail.*|Reservation": "nodes are down or reserved, for example for maintenance: a shorter time= may start earlier",
+    "(Assoc|QOS)(Grp|Max).*": "a limit of your account or QOS is reached: it starts when other jobs have ended",
+    "InvalidAccount|InvalidQOS": "it never starts: cancel it, and give a valid account= or qos=",
+    "JobHeldAdmin": "an administrator holds it",
+    "launch failed requeued held": "a node failed at its start: scontrol release lets it start again",
+}
 OF_COMMANDS = re.compile("(SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT)_")  # variables that replace options of Slurm's commands
 _WORD = re.compile(r"(\S+?)=(\S*)")
 
@@ -245,12 +257,18 @@ def find(job_id: str, timeout_s: float = ANSWER_S) -> Job | None:
 
 def describe(job: Job) -> str:
     """One line on the state of a job in the queue."""
-    reason = f" ({job.reason})" if job.reason else ""
+    reason = f" ({with_advice(job.reason)})" if job.reason else ""
     if job.held:
         return f"job {job.id} is held{reason}: scontrol release {job.id} lets it start"
     start = job.fields.get("StartTime", "")
     when = f", expected to start at {start}" if job.waiting and start[:1].isdecimal() else ""
     return f"job {job.id} is {job.state.lower()}{reason}{when}"
+
+
+def with_advice(reason: str) -> str:
+    """Slurm's reason for a pending job, and what it means if `ADVICE` knows it."""
+    advice = next((text for pattern, text in ADVICE.items() if re.fullmatch(pattern, reason)), "")
+    return f"{reason}: {advice}" if advice else reason
 
 
 def parse(text: str) -> list[Job]:

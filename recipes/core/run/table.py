@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError, printable
+from recipes.core.errors import InputError, Next, next_of, printable
 from recipes.core.run import directory, efficiency, judge, resumed, rows
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
@@ -99,12 +99,15 @@ def read_run(folder: Path, now: float) -> Run:
         notes.append(f"status written {ago(now - (status.get('updated') or now))} ago")
     if refused := judge.why_not_begun(folder):
         notes.append(f"the newest launch did not begin: {refused}")
+    state = str(status.get("state", "not begun"))
+    if state == "preempted" and next_of(status) is Next.cancelled:
+        state = "cancelled"
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     return Run(
         folder=folder,
         recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
-        state=str(status.get("state", "not begun")),
+        state=state,
         step=row.get("step") or status.get("step") or 0,
         note="; ".join(notes),
         values={**{name: value for name, _, value in typed if name != "run_dir"}, **keys(folder)},

@@ -260,7 +260,16 @@ def test_a_script_outside_the_repository_is_refused(bench: Bench) -> None:
 
 
 def test_a_missing_python_environment_is_refused(bench: Bench) -> None:
+    bench.stub("python", "exit 1")
     refused(bench, bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""), "no Python environment", "make install")
+
+
+@pytest.mark.parametrize("name", ["python", "python3"])
+def test_a_python_with_torch_that_is_only_on_the_path_is_used(bench: Bench, name: str) -> None:
+    bench.stub("python", "exit 1")
+    real = 'case "$*" in *find_spec*) exit 0 ;; esac; echo "$0" > "$NOTES/chosen"; exit 1'
+    bench.stub(name, real)
+    assert chosen_python(bench, VIRTUAL_ENV="") == f"{bench.folder}/bin/{name}"
 
 
 def test_an_unknown_key_or_cluster_ends_the_job_before_srun(bench: Bench) -> None:

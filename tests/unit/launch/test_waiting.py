@@ -38,6 +38,7 @@ def test_waiting_returns_the_jobs_exit_status(
     assert submit.wait([submit.Submitted("7", tmp_path, tmp_path / "log")]) == expected
     output = capsys.readouterr()
     assert (output.out.count("rank 0's words"), output.err.count("asking Slurm again")) == (1, 1)
+    assert ("job 7: stopped" in output.err) == (left == "preempted")
 
 
 def test_an_unmet_dependency_ends_the_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,23 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
             queue.show("7", timeout_s=0.5 if "sleep" in script else queue.ANSWER_S)
 
 
+@pytest.mark.parametrize(
+    ("reason", "means"),
+    [
+        ("PartitionTimeLimit", "never starts"),
+        ("ReqNodeNotAvail, UnavailableNodes:node[1-2]", "down or reserved"),
+        ("QOSMaxGRESPerUser", "when other jobs have ended"),
+        ("AssocGrpCpuLimit", "when other jobs have ended"),
+        ("Resources", ""),
+        ("NotPartitionTimeLimit", ""),
+    ],
+)
+def test_a_pending_reason_is_explained(reason: str, means: str) -> None:
+    line = queue.describe(queue.Job("7", "PENDING", reason, 0, 0))
+    assert line.startswith(f"job 7 is pending ({reason}{': ' if means else ')'}")
+    assert means in line
+
+
 def test_a_job_name_that_is_not_utf8_is_parsed(stubs: Stubs) -> None:
     stubs.add("scontrol", r"printf 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING\n'")
     assert [job.state for job in queue.show("7")] == ["RUNNING"]

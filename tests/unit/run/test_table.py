@@ -80,6 +80,16 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     ]
 
 
+@pytest.mark.parametrize(
+    ("word", "state"), [(Next.cancelled, "cancelled"), (Next.requeued, "preempted"), (None, "preempted")]
+)
+def test_a_run_that_was_cancelled_is_called_so(tmp_path: Path, word: Next | None, state: str) -> None:
+    directory.write_status(tmp_path, "preempted", attempt=0, step=3)
+    if word:
+        directory.note_next(tmp_path, word, 0)
+    assert table.read_run(tmp_path, 0.0).state == state
+
+
 def test_folders_in_a_run_directory_are_not_runs(tmp_path: Path) -> None:
     make(tmp_path / "run/evaluation", step=3)
     (tmp_path / "run/attempts").mkdir()
