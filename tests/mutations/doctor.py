@@ -4,6 +4,20 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/doctor/judge.py",
+        "if entry.bad and entry.leave_out for node",
+        "if entry.bad and entry.leave_out and len(verdict.hosts) > 1 for node",
+        "a single bad node is not excluded",
+        "tests/unit/doctor/test_verdict.py",
+    ),
+    Mutation(
+        "recipes/core/doctor/probes.py",
+        "count = None if granted else len(seen)",
+        "count = len(seen) if granted else None",
+        "nodes with 8, 8 and 4 granted GPUs count as unequal",
+        "tests/unit/doctor/test_gpus.py",
+    ),
+    Mutation(
         "recipes/core/doctor/verdict.py",
         "return not any(entry.bad for entry in self.entries)",
         "return not self.exclude",

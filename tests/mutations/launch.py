@@ -4,6 +4,20 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/launch/runs.py",
+        'for word in (*arguments, f"run_dir={run.folder}", *words)}',
+        'for word in (*words, *arguments, f"run_dir={run.folder}")}',
+        "resume epochs=20 submits the old number of epochs",
+        "tests/unit/launch/test_runs.py",
+    ),
+    Mutation(
+        "recipes/core/launch/runs.py",
+        "is_copy = os.path.exists(original) and not os.path.samefile(original, folder)",
+        "is_copy = False",
+        "cancelling a copy of a run cancels the job of the run",
+        "tests/unit/launch/test_runs.py",
+    ),
+    Mutation(
         "sbatch/job.sh",
         '    command srun "$@" &\n    ranks=$!',
         '    command srun "$@"\n    return\n    ranks=$!',

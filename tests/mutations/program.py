@@ -4,6 +4,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/script.py",
+        'environ.setdefault("OMP_NUM_THREADS", str(threads))',
+        'environ["OMP_NUM_THREADS"] = str(threads)',
+        "a program gets one thread although its user has exported 8",
+        "tests/unit/program/test_variables.py",
+    ),
+    Mutation(
         "recipes/core/program/delivery.py",
         "    if caught and counts(process):\n",
         "    if caught:\n",

@@ -4,6 +4,20 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/run/watchdog.py",
+        "last, since = now, moment",
+        "last = now",
+        "a healthy run is ended once it has trained for timeout_s",
+        "tests/unit/run/test_watchdog.py::test_beats_that_are_slower_than_the_polls_are_progress",
+    ),
+    Mutation(
+        "recipes/core/run/queue.py",
+        "if not OF_COMMANDS.match(name)",
+        "if name",
+        "with SQUEUE_PARTITION in a user's shell, a running job is submitted twice",
+        "tests/unit/run/test_queue.py",
+    ),
+    Mutation(
         "recipes/core/place/memory.py",
         "{name} {first + task}",
         "{name} {task}",

@@ -56,6 +56,18 @@ def test_healthy_gpus_are_no_finding() -> None:
     assert findings([card(0)], CUDA_VISIBLE_DEVICES="3") == []  # each task may have its own
 
 
+@pytest.mark.parametrize(("granted", "count"), [("8", None), ("4", None), ("", 8)])
+def test_the_numbers_of_granted_gpus_may_differ_between_nodes(
+    monkeypatch: pytest.MonkeyPatch, granted: str, count: int | None
+) -> None:
+    """Numbers that are reported must be equal on all nodes."""
+    monkeypatch.setattr(
+        commands, "run", lambda command, timeout_s: ("", "") if command[0] == "nvidia-smi" else (json.dumps(EIGHT), "")
+    )
+    facts, _ = probes.gpus(Surroundings({"SLURM_GPUS_ON_NODE": granted}, info(), Path()))
+    assert facts["count"] == count
+
+
 def test_missing_gpus() -> None:
     (found,) = findings(EIGHT[:7])
     assert (found.what, found.bad, found.leave_out) == ("Slurm granted 8 GPUs and torch sees 7", True, True)

@@ -61,6 +61,12 @@ def finding(what: str, fix: str, bad: bool = True, leave_out: bool = True) -> di
     return {"what": what, "fix": fix, "bad": bad, "leave_out": leave_out}
 
 
+def test_a_bad_node_alone_is_excluded_too() -> None:
+    [report] = healthy(1)
+    report["findings"].append(finding("GPU 2 computes a matrix product wrongly", "drain it"))
+    assert judged([report], 1).exclude == ["node0"]
+
+
 def fail(reports: list[Report], fault: str, node: int | None = None) -> None:
     """Makes the links of a node fail, or all."""
     for report in reports:

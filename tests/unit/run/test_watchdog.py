@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +101,26 @@ def test_a_rank_that_gets_on_is_left_alone(started: Started) -> None:
     ended = helpers.finish(process, timeout_s=60)
     assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
     assert list((folder / "attempts/0001/failed").iterdir()) == []
+
+
+def test_beats_that_are_slower_than_the_polls_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 8 s at a time-out of 10 s: most polls see the same pulse."""
+    now = 0.0
+    ends: list[float] = []
+    memory = mmap.mmap(-1, watchdog.BYTES)
+
+    def poll(numbers: object, seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        watchdog.PULSE.pack_into(memory, 0, 1, int(now // 8), watchdog.FORWARD)
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "watch_memory", lambda *of: None)
+    monkeypatch.setattr(watchdog.signal, "sigtimedwait", poll)
+    monkeypatch.setattr(watchdog.os, "getppid", lambda: 7 if now < 100 else 1)
+    monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(now))
+    watchdog.watch(7, memory, 10.0)
+    assert ends == []
 
 
 def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

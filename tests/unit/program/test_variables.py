@@ -1,0 +1,45 @@
+"""The environment of a user's program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes import script
+from recipes.core.place import ranks
+from recipes.core.run.attempt import Attempt
+
+TWO = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("exported", "cpu_threads", "world", "expected"),
+    [
+        ("8", 0, TWO, "8"),
+        ("8", 3, TWO, "8"),
+        ("", 0, TWO, "1"),
+        ("", 3, TWO, "3"),
+        ("", 0, {}, None),
+        ("8", 0, {}, "8"),
+    ],
+)
+def test_the_users_number_of_threads_is_kept(
+    monkeypatch: pytest.MonkeyPatch, exported: str, cpu_threads: int, world: dict[str, str], expected: str | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if exported:
+        monkeypatch.setenv("OMP_NUM_THREADS", exported)
+    settings = SimpleNamespace(run=SimpleNamespace(cpu_threads=cpu_threads))
+    start: Any = SimpleNamespace(ranks=ranks.detect(world), settings=settings)
+    launch: Any = SimpleNamespace(through="rank", on_cpu=False)
+    assert script.variables(start, Attempt(Path("/run"), 0), launch).get("OMP_NUM_THREADS") == expected
