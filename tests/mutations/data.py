@@ -4,6 +4,20 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/data/decode.py",
+        "cv2.resize(pixels, (width, height)",
+        "cv2.resize(pixels, (height, width)",
+        "with decoder=opencv, images that are not square are squeezed",
+        "tests/unit/data/test_images.py::test_opencv_keeps_the_sides_of_an_image_that_is_not_square",
+    ),
+    Mutation(
+        "recipes/core/data/text.py",
+        "one.stat().st_size, one.stat().st_mtime_ns)",
+        "one.stat().st_size)",
+        "a text that was edited without a change of its size is not read again",
+        "tests/unit/data/test_text.py::test_a_source_that_has_changed_is_read_again",
+    ),
+    Mutation(
         "recipes/core/data/sampling.py",
         "begin = rank * each + min(rank, more)",
         "begin = rank * each",

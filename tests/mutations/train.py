@@ -4,6 +4,20 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/train/meter.py",
+        "memory[host] += one[3]",
+        "memory[host] = one[3]",
+        "the memory of a node is that of its last rank",
+        "tests/distributed/train/test_meter.py::test_the_memory_of_a_node_is_the_sum_of_its_ranks",
+    ),
+    Mutation(
+        "recipes/core/report/trackers.py",
+        'row["step"] < status.get("step", 0)',
+        'row["step"] <= status.get("step", 0)',
+        "a row whose evaluation was postponed is exported without its results, and never again",
+        "tests/unit/report/test_trackers.py",
+    ),
+    Mutation(
         "recipes/core/train/loop.py",
         "({}, reason) if cut_short else",
         "({}, reason) if False else",

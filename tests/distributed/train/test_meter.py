@@ -45,6 +45,16 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     assert "gpu_energy_kj" not in told  # no GPU: unknown
 
 
+def test_the_memory_of_a_node_is_the_sum_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes with different numbers of ranks, and ranks that use different amounts."""
+    measured = meter.Meter(SimpleNamespace(now=lambda: 0.0), torch.device("cpu"))  # type: ignore[arg-type]
+    ranks = [meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0) for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9)]
+    world: Any = SimpleNamespace(
+        gather=lambda own: ranks, hosts=("a", "a", "a", "b"), pulse=SimpleNamespace(beat=lambda stage: None)
+    )
+    assert measured.of_ranks(world)["memory_gb"] == 7.0
+
+
 def test_arithmetic_of_a_known_network() -> None:
     net = torchvision.models.resnet50().eval()
     count = meter.Flops(net)

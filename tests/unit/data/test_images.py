@@ -143,6 +143,17 @@ def test_opencvs_pixels_are_close_to_torchvisions(folder: Path) -> None:
     assert cv2.getNumThreads() == 1  # the loader has its own processes
 
 
+def test_opencv_keeps_the_sides_of_an_image_that_is_not_square(folder: Path) -> None:
+    pytest.importorskip("cv2")
+    pytest.importorskip("simplejpeg")
+    pixels = np.zeros((40, 20, 3), np.uint8)
+    for name in ("torchvision", "opencv"):
+        assert decode.make_decoder(name).resize(pixels, 80, 30).shape == (80, 30, 3)
+    source = open_images(folder, "val")
+    ours, fast = (next(centres(source, 32, 48, decoder)) for decoder in ("torchvision", "opencv"))
+    assert (ours.int() - fast.int()).abs().float().mean() < 6
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_exif_orientation_is_applied_as_by_pillow(decoder: str, orientation: int) -> None:
     exif = Image.Exif()

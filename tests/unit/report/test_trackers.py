@@ -15,6 +15,7 @@ import pytest
 from recipes import export
 from recipes.core import files
 from recipes.core.errors import InputError
+from recipes.core.report import trackers
 from recipes.core.run import directory, rows
 from tests import helpers
 
@@ -191,6 +192,15 @@ def test_rows_that_were_replaced_are_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", 1, 4, 12)
     with pytest.raises(InputError, match=r"tensorboard has rows that a resume replaced: remove exported\.json to"):
         export.main([str(tmp_path), "to=tensorboard"])
+
+
+def test_a_row_whose_evaluation_was_postponed_is_held_back(tmp_path: Path) -> None:
+    """A stop at the end of an epoch postpones the evaluation. The resumed run writes the row again, with its results."""
+    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
+    train(tmp_path / "run", 0, 0, 6)
+    line = trackers.export(tmp_path / "run", "tensorboard", "")
+    assert "run: 5 rows to " in line
+    assert line.endswith("; 1 rows are held back: a resume may replace them")
 
 
 def test_the_error_of_a_library_is_one_line(tmp_path: Path) -> None:
