@@ -84,7 +84,9 @@ def mixed(cfg: Config, x: Tensor, labels: Tensor, classes: int, epoch: int, batc
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    parts = labelled.open_parts(cfg.dataset, cfg.data_dir, cfg.labels, cfg.multi_label, cfg.val_fraction, cfg.seed)
+    parts = labelled.open_parts(
+        cfg.dataset, cfg.data_dir, cfg.labels, cfg.multi_label, cfg.val_fraction, cfg.seed, run.say
+    )
     train_set, val_set = (Pictures(*part, how) for part, how in zip(parts, transforms(cfg), strict=True))
     classes = train_set.source.classes
     run.say(f"{len(train_set):,} training images and {len(val_set):,} validation images in {len(classes)} classes")

@@ -270,7 +270,7 @@ def prepare_finetune(keys: FinetuneKeys) -> tuple[str, Path]:
     """Decodes every image of data_dir once, and fetches the weights. Raises InputError, which names images that cannot be read."""
     from recipes.core.data import labelled
 
-    parts = labelled.open_parts("images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0)
+    parts = labelled.open_parts("images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0, _say)
     faults = count = 0
     for source, positions in parts:
         pictures = labelled.Pictures(source, positions, lambda image: None)

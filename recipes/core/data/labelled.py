@@ -22,6 +22,17 @@ from recipes.core.errors import InputError
 SPLIT = 2  # the stream of `sampling.generator` that divides a set without a validation part
 SEPARATOR = ";"  # between the labels of one image
 FAKE = 60, 3  # samples and classes of dataset=fake
+SHOWN = 5  # classes in a line
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+    "testing": "test",
+}
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -92,11 +103,19 @@ class Pictures(Dataset[Any]):
 Part = tuple[Listing | Table | Fake, Sequence[int]]
 
 
-def open_parts(dataset: str, data_dir: str, table: str, several: bool, fraction: float, seed: int) -> tuple[Part, Part]:
+def open_parts(
+    dataset: str,
+    data_dir: str,
+    table: str,
+    several: bool,
+    fraction: float,
+    seed: int,
+    say: Say = lambda line: None,
+) -> tuple[Part, Part]:
     """Training and validation set, each with the positions of its images.
 
     table: a CSV, or "" for class folders. If these or the CSV have no validation part, the share ``fraction`` of the images is for
-    validation, drawn from ``seed``. Raises InputError (one line: file, fault, fix).
+    validation, drawn from ``seed``. say: gets lines about how the folders are read. Raises InputError (one line: file, fault, fix).
     """
     if dataset == "fake":
         return _divided(Fake(*FAKE), fraction, seed)
@@ -104,14 +123,66 @@ def open_parts(dataset: str, data_dir: str, table: str, several: bool, fraction:
     if not datasets.kind(folder):
         raise InputError(f"data_dir={str(folder)!r} does not exist: give the folder of your images")
     if table:
-        return _of_table(read_table(Path(table).expanduser(), folder, several), fraction, seed)
-    if datasets.kind(folder / "train"):
-        train = classfolder.scan(folder / "train")
-        if not datasets.kind(folder / "val"):
-            return _divided(train, fraction, seed)
-        val = classfolder.scan(folder / "val", train.classes)
-        return (train, range(len(train))), (val, range(len(val)))
-    return _divided(classfolder.scan(folder), fraction, seed)
+        rows = read_table(Path(table).expanduser(), folder, several)
+        _check_classes(rows, say)
+        return _of_table(rows, fraction, seed)
+
+    split_folders = _split_folders(folder, say)
+    train = classfolder.scan(split_folders.get("train", folder))
+    _check_classes(train, say)
+    if "val" not in split_folders:
+        return _divided(train, fraction, seed)
+    val = classfolder.scan(split_folders["val"], train.classes)
+    return (train, range(len(train))), (val, range(len(val)))
+
+
+def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
+    """The folders for training and validation, in any usual spelling. Without them, the folders are classes."""
+    names = classfolder.class_names(folder)
+    splits = dict[str, str]()
+    for name in names:
+        split = SPLITS.get(name.lower(), "")
+        if split and splits.setdefault(split, name) != name:
+            both = f"the folders {splits[split]!r} and {name!r} for the same split"
+            raise InputError(f"{str(folder)!r} has {both}: remove or rename one")
+    if not splits:
+        shown = ", ".join(map(repr, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")
+        say(f"{str(folder)!r}: its {len(names)} folders are the classes: {shown}")
+        return {}
+    if "train" not in splits:
+        fix = "add train/<class>/; if it is a class, give a CSV with labels="
+        raise InputError(f"{str(folder)!r} has the folder {min(splits.values())!r} without a folder train: {fix}")
+
+    unread = sorted({*names} - {splits["train"], splits.get("val")})
+    warning = "" if all(split == name for split, name in splits.items()) else "warning: "
+    val = repr(splits["val"]) if "val" in splits else "a part of it"
+    rest = f"; not read: {', '.join(map(repr, unread))}" if unread else ""
+    say(f"{warning}{str(folder)!r}: training reads {splits['train']!r}, validation {val}{rest}")
+    return {split: folder / name for split, name in splits.items()}
+
+
+def _check_classes(source: Listing | Table, say: Say) -> None:
+    """Raises InputError for a single class, and warns of classes whose names differ only in spelling."""
+    if len(source.classes) == 1 and not (isinstance(source, Table) and source.several):
+        fix = "give images of at least two classes"
+        inner = Path(source.place, source.classes[0])
+        if isinstance(source, Listing) and any(entry.is_dir() for entry in inner.iterdir()):
+            fix = f"if the classes are the folders in it, give data_dir={str(inner)!r}"
+        raise InputError(f"{source.place!r} has only the class {source.classes[0]!r}: {fix}")
+
+    first_of = dict[str | float, str]()
+    for name in source.classes:
+        other = first_of.setdefault(_spelling(name), name)
+        if other != name:
+            say(f"warning: {source.place!r}: {other!r} and {name!r} are read as two classes")
+
+
+def _spelling(name: str) -> str | float:
+    """Equal for names that differ only in case, or as 1 and 1.0."""
+    try:
+        return float(name)
+    except ValueError:
+        return name.casefold()
 
 
 def read_table(path: Path, folder: Path, several: bool) -> Table:

@@ -1,5 +1,6 @@
 """One's own images: class folders and CSV files, their division into training and validation, and what is refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def opened(folder: Path, table: str = "", several: bool = False, fraction: float
     return open_parts("images", str(folder), table, several, fraction, seed)
 
 
+def said(folder: Path, table: str = "") -> tuple[Any, list[str]]:
+    """The two parts, and the lines about how the data is read."""
+    lines = list[str]()
+    return open_parts("images", str(folder), table, False, 0.2, 0, lines.append), lines
+
+
+def images(folder: Path, *names: str) -> Path:
+    for name in names:
+        image(folder / name)
+    return folder
+
+
 def test_a_share_of_each_class_is_for_validation(folder: Path) -> None:
     (source, train), (_, val) = opened(folder)
     assert sorted([*train, *val]) == list(range(16))
@@ -49,6 +62,65 @@ def test_train_and_val_folders_are_taken_as_they_are(folder: Path) -> None:
     image(folder / "val/z/1.png")
     with pytest.raises(InputError, match="has the class 'z', which the training set lacks"):
         opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "expected"),
+    [
+        ("train", "val", "training reads 'train', validation 'val'"),
+        ("Train", "Val", "warning: .* training reads 'Train', validation 'Val'"),
+        ("TRAINING", "valid", "warning: .* training reads 'TRAINING', validation 'valid'"),
+        ("train", "Validation", "warning: .* training reads 'train', validation 'Validation'"),
+        ("train", "test", "training reads 'train', validation a part of it; not read: 'test'"),
+    ],
+)
+def test_split_folders_are_known_in_any_spelling(tmp_path: Path, train: str, val: str, expected: str) -> None:
+    images(tmp_path, *(f"{train}/{name}/{i}.png" for name in "ab" for i in range(4)), f"{val}/b/9.png")
+    ((source, positions), (val_source, val_positions)), [line] = said(tmp_path)
+    assert re.search(expected, line)
+    assert source.classes == ("a", "b")
+    counts = (6, 2) if val == "test" else (8, 1)
+    assert (len(positions), len(val_positions)) == counts
+    assert val_source.label(val_positions[-1]) == 1
+
+
+def test_class_folders_are_named_in_the_first_line(folder: Path) -> None:
+    assert said(folder)[1] == [f"{str(folder)!r}: its 3 folders are the classes: 'a', 'b', 'c'"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("train/a/1.png", "Training/a/2.png"), "'Training' and 'train' for the same split: remove or rename one"),
+        (("train/a/1.png", "val/a/2.png", "valid/a/2.png"), "'val' and 'valid' for the same split"),
+        (
+            ("test/1.png", "drive/1.png"),
+            "the folder 'test' without a folder train: add train/<class>/; if it is a class",
+        ),
+        (("Val/a/1.png", "Test/a/1.png"), "the folder 'Test' without a folder train"),
+        (
+            ("PetImages/Cat/1.png", "PetImages/Dog/1.png"),
+            "only the class 'PetImages': .*, give data_dir='.*/PetImages'",
+        ),
+        (("train/all/a/1.png", "val/all/a/1.png"), "only the class 'all': .*, give data_dir='.*/train/all'"),
+        (("archive/train/a/1.png", "archive/val/a/1.png"), "only the class 'archive': .*, give data_dir='.*/archive'"),
+        (("cat/1.png", "cat/2.png"), "only the class 'cat': give images of at least two classes"),
+    ],
+)
+def test_ambiguous_folders_are_refused(tmp_path: Path, names: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(InputError, match=expected) as caught:
+        opened(images(tmp_path, *names))
+    assert "\n" not in str(caught.value)
+
+
+def test_classes_that_differ_only_in_spelling_are_named(tmp_path: Path) -> None:
+    _, lines = said(images(tmp_path, *(f"{name}/{i}.png" for name in ("Cat", "cat", "dog") for i in range(2))))
+    assert lines[1:] == [f"warning: {str(tmp_path)!r}: 'Cat' and 'cat' are read as two classes"]
+    table = write(tmp_path, "file,label", "Cat/0.png,1", "Cat/1.png,1.0", "cat/0.png,01", "cat/1.png,2", "dog/0.png,2")
+    lines = said(tmp_path, table)[1]
+    assert [line.partition("csv': ")[2] for line in lines] == [
+        f"'01' and {name!r} are read as two classes" for name in ("1", "1.0")
+    ]
 
 
 def write(folder: Path, *lines: str) -> str:
@@ -80,7 +152,8 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
         (("file,label", "a/0.png,dog;cat"), False, "line 2: label 'dog;cat' must be one class: give one, or multi_label=true"),
         (("file,label", "a/0.png,"), False, "line 2: label '' must be one class"),
         (("file,label,split", "a/0.png,dog,test"), True, "line 2: split 'test' must be train or val"),
-        (("file, label, split", "a/0.png, dog, train"), False, "no row has split val: add such rows, or remove the column"),
+        (("file, label, split", "a/0.png, dog, train", "a/1.png, cat, train"), False, "no row has split val: add such rows, or remove the column"),
+        (("file,label", "a/0.png,dog", "a/1.png,dog"), False, "has only the class 'dog': give images of at least two"),
         (("file,label", f"{'x' * 300}.png,dog"), False, "line 2: .* does not exist"),
         (("image,class", "a/0.png,dog"), False, "must have a first line with the columns file,label"),
         (("file,label,split", "a/0.png,dog,train", "a/1.png,cat,val"), False,
@@ -88,7 +161,7 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_faulty_table_is_refused_by_line(folder: Path, lines: tuple[str, ...], several: bool, expected: str) -> None:
-    with pytest.raises(InputError, match=rf"^labels='.*labels.csv': (line|must|no row|{expected}).*") as caught:
+    with pytest.raises(InputError, match=r"^(labels=)?'.*labels.csv'") as caught:
         opened(folder, write(folder, *lines), several)
     assert caught.match(expected)
 
@@ -98,7 +171,7 @@ def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:
         opened(tmp_path / "none")
     with pytest.raises(InputError, match=r"labels='.*none.csv': cannot be read"):
         read_table(tmp_path / "none.csv", tmp_path, False)
-    image(tmp_path / "a/1.png")
+    images(tmp_path, "a/1.png", "b/1.png")
     with pytest.raises(InputError, match="too few images for a validation set"):
         opened(tmp_path)
 
