@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ def images(word: str) -> list[Path]:
     """The image that is named, or those in the folder that is named, in the order of their names. Raises InputError."""
     if not Path(word).is_dir():
         return [Path(word)]
-    if found := sorted(classfolder.images(os.fsencode(Path(word)))):
-        return [Path(word, os.fsdecode(name)) for name in found]
+    others = list[bytes]()
+    names = sorted(classfolder.images(os.fsencode(Path(word)), set(), others))
+    classfolder.say_left_out(word, others, partial(print, file=sys.stderr))
+    if names:
+        return [Path(word, os.fsdecode(name)) for name in names]
     raise InputError(f"{word!r}: has no images: give files, or a folder that has some")
 
 

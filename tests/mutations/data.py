@@ -61,10 +61,17 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/classfolder.py",
-        "for name in sorted(folders))",
-        "for name in folders)",
+        "sorted(name for name in folders if not _is_hidden(name))",
+        "(name for name in folders if not _is_hidden(name))",
         "the labels depend on the order in which the file system lists folders",
         "tests/unit/data/test_classfolder.py",
+    ),
+    Mutation(
+        "recipes/core/data/classfolder.py",
+        "(real in seen or os.path.commonpath([top, real]) == real)",
+        "(real in seen)",
+        "a link to the folder above a class gives images of other classes this class",
+        "tests/unit/data/test_classfolder.py::test_a_linked_folder_is_read_once",
     ),
     Mutation(
         "recipes/core/data/classfolder.py",

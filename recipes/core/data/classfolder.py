@@ -1,8 +1,12 @@
-"""Lists class folders, ``FOLDER/<class>/*.jpg``, compactly: 1.28 M files take about 45 MB. Standard library only."""
+"""Lists class folders, ``FOLDER/<class>/*.jpg``, compactly: 1.28 M files take about 45 MB. Standard library only.
+
+`walk` and `say_left_out` also serve folders of text.
+"""
 
 import hashlib
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +14,8 @@ from recipes.core.errors import InputError
 
 # torchvision's IMG_EXTENSIONS (datasets/folder.py), and other common endings of the same formats.
 ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gif".split())
+HIDDEN = (b"@eaDir", b"#recycle", b"__MACOSX", b"lost+found")  # made by file servers and archives
+COMPRESSED = (b".gz", b".bz2", b".xz", b".zst")
 
 
 class Listing:
@@ -56,19 +62,24 @@ class Listing:
 
 def class_names(folder: Path) -> tuple[str, ...]:
     """The classes of ``folder``: its folders that are not hidden, sorted as bytes. Raises InputError if there is none."""
-    _, folders, _ = next(_walk(os.fsencode(folder)))
+    _, folders, _ = next(walk(os.fsencode(folder)))
     if not folders:
         raise InputError(f"{str(folder)!r} has no class folders: put the images of each class into a folder <class>/")
-    return tuple(os.fsdecode(name) for name in sorted(folders))
+    return tuple(map(os.fsdecode, folders))
 
 
 def scan(
-    folder: Path, classes: Sequence[str] | None = None, report: Callable[[object], None] = lambda done: None
+    folder: Path,
+    classes: Sequence[str] | None = None,
+    report: Callable[[object], None] = lambda done: None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> Listing:
     """Lists ``folder``. Folders below a class belong to it; hidden files and folders are skipped; links are followed.
 
+    A folder that is reached twice is read once, and never as a part of another class.
+
     classes: labels are positions in these (for a validation set, the training set's); default: the folder's own.
-    report: called with the number of classes done, at each class.
+    report: called with the number of classes done, at each class. say: gets a line if files are left out.
     Raises InputError (one line) when there is no folder or class, a class without an image, or one not in ``classes``.
     """
     own = class_names(folder)
@@ -78,32 +89,67 @@ def scan(
         fix = "add it there, or remove it here"
         raise InputError(f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: {fix}")
     listing = Listing(folder, known)
+    _, _, others = next(walk(os.fsencode(folder)))
+    places = [os.path.join(os.fsencode(folder), os.fsencode(name)) for name in own]
+    seen = set(map(os.path.realpath, places))
+    if len(seen) < len(own):
+        raise InputError(f"{str(folder)!r} has two links to the same class folder: remove one")
     for done, name in enumerate(own):
         report(done)
-        files = sorted(images(os.path.join(os.fsencode(folder), os.fsencode(name))))
+        files = sorted(images(places[done], seen, others))
         if not files:
             raise InputError(f"{str(folder)!r} has no image in the class folder {name!r}: fill or remove it")
         for file in files:
             listing.add(positions[name], file)
+    say_left_out(listing.place, others, say)
     return listing
 
 
-def images(folder: bytes) -> Iterator[bytes]:
-    """Paths, relative to ``folder``, of the images in it and below."""
-    for place, _, files in _walk(folder):
+def images(folder: bytes, seen: set[bytes], others: list[bytes]) -> Iterator[bytes]:
+    """Paths, relative to ``folder``, of the images in it and below. Adds the names of other files to ``others``."""
+    for place, _, files in walk(folder, seen):
         below = place[len(folder) + 1 :]
         for name in files:
             if name.lower().endswith(ENDINGS):
                 yield os.path.join(below, name)
+            else:
+                others.append(name)
 
 
-def _walk(folder: bytes) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
-    """As `os.walk`, through links, without hidden files and folders. Raises InputError if a folder cannot be read."""
+def say_left_out(place: str, names: Sequence[bytes], say: Callable[[str], object]) -> None:
+    """Says the number of files of each ending, such as .heic or .txt.gz, in one line, unless there are none."""
+    endings = list[str]()
+    for name in names:
+        stem, ending = os.path.splitext(name.lower())
+        if ending in COMPRESSED:
+            ending = os.path.splitext(stem)[1] + ending
+        endings.append(os.fsdecode(ending) or "without an ending")
+    counts = Counter(sorted(endings)).most_common()
+    if names:
+        say(f"{place!r}: left out: {', '.join(f'{count} {ending}' for ending, count in counts)}")
+
+
+def walk(folder: bytes, seen: set[bytes] | None = None) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+    """As `os.walk`, through links, without hidden files and folders. Raises InputError if a folder cannot be read.
+
+    Links to a folder that contains ``folder``, or to one in ``seen``, are not followed. Adds the folders to ``seen``.
+    """
+    seen = set() if seen is None else seen
+    top = os.path.realpath(folder)
 
     def refuse(error: OSError) -> None:
         fix = "make it readable, or give another folder"
         raise InputError(f"{os.fsdecode(error.filename)!r} cannot be read ({error.strerror}): {fix}") from None
 
     for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(b".")]
-        yield place, folders, [name for name in files if not name.startswith(b".")]
+        real = os.path.realpath(place)
+        if place != folder and (real in seen or os.path.commonpath([top, real]) == real):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+        yield place, folders, [name for name in files if not _is_hidden(name)]
+
+
+def _is_hidden(name: bytes) -> bool:
+    return name.startswith(b".") or name in HIDDEN

@@ -128,11 +128,11 @@ def open_parts(
         return _of_table(rows, fraction, seed)
 
     split_folders = _split_folders(folder, say)
-    train = classfolder.scan(split_folders.get("train", folder))
+    train = classfolder.scan(split_folders.get("train", folder), say=say)
     _check_classes(train, say)
     if "val" not in split_folders:
         return _divided(train, fraction, seed)
-    val = classfolder.scan(split_folders["val"], train.classes)
+    val = classfolder.scan(split_folders["val"], train.classes, say=say)
     return (train, range(len(train))), (val, range(len(val)))
 
 

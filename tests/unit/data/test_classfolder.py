@@ -22,8 +22,41 @@ def names(listing: classfolder.Listing) -> list[str]:
 
 def test_a_listing_has_nested_images_and_no_other_or_hidden_files(tmp_path: Path) -> None:
     there = "a/1.jpg a/notes.txt a/._1.jpg a/.hidden/2.jpg a/more/deep/3.JPG .git/4.jpg list.txt a/folder.jpg/5.png"
-    make(tmp_path, *there.split())
+    hidden = "@eaDir/a/1.jpg a/@eaDir/1.jpg __MACOSX/1.jpg a/.ipynb_checkpoints/1.jpg a/#recycle/1.jpg"
+    make(tmp_path, *there.split(), *hidden.split())
     assert names(classfolder.scan(tmp_path)) == ["a/1.jpg", "a/folder.jpg/5.png", "a/more/deep/3.JPG"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ("a/1.heic a/2.HEIC b/3.avif 4.csv", "2 .heic, 1 .avif, 1 .csv"),
+        ("a/1.txt.gz a/v1.2.txt.gz b/c/README b/.DS_Store", "2 .txt.gz, 1 without an ending"),
+        ("a/.hidden b/@eaDir/1.heic", ""),
+    ],
+)
+def test_files_that_are_left_out_are_counted_by_ending(tmp_path: Path, files: str, expected: str) -> None:
+    lines = list[str]()
+    classfolder.scan(make(tmp_path, "a/1.jpg", "b/1.jpg", *files.split()), say=lines.append)
+    assert lines == ([f"{str(tmp_path)!r}: left out: {expected}"] if expected else [])
+
+
+@pytest.mark.parametrize("target", [".", "..", "sub", "../dog", "../..", "../dog/sub"])
+def test_a_linked_folder_is_read_once(tmp_path: Path, target: str) -> None:
+    make(tmp_path / "set", "cat/1.jpg", "cat/sub/2.jpg", "dog/3.jpg", "dog/more/4.jpg", "dog/sub/5.jpg")
+    make(tmp_path, "other/6.jpg")
+    (tmp_path / "set/cat/sub/z").symlink_to(f"../{target}")
+    listing = classfolder.scan(tmp_path / "set")
+    assert len(listing) == 5
+    of_dog = [listing.read(i) for i in range(5) if listing.label(i) == 1]
+    assert len(of_dog) == (2 if target == "../dog/sub" else 3)
+
+
+def test_two_names_of_a_class_folder_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, "cat/1.jpg", "dog/2.jpg")
+    (tmp_path / "kitten").symlink_to("cat")
+    with pytest.raises(InputError, match="two links to the same class folder: remove one"):
+        classfolder.scan(tmp_path)
 
 
 def test_file_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
@@ -80,9 +113,9 @@ def test_an_unreadable_class(reachable: Path) -> None:
 
 def test_a_listing_with_links_equals_torchvisions_image_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
-    root, store = tmp_path / "root", make(tmp_path / "store", "1.jpg", "sub/2.jpg")
+    root, store = tmp_path / "root", make(tmp_path / "store", "1.jpg", "a/sub/2.jpg", "d/2.jpg", "d/sub/3.jpg")
     make(root, "b/2.jpg", "b/1.png", "a/x/9.JPEG", "a/0.jpeg", "c/q.txt", "c/z.bmp")
-    for link, of in (("a/one.jpg", "1.jpg"), ("a/sub", "sub"), ("d", "")):
+    for link, of in (("a/one.jpg", "1.jpg"), ("a/sub", "a"), ("d", "d")):
         (root / link).symlink_to(store / of)
     theirs = datasets.ImageFolder(str(root))
     told: list[object] = []

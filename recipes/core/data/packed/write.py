@@ -43,8 +43,9 @@ def pack(
         _check_target(target)
         if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
             raise InputError(f"source={str(source)!r}: must have train/<class>/*.JPEG and val/<class>/*.JPEG")
-        train = classfolder.scan(source / "train")
-        listings = {"train": train, "val": classfolder.scan(source / "val", train.classes)}
+        train = classfolder.scan(source / "train", say=say)
+        val = classfolder.scan(source / "val", train.classes, say=say)
+        listings = {"train": train, "val": val}
         target.mkdir(parents=True, exist_ok=True)
         with files.locked(target / "packing.lock"):
             files.remove_temporary(target)  # of an interrupted packing, as are these
