@@ -80,8 +80,8 @@ def upright(image: "Image.Image") -> "Image.Image":
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """The image in RGB. Raises Unreadable for 16-bit values, which Pillow's conversion would clip at 255."""
-    if image.mode.startswith("I"):
+    """The image in RGB. Raises Unreadable for 16-bit and float values, which Pillow's conversion would clip at 0 and 255."""
+    if image.mode.startswith(("I", "F")):
         raise Unreadable("has more than 8 bits per value")
     return image if image.mode == "RGB" else image.convert("RGB")
 

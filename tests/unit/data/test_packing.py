@@ -158,6 +158,8 @@ BAD = {
     "truncated": (GOOD[: len(GOOD) // 2], "is damaged (OSError: image file is truncated"),
     "truncated png": (encoded(SMALL, "PNG")[:-60], "is damaged"),
     "16 bits": (encoded(GREY16, "PNG"), "has more than 8 bits per value"),
+    "float": (encoded(GREY16.convert("F"), "TIFF"), "has more than 8 bits per value"),
+    "32 bits": (encoded(GREY16.convert("I"), "TIFF"), "has more than 8 bits per value"),
     "bomb": (bomb(), "has more than 178 million pixels"),
     "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: its longer side is too long"),
 }
