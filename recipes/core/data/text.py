@@ -21,12 +21,13 @@ from typing import IO, Any
 import numpy as np
 
 from recipes.core import errors, files
-from recipes.core.data import datasets
+from recipes.core.data import classfolder, datasets
 from recipes.core.errors import InputError, MachineError
 from recipes.core.place import processes
 
 VERSION = {"format": "text", "version": 1}
 SHARD_BYTES = 1 << 27  # of source; a larger file is one shard
+ENDINGS = (".txt", ".jsonl", ".parquet")  # in any case
 END_OF_TEXT = "<|endoftext|>"  # may separate the documents of a .txt file
 MOST_VALIDATION = 2**20  # tokens
 Tokens = np.ndarray[Any, np.dtype[Any]]
@@ -110,7 +111,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
     """
     _, vocabulary, end = open_tokenizer(tokenizer)
     dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
-    tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(_groups(source))]
+    tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(_groups(source, say))]
     count, shards = min(workers or len(os.sched_getaffinity(0)), len(tasks)), []
     with files.writing_to(folder, "data_dir"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,11 +137,21 @@ def _start(parent: int) -> None:
     processes.die_with(parent)()
 
 
-def _groups(source: str) -> list[list[Path]]:
+def _groups(source: str, say: Callable[[str], None]) -> list[list[Path]]:
     """The files of each shard, in the order of their names."""
     root = Path(source).expanduser()
-    found = root.rglob("*") if root.is_dir() else map(Path, glob.glob(str(root)))
-    paths = sorted(path.absolute() for path in found if path.suffix in (".txt", ".jsonl", ".parquet"))
+    files_of_source = list[Path]()
+    seen = set[bytes]()
+    for path in [root] if root.is_dir() else map(Path, sorted(glob.glob(str(root)))):
+        if path.is_dir():  # also Spark's folder of part files, NAME.parquet/
+            for place, _, names in classfolder.walk(os.fsencode(path), seen):
+                files_of_source += [Path(os.fsdecode(os.path.join(place, name))) for name in names]
+        else:
+            files_of_source.append(path)
+
+    paths = sorted(path.absolute() for path in files_of_source if path.suffix.lower() in ENDINGS)
+    others = [os.fsencode(path.name) for path in files_of_source if path.suffix.lower() not in ENDINGS]
+    classfolder.say_left_out(source, others, say)
     if not paths:
         raise InputError(f"source={source!r} has no .txt, .jsonl or .parquet: give a folder, a file or a pattern")
     ends = itertools.accumulate(path.stat().st_size for path in paths)
@@ -190,21 +201,33 @@ def _documents(path: Path) -> Iterator[str]:
     """The documents of a file: a line of .jsonl or a row of .parquet is one. Raises InputError."""
     number = 0
     try:
-        if path.suffix == ".txt":
-            yield from filter(str.strip, path.read_bytes().decode().split(END_OF_TEXT))
-        elif path.suffix == ".jsonl":
-            with open(path, encoding="utf-8") as file:
+        if path.suffix.lower() == ".txt":
+            yield from filter(str.strip, _string(path.read_bytes()).split(END_OF_TEXT))
+        elif path.suffix.lower() == ".jsonl":
+            with open(path, encoding="utf-8-sig") as file:
                 for number, line in enumerate(file, 1):  # noqa: B007 (in the message)
                     if line.strip():
-                        yield json.loads(line)["text"].encode(errors="replace").decode()
+                        yield _string(json.loads(line)["text"])
         else:
             from pyarrow import parquet
 
             for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
-                yield from filter(None, batch["text"].to_pylist())
+                values = (value for value in batch["text"].to_pylist() if value is not None)
+                yield from filter(None, map(_string, values))
     except ModuleNotFoundError:
         raise InputError(f"{str(path)!r}: needs pyarrow: pip install '.[text]'") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "give UTF-8 text; each line of a .jsonl and each row of a .parquet must have a string in the field text"
         line = f", line {number}" if number else ""
         raise InputError(f"{str(path)!r}{line}: {errors.one_line(error, 120)}: {fix}") from None
+
+
+def _string(value: Any) -> str:
+    """A document that can be encoded. Raises ValueError and TypeError."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8-sig")
+        if "\0" in value:
+            raise ValueError("it has zero bytes, as UTF-16 has")
+    if not isinstance(value, str):
+        raise TypeError(f"text is of the type {type(value).__name__}")
+    return value.encode(errors="replace").decode()

@@ -24,6 +24,7 @@ from recipes.core.launch import checks
 from recipes.core.run import command_line
 from tests import helpers
 from tests.helpers import ROOT
+from tests.unit.data import common as data_common
 
 END = 256
 Prepare = Callable[..., tuple[int, str]]
@@ -49,6 +50,13 @@ def put(folder: Path, **contents: str) -> None:
         path = folder / "source" / name.replace("_", ".")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
+
+
+def of_parquet(monkeypatch: pytest.MonkeyPatch, *values: object) -> None:
+    """pyarrow, whose files have these values in the column text."""
+    batches = [{"text": SimpleNamespace(to_pylist=lambda: list(values))}]
+    parquet = SimpleNamespace(ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda columns: batches))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
 
 
 def ids(*documents: str) -> list[int]:
@@ -81,9 +89,7 @@ def test_other_libraries_tokenizers_and_formats(tmp_path: Path, run: Prepare, mo
         encode_ordinary=lambda document: [int(word[1:]) for word in document.split()],
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": gpt2}.__getitem__))
-    batches = [{"text": SimpleNamespace(to_pylist=lambda: ["w1 w65536", None])}]
-    parquet = SimpleNamespace(ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda columns: batches))
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    of_parquet(monkeypatch, "w1 w65536", None)
     put(tmp_path, a_parquet="", b_txt="w69998 w0")
     assert run("tokenizer=gpt2")[0] == 0
     data = text.open_text(str(tmp_path / "data"))
@@ -100,8 +106,10 @@ def test_other_libraries_tokenizers_and_formats(tmp_path: Path, run: Prepare, mo
         ({"a_md": "x"}, (), r"source='.*/source' has no \.txt"),
         ({"a_jsonl": '{"text": "x"}\n{"text'}, (), r"a\.jsonl', line 2: JSONDecodeError.*: give UTF-8 text"),
         ({"a_jsonl": '{"body": "x"}'}, (), r"a\.jsonl', line 1: KeyError"),
-        ({"a_jsonl": '{"text": 1}'}, (), r"a\.jsonl', line 1: AttributeError"),
+        ({"a_jsonl": '{"text": 1}'}, (), r"a\.jsonl', line 1: TypeError: text is of the type int: give UTF-8 text"),
         ({"a_txt": "\udcff"}, (), r"a\.txt': UnicodeDecodeError"),
+        ({"a_txt": "x\0y\0"}, (), r"a\.txt': ValueError: it has zero bytes, as UTF-16 has: give UTF-8 text"),
+        ({"a_jsonl": "{\0}\0"}, (), r"a\.jsonl', line 1: JSONDecodeError.*: give UTF-8 text"),
         ({"a_parquet": "x"}, (), r"a\.parquet': needs pyarrow: pip install '\.\[text\]'"),
         ({"a_txt": "x"}, ("tokenizer=gpt2",), r"tokenizer=gpt2: .*tiktoken.*: pip install '\.\[text\]'"),
         ({"a_txt": "x"}, ("tokenizer=gpt3",), "tokenizer=gpt3: must be one of bytes, gpt2"),
@@ -121,6 +129,66 @@ def test_bad_input_is_one_line(
     status, line = run(*words)
     assert status == 2
     assert re.search(expected, line)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (b"caf\xc3\xa9", ids("café")),
+        (b"\xef\xbb\xbfx", ids("x")),
+        ("\ud800", ids("?")),
+        (7, "TypeError: text is of the type int"),
+        (["a"], "TypeError: text is of the type list"),
+        (0, "TypeError: text is of the type int"),
+        (b"\xff", "UnicodeDecodeError"),
+        (b"x\0", "ValueError: it has zero bytes"),
+    ],
+)
+def test_a_column_has_strings_or_bytes(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch, value: object, expected: list[int] | str
+) -> None:
+    of_parquet(monkeypatch, None, value, "")
+    put(tmp_path, a_parquet="")
+    status, line = run()
+    if isinstance(expected, str):
+        assert (status, expected in line) == (2, True), line
+    else:
+        assert (status, all_tokens(text.open_text(str(tmp_path / "data")))) == (0, expected)
+
+
+def test_which_files_of_a_folder_are_read(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_parquet(monkeypatch, "row")
+    for name in ("a.txt", "B.TXT", "c.JSONL", "corpus.parquet/part-0.parquet", "more/d.txt"):
+        data_common.put(tmp_path / "source" / name, b'{"text": "j"}' if "JSON" in name else name[:1].encode())
+    for name in ("._a.txt", ".ipynb_checkpoints/a.txt", "@eaDir/a.txt", "corpus.parquet/.part-0.parquet.crc"):
+        data_common.put(tmp_path / "source" / name, b"\xff")
+    for name in ("e.md", "f.json", "g.jsonl.gz", "h.md", "corpus.parquet/_SUCCESS"):
+        data_common.put(tmp_path / "source" / name)
+    data_common.put(tmp_path / "elsewhere/l.txt", b"l")
+    for name, target in (("link", "../elsewhere"), ("self", "."), ("up", ".."), ("again", "more")):
+        (tmp_path / "source" / name).symlink_to(target)
+    status, out = run()
+    assert (status, out.splitlines()[0]) == (
+        0, f"'{tmp_path}/source': left out: 2 .md, 1 .json, 1 .jsonl.gz, 1 without an ending"
+    )  # fmt: skip
+    documents = text.open_text(str(tmp_path / "data")).decode(all_tokens(text.open_text(str(tmp_path / "data"))))
+    assert sorted(documents.replace("row", "r")) == sorted("aBjrml")
+
+
+def test_a_pattern_may_name_folders_of_part_files(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_parquet(monkeypatch, "row")
+    for name in ("a.parquet/part-0.parquet", "b.parquet/part-0.parquet", "c.txt"):
+        data_common.put(tmp_path / "source" / name)
+    assert run(f"source={tmp_path}/source/*.parquet")[0] == 0
+    assert all_tokens(text.open_text(str(tmp_path / "data"))) == ids("row", "row")
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path, run: Prepare) -> None:
+    put(tmp_path, a_txt="\ufeffone", b_jsonl='\ufeff{"text": "two"}')
+    assert run()[0] == 0
+    assert all_tokens(text.open_text(str(tmp_path / "data"))) == ids("one", "two")
 
 
 def six_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
