@@ -23,6 +23,7 @@ SPLIT = 2  # the stream of `sampling.generator` that divides a set without a val
 SEPARATOR = ";"  # between the labels of one image
 FAKE = 60, 3  # samples and classes of dataset=fake
 SHOWN = 5  # classes in a line
+COLUMNS = ("file", "label", "split")
 SPLITS = {
     "train": "train",
     "training": "train",
@@ -123,7 +124,7 @@ def open_parts(
     if not datasets.kind(folder):
         raise InputError(f"data_dir={str(folder)!r} does not exist: give the folder of your images")
     if table:
-        rows = read_table(Path(table).expanduser(), folder, several)
+        rows = read_table(Path(table).expanduser(), folder, several, say)
         _check_classes(rows, say)
         return _of_table(rows, fraction, seed)
 
@@ -185,16 +186,28 @@ def _spelling(name: str) -> str | float:
         return name.casefold()
 
 
-def read_table(path: Path, folder: Path, several: bool) -> Table:
-    """The rows of a CSV. Its files must exist, in ``folder``. Raises InputError with the line and the fix."""
+def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: None) -> Table:
+    """The rows of a CSV, without those of the split test. Raises InputError with the line and the fix.
+
+    The files must exist, in ``folder``. Rows of the same file must have the same labels and the same split, so that no
+    image is in both parts.
+    """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file, skipinitialspace=True))
+            reader = csv.DictReader(file, skipinitialspace=True)
+            rows = list(reader)
+            columns = reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"labels={str(path)!r}: cannot be read ({error}): give a CSV in UTF-8") from None
-    if not rows or not {"file", "label"} <= rows[0].keys():
+    if not rows or not {"file", "label"} <= {*columns}:
         raise InputError(f"labels={str(path)!r}: must have a first line with the columns file,label and rows below it")
+    if twice := [name for name in COLUMNS if columns.count(name) > 1]:
+        raise InputError(f"labels={str(path)!r}: has the column {twice[0]} twice: remove or rename one")
+    if unread := [name for name in columns if name not in COLUMNS]:
+        say(f"labels={str(path)!r}: columns that are not read: {', '.join(map(repr, unread))}")
     files, names, splits = list[str](), list[list[str]](), list[str]()
+    first_rows = dict[tuple[int, int], tuple[int, list[str], str]]()
+    left_out = 0
     for number, row in enumerate(rows, 2):
         name, label, split = (str(row.get(key) or "").strip() for key in ("file", "label", "split"))
         line = f"labels={str(path)!r}: line {number}"
@@ -203,11 +216,22 @@ def read_table(path: Path, folder: Path, several: bool) -> Table:
             raise InputError(f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir=")
         if not several and (not label or SEPARATOR in label):
             raise InputError(f"{line}: label {label!r} must be one class: give one, or multi_label=true")
-        if split not in ("", "train", "val"):
-            raise InputError(f"{line}: split {split!r} must be train or val")
+        if split and split.lower() not in SPLITS:
+            raise InputError(f"{line}: split {split!r} must be train, val or test")
+        split = SPLITS.get(split.lower(), "")
+        file_id = os.stat(folder / name)
+        first = first_rows.setdefault((file_id.st_dev, file_id.st_ino), (number, labels, split))
+        if first[0] != number and not (split and first[1:] == (labels, split)):
+            fix = "keep one of the rows, or give both the same label and split"
+            raise InputError(f"{line}: {name!r} is also the file of line {first[0]}: {fix}")
+        if split == "test":
+            left_out += 1
+            continue
         files.append(name)
         names.append(labels)
         splits.append(split)
+    if left_out:
+        say(f"labels={str(path)!r}: {left_out} rows of the split test are not read")
     classes = sorted({one for of_image in names for one in of_image})
     position = {one: i for i, one in enumerate(classes)}
     labels_of = [tuple(position[one] for one in of_image) for of_image in names]

@@ -137,6 +137,17 @@ def test_a_table_gives_files_labels_and_split(folder: Path) -> None:
     assert Pictures(source, train, lambda image: image.size).counts().tolist() == [2, 1]
 
 
+def test_what_a_table_has_besides_is_named(folder: Path) -> None:
+    rows = ("a/0.png,dog,Train,7", "a/1.png,cat,TRAINING,7", "a/2.png,cat,valid,7", "a/3.png,ant,Test,7")
+    table = write(folder, "file,label,split,age", *rows, "a/0.png,dog,train,8")
+    ((source, train), (_, val)), lines = said(folder, table)
+    assert (source.classes, list(train), list(val)) == (("cat", "dog"), [0, 1, 3], [2])
+    assert [line.partition("csv': ")[2] for line in lines] == [
+        "columns that are not read: 'age'",
+        "1 rows of the split test are not read",
+    ]
+
+
 def test_an_image_may_have_several_labels(folder: Path) -> None:
     table = write(folder, "file,label", "a/0.png,dog; cat", "a/1.png,", *(f"a/{i}.png,cow" for i in range(2, 10)))
     (source, train), (_, val) = opened(folder, table, several=True)
@@ -151,7 +162,13 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
         (("file,label", "a/0.png,dog", "a/none.png,dog"), False, "line 3: '.*/a/none.png' does not exist: correct"),
         (("file,label", "a/0.png,dog;cat"), False, "line 2: label 'dog;cat' must be one class: give one, or multi_label=true"),
         (("file,label", "a/0.png,"), False, "line 2: label '' must be one class"),
-        (("file,label,split", "a/0.png,dog,test"), True, "line 2: split 'test' must be train or val"),
+        (("file,label,split", "a/0.png,dog,tset"), True, "line 2: split 'tset' must be train, val or test"),
+        (("file,label", "a/0.png,dog", "a/1.png,cat", "a/0.png,dog"), False, "line 4: 'a/0.png' is also the file of line 2: keep one of the rows"),
+        (("file,label,split", "a/0.png,dog,train", "./a/0.png,dog,val"), False, "line 3: './a/0.png' is also the file of line 2"),
+        (("file,label,split", "a/0.png,dog,train", "a/../a/0.png,cat,train"), False, "is also the file of line 2"),
+        (("file,label,split", "a/0.png,dog,test", "a/0.png,dog,train"), False, "is also the file of line 2"),
+        (("file,label,label", "a/0.png,dog,cat"), False, "has the column label twice: remove or rename one"),
+        (("file,split,label,split", "a/0.png,train,cat,val"), False, "has the column split twice"),
         (("file, label, split", "a/0.png, dog, train", "a/1.png, cat, train"), False, "no row has split val: add such rows, or remove the column"),
         (("file,label", "a/0.png,dog", "a/1.png,dog"), False, "has only the class 'dog': give images of at least two"),
         (("file,label", f"{'x' * 300}.png,dog"), False, "line 2: .* does not exist"),
