@@ -74,6 +74,13 @@ MUTATIONS = [
         "tests/unit/data/test_classfolder.py::test_a_linked_folder_is_read_once",
     ),
     Mutation(
+        "recipes/core/data/labelled.py",
+        "first[0] != number and not (split and first[1:] == (labels, split))",
+        "first[0] != number and not first[1:] == (labels, split)",
+        "an image that has two rows in a CSV is in the training and the validation set",
+        "tests/unit/data/test_labelled.py::test_a_faulty_table_is_refused_by_line",
+    ),
+    Mutation(
         "recipes/core/data/classfolder.py",
         "listing.add(positions[name], file)",
         "listing.add(done, file)",

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from recipes.core import errors
 from recipes.core.errors import InputError
 
 # torchvision's IMG_EXTENSIONS (datasets/folder.py), and other common endings of the same formats.
@@ -126,7 +127,8 @@ def say_left_out(place: str, names: Sequence[bytes], say: Callable[[str], object
         endings.append(os.fsdecode(ending) or "without an ending")
     counts = Counter(sorted(endings)).most_common()
     if names:
-        say(f"{place!r}: left out: {', '.join(f'{count} {ending}' for ending, count in counts)}")
+        listed = ", ".join(f"{count} {ending}" for ending, count in counts)
+        say(f"{place!r}: left out: {errors.shown(listed, 1000)}")
 
 
 def walk(folder: bytes, seen: set[bytes] | None = None) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:

@@ -22,7 +22,6 @@ from recipes.core.errors import InputError
 SPLIT = 2  # the stream of `sampling.generator` that divides a set without a validation part
 SEPARATOR = ";"  # between the labels of one image
 FAKE = 60, 3  # samples and classes of dataset=fake
-SHOWN = 5  # classes in a line
 COLUMNS = ("file", "label", "split")
 SPLITS = {
     "train": "train",
@@ -147,8 +146,7 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
             both = f"the folders {splits[split]!r} and {name!r} for the same split"
             raise InputError(f"{str(folder)!r} has {both}: remove or rename one")
     if not splits:
-        shown = ", ".join(map(repr, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")
-        say(f"{str(folder)!r}: its {len(names)} folders are the classes: {shown}")
+        say(f"{str(folder)!r}: its folders are the classes: {len(names)}, {names[0]!r} to {names[-1]!r}")
         return {}
     if "train" not in splits:
         fix = "add train/<class>/; if it is a class, give a CSV with labels="
@@ -157,8 +155,8 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
     unread = sorted({*names} - {splits["train"], splits.get("val")})
     warning = "" if all(split == name for split, name in splits.items()) else "warning: "
     val = repr(splits["val"]) if "val" in splits else "a part of it"
-    rest = f"; not read: {', '.join(map(repr, unread))}" if unread else ""
-    say(f"{warning}{str(folder)!r}: training reads {splits['train']!r}, validation {val}{rest}")
+    rest = ", ".join(map(repr, unread)) or "nothing"
+    say(f"{warning}{str(folder)!r}: for training {splits['train']!r}, for validation {val}, left out {rest}")
     return {split: folder / name for split, name in splits.items()}
 
 

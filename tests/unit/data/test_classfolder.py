@@ -32,6 +32,7 @@ def test_a_listing_has_nested_images_and_no_other_or_hidden_files(tmp_path: Path
     [
         ("a/1.heic a/2.HEIC b/3.avif 4.csv", "2 .heic, 1 .avif, 1 .csv"),
         ("a/1.txt.gz a/v1.2.txt.gz b/c/README b/.DS_Store", "2 .txt.gz, 1 without an ending"),
+        ("a/1.\udcff b/2.\udcff", r"2 .\udcff"),
         ("a/.hidden b/@eaDir/1.heic", ""),
     ],
 )

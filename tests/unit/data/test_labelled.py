@@ -67,11 +67,11 @@ def test_train_and_val_folders_are_taken_as_they_are(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "val", "expected"),
     [
-        ("train", "val", "training reads 'train', validation 'val'"),
-        ("Train", "Val", "warning: .* training reads 'Train', validation 'Val'"),
-        ("TRAINING", "valid", "warning: .* training reads 'TRAINING', validation 'valid'"),
-        ("train", "Validation", "warning: .* training reads 'train', validation 'Validation'"),
-        ("train", "test", "training reads 'train', validation a part of it; not read: 'test'"),
+        ("train", "val", "for training 'train', for validation 'val', left out nothing"),
+        ("Train", "Val", "warning: .* for training 'Train', for validation 'Val', left out nothing"),
+        ("TRAINING", "valid", "warning: .* for training 'TRAINING', for validation 'valid', left out nothing"),
+        ("train", "Validation", "warning: .* for training 'train', for validation 'Validation', left out nothing"),
+        ("train", "test", "for training 'train', for validation a part of it, left out 'test'"),
     ],
 )
 def test_split_folders_are_known_in_any_spelling(tmp_path: Path, train: str, val: str, expected: str) -> None:
@@ -85,7 +85,7 @@ def test_split_folders_are_known_in_any_spelling(tmp_path: Path, train: str, val
 
 
 def test_class_folders_are_named_in_the_first_line(folder: Path) -> None:
-    assert said(folder)[1] == [f"{str(folder)!r}: its 3 folders are the classes: 'a', 'b', 'c'"]
+    assert said(folder)[1] == [f"{str(folder)!r}: its folders are the classes: 3, 'a' to 'c'"]
 
 
 @pytest.mark.parametrize(
