@@ -209,6 +209,8 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
     for number, row in enumerate(rows, 2):
         name, label, split = (str(row.get(key) or "").strip() for key in ("file", "label", "split"))
         line = f"labels={str(path)!r}: line {number}"
+        if any(row.get(None) or ()):  # not for commas at the end
+            raise InputError(f"{line}: has more values than the first line: put a value with commas in quotes")
         labels = sorted({one.strip() for one in label.split(SEPARATOR)} - {""}) if several else [label]
         if not os.path.isfile(folder / name):
             raise InputError(f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir=")
