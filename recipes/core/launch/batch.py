@@ -217,7 +217,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     if outcome.state == "done":
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
-        what = "stopped" if attempt.facts().get("of_program") else f"saved at step {outcome.step}"
+        what = f"saved at step {outcome.step}" if outcome.step else "stopped"
         most = _max_requeues(settings, attempt) + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
         say(f"{recipe}: {what}; {line}; run directory {run_dir}", 1)

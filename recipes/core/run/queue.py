@@ -380,7 +380,7 @@ def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:
     """One line on a run that was stopped: what stopped it, the step at which it was saved, and what happens next."""
     found, why = of_run(run_dir), NOT_REQUEUED.get(next_of(status), "")
     line = f"stopped by {status.get('reason') or 'a signal'}"
-    line += "" if attempts.facts(run_dir).get("of_program") else f", saved at step {status.get('step')}"
+    line += f", saved at step {step}" if (step := status.get("step")) else ""
     line += f"; {found.line}" if found.id else ""
     if found.job and found.job.ended:
         why = why or NOT_REQUEUED[found.job.after_start(0)]

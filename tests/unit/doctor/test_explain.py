@@ -96,8 +96,12 @@ def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) ->
 
 
 def test_a_stopped_run_outside_slurm_says_how_to_resume(tmp_path: Path) -> None:
-    found = of_run(run_directory(tmp_path / "run", "preempted", "SIGUSR2", launch="host.1.2"), NO_SLURM)
-    assert found == ["stopped by SIGUSR2, saved at step 7; to resume, start the run again with the same run_dir="]
+    run = run_directory(tmp_path / "run", "preempted", "SIGUSR2", launch="host.1.2")
+    assert of_run(run, NO_SLURM) == [
+        "stopped by SIGUSR2, saved at step 7; to resume, start the run again with the same run_dir="
+    ]
+    directory.write_status(run, "preempted", attempt=0, step=0, reason="SIGUSR2")
+    assert of_run(run, NO_SLURM)[0].startswith("stopped by SIGUSR2; to resume")
 
 
 def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (STEP | {"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "3", "unset it"]),
     # the master
     *((STEP | {"MASTER_PORT": bad}, [f"MASTER_PORT={bad}"]) for bad in ("0", "65536", "-1", "29500x")),
+    *((STEP | {"MASTER_ADDR": bad}, [f"MASTER_ADDR={bad}", "2 nodes", "unset it"]) for bad in ("localhost", "127.0.1.1", "::1")),
     # RANK
     (env("RANK=0"), ["WORLD_SIZE is not set"]),
     (env("WORLD_SIZE=4"), ["WORLD_SIZE=4", "must be 1", "unset it"]),
