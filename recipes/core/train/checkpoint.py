@@ -1,7 +1,8 @@
 """Checkpoints: written atomically and in the background, and read without executing anything in them.
 
 A checkpoint is one file, the zip archive that torch.save writes. A reader verifies the CRC-32 of each part of the archive. With
-strategy=fsdp, the other ranks that divide the model write a file each, before rank 0 writes the file that names them.
+strategy=fsdp, the other ranks that divide the model write a file each, before rank 0 writes the file that names them. All files of one
+checkpoint contain the same random ID.
 """
 
 import contextlib
@@ -175,14 +176,18 @@ class Saver:
         self._copy, self._pool = HostCopy(), ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # raises its error at `check`
 
-    def save(self, content: Mapping[str, Any], best: bool = False) -> None:
+    def save(self, content: Mapping[str, Any], best: bool = False, checkpoint_id: str = "") -> None:
         """Waits for the previous write, copies ``content`` and starts to write the copy. best: point ``best`` to this checkpoint.
+
+        checkpoint_id: the same on all ranks that write a file of this checkpoint, and different for each checkpoint.
 
         Raises MachineError (one line) if there is not enough space or the previous write failed.
         """
         self.wait()
         whole, rows = sharding.taken_apart(dict(content))
-        kept = {"rows": rows} if self._share.number else {**whole, "rows": rows} if rows else whole
+        kept = {"rows": rows, "id": checkpoint_id} if rows else {}
+        if self._share.number == 0:
+            kept = {**whole, **kept}
         with files.writing_to(self._folder.parent, "run_dir"):
             files.check_free(self._folder, size_of(kept))
         self._writing = self._pool.submit(self._write, self._copy.take(kept), int(content["meta"]["step"]), best)
@@ -210,6 +215,7 @@ class Saver:
                 self._share.await_rows(step)
                 content["parts"] = names
             path = write(self._folder, content, self._staging, best=best)
+            _remove_replaced_rows(self._folder, step, names)
             self._saved(path, step)
             prune(self._folder, self._keep, self._keep_every_steps)
 
@@ -230,6 +236,13 @@ def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None,
 def _write_file(path: Path, content: Mapping[str, Any], staging: Path | None) -> None:
     torch.serialization.set_crc32_options(True)  # the default, which a recipe can change
     files.write_whole(path, lambda file: torch.save(content, file), staging)
+
+
+def _remove_replaced_rows(folder: Path, step: int, names: Sequence[str]) -> None:
+    """Removes the rows that earlier attempts wrote at this step. names: the files that its checkpoint now needs."""
+    for path in folder.glob(f"step-{step:08d}.*.rows"):
+        if ROWS.fullmatch(path.name) and path.name not in names:
+            path.unlink(missing_ok=True)
 
 
 def point(path: Path, pointer: str, staging: Path | None = None) -> None:
@@ -297,10 +310,13 @@ def read(path: Path | str) -> dict[str, Any]:
         raise InputError(f"checkpoint {path}: lists files that are not parts of a checkpoint")
     of_ranks = [content, *(_read_file(path.with_name(name)) for name in parts)]
     try:
-        joined: dict[str, Any] = sharding.put_together(content, [one["rows"] for one in of_ranks])
-    except (KeyError, IndexError, TypeError):
-        raise InputError(f"checkpoint {path}: its files do not belong together") from None
-    return {name: value for name, value in joined.items() if name != "rows"}
+        if len({part.get("id") for part in of_ranks}) > 1:  # earlier versions wrote no ID into any file
+            raise KeyError("id")
+        joined: dict[str, Any] = sharding.put_together(content, [part["rows"] for part in of_ranks])
+    except (AttributeError, KeyError, IndexError, TypeError):
+        fix = f"copy all files {path.stem}.* again from the run that wrote them"
+        raise InputError(f"checkpoint {path}: its files do not belong together: {fix}") from None
+    return {name: value for name, value in joined.items() if name not in ("rows", "id")}
 
 
 def _read_file(path: Path) -> Any:

@@ -36,6 +36,7 @@ from recipes.core.train.device import device_name
 from recipes.core.train.world import World
 
 ROWS_S = 0.05  # between two questions whether other ranks have written their rows of a checkpoint
+ID_BYTES = 8  # of the random ID of a checkpoint
 STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
 
@@ -244,12 +245,14 @@ class Run:
         """
         self._saved_at = self.world.clock.now()
         self.world.pulse.beat(watchdog.WAITING)
-        gathered = self.world.gather(checkpoint.rng_state(self.world.device))
+        gathered = self.world.gather(os.urandom(ID_BYTES) + checkpoint.rng_state(self.world.device))
+        checkpoint_id = gathered[0][:ID_BYTES].hex()
         self.world.pulse.beat(watchdog.SAVING)
         if isinstance(self.state.model, FSDPModule):
             sharding.reshard(self.state.model)
         if self.saver:
-            self.saver.save(checkpoint.content_of(self.state, self.sampler, gathered), best)
+            rng = [part[ID_BYTES:] for part in gathered]
+            self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best, checkpoint_id)
             if wait:
                 self.saver.wait()
         if wait:

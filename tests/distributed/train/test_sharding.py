@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,15 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
     rows.write_bytes(bytes([*rows.read_bytes()[:-400], *bytes(400)]))
     assert train(tmp_path / "run", 4, "max_steps=12", *words)[0] == unbroken  # from step 4
     assert "step-00000008.0-1of2.rows: is damaged" in (tmp_path / "run/logs/rank0.log").read_text()
-    torch.save({}, last := folder / "step-00000012.1-1of2.rows")
+    assert [path.name for path in folder.glob("step-00000008.*.rows")] == ["step-00000008.1-1of2.rows"]  # redone
+    last = folder / "step-00000012.1-1of2.rows"
+    shutil.copy(folder / names[0], last)  # of step 4
+    with pytest.raises(InputError, match=r"its files do not belong together: copy all files step-00000012\.\*"):
+        checkpoint.read(folder / "step-00000012.pt")
+    for path in (last, folder / "step-00000012.pt"):  # earlier versions wrote no ID
+        torch.save({name: value for name, value in torch.load(path).items() if name != "id"}, path)
+    assert checkpoint.read(folder / "step-00000012.pt")["meta"]["step"] == 12
+    torch.save({}, last)
     with pytest.raises(InputError, match="its files do not belong together"):
         checkpoint.read(folder / "step-00000012.pt")
     last.unlink()
