@@ -94,7 +94,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         run.say(
             f"warning: no validation image in {len(empty)} of {len(classes)} classes, such as {errors.shown(classes[empty[0]])}"
         )
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
+    digests = train_set.digest(), val_set.digest()
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests)
     batches.require_full(run.ranks, cfg.accumulate)
     loader = TorchLoader(train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn)
 

@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "world.size, train_set.digest())",
+        "world.size, *digests)",
         "world.size)",
         "cifar: a resumed run continues with other images",
         "tests/distributed/recipes/test_cifar.py::test_a_run_is_not_resumed_with_different_images",

@@ -66,8 +66,8 @@ class GlobalBatches:
     """The batches of an epoch: a permutation drawn from (seed, epoch), the same on any number of ranks.
 
     Every sample occurs once in an epoch. The last two batches share the samples that do not fill a batch, so that neither is
-    so small that a rank has no sample of it, or that batch normalisation has too few. data: a digest of the set, by which a resumed
-    run detects another one of the same size.
+    so small that a rank has no sample of it, or that batch normalisation has too few. data, validation_data: digests of the set and
+    of the one that evaluations use, by which a resumed run detects other ones.
     """
 
     num_samples: int
@@ -76,6 +76,7 @@ class GlobalBatches:
     rank: int
     world_size: int
     data: str = ""
+    validation_data: str = ""
 
     @property
     def per_epoch(self) -> int:
@@ -83,7 +84,8 @@ class GlobalBatches:
 
     @property
     def order(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "data")}
+        names = ("num_samples", "global_batch_size", "seed", "data", "validation_data")
+        return {name: getattr(self, name) for name in names}
 
     def size(self, batch: int) -> int:
         """Number of samples of a batch, over all ranks."""

@@ -164,7 +164,9 @@ def _check_keys(
         if not (run.settings.resumes or run.settings.run.force):
             may_change -= set(resumed.LENGTH)
         changed = resumed.differences(before, now, may_change)
-        changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
+        # Earlier versions saved no digest of the validation set.
+        order = {"validation_data": sampler.get("validation_data"), **content["sampler"]}
+        changed += resumed.differences(order, sampler, {"samples", *now})
     if changed:
         fix = "use its values, or another run_dir; to change only epochs= or max_steps=, add force=true"
         raise InputError(f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): {fix}")

@@ -56,6 +56,7 @@ def test_the_images_are_those_of_the_folder_normalised(train: Any, photographs: 
     seen = torch.cat([forward.inputs for forward in trained.training]) * std + mean
     colors = sorted(round(value * 255 / 10) for value in seen.mean((2, 3)).amax(1).tolist())
     assert colors == [20] * 8 + [22] * 16  # green, blue and red
+    assert trained.run.sampler["validation_data"] not in ("", trained.run.sampler["data"])
     assert trained.run.state.about == {"classes": ["blue", "green", "red"]}
     results = trained.results
     assert sum(map(sum, results["val_confusion"])) == results["val_samples"] == 6

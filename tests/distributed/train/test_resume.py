@@ -120,6 +120,18 @@ def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(s
     assert "dataset=digits" not in ended.out.partition("from the run")[2].partition("\n")[0]  # typed
 
 
+def test_another_validation_set_is_refused(stopped: Path) -> None:
+    path = stopped / "checkpoints/step-00000005.pt"
+    content = checkpoint.read(path)
+    assert content["sampler"]["validation_data"] not in ("", content["sampler"]["data"])
+    content["sampler"]["validation_data"] = "another"
+    checkpoint.write(path.parent, content)
+    assert "was saved with other keys (validation_data=another becomes " in mnist(stopped).expect(2).out
+    del content["sampler"]["validation_data"]  # as earlier versions
+    checkpoint.write(path.parent, content)
+    mnist(stopped).expect(0)
+
+
 def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopped: Path, tmp_path: Path) -> None:
     ended = mnist(stopped, "resume=best").expect(2)
     assert f"resume=best: {stopped}/checkpoints/best does not exist: leave resume= out" in ended.out

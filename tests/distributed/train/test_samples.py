@@ -27,8 +27,9 @@ def test_the_digest_changes_with_images_and_labels() -> None:
 
 
 def test_what_determines_the_order_of_samples() -> None:
-    order = GlobalBatches(10, 5, 3, 0, 1, "a digest").order
-    assert order == {"num_samples": 10, "global_batch_size": 5, "seed": 3, "data": "a digest"}
+    order = GlobalBatches(10, 5, 3, 0, 1, "a digest", "another").order
+    digests = {"data": "a digest", "validation_data": "another"}
+    assert order == {"num_samples": 10, "global_batch_size": 5, "seed": 3, **digests}
 
 
 def test_batches_are_channels_last() -> None:
