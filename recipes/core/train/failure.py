@@ -166,6 +166,10 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         text = torch_errors.text_of(error)
         fix = "use a smaller global_batch_size=, or a larger accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
+    if torch_errors.is_lone_value(error):
+        why = "batch normalisation needs more than one value per channel, and a forward pass has one sample"
+        fix = "give a larger global_batch_size=, a smaller accumulate= or fewer ranks"
+        return Cause(Kind.input, f"{why}: {fix}", errors.EXIT_CONFIG)
     if kind := torch_errors.peer_kind(error):
         return Cause(kind, torch_errors.peer_text(error))
     return Cause(

@@ -5,6 +5,7 @@ import traceback
 
 import torch
 import torch.distributed
+from torch.nn import functional
 
 from recipes.core import errors
 from recipes.core.errors import Kind
@@ -54,6 +55,12 @@ def is_dead_worker(error: BaseException) -> bool:
     """Whether a worker process of a DataLoader has ended: torch raises a plain RuntimeError, in one of WORKER_MODULES."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, RuntimeError) and bool(frames) and frames[-1].f_globals["__name__"] in WORKER_MODULES
+
+
+def is_lone_value(error: BaseException) -> bool:
+    """Whether a normalisation got one value per channel in training: torch raises a plain ValueError, in one function."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) and codes[-1:] == [functional._verify_batch_size.__code__]  # type: ignore[attr-defined]
 
 
 def is_port_in_use(error: BaseException) -> bool:

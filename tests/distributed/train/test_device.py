@@ -153,6 +153,15 @@ def test_the_kind_of_an_error_and_its_exit_status(error: BaseException, kind: Ki
     assert line in cause.line
 
 
+def test_one_value_per_channel_is_refused_with_the_keys_that_change_it() -> None:
+    with pytest.raises(ValueError, match="1 value per channel") as caught:
+        torch.nn.BatchNorm2d(4)(torch.zeros(1, 4, 1, 1))
+    cause = failure.cause_of(caught.value)
+    assert (cause.kind, cause.exit_status) == (Kind.input, 2)
+    assert "give a larger global_batch_size=, a smaller accumulate= or fewer ranks" in cause.line
+    assert failure.cause_of(ValueError(str(caught.value))).kind is Kind.error  # by its place, not by its text
+
+
 def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: torch.zeros(2) @ torch.zeros(3))
