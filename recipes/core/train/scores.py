@@ -14,7 +14,8 @@ from recipes.core.train import sharding
 from recipes.core.train.run import Run
 
 Answers = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
-LARGEST_MATRIX = 50  # classes; a row of metrics.jsonl has no larger confusion matrix
+LARGEST_MATRIX = 50  # classes; a larger confusion matrix is not counted, since its size is their square
+CLASSES_AT_ONCE = 64  # of which a rank holds the logits of all samples
 
 
 @torch.inference_mode()
@@ -81,45 +82,63 @@ def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
 
     answers: as for `accuracy`; a negative label does not count.
     """
-    matrix = torch.zeros(classes * classes, dtype=torch.int64, device=run.world.device)
+    counts = torch.zeros(3, classes, dtype=torch.int64, device=run.world.device)
+    side = classes if classes <= LARGEST_MATRIX else 0
+    matrix = torch.zeros(side * side, dtype=torch.int64, device=run.world.device)
     for logits, labels in answered(run, answers):
-        valid = labels >= 0
-        matrix += torch.bincount(labels[valid] * classes + logits.argmax(1)[valid], minlength=classes * classes)
-    return of_confusion(run.world.sum(matrix).view(classes, classes))
+        predicted, labels = logits.argmax(1)[labels >= 0], labels[labels >= 0]
+        hits = labels[labels == predicted]
+        counts += torch.stack([torch.bincount(part, minlength=classes) for part in (hits, labels, predicted)])
+        if side:
+            matrix += torch.bincount(labels * side + predicted, minlength=side * side)
+    scores = of_counts(run.world.sum(counts))
+    if side:
+        scores["val_confusion"] = run.world.sum(matrix).view(side, side).tolist()
+    return scores
 
 
-def of_confusion(matrix: Tensor) -> dict[str, Any]:
-    """The scores of a confusion matrix (classes, classes): rows are labels, columns predictions.
+def of_counts(counts: Tensor) -> dict[str, Any]:
+    """The scores of counts (3, classes): of each class its hits, its labels and its predictions.
 
     A class that neither occurs nor is predicted has no F1, and does not count in the mean. The recall of a class without samples is None.
     """
-    matrix = matrix.double().cpu()
-    hits, labels, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+    hits, labels, predicted = counts.double().cpu()
     samples = int(labels.sum())
     scores: dict[str, Any] = {"val_top1": float(hits.sum()) / max(1, samples), "val_samples": samples}
     scores["val_f1"] = mean_f1(hits, labels + predicted)
     scores["val_recall"] = [float(h / n) if n else None for h, n in zip(hits, labels, strict=True)]
-    if len(matrix) <= LARGEST_MATRIX:
-        scores["val_confusion"] = matrix.long().tolist()
     return scores
 
 
 def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
     """For several labels per image: ``val_map`` (mean average precision), ``val_f1`` (mean, at probability 1/2), ``val_samples``.
 
-    answers: logits (B, classes), and labels of 0 and 1 of the same shape. A collective, in which each rank gets the scores of all samples.
+    answers: logits (B, classes), and labels of 0 and 1 of the same shape. A collective, in which each rank gets the scores of all samples,
+    of CLASSES_AT_ONCE classes at a time.
     """
     pairs = [torch.stack([logits.float(), labels.float()]).cpu() for logits, labels in answered(run, answers)]
-    buffer = io.BytesIO()
-    torch.save(torch.cat([torch.zeros(2, 0, classes), *pairs], 1), buffer)
-    parts = [torch.load(io.BytesIO(part), weights_only=True) for part in run.world.gather(buffer.getvalue())]
-    logits, labels = torch.cat(parts, 1).double()
-    predicted, precisions = (logits > 0).double(), average_precisions(logits, labels)
+    own = torch.cat([torch.zeros(2, 0, classes), *pairs], 1)
+    precisions, hits, counts, samples = list[float](), list[Tensor](), list[Tensor](), 0
+    for part in own.split(CLASSES_AT_ONCE, 2):
+        logits, labels = _of_all_ranks(run, part).double()
+        predicted = (logits > 0).double()
+        precisions += average_precisions(logits, labels)
+        hits.append((predicted * labels).sum(0))
+        counts.append((predicted + labels).sum(0))
+        samples = len(labels)
     return {
         "val_map": sum(precisions) / max(1, len(precisions)),
-        "val_f1": mean_f1((predicted * labels).sum(0), (predicted + labels).sum(0)),
-        "val_samples": len(labels),
+        "val_f1": mean_f1(torch.cat(hits), torch.cat(counts)),
+        "val_samples": samples,
     }
+
+
+def _of_all_ranks(run: Run, part: Tensor) -> Tensor:
+    """``part`` (2, N, classes) of each rank, joined by samples. A collective."""
+    buffer = io.BytesIO()
+    torch.save(part.clone(), buffer)  # a view would be saved with its whole storage
+    parts = [torch.load(io.BytesIO(part), weights_only=True) for part in run.world.gather(buffer.getvalue())]
+    return torch.cat(parts, 1)
 
 
 def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:

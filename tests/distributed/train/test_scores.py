@@ -7,14 +7,22 @@ import numpy as np
 import pytest
 import torch
 from sklearn import metrics as sklearn
+from torch import Tensor
+from torch.nn import functional as F
 
 from recipes.core.train import scores
 
 
-def test_scores_of_a_confusion_matrix_are_those_of_scikit_learn() -> None:
+def of_classes(labels: Tensor, predicted: Tensor, classes: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    run: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts))
+    monkeypatch.setattr(scores, "answered", lambda run, answers: [(F.one_hot(predicted, classes), labels)])
+    return scores.of_classes(run, lambda net: [], classes)
+
+
+def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(0)
     labels, predicted = (torch.randint(0, 5, (200,), generator=random) for _ in range(2))
-    found = scores.of_confusion(torch.from_numpy(sklearn.confusion_matrix(labels, predicted)))
+    found = of_classes(labels, predicted, 5, monkeypatch)
     assert found["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
     assert found["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
     assert found["val_recall"] == pytest.approx(sklearn.recall_score(labels, predicted, average=None))
@@ -29,14 +37,21 @@ def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.Monk
         assert tuple(scores.accuracy(run, lambda net: []).values()) == expected
 
 
-def test_classes_that_do_not_occur_have_no_scores() -> None:
-    matrix = torch.zeros(60, 60, dtype=torch.int64)
-    assert scores.of_confusion(matrix)["val_f1"] == 0.0
-    matrix[0, 0], matrix[0, 1], matrix[2, 2] = 2, 2, 1
-    found = scores.of_confusion(matrix)
+def test_classes_that_do_not_occur_have_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = torch.tensor([-1])
+    assert of_classes(none, torch.tensor([3]), 60, monkeypatch)["val_f1"] == 0.0
+    found = of_classes(torch.tensor([0, 0, 0, 0, 2]), torch.tensor([0, 0, 1, 1, 2]), 60, monkeypatch)
     assert found["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
     assert found["val_recall"] == [0.5, None, 1.0] + [None] * 57
     assert "val_confusion" not in found
+
+
+def test_the_memory_of_the_scores_grows_with_the_classes_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A matrix of 200,000 classes would have 320 GB."""
+    found = of_classes(torch.tensor([7, 8]), torch.tensor([7, 9]), 200_000, monkeypatch)
+    assert (found["val_top1"], found["val_recall"][7]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
@@ -47,10 +62,14 @@ def test_scores_of_several_labels_are_those_of_scikit_learn(levels: int, monkeyp
     labels[:, 3] = 0
     pairs = [(logits[:50], labels[:50]), (logits[50:], labels[50:])]
     monkeypatch.setattr(scores, "answered", lambda run, answers: pairs)
-    run: Any = SimpleNamespace(world=SimpleNamespace(gather=lambda part: [part]))
+    monkeypatch.setattr(scores, "CLASSES_AT_ONCE", 3)
+    sizes: list[int] = []
+    run: Any = SimpleNamespace(world=SimpleNamespace(gather=lambda part: sizes.append(len(part)) or [part]))
     precisions = [sklearn.average_precision_score(labels[:, i], logits[:, i]) for i in range(3)]
     assert scores.of_labels(run, lambda net: [], 4) == {
         "val_map": pytest.approx(sum(precisions) / 3),
         "val_f1": pytest.approx(sklearn.f1_score(labels, logits > 0, average="macro")),
         "val_samples": 80,
     }
+    assert len(sizes) == 2  # of three classes, and of one
+    assert sizes[1] < sizes[0]
