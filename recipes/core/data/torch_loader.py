@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 import traceback
 import warnings
 import zlib
@@ -35,6 +36,8 @@ EVALUATION = -1  # in place of an epoch
 MOST_SKIPPED, FRACTION = 10, 0.01
 # Bytes. If a worker fails with fewer free bytes in /dev/shm (it holds the batches), the message says so.
 LITTLE_SHM = 256 << 20
+# Bytes. Linux limits the path of a socket to 107; Python's multiprocessing (3.10 to 3.13) adds /pymp-XXXXXXXX/listener-XXXXXXXX.
+LONGEST_TMPDIR = 107 - 32
 
 
 class SkippedSample(Exception):
@@ -69,6 +72,10 @@ class _Loaded(OfBatches):
 
     def __init__(self, batches: GlobalBatches, num_workers: int, device: torch.device, collate: Collate) -> None:
         self._batches, self._workers, self._device, self._collate = batches, num_workers, device, collate
+        folder = tempfile.gettempdir()
+        if num_workers and len(os.fsencode(folder)) > LONGEST_TMPDIR:
+            fix = f"set TMPDIR to a folder of at most {LONGEST_TMPDIR} bytes, such as /tmp, or give num_workers=0"
+            raise InputError(f"TMPDIR={folder}: too long for the sockets of the worker processes: {fix}")
 
     def _loaded(self, shards: Iterable[Shard], found: Iterable[Any]) -> Iterator[LoadedBatch]:
         for shard, data in zip(shards, found, strict=True):

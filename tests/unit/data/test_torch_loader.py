@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -159,6 +160,27 @@ def test_an_error_in_a_worker_mentions_a_small_dev_shm(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_loader, "LITTLE_SHM", 1 << 60)
     with pytest.raises(RunError, match=r"line \d+\); /dev/shm has only \d+ MB free: in a container, use --shm-size"):
         list(of_set(batches(), 1).in_order(Faulty(), slice(2), 2))
+
+
+@pytest.fixture
+def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = f"{short_folder}/".ljust(75, "x")
+    Path(longest).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", longest)
+    assert len(rows(of_set(batches(), 1), 0)) == COUNT
+    monkeypatch.setattr(tempfile, "tempdir", f"{longest}x")
+    of_set(batches(), 0)
+    for make in (of_set, of_stream):
+        with pytest.raises(
+            InputError, match=r"^TMPDIR=.*x: too long for .*: set TMPDIR to a folder of at most 75 bytes"
+        ):
+            make(batches(), 1)
 
 
 def test_a_set_of_another_length_is_refused() -> None:
