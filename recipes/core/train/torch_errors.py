@@ -59,8 +59,9 @@ def is_dead_worker(error: BaseException) -> bool:
 
 def is_lone_value(error: BaseException) -> bool:
     """Whether a normalisation got one value per channel in training: torch raises a plain ValueError, in one function."""
+    check = getattr(functional, "_verify_batch_size", None)  # of torch 2.10 to 2.15
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, ValueError) and codes[-1:] == [functional._verify_batch_size.__code__]  # type: ignore[attr-defined]
+    return isinstance(error, ValueError) and check is not None and codes[-1:] == [check.__code__]
 
 
 def is_port_in_use(error: BaseException) -> bool:
