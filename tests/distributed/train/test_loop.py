@@ -460,7 +460,7 @@ def test_an_attempt_keeps_its_code_and_removes_leftovers(tmp_path: Path, monkeyp
 def test_a_failed_save_ends_the_run_before_its_next_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[int] = []
 
-    def save(saver: Any, content: Any, best: bool) -> None:
+    def save(saver: Any, content: Any, best: bool, checkpoint_id: str) -> None:
         phases.append(saver._saved.__self__.world.pulse.read()[2])  # a slow disk is no wait for other ranks
         saver._writing = Future()
         saver._writing.set_exception(MemoryError())
