@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
@@ -129,7 +129,7 @@ def prepare_mnist(keys: PrepareKeys) -> tuple[str, Path]:
     """Writes all files of MNIST below data_dir, unpacked and verified. Raises InputError, MachineError, OSError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.MNIST.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    trust.own_folder(folder, "data_dir")
     for file in datasets.MNIST_FILES:
         if datasets.fault_of(folder / file.name, file) is None:
             _say(f"{file.name}: already there, verified")
@@ -186,9 +186,9 @@ def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
         _say(f"cifar10: already there, verified, made from {made_from}")
     else:
         source = cifar10.local_source(keys.source) if keys.source else None
-        folder.mkdir(parents=True, exist_ok=True)
+        trust.own_folder(folder, "data_dir")
         (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory() as scratch:  # whose files nobody can exchange before they are unpickled
             name = str(source or cifar10.URL)
             if source is None:
                 source = Path(scratch, cifar10.ARCHIVE)

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     page = next((word.removeprefix("html=") for word in argv if word.startswith("html=")), "")
     words = [word for word in argv if word != "--json" and not word.startswith("html=")]
     folders = [Path(word) for word in words] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
-    found = [table.read_run(path, time.time()) for path in table.find(folders)]
+    found = table.read_each(table.find(folders), lambda path: table.read_run(path, time.time()))
     if page:
         with files.writing_to(Path(page), "html"):
             files.write_bytes(Path(page), html.page(found, time.time()).encode())

@@ -81,6 +81,8 @@ require_own() {
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
         case $group in root | "$(id -un)" | "$shared") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
+        # With an access control list, the bits of the group are the most that the list allows.
+        [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || case $(ls -ld "$at") in ??????????+*) by=18 ;; esac
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can write" 3
         [ "$at" != / ] && [ "$at" != "$repository" ]

@@ -30,8 +30,11 @@ def without_waiting(path: str, flags: int) -> int:
 
 
 def without_links(path: str, flags: int) -> int:
-    """For ``opener=`` of open(): raises OSError if ``path`` is a symbolic link, which another user may have planted."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """For ``opener=`` of open(): as `without_waiting`, and raises OSError if ``path`` is a symbolic link.
+
+    For files in run directories, where another user may have planted it.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path | None = None) -> None:
@@ -94,9 +97,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
+def read_bounded(path: Path, limit: int, opener: Callable[[str, int], int] = without_waiting) -> bytes:
     """The content of an ordinary file of at most ``limit`` bytes. Raises OSError, and ValueError with the reason in words."""
-    with open(path, "rb", buffering=1 << 16, opener=without_waiting) as file:  # a given size saves a call for each file
+    with open(path, "rb", buffering=1 << 16, opener=opener) as file:  # a given size saves a call for each file
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("not an ordinary file")

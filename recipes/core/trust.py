@@ -146,9 +146,9 @@ def resolved(path: Path) -> Path:
     return path  # links in a circle: what makes the folder says what is wrong
 
 
-def is_own(path: Path) -> bool:
+def is_own(path: Path, follow_symlinks: bool = True) -> bool:
     """Whether a file or folder belongs to this user, to root or to the owner of this clone. Raises OSError."""
-    return path.stat().st_uid in _trusted()
+    return os.stat(path, follow_symlinks=follow_symlinks).st_uid in _trusted()
 
 
 def problem_outside(path: Path) -> str:
@@ -157,16 +157,18 @@ def problem_outside(path: Path) -> str:
     return "" if real.is_relative_to(ROOT) else who_else_can_change(real)
 
 
-def own_folder(folder: Path) -> None:
-    """Creates ``folder`` as the umask says, or finds that it is this user's.
+def own_folder(folder: Path, key: str = "run_dir") -> None:
+    """Creates ``folder`` and what is missing above it as the umask says, or finds that it is this user's.
 
-    Raises OSError, and MachineError if it, or a link in its place, is another's.
+    key: that names it. Raises OSError, and MachineError if it, or a link in its place, is another's.
     """
-    if not folder.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_lists(folder)
+    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    for place in reversed(missing):
+        place.mkdir(exist_ok=True)
+        _remove_lists(place)
+    folder.mkdir(exist_ok=True)  # raises FileExistsError if there is something else
     if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
-        raise MachineError(f"run_dir: {folder} belongs to another user; give another run_dir=")
+        raise MachineError(f"{key}: {folder} belongs to another user; give another {key}=")
 
 
 def _remove_lists(folder: Path) -> None:

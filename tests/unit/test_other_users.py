@@ -20,6 +20,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from recipes import prepare
 from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
@@ -400,6 +401,100 @@ def test_the_doctor_writes_no_verdict_into_a_folder_of_another_user(tmp_path: Pa
     os.chown(tmp_path / "run", STRANGER, STRANGER)
     words = ["-m", "recipes.doctor", "device=cpu", f"run_dir={tmp_path}/run"]
     assert "belongs to another user" in helpers.run([sys.executable, *words]).expect(3).out
+
+
+@as_root
+def test_resume_takes_its_words_from_a_file_of_this_user(tmp_path: Path) -> None:
+    run = runs.Run(str(tmp_path), "toy", "7", "failed", 0, 0, None, {}, None, None, None, 1, "", "")
+    jobs.record(tmp_path, b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
+    assert "max_steps=1" in runs.to_resume(run, [])
+    for change in (lambda path: os.chown(path, STRANGER, STRANGER), lambda path: path.chmod(0o666)):
+        jobs.record(tmp_path, b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
+        change(tmp_path / "job.yaml")
+        with pytest.raises(MachineError, match=r"job\.yaml: .*so it is not executed"):
+            runs.to_resume(run, [])
+
+
+def test_a_submission_makes_no_folder_with_an_inherited_list(tmp_path: Path) -> None:
+    entries = [(1, 7, -1), (2, 7, STRANGER), (4, 7, -1), (16, 7, -1), (32, 0, -1)]
+    access_list = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    os.setxattr(tmp_path, "system.posix_acl_default", access_list)
+    before = os.umask(0o077)
+    try:
+        jobs.record(tmp_path / "me/run", b"", "7", "toy", [])
+    finally:
+        os.umask(before)
+    for name in ("me", "me/run"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
+        assert os.listxattr(tmp_path / name) == []
+
+
+@as_root
+def test_data_are_not_written_through_a_link_of_another_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "index.json").write_text("{}")
+    (tmp_path / "data").mkdir()
+    link = tmp_path / "data/cifar10"
+    link.symlink_to(mine)
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    for split in ("train", "test"):
+        (tmp_path / "source" / split / "a").mkdir(parents=True)
+    assert prepare.main(["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"]) == errors.EXIT_MACHINE
+    assert "cifar10 belongs to another user; give another data_dir=" in capsys.readouterr().err
+    assert (mine / "index.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", ["a link", "a named pipe"])
+def test_a_planted_file_of_metrics_is_not_read(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "secret").write_text("PRIVATE\n")
+    attempt = attempts.open_next(tmp_path / "run", "toy", {})
+    metrics = tmp_path / "run/metrics.jsonl"
+    metrics.symlink_to(tmp_path / "secret") if kind == "a link" else os.mkfifo(metrics)
+    with contextlib.suppress(OSError):
+        attempts.begin(attempt, 0, own=False)
+    assert metrics.is_symlink() or metrics.read_bytes() == b""
+    assert rows.rows(tmp_path / "run") == []
+
+
+@as_root
+def test_a_link_of_another_user_leads_to_no_run(tmp_path: Path) -> None:
+    attempts.open_next(tmp_path / "mine/run", "toy", {})
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/link").symlink_to(tmp_path / "mine")
+    assert table.find([tmp_path / "shared"]) == [tmp_path / "mine/run"]
+    os.chown(tmp_path / "shared/link", STRANGER, STRANGER, follow_symlinks=False)
+    assert table.find([tmp_path / "shared"], may_be_empty=True) == []
+
+
+def test_keys_are_not_read_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "hosts.yml").write_text("token: secret\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").symlink_to(tmp_path / "hosts.yml")
+    assert table.keys(tmp_path / "run") == {}
+
+
+def test_a_run_that_cannot_be_read_costs_no_other_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        attempts.open_next(tmp_path / "runs" / name, "toy", {})
+    facts = tmp_path / "runs/a/attempts/0000/opened.json"
+    facts.write_text('{"process": "x"}')
+    assert runs.show([], tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2  # the head and the other run
+    assert "runs/a: cannot be read (" in err
+
+
+@as_root
+def test_a_log_of_another_user_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs/rank0.log"
+    log.write_text("first\n\x1b]0;pwned\x07last\n")
+    os.chown(log, STRANGER, STRANGER)
+    assert runs.logs(tmp_path, "0", False) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["first", r"\x1b]0;pwned\x07last"]
 
 
 # ---------------------------------------------------------------- how groups set up their folders

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.data import classfolder, datasets
 from recipes.core.errors import InputError, MachineError
 from recipes.core.place import processes
@@ -114,7 +114,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable
     tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(_groups(source, say))]
     count, shards = min(workers or len(os.sched_getaffinity(0)), len(tasks)), []
     with files.writing_to(folder, "data_dir"):
-        folder.mkdir(parents=True, exist_ok=True)
+        trust.own_folder(folder, "data_dir")
         with files.locked(folder / "preparing.lock"):
             if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
                 made = f"{str(folder)!r} was made with another tokenizer"

@@ -48,11 +48,11 @@ class Job:
 
 
 def record(run_dir: Path, script: bytes, job_id: str, recipe: str, arguments: Sequence[str], **more: object) -> None:
-    """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises OSError.
+    """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises OSError, and MachineError if the run directory is another user's.
 
     more: ``root`` (the repository), ``code`` (its snapshot), ``log``, and ``options`` of sbatch with which the script is submitted again.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    trust.own_folder(run_dir)
     # The atomic rename replaces a symbolic link that another user may have planted.
     trust.write_own(run_dir / "job.sh", script)
     real = os.path.realpath(run_dir)

@@ -1,6 +1,7 @@
 """``launch.py runs``, ``logs``, ``cancel``, ``resume`` and ``compare``: one's runs by their folders or jobs, with their state in Slurm. Never torch."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, efficiency, in_use, judge, queue, rows, table
 from recipes.core.run.queue import Line
 
+LOG_BYTES = 1 << 16  # of another user's log, from its end
 WATCH_S = 5.0  # between two tables of `runs watch`
 COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
@@ -198,7 +200,7 @@ def command(argv: Sequence[str], root: Path) -> int:
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     jobs = queue.mine(queue.ANSWER_S)  # an answer that is missing would leave a job running, or submit it twice
     cluster = queue.cluster_name() if jobs else ""
-    found = [read(folder, jobs, cluster) for folder in folders]
+    found = table.read_each(folders, lambda folder: read(folder, jobs, cluster))
     if name == "cancel":
         for run in found:
             print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
@@ -222,7 +224,7 @@ def show(words: Sequence[str], root: Path) -> int:
     jobs = queue.mine()
     cluster = queue.cluster_name() if jobs else ""
     while True:
-        found = [read(folder, jobs, cluster) for folder in find(chosen, root)]
+        found = table.read_each(find(chosen, root), functools.partial(read, jobs=jobs, cluster=cluster))
         found = [run for run in found if "--failed" not in words or run.state in UNFINISHED]
         if sort:
             found.sort(key=lambda run: _sortable(getattr(run, sort)))
@@ -299,6 +301,12 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
         have = f"its ranks are {', '.join(there)}" if there else "it has no logs yet"
         raise InputError(f"{shown(folder)}: has no {shown(chosen.name)}: {have}")
     print(f"==> {printable(str(chosen))} <==", flush=True)
+    if not trust.is_own(chosen):  # its control characters would reach the terminal
+        with open(chosen, "rb", opener=files.without_links) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
+        print("\n".join(map(printable, lines[-40:])))
+        return errors.EXIT_DONE
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(chosen)])
 
@@ -327,7 +335,7 @@ def cancel(run: Run) -> str:
 def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     """The words of `resume`: the keys that a run has, and ``words``. Raises InputError if it cannot be resumed, ConfigError for a key."""
     folder = Path(run.folder)
-    described = files.read_json(folder / "job.yaml") or {}
+    described = _own_description(folder)
     if run.state not in UNFINISHED and run.state != "done":
         raise InputError(f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first")
     if not described or not (folder / "job.sh").is_file():
@@ -335,8 +343,20 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
         raise InputError(f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}")
     arguments = [str(word) for word in described.get("arguments") or ()]
     given = {word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)}
-    settings = command_line.parse([*given.values()], recipe=run.recipe)
+    settings = command_line.parse([*given.values()], recipe=str(described.get("recipe")))
     return [f"{name}={value}" for name, value in settings.absolute(settings.typed, Path.cwd()).items()]
+
+
+def _own_description(folder: Path) -> dict[str, Any]:
+    """job.yaml, which decides what `resume` submits; {} if there is none. Raises MachineError if another user could have written it."""
+    try:
+        with trust.open_own(folder / "job.yaml") as file:
+            described = json.loads(file.read())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise MachineError(f"{folder}/job.yaml: cannot be read ({errors.one_line(error, 120)})") from None
+    return described if isinstance(described, dict) else {}
 
 
 def resume(run: Run, given: Sequence[str]) -> str:

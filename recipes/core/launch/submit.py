@@ -132,10 +132,9 @@ def _describe(job: Job, words: tuple[str, ...], accepted: Any, run_dir: str, scr
         return Submitted(job_id, folder, log)  # of an earlier job with this ID: `batch.begin` refuses the new one
     try:
         jobs.record(folder, script, job_id, job.recipe, arguments, root=root, code=code, log=str(log))
-    except OSError as error:  # the job is already in the queue
-        raise MachineError(
-            f"run_dir={folder}: cannot be written ({error.strerror}), so job {job_id} will fail: scancel {job_id}"
-        ) from None
+    except (OSError, MachineError) as error:  # the job is already in the queue
+        why = f"cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)
+        raise MachineError(f"run_dir={folder}: {why}, so job {job_id} will fail: scancel {job_id}") from None
     return Submitted(job_id, folder, log)
 
 

@@ -158,7 +158,7 @@ def _info(environ: Environ, layout: RankInfo, default_addr: str = "", default_po
     require_equal(environ, "LOCAL_RANK", layout.local_rank)
     master_addr = environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")  # the brackets of an IPv6 address
     master_port = number(environ, "MASTER_PORT", default=0, minimum=1, below=("the number of ports", 65_536))
-    if layout.num_nodes > 1 and re.fullmatch(r"localhost|127(\.\d+){3}|::1", master_addr):
+    if len(layout.nodes) > 1 and re.fullmatch(r"localhost|127(\.\d+){3}|::1", master_addr):
         raise ConfigError(
             f"MASTER_ADDR={master_addr}: is this machine itself, but the ranks are on {layout.num_nodes} nodes: "
             "unset it, or set it to the host of rank 0"

@@ -148,8 +148,8 @@ def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> N
         if number < attempt.number:
             _remove(Attempt(attempt.run_dir, number).staging)
     metrics = attempt.run_dir / "metrics.jsonl"
-    if metrics.exists():
-        with open(metrics, "rb") as old:
+    if os.path.lexists(metrics):
+        with open(metrics, "rb", opener=files.without_links) as old:
             files.write_whole(metrics, lambda new: shutil.copyfileobj(old, new))
     if not of_program:
         attempt.staging.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def every(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The rows of a run in the order of the file, also those that a later attempt replaced; {} for a damaged line."""
-    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", "rb", opener=files.without_waiting) as file:
+    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", "rb", opener=files.without_links) as file:
         while line := file.readline(LONGEST_ROW):
             if len(line) == LONGEST_ROW:  # no row is so long: a damaged file may have no end
                 return

@@ -3,15 +3,15 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, Next, next_of, printable
 from recipes.core.run import directory, efficiency, judge, resumed, rows
 
@@ -26,6 +26,7 @@ MAX_YAML = 1 << 20  # bytes of a config.yaml
 FIX = "give a run directory, or a folder of run directories"
 LONGEST_PATH = 4096
 LAST = "last"  # in place of a run: see `last`
+T = TypeVar("T")
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
 
 
@@ -70,7 +71,11 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     elif depth:
         inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
         for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
-            path = Path(os.path.realpath(entry.path) if entry.is_symlink() else entry.path)  # runs/jobs has links
+            path = Path(entry.path)
+            if entry.is_symlink():  # as in runs/jobs; another user's link could lead to any run of this user
+                if not trust.is_own(path, follow_symlinks=False):
+                    continue
+                path = Path(os.path.realpath(path))
             try:
                 yield from run_directories(path, depth - 1)
             except OSError as error:
@@ -85,6 +90,18 @@ def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
         raise InputError(f"{error.filename}: cannot be read ({error.strerror}): {FIX}") from None
     if not found and not may_be_empty:
         raise InputError(f"{', '.join(map(str, folders))}: no run was found: {FIX}")
+    return found
+
+
+def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> list[T]:
+    """``read`` of each folder. One with files that another program has written is skipped, and reported with one line."""
+    found = list[T]()
+    for folder in folders:
+        try:
+            found.append(read(folder))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            line = f"{folder}: cannot be read ({errors.one_line(error, 120)}): skipped"
+            print(printable(line), file=sys.stderr)
     return found
 
 
@@ -124,7 +141,7 @@ def results(found: dict[str, Any]) -> dict[str, Any]:
 def keys(run_dir: Path) -> dict[str, Any]:
     """The keys in a run's config.yaml; {} if they cannot be read."""
     try:
-        text = files.read_bounded(run_dir / "config.yaml", MAX_YAML).decode()
+        text = files.read_bounded(run_dir / "config.yaml", MAX_YAML, files.without_links).decode()
         found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception:  # a refused run has no config.yaml; a damaged file only makes its keys unknown
         return {}
@@ -134,7 +151,7 @@ def keys(run_dir: Path) -> dict[str, Any]:
 def last_row(path: Path) -> dict[str, Any]:
     """The last complete row of metrics.jsonl; {} if there is none in the last 64 KiB of the file."""
     lines: list[bytes] = []
-    with contextlib.suppress(OSError), open(path, "rb", opener=files.without_waiting) as file:
+    with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
         lines = file.read().splitlines()
     return next(filter(None, map(rows.parse, reversed(lines))), {})

@@ -23,8 +23,12 @@ class Rows:
     def __init__(self, path: Path) -> None:
         # A killed attempt may have left an incomplete last line. A line end is added, so that the next row is valid.
         self._path = path
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        torn = False
         with files.writing_to(path.parent, "run_dir"):
+            if os.path.lexists(path):
+                with open(path, "rb", opener=files.without_links) as old:
+                    old.seek(max(0, old.seek(0, os.SEEK_END) - 1))
+                    torn = old.read(1) not in (b"", b"\n")
             self._file = open(path, "a", encoding="utf-8", buffering=1, opener=files.without_links)  # noqa: SIM115
             if torn:
                 self._file.write("\n")

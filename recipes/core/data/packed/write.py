@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.data import classfolder, datasets, pillow
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.packed import format
@@ -46,7 +46,7 @@ def pack(
         train = classfolder.scan(source / "train", say=say)
         val = classfolder.scan(source / "val", train.classes, say=say)
         listings = {"train": train, "val": val}
-        target.mkdir(parents=True, exist_ok=True)
+        trust.own_folder(target, "data_dir")
         with files.locked(target / "packing.lock"):
             files.remove_temporary(target)  # of an interrupted packing, as are these
             for old in target.glob("*.bin"):
