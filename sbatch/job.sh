@@ -72,11 +72,12 @@ load() { # MODULE...
 
 # require_own FOLDER REPOSITORY: stops if another user can change the code in it, as trust.who_else_can_change of recipes/core does
 require_own() {
-    local at user mode group by owner shared repository
+    local at user mode group by owner shared repository place problem=''
     repository=$(readlink -f "$2")
     read -r owner mode shared < <(stat -c '%u 0%a %G' "$repository")
     [ $((mode & 16)) != 0 ] || shared=root # else this group can change all of the code
-    at=$(readlink -f "$1")
+    place=$(readlink -f "$1")
+    at=$place
     while
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
@@ -84,9 +85,11 @@ require_own() {
         # With an access control list, the bits of the group are the most that the list allows.
         [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || case $(ls -ld "$at") in ??????????+*) by=18 ;; esac
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
-        [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can write" 3
+        [ "$at" = "$place" ] || [ $((mode & 9)) != 0 ] || return 0 # nobody else can enter it
+        [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || problem=${problem:-$at}
         [ "$at" != / ] && [ "$at" != "$repository" ]
     do at=$(dirname "$at"); done
+    [ -z "$problem" ] || stop "$problem: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can write" 3
 }
 
 # begin RECIPE WORD...: sets up the environment and the snapshot of the code, and checks the keys.

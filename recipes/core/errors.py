@@ -16,8 +16,8 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad configuration or bad input
 EXIT_MACHINE = 3  # this machine or allocation cannot run it
-EXIT_PIPE = 141  # the reader of stdout has closed the pipe: 128 + SIGPIPE
 EXIT_REQUEUE = 75  # the run was stopped and saved; `next` in status.json says whether the job was requeued
+EXIT_PIPE = 141  # the reader of stdout has closed the pipe: 128 + SIGPIPE
 
 
 class _Printable(Exception):

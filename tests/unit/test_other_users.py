@@ -24,6 +24,7 @@ from recipes import prepare
 from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
+from recipes.core.doctor import explain
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import jobs, runs, snapshot
 from recipes.core.run import attempt as attempts
@@ -156,16 +157,45 @@ def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypat
     assert trust.who_else_can_change(path) == ""
 
 
+def shell_accepts(folder: Path) -> bool:
+    """Whether the shell of a job uses the code in ``folder``."""
+    command = ["bash", "-c", '. sbatch/job.sh; require_own "$1" /', "bash", str(folder)]
+    status = subprocess.run(command, cwd=helpers.ROOT, capture_output=True).returncode
+    assert status in (0, errors.EXIT_MACHINE)
+    return status == 0
+
+
+def add_list(path: Path, permissions: int) -> None:
+    """An access control list that gives one more user ``permissions``, and root's group none to write."""
+    entries = [(1, 7, -1), (2, permissions, STRANGER), (4, 5, -1), (16, permissions, -1), (32, 5, -1)]
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    os.setxattr(path, "system.posix_acl_access", content)
+
+
 @as_root
 @pytest.mark.parametrize("change", [change for change in CHANGES if "folder" in change])
 def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) -> None:
-    def status() -> int:
-        command = ["bash", "-c", '. sbatch/job.sh; require_own "$1" /', "bash", str(path.parent)]
-        return subprocess.run(command, cwd=helpers.ROOT, capture_output=True).returncode
-
-    assert status() == 0
+    assert shell_accepts(path.parent)
     CHANGES[change](path)
-    assert status() == errors.EXIT_MACHINE
+    assert not shell_accepts(path.parent)
+
+
+@as_root
+@pytest.mark.parametrize(("permissions", "is_accepted"), [(7, False), (5, True)])
+def test_the_shell_of_a_job_reads_access_control_lists(path: Path, permissions: int, is_accepted: bool) -> None:
+    add_list(path.parents[1], permissions)
+    assert shell_accepts(path.parent) == is_accepted
+    assert (trust.who_else_can_change(path.parent) == "") == is_accepted
+
+
+@as_root
+@pytest.mark.parametrize("owner", [0, STRANGER])
+def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_enter(path: Path, owner: int) -> None:
+    path.parent.chmod(0o777)
+    path.parents[1].chmod(0o700)
+    os.chown(path.parents[1], owner, -1)
+    assert shell_accepts(path.parent) == (owner == 0)
+    assert (trust.who_else_can_change(path.parent) == "") == (owner == 0)
 
 
 @as_root
@@ -495,6 +525,24 @@ def test_a_log_of_another_user_is_escaped(tmp_path: Path, capsys: pytest.Capture
     os.chown(log, STRANGER, STRANGER)
     assert runs.logs(tmp_path, "0", False) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["first", r"\x1b]0;pwned\x07last"]
+
+
+@pytest.mark.parametrize("command", ["cancel", "resume", "compare"])
+def test_a_run_that_cannot_be_read_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
+    for name in ("a", "b"):
+        attempts.open_next(tmp_path / "runs" / name, "toy", {})
+    (tmp_path / "runs/b/attempts/0000/opened.json").write_text('{"process": "x", "recipe": "toy"}')
+    (tmp_path / "runs/b/status.json").write_text('{"state": "running", "step": 1, "updated": -1e300}')
+    with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
+        runs.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_a_log_cannot_keep_explain_busy(tmp_path: Path) -> None:
+    line = '  File "a' + '", line 1' * 200_000 + "\nx\n"
+    (tmp_path / "rank0.log").write_text(f"CUDA out of memory\n{line}")
+    assert explain.of_logs(tmp_path / "rank0.log")
 
 
 # ---------------------------------------------------------------- how groups set up their folders

@@ -71,8 +71,10 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
                     return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])
     except OSError as error:
         raise _unreadable(path, error) from None
-    for run_dir in runs:
-        yield shown(_short(run_dir), LONGEST_LINE), of_run(run_dir)
+    if runs == [path]:
+        yield shown(_short(path), LONGEST_LINE), table.read_one(path, of_run)
+    else:
+        yield from table.read_each(runs, lambda run_dir: (shown(_short(run_dir), LONGEST_LINE), of_run(run_dir)))
     if not runs:
         yield shown(path, LONGEST_LINE), of_logs(path)
 

@@ -53,7 +53,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     image = container.of_job(settings, typed, environ)
     umask = int(settings.run.umask, 8)
     os.umask(umask)
-    restrict_log(fields, umask)
+    _restrict_log(fields, umask)
     job = directory.job_id(environ)
     run_dir = directory.choose(settings.run.run_dir, recipe, job, ROOT)
     attempt = None
@@ -105,7 +105,7 @@ def _is_of_earlier_job(attempt: Attempt, fields: Mapping[str, str], environ: Map
     return float(first) < time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S")) - SKEW_S
 
 
-def restrict_log(fields: Mapping[str, str], umask: int) -> None:
+def _restrict_log(fields: Mapping[str, str], umask: int) -> None:
     """Applies the umask to the log of the job, which Slurm has made with the umask of the user's shell."""
     for name in ("StdOut", "StdErr"):
         path = Path(fields.get(name, ""))

@@ -7,7 +7,6 @@ would in the job. At the point where the training would begin, it writes its fin
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -176,24 +175,26 @@ def expected_start(job: Job) -> str:
     )  # fmt: skip
     if answer.returncode != 0:
         raise MachineError(submit.refusal(answer.stderr))
-    if found := re.search(r"in partition (\S+)", answer.stderr):
-        require_within(job, found[1], queue.partition(found[1]))
+    partition = job.directives.get("partition") or os.environ.get("SBATCH_PARTITION", "")
+    if "," not in partition:  # of several, one may be enough
+        require_within(job, queue.partition(partition))
     return submit.one_line(answer.stderr)
 
 
-def require_within(job: Job, partition: str, limits: Mapping[str, str]) -> None:
-    """Raises MachineError if a partition never starts the job. ``sbatch --test-only`` accepts such a job (seen with Slurm 22.05).
+def require_within(job: Job, partition: Mapping[str, str]) -> None:
+    """Raises MachineError if a partition never starts the job. ``sbatch --test-only`` accepts such a job at some sites.
 
-    limits: `queue.partition`.
+    partition: its fields, see `queue.partition`.
     """
     time_s = durations.seconds(job.directives.get("time", ""))
-    most_s = durations.seconds(limits.get("MaxTime", ""))
-    most_nodes = limits.get("MaxNodes", "")
+    most_s = durations.seconds(partition.get("MaxTime", ""))
+    most_nodes = partition.get("MaxNodes", "")
+    name = partition.get("PartitionName", "")
     problem = ""
     if time_s and most_s and time_s > most_s:
-        problem = f"time={job.directives['time']}: is more than the {limits['MaxTime']} of partition {partition}"
+        problem = f"time={job.directives['time']}: is more than the {partition['MaxTime']} of partition {name}"
     elif most_nodes.isdecimal() and (job.keys.nodes or 1) > int(most_nodes):
-        problem = f"nodes={job.keys.nodes}: are more than the {most_nodes} of partition {partition}"
+        problem = f"nodes={job.keys.nodes}: are more than the {most_nodes} of partition {name}"
     if problem:
         raise MachineError(f"{problem}, so the job would never start: give a smaller value, or another partition=")
 

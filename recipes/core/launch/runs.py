@@ -164,7 +164,9 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
     every, found = root / "runs", list[Path]()
     for one in words or [str(every)]:
         if not one:
-            raise InputError("'': names no run (is a variable not set?): give a run directory, a job ID, or last")
+            raise InputError(
+                f"'': names no run (is a variable not set?): give a run directory, a job ID, or {table.LAST}"
+            )
         folder, is_job, job = Path(one), one.replace("_", "").isdecimal(), None
         if one == table.LAST:
             named = table.last(every)
@@ -199,8 +201,8 @@ def command(argv: Sequence[str], root: Path) -> int:
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     jobs = queue.mine(queue.ANSWER_S)  # an answer that is missing would leave a job running, or submit it twice
-    cluster = queue.cluster_name() if jobs else ""
-    found = table.read_each(folders, lambda folder: read(folder, jobs, cluster))
+    of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
+    found = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
     if name == "cancel":
         for run in found:
             print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
@@ -222,7 +224,7 @@ def show(words: Sequence[str], root: Path) -> int:
         raise InputError(f"{shown(unknown[0])}: must be one of {', '.join(OPTIONS)}")
     chosen = [word for word in words if word != "watch" and not word.startswith("--")]
     jobs = queue.mine()
-    cluster = queue.cluster_name() if jobs else ""
+    cluster = _cluster(jobs)
     while True:
         found = table.read_each(find(chosen, root), functools.partial(read, jobs=jobs, cluster=cluster))
         found = [run for run in found if "--failed" not in words or run.state in UNFINISHED]
@@ -235,6 +237,11 @@ def show(words: Sequence[str], root: Path) -> int:
         print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
         time.sleep(WATCH_S)
         jobs = queue.mine()
+
+
+def _cluster(jobs: Mapping[str, Line] | None) -> str:
+    """The name of this cluster; "" if Slurm is not there or does not answer. jobs: `queue.mine`."""
+    return "" if jobs is None else queue.cluster_name()
 
 
 def _sortable(value: Any) -> tuple[bool, Any]:
@@ -284,14 +291,18 @@ def compare(folders: Sequence[Path]) -> int:
     """Prints the keys in which runs differ and their results, one column per run. Raises InputError for a single run."""
     if len(folders) < 2:
         raise InputError("compare: give at least two runs: directories, job IDs, or a folder of runs")
-    cells = table.cells([table.read_run(folder, time.time()) for folder in folders])
+    now = time.time()
+    cells = table.cells([table.read_one(folder, lambda path: table.read_run(path, now)) for folder in folders])
     print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
     print(f"curves: python -m recipes.report {shlex.join(_short(str(folder)) for folder in folders)} html=compare.html")
     return errors.EXIT_DONE
 
 
 def logs(folder: Path, rank: str, follow: bool) -> int:
-    """Shows the end of a log: of the batch script, or of one rank. Replaces this process by tail. Raises InputError."""
+    """Shows the end of a log: of the batch script, or of one rank. Replaces this process by tail. Raises InputError.
+
+    In a log of another user, control characters are escaped.
+    """
     described = files.read_json(folder / "job.yaml") or {}
     of_rank = folder / "logs" / f"rank{rank or 0}.log"
     batch = Path(str(described.get("log") or ""))
@@ -300,8 +311,11 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
         there = sorted(path.stem.removeprefix("rank") for path in (folder / "logs").glob("rank*.log"))
         have = f"its ranks are {', '.join(there)}" if there else "it has no logs yet"
         raise InputError(f"{shown(folder)}: has no {shown(chosen.name)}: {have}")
+    is_own = trust.is_own(chosen)
+    if follow and not is_own:
+        raise InputError(f"follow: {shown(chosen)} belongs to another user; leave out follow")
     print(f"==> {printable(str(chosen))} <==", flush=True)
-    if not trust.is_own(chosen):  # its control characters would reach the terminal
+    if not is_own:
         with open(chosen, "rb", opener=files.without_links) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
@@ -365,8 +379,8 @@ def resume(run: Run, given: Sequence[str]) -> str:
     element = run.job.partition("_")[2]
     try:
         # sbatch reads the file that was checked, also if another one takes its name meanwhile.
-        with trust.open_own(folder / "job.sh") as script, trust.open_own(folder / "job.yaml") as description:
-            described = json.loads(description.read())
+        described = _own_description(folder)
+        with trust.open_own(folder / "job.sh") as script:
             options = [*described.get("options", ()), *([f"--array={element}"] if element else [])]
             name = f"/proc/self/fd/{script.fileno()}"
             done = subprocess.run(

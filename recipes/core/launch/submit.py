@@ -68,7 +68,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
                 if not (known := queue.find_by_comment(mark)):
                     raise
                 # sbatch failed, for example by a timeout, after the controller had accepted the job. submitit has left no files for it.
-                with contextlib.suppress(subprocess.SubprocessError):
+                with contextlib.suppress(OSError, subprocess.SubprocessError):
                     queue.cancel(known)
                 accepted = executor.map_array(os.execvp, programs, their_words)
         except failed as error:

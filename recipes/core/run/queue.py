@@ -58,7 +58,8 @@ ADVICE = {
     "JobHeldAdmin": "an administrator holds it",
     "launch failed requeued held": "a node failed at its start: scontrol release lets it start again",
 }
-OF_COMMANDS = re.compile("(SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT)_")  # variables that replace options of Slurm's commands
+# Variables that replace options of Slurm's commands, or change the form of the times that they print.
+OF_COMMANDS = re.compile("(SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT)_|SLURM_TIME_FORMAT$")
 _WORD = re.compile(r"(\S+?)=(\S*)")
 
 
@@ -235,8 +236,10 @@ def nodes() -> set[str]:
 
 
 def partition(name: str) -> dict[str, str]:
-    """The fields of a partition by their names, such as MaxTime; {} if Slurm does not answer."""
-    return dict(_WORD.findall(_answer("scontrol", "show", "partition", name)))
+    """The fields of a partition by their names, such as MaxTime; {} if Slurm does not answer. name: "" for the default one."""
+    blocks = _answer("scontrol", "show", "partition", *filter(None, [name])).split("\n\n")
+    found = (dict(_WORD.findall(block)) for block in blocks)
+    return next((fields for fields in found if name or fields.get("Default") == "YES"), {})
 
 
 def cancel(job_id: str) -> None:

@@ -63,8 +63,8 @@ def _inside(folder: Path) -> list[Path]:
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """The run directories in ``folder``, oldest first. ``folder`` itself may be one.
 
-    Run directories of pending jobs are included. Raises OSError if ``folder`` cannot be read. A folder below it that
-    cannot be read is skipped and reported with one line.
+    Run directories of pending jobs are included. Links of other users are not followed. Raises OSError if ``folder`` cannot
+    be read. A folder below it that cannot be read is skipped and reported with one line.
     """
     if any((folder / name).exists() for name in ("attempts", "attempt.json", "job.yaml")):
         yield folder
@@ -93,15 +93,24 @@ def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
     return found
 
 
+def read_one(folder: Path, read: Callable[[Path], T]) -> T:
+    """``read`` of a run directory. Raises InputError if a file in it has other content than this project writes."""
+    try:
+        return read(folder)
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(f"{folder}: cannot be read ({errors.one_line(error, 120)})") from None
+
+
 def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> list[T]:
-    """``read`` of each folder. One with files that another program has written is skipped, and reported with one line."""
+    """`read_one` of each folder. One that cannot be read is skipped, and reported with one line."""
     found = list[T]()
     for folder in folders:
         try:
-            found.append(read(folder))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            line = f"{folder}: cannot be read ({errors.one_line(error, 120)}): skipped"
-            print(printable(line), file=sys.stderr)
+            found.append(read_one(folder, read))
+        except InputError as error:
+            print(f"{error}: skipped", file=sys.stderr)
     return found
 
 

@@ -194,6 +194,17 @@ def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -
         runs.cancel(runs.read(folder, {"18": RUNNING}, "here"))
 
 
+def test_a_run_of_another_cluster_is_not_cancelled_while_no_job_is_here(root: Path, stubs: Stubs) -> None:
+    folder = root / "runs/mnist/18"
+    attempt = attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"})
+    attempts.begin(attempt, 0, own=False)
+    directory.write_status(folder, "running", attempt=0, step=3)
+    stubs.add("squeue", "")
+    stubs.add("scontrol", "echo 'ClusterName = here'")
+    with pytest.raises(MachineError, match="its job is on cluster there"):
+        runs.command(["cancel", str(folder)], root)
+
+
 def test_the_table_is_json_sorted_or_only_of_what_has_failed(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,20 +58,42 @@ def test_the_run_directory_has_the_script_and_the_description(
     assert not {"SBATCH_ACCOUNT=mine", "SLURM_NTASKS=9"} & set((tmp_path / "env").read_text().splitlines())
 
 
+PARTITIONS = """\
+PartitionName=main
+   AllocNodes=ALL Default=YES QoS=N/A
+   MaxNodes=2 MaxTime=UNLIMITED MinNodes=0
+
+PartitionName=short
+   AllocNodes=ALL Default=NO QoS=N/A
+   MaxNodes=UNLIMITED MaxTime=00:10:00 MinNodes=0
+"""
+
+
 @pytest.mark.parametrize(
-    ("words", "limits", "problem"),
+    ("words", "exported", "problem"),
     [
-        (("time=11",), "MaxTime=00:10:00 MaxNodes=UNLIMITED", "time=11: is more than the 00:10:00 of partition short"),
-        (("time=10", "nodes=3"), "MaxTime=UNLIMITED MaxNodes=2", "nodes=3: are more than the 2 of partition short"),
-        (("time=10", "nodes=2"), "MaxTime=00:10:00 MaxNodes=2", ""),
+        (("time=11", "partition=short"), "", "time=11: is more than the 00:10:00 of partition short"),
+        (("time=11",), "short", "time=11: is more than the 00:10:00 of partition short"),
+        (("time=10", "nodes=3", "partition=short"), "", ""),
+        (("time=11", "nodes=3"), "", "nodes=3: are more than the 2 of partition main"),
+        (("time=11", "nodes=2"), "", ""),
+        (("time=11", "nodes=3", "partition=main,short"), "", ""),
     ],
 )
 def test_a_job_that_its_partition_never_starts_is_no_success(
-    tmp_path: Path, stubs: Stubs, words: tuple[str, ...], limits: str, problem: str
+    tmp_path: Path,
+    stubs: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    exported: str,
+    problem: str,
 ) -> None:
     """At sites without EnforcePartLimits, sbatch accepts such a job."""
-    stubs.add("sbatch", 'echo "sbatch: Job 7 to start at noon using 2 processors on nodes n1 in partition short" >&2')
-    stubs.add("scontrol", f"echo 'PartitionName=short State=UP'; echo '   {limits}'")
+    monkeypatch.setenv("SBATCH_PARTITION", exported)
+    (tmp_path / "partitions").write_text(PARTITIONS)
+    stubs.add("sbatch", 'echo "sbatch: Job 7 to start at noon" >&2')
+    only = 'BEGIN { RS = "" } !name || $1 == "PartitionName=" name { print; print "" }'
+    stubs.add("scontrol", f"awk -v name=\"${{3:-}}\" '{only}' {tmp_path}/partitions")
     job = describe(*words, root=tmp_path)
     if problem:
         with pytest.raises(MachineError, match=f"^{problem}, so the job would never start: give a smaller"):

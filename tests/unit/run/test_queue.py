@@ -118,7 +118,8 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
 
 
 @pytest.mark.parametrize(
-    "name", ["SQUEUE_PARTITION", "SQUEUE_STATES", "SINFO_PARTITION", "SCONTROL_ALL", "SCANCEL_NAME"]
+    "name",
+    ["SQUEUE_PARTITION", "SQUEUE_STATES", "SINFO_PARTITION", "SCONTROL_ALL", "SCANCEL_NAME", "SLURM_TIME_FORMAT"],
 )
 def test_a_users_defaults_for_slurms_commands_have_no_effect(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch, name: str
