@@ -1,11 +1,13 @@
-"""Submits a recipe to Slurm, runs it on this machine, or prints the sbatch script: ``python launch.py recipe=mnist nodes=2``.
+"""Submits a recipe to Slurm, runs it on this machine, or prints the sbatch script: ``python
+launch.py recipe=mnist nodes=2``.
 
-``launcher=slurm`` (default) submits through submitit and does not wait; ``launcher=local`` starts the ranks on this machine;
-``launcher=print`` prints the sbatch script. ``python launch.py check recipe=mnist …`` validates a job without submitting it.
-``python launch.py --help`` lists the keys. Exit status: 0 done or submitted; 2 invalid keys; 3 this machine, or Slurm, cannot run it.
+``launcher=slurm`` (default) submits through submitit and does not wait; ``launcher=local`` starts
+the ranks on this machine; ``launcher=print`` prints the sbatch script. ``python launch.py check
+recipe=mnist …`` validates a job without submitting it. ``python launch.py --help`` lists the keys.
+Exit status: 0 done or submitted; 2 invalid keys; 3 this machine, or Slurm, cannot run it.
 
-This file only starts the Python environment that sbatch/job.sh chooses; recipes/core/launch/cli.py does the work. Python 3.6,
-the oldest on login nodes, can read this file.
+This file only starts the Python environment that sbatch/job.sh chooses; recipes/core/launch/cli.py
+does the work. Python 3.6, the oldest on login nodes, can read this file.
 """
 
 import importlib.util
@@ -16,8 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
-# Modules are not loaded here: the job loads them on its node. The Python is printed last, without a line break.
-CHOOSE = '. sbatch/job.sh; load() { :; }; site >&2; find_python "$PWD" "$@" >&2; printf %s "$python"'
+# Modules are not loaded here: the job loads them on its node. The Python is printed last, without a
+# line break.
+CHOOSE = (
+    '. sbatch/job.sh; load() { :; }; site >&2; find_python "$PWD" "$@" >&2; printf %s "$python"'
+)
 
 
 def main(argv: "list[str]") -> int:
@@ -25,7 +30,10 @@ def main(argv: "list[str]") -> int:
     if sys.version_info < (3, 10):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:2]))
         fix = "activate your environment, or run make install"
-        print(f"launch.py: requires Python 3.10 or later, but this is {version}: {fix}", file=sys.stderr)
+        print(
+            f"launch.py: requires Python 3.10 or later, but this is {version}: {fix}",
+            file=sys.stderr,
+        )
         return 3
     from recipes.core.launch import cli
 
@@ -34,25 +42,34 @@ def main(argv: "list[str]") -> int:
 
 def _choose_python(argv: "list[str]") -> str:
     """The Python of this job. Starts launch.py again if that is another Python than this one."""
-    own = argv[: argv.index("--")] if "--" in argv else argv  # the rest is for a program of the user
+    # the rest is for a program of the user
+    own = argv[: argv.index("--")] if "--" in argv else argv
     words = dict(word.partition("=")[::2] for word in own)
     cluster = words.get("cluster") or os.environ.get("RECIPES_CLUSTER", "")
     # Without .venv, torch is not required here: the ranks may run in an image.
     packages = ["omegaconf", "submitit", *(["torch"] if (ROOT / ".venv").exists() else [])]
     # conda activates base in each shell of its users, so they did not choose it.
-    enough = os.environ.get("CONDA_DEFAULT_ENV") != "base" and all(map(importlib.util.find_spec, packages))
+    enough = os.environ.get("CONDA_DEFAULT_ENV") != "base" and all(
+        map(importlib.util.find_spec, packages)
+    )
     chosen = sys.executable
-    if not enough or (ROOT / "env" / "clusters" / (cluster + ".yaml")).is_file():  # an image may have no bash
+    # an image may have no bash
+    if not enough or (ROOT / "env" / "clusters" / (cluster + ".yaml")).is_file():
         environ = dict(os.environ, RECIPES_CLUSTER=cluster)
-        if sys.prefix != sys.base_prefix:  # the user has typed this venv, whether it is active or not
+        # the user has typed this venv, whether it is active or not
+        if sys.prefix != sys.base_prefix:
             environ["VIRTUAL_ENV"] = sys.prefix
         command = ["bash", "-c", CHOOSE, "launch.py", *([chosen] if enough else [])]
         done = subprocess.run(command, cwd=str(ROOT), env=environ, stdout=subprocess.PIPE)
         if done.returncode == 0:
             chosen = os.fsdecode(done.stdout)
-        elif not (done.returncode == 3 and enough and words.get("launcher") == "print"):  # print is for any machine
+        elif not (
+            done.returncode == 3 and enough and words.get("launcher") == "print"
+        ):  # print is for any machine
             sys.exit(done.returncode)
-    is_here = os.path.realpath(sys.prefix) == os.path.realpath(os.path.dirname(os.path.dirname(chosen)))
+    is_here = os.path.realpath(sys.prefix) == os.path.realpath(
+        os.path.dirname(os.path.dirname(chosen))
+    )
     is_utf8 = sys.getfilesystemencoding().lower() == "utf-8"  # else this Python would misread paths
     if not (is_here or chosen == sys.executable) or not is_utf8:
         environ = dict(os.environ, PYTHONUTF8="1", RECIPES_PYTHON=chosen)

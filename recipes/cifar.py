@@ -1,16 +1,19 @@
-"""CIFAR-10: data-parallel training of a ResNet, or of airbench's networks. All images are on the device during the whole training.
+"""CIFAR-10: data-parallel training of a ResNet, or of airbench's networks. All images are on the
+device during the whole training.
 
     python -m recipes.prepare cifar10 data_dir=/data                               # once, on a machine with internet
     python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data
     sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data
 
-Measured on one H100, CIFAR-10 recompressed as JPEG: variant=fast 90.6 % (mean of 5 seeds; 3.1 s of training), variant=accurate 93.3 % (1
-seed); airbench's own program: 90.6 % (3 runs). The original CIFAR-10, ResNet-18 and several GPUs: not measured.
+Measured on one H100, CIFAR-10 recompressed as JPEG: variant=fast 90.6 % (mean of 5 seeds; 3.1 s of
+training), variant=accurate 93.3 % (1 seed); airbench's own program: 90.6 % (3 runs). The original
+CIFAR-10, ResNet-18 and several GPUs: not measured.
 """
 
 from recipes.core.run import entry
 
-# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads
+# some of them at import.
 START = entry.begin("cifar") if __name__ == "__main__" else None
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +34,22 @@ from recipes.core.train.checkpoint import State
 from recipes.core.train.optimizers import Muon
 from recipes.core.train.run import Run
 
-MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels (red, green, blue)
+# of CIFAR-10's training pixels (red, green, blue)
+MEAN = (125.3, 123.0, 113.9)
+STD = (63.0, 62.1, 66.7)
 GREY = 121  # pixel value of the area that cutout removes
 EVAL_BATCH = 1000
-# AirBench's rates for a loss that is summed over the batch. The loss here is a mean, so they are multiplied by its size.
-BIAS_LR, HEAD_LR, OTHERS_MOMENTUM = 0.053, 0.67, 0.85
+# AirBench's rates for a loss that is summed over the batch. The loss here is a mean, so they are
+# multiplied by its size.
+BIAS_LR = 0.053
+HEAD_LR = 0.67
+OTHERS_MOMENTUM = 0.85
 
 
 def resnet18(classes: int) -> nn.Module:
-    """torchvision's ResNet-18 for images of 32 px: the first layer has stride 1, and no max pooling follows it."""
+    """torchvision's ResNet-18 for images of 32 px: the first layer has stride 1, and no max pooling
+    follows it.
+    """
     net = torchvision.models.resnet18(num_classes=classes, zero_init_residual=True)
     net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     net.maxpool = nn.Identity()
@@ -47,7 +57,9 @@ def resnet18(classes: int) -> nn.Module:
 
 
 class Group(nn.Module):
-    """Halves the side of an image. Two convolutions; with ``deep``, a third one, and a shortcut past the last two."""
+    """Halves the side of an image. Two convolutions; with ``deep``, a third one, and a shortcut
+    past the last two.
+    """
 
     def __init__(self, inputs: int, outputs: int, deep: bool) -> None:
         super().__init__()
@@ -72,13 +84,17 @@ class Group(nn.Module):
 
 
 class AirBench(nn.Module):
-    """Maps images (B, 3, 32, 32) to logits (B, classes). From K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024).
+    """Maps images (B, 3, 32, 32) to logits (B, classes). From K. Jordan, "94% on CIFAR-10 in 3.29
+    Seconds on a Single GPU" (2024).
 
-    The first layer is not trained, except its bias: it whitens patches of 2x2 pixels of ``images``, normalised, (N, 3, H, W). In each
-    other convolution, the first filters copy one input channel each; the others start random. The norms have a bias but no trained weight.
+    The first layer is not trained, except its bias: it whitens patches of 2x2 pixels of ``images``,
+    normalised, (N, 3, H, W). In each other convolution, the first filters copy one input channel
+    each; the others start random. The norms have a bias but no trained weight.
     """
 
-    def __init__(self, images: Tensor, classes: int, widths: tuple[int, int, int], deep: bool) -> None:
+    def __init__(
+        self, images: Tensor, classes: int, widths: tuple[int, int, int], deep: bool
+    ) -> None:
         super().__init__()
         self.whiten = nn.Conv2d(3, 24, 2)
         self.whiten.weight.requires_grad = False
@@ -97,9 +113,11 @@ class AirBench(nn.Module):
 
 
 def whitening(images: Tensor) -> Tensor:
-    """Filters (24, 3, 2, 2) whose answers to ``images``, float (N, 3, H, W), have variance 1 and are not correlated.
+    """Filters (24, 3, 2, 2) whose answers to ``images``, float (N, 3, H, W), have variance 1 and
+    are not correlated.
 
-    They are the eigenvectors of the patches' covariance, divided by the root of their eigenvalue, and the same times -1. Source: as `AirBench`.
+    They are the eigenvectors of the patches' covariance, divided by the root of their eigenvalue,
+    and the same times -1. Source: as `AirBench`.
     """
     patches = F.unfold(images, 2).transpose(1, 2).flatten(0, 1)
     values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
@@ -108,7 +126,9 @@ def whitening(images: Tensor) -> Tensor:
 
 
 def make_net(cfg: Config, run: Run, images: Tensor) -> nn.Module:
-    """The network of ``arch=``, on the rank's device, in channels_last. images: some of the training images, normalised."""
+    """The network of ``arch=``, on the rank's device, in channels_last. images: some of the
+    training images, normalised.
+    """
     net: nn.Module
     if cfg.arch is Arch.resnet18:
         net = resnet18(10)
@@ -120,10 +140,13 @@ def make_net(cfg: Config, run: Run, images: Tensor) -> nn.Module:
     return net.to(run.world.device).to(memory_format=torch.channels_last)
 
 
-def make_optimizer(cfg: Config, net: nn.Module, lr: float, batch_size: int) -> torch.optim.Optimizer:
+def make_optimizer(
+    cfg: Config, net: nn.Module, lr: float, batch_size: int
+) -> torch.optim.Optimizer:
     """ResNet-18: SGD with Nesterov momentum, weight decay for weights only.
 
-    AirBench: Muon for the filters, without decay; SGD with decay for biases and the head. batch_size: samples of a step.
+    AirBench: Muon for the filters, without decay; SGD with decay for biases and the head.
+    batch_size: samples of a step.
     """
     if not isinstance(net, AirBench):
         groups = optimisation.decay_groups(net, cfg.weight_decay)
@@ -132,21 +155,33 @@ def make_optimizer(cfg: Config, net: nn.Module, lr: float, batch_size: int) -> t
     sgd = [([net.whiten.bias], BIAS_LR), (biases["params"], BIAS_LR), ([net.head.weight], HEAD_LR)]
     of_sgd = {"momentum": OTHERS_MOMENTUM, "orthogonal": False}
     others = [
-        {"params": params, "lr": rate * batch_size, "weight_decay": cfg.weight_decay / rate, **of_sgd}
+        {
+            "params": params,
+            "lr": rate * batch_size,
+            "weight_decay": cfg.weight_decay / rate,
+            **of_sgd,
+        }
         for params, rate in sgd
     ]
     return Muon([filters, *others], lr, cfg.momentum)
 
 
-def lr_factors(cfg: Config, batches: GlobalBatches, total_steps: int, groups: int) -> list[Callable[[int], float]]:
+def lr_factors(
+    cfg: Config, batches: GlobalBatches, total_steps: int, groups: int
+) -> list[Callable[[int], float]]:
     """The learning rate of a step as a fraction of its peak, for each group of the optimiser.
 
-    It rises linearly, then falls linearly to zero. The rate for the bias of AirBench's first layer falls to zero in three epochs.
+    It rises linearly, then falls linearly to zero. The rate for the bias of AirBench's first layer
+    falls to zero in three epochs.
     """
 
     def factor(length: int, step: int) -> float:
         rise = cfg.warmup * length
-        return (step + 1) / (rise + 1) if step < rise else max(0.0, (length - step) / max(1.0, length - rise))
+        return (
+            (step + 1) / (rise + 1)
+            if step < rise
+            else max(0.0, (length - step) / max(1.0, length - rise))
+        )
 
     lengths = [total_steps] * groups
     if cfg.arch is not Arch.resnet18:  # `make_optimizer`'s second group is that bias
@@ -158,11 +193,17 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
     is_real = cfg.dataset == "cifar10"
-    sets = in_memory.load(datasets.CIFAR10, cfg.data_dir) if is_real else in_memory.fake(50_000, 10_000, (3, 32, 32))
+    sets = (
+        in_memory.load(datasets.CIFAR10, cfg.data_dir)
+        if is_real
+        else in_memory.fake(50_000, 10_000, (3, 32, 32))
+    )
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     digests = train_set.digest(), test_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests)
+    batches = GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
+    )
     batches.require_full(run.ranks, cfg.accumulate)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     net = make_net(cfg, run, in_memory.normalise(train_set.images[:5000], mean, std))
@@ -173,12 +214,17 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     steps = loop.total_steps(cfg, batches)
     factors = lr_factors(cfg, batches, steps, len(optimizer.param_groups))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
-    augmented = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY)
+    augmented = AugmentedImages(
+        train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY
+    )
     autocast = optimisation.autocast(run, cfg)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits and labels of this rank's part of the test set. Logits are sums over the views of `tta` and `tta_shift`."""
-        part, shift = sampling.share(len(test_set), world.rank, world.size), cfg.tta_shift if cfg.tta else 0
+        """Logits and labels of this rank's part of the test set. Logits are sums over the views of
+        `tta` and `tta_shift`.
+        """
+        part = sampling.share(len(test_set), world.rank, world.size)
+        shift = cfg.tta_shift if cfg.tta else 0
         for images, labels in zip(
             *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
         ):
@@ -186,7 +232,11 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             views = [(1, x)]
             if shift:
                 wide = F.pad(x, (shift,) * 4, "reflect")
-                views = [(2, x), (1, wide[..., : -2 * shift, : -2 * shift]), (1, wide[..., 2 * shift :, 2 * shift :])]
+                views = [
+                    (2, x),
+                    (1, wide[..., : -2 * shift, : -2 * shift]),
+                    (1, wide[..., 2 * shift :, 2 * shift :]),
+                ]
             if cfg.tta:
                 views += [(weight, view.flip(3)) for weight, view in views]
             with autocast:
@@ -202,8 +252,11 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             x = in_memory.normalise(augmented.take(indices), mean, std)
             with autocast:
                 logits = model(x).float()
-            labels, smoothing = train_set.labels[indices], cfg.label_smoothing
-            step.backward(F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing))
+            labels = train_set.labels[indices]
+            smoothing = cfg.label_smoothing
+            step.backward(
+                F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+            )
         optimizer.step()
         scheduler.step()
     return run.results

@@ -1,9 +1,11 @@
-"""Message passing: every operation of torch.distributed, explained in one line and checked on every rank, or timed.
+"""Message passing: every operation of torch.distributed, explained in one line and checked on every
+rank, or timed.
 
     python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # explains and checks each operation
     srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce sizes=1M..1G
 
-Expected: correct results on every rank. How to measure gloo on one machine: docs/doctor.md#bandwidth. On GPUs: not measured.
+Expected: correct results on every rank. How to measure gloo on one machine:
+docs/doctor.md#bandwidth. On GPUs: not measured.
 """
 
 from recipes.core.run import entry
@@ -29,14 +31,20 @@ from recipes.core.train.run import Run
 from recipes.core.train.world import World
 
 Answer = tuple[Tensor, Tensor]  # the result and the expected result
-WARM_UP, BATCHES = 2, 5
-# For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
+WARM_UP = 2
+BATCHES = 5
+# For these operations each rank holds the whole array. For the others the array is divided into one
+# part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 
 
 def numbers(world: World, *ranks: int) -> Tensor:
-    """Two numbers for each of ``ranks`` that identify the rank: 10 and 11 for rank 0, 20 and 21 for rank 1."""
-    return torch.tensor([10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=world.device)
+    """Two numbers for each of ``ranks`` that identify the rank: 10 and 11 for rank 0, 20 and 21 for
+    rank 1.
+    """
+    return torch.tensor(
+        [10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=world.device
+    )
 
 
 def all_numbers(world: World) -> Tensor:
@@ -54,7 +62,9 @@ def neighbours(world: World) -> tuple[int, int]:
 
 
 def in_turn(world: World, send: Callable[[], Any], receive: Callable[[], Any]) -> list[Any]:
-    """Sends to the next rank of the ring and receives from the previous one: rank 0 sends first, the others receive first."""
+    """Sends to the next rank of the ring and receives from the previous one: rank 0 sends first,
+    the others receive first.
+    """
     calls = (send, receive) if world.rank == 0 else (receive, send)
     return [call() for call in calls]
 
@@ -65,29 +75,46 @@ def at_once(batch: list[P2POp]) -> None:
         work.wait()
 
 
-# The lessons. Each performs one operation on every rank and returns the result and the expected result. `learn` prints the docstring.
+# The lessons. Each performs one operation on every rank and returns the result and the expected
+# result. `learn` prints the docstring.
 
 
 def send_and_recv(world: World) -> Answer:
-    """sends to the next rank, receives from the previous one; each call blocks, so only rank 0 sends first: no deadlock"""
-    received, (previous, following) = empty(world), neighbours(world)
-    in_turn(world, lambda: dist.send(numbers(world, world.rank), following), lambda: dist.recv(received, previous))
+    """sends to the next rank, receives from the previous one; each call blocks, so only rank 0
+    sends first: no deadlock
+    """
+    received = empty(world)
+    previous, following = neighbours(world)
+    in_turn(
+        world,
+        lambda: dist.send(numbers(world, world.rank), following),
+        lambda: dist.recv(received, previous),
+    )
     return received, numbers(world, previous)
 
 
 def isend_and_irecv(world: World) -> Answer:
-    """the same with calls that do not block: starts both, then waits for both; with NCCL, rank 0 must still send first"""
-    received, (previous, following) = empty(world), neighbours(world)
+    """the same with calls that do not block: starts both, then waits for both; with NCCL, rank 0
+    must still send first
+    """
+    received = empty(world)
+    previous, following = neighbours(world)
     mine = numbers(world, world.rank)
-    for work in in_turn(world, lambda: dist.isend(mine, following), lambda: dist.irecv(received, previous)):
+    for work in in_turn(
+        world, lambda: dist.isend(mine, following), lambda: dist.irecv(received, previous)
+    ):
         work.wait()
     return received, numbers(world, previous)
 
 
 def batch_isend_irecv(world: World) -> Answer:
-    """exchanges with both neighbours in one batch; NCCL requires a batch here, since single calls can deadlock"""
+    """exchanges with both neighbours in one batch; NCCL requires a batch here, since single calls
+    can deadlock
+    """
     previous, following = neighbours(world)
-    from_previous, from_following, mine = empty(world), empty(world), numbers(world, world.rank)
+    from_previous = empty(world)
+    from_following = empty(world)
+    mine = numbers(world, world.rank)
     batch = [P2POp(dist.isend, mine, following), P2POp(dist.irecv, from_previous, previous)]
     batch += [P2POp(dist.isend, mine, previous), P2POp(dist.irecv, from_following, following)]
     at_once(batch)
@@ -102,20 +129,26 @@ def broadcast(world: World) -> Answer:
 
 
 def reduce(world: World) -> Answer:
-    """adds the numbers of all ranks on rank 0; the tensors of the other ranks are undefined afterwards"""
+    """adds the numbers of all ranks on rank 0; the tensors of the other ranks are undefined
+    afterwards
+    """
     values = numbers(world, world.rank)
     dist.reduce(values, dst=0)
     return (values, all_numbers(world).sum(0)) if world.rank == 0 else (empty(world), empty(world))
 
 
 def all_reduce(world: World) -> Answer:
-    """combines the numbers of all ranks on every rank, by sum, product, max, min and avg; averages gradients"""
+    """combines the numbers of all ranks on every rank, by sum, product, max, min and avg; averages
+    gradients
+    """
     operations = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
     results = [numbers(world, world.rank) for _ in operations]
     for values, operation in zip(results, operations, strict=True):
         dist.all_reduce(values, op=operation)
     every = all_numbers(world)
-    return torch.stack(results), torch.stack([every.sum(0), every.prod(0), every.amax(0), every.amin(0), every.mean(0)])
+    return torch.stack(results), torch.stack(
+        [every.sum(0), every.prod(0), every.amax(0), every.amin(0), every.mean(0)]
+    )
 
 
 def gather(world: World) -> Answer:
@@ -140,7 +173,9 @@ def all_gather(world: World) -> Answer:
 
 
 def reduce_scatter(world: World) -> Answer:
-    """each rank has a part for every rank; each rank receives the sum of the parts for it; the first half of an all_reduce"""
+    """each rank has a part for every rank; each rank receives the sum of the parts for it; the
+    first half of an all_reduce
+    """
     parts = torch.cat([numbers(world, world.rank) * (other + 1) for other in range(world.size)])
     received = empty(world)
     dist.reduce_scatter_tensor(received, parts)
@@ -158,7 +193,10 @@ def all_to_all(world: World) -> Answer:
 def subgroups(world: World) -> Answer:
     """all_reduce among the even ranks and among the odd ranks; every rank must create every group"""
     parities = range(min(2, world.size))
-    groups = [cast(dist.ProcessGroup, dist.new_group(list(range(parity, world.size, 2)))) for parity in parities]
+    groups = [
+        cast(dist.ProcessGroup, dist.new_group(list(range(parity, world.size, 2))))
+        for parity in parities
+    ]
     values = numbers(world, world.rank)
     dist.all_reduce(values, group=groups[world.rank % 2])
     for group in groups:
@@ -177,8 +215,18 @@ def barrier(world: World) -> Answer:
 
 BETWEEN_TWO = (send_and_recv, isend_and_irecv, batch_isend_irecv)  # require at least 2 ranks
 LESSONS = (
-    *BETWEEN_TWO, broadcast, reduce, all_reduce, gather, scatter, all_gather, reduce_scatter, all_to_all, subgroups, barrier,
-)  # fmt: skip
+    *BETWEEN_TWO,
+    broadcast,
+    reduce,
+    all_reduce,
+    gather,
+    scatter,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    subgroups,
+    barrier,
+)
 
 
 def learn(run: Run) -> None:
@@ -195,17 +243,23 @@ def learn(run: Run) -> None:
         correct = world.gather(bytes([torch.allclose(result.double(), expected.double())]))
         if wrong := [rank for rank, one in enumerate(correct) if one == b"\0"]:
             first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
-            raise RunError(f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}")
-        run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{lesson.__doc__}")
+            raise RunError(
+                f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}"
+            )
+        run.say(
+            f"{name:<20}{f'ok on {world.size} ranks':<16}{' '.join((lesson.__doc__ or '').split())}"
+        )
 
 
 # The measurement, with algbw and busbw as defined by nccl-tests (doc/PERFORMANCE.md).
 
 
 def measure(operation: str, size: int, world: World, budget_s: float) -> tuple[float, float, float]:
-    """Seconds of an operation on ``size`` bytes (`used_bytes`), its algbw and its busbw in GB/s (1e9 bytes per second).
+    """Seconds of an operation on ``size`` bytes (`used_bytes`), its algbw and its busbw in GB/s
+    (1e9 bytes per second).
 
-    Called by all ranks, which get the same result. budget_s: approximate duration of the measurement.
+    Called by all ranks, which get the same result. budget_s: approximate duration of the
+    measurement.
     """
     seconds = statistics.median(seconds_of(call_of(operation, size, world), world, budget_s))
     algbw = size / seconds / 1e9
@@ -214,11 +268,16 @@ def measure(operation: str, size: int, world: World, budget_s: float) -> tuple[f
 
 def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
     """An operation on ``size`` bytes of float32, as `used_bytes` returns them."""
-    n, rank, count = world.size, world.rank, size // 4
+    n = world.size
+    rank = world.rank
+    count = size // 4
     whole = torch.zeros(count, device=world.device)
     if operation == "send_recv":
-        received, (previous, following) = torch.zeros_like(whole), neighbours(world)
-        return lambda: at_once([P2POp(dist.isend, whole, following), P2POp(dist.irecv, received, previous)])
+        received = torch.zeros_like(whole)
+        previous, following = neighbours(world)
+        return lambda: at_once(
+            [P2POp(dist.isend, whole, following), P2POp(dist.irecv, received, previous)]
+        )
     if operation == "broadcast":
         return partial(dist.broadcast, whole, 0)
     if operation == "reduce":
@@ -227,7 +286,8 @@ def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
         return partial(dist.all_reduce, whole)
     if operation == "all_to_all":
         return partial(dist.all_to_all_single, torch.zeros_like(whole), whole)
-    part, parts = torch.zeros(count // n, device=world.device), list(whole.view(n, -1)) if rank == 0 else None
+    part = torch.zeros(count // n, device=world.device)
+    parts = list(whole.view(n, -1)) if rank == 0 else None
     if operation == "gather":
         return partial(dist.gather, part, parts, 0)
     if operation == "scatter":
@@ -239,7 +299,9 @@ def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
 
 
 def used_bytes(operation: str, size: int, ranks: int) -> int:
-    """``size`` rounded down to bytes that an operation can use, a multiple of 4, or of 16 for each rank; at least one multiple."""
+    """``size`` rounded down to bytes that an operation can use, a multiple of 4, or of 16 for each
+    rank; at least one multiple.
+    """
     unit = 4 if operation in WHOLE else 16 * ranks
     return max(1, size // unit) * unit
 
@@ -247,7 +309,8 @@ def used_bytes(operation: str, size: int, ranks: int) -> int:
 def bus_factor(operation: str, ranks: int) -> float:
     """Bytes that a link carries, divided by the bytes of the operation.
 
-    With it, busbw is the same for all operations and any number of ranks, if only the hardware limits them.
+    With it, busbw is the same for all operations and any number of ranks, if only the hardware
+    limits them.
     """
     if operation in ("send_recv", "broadcast", "reduce"):
         return 1.0
@@ -256,7 +319,8 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> list[float]:
-    """Durations of one ``call`` in seconds. Each is the mean over a batch of repetitions, on the slowest rank.
+    """Durations of one ``call`` in seconds. Each is the mean over a batch of repetitions, on the
+    slowest rank.
 
     Called by all ranks, which get the same result. budget_s: approximate total time, in seconds.
     """
@@ -287,15 +351,21 @@ def synchronize(world: World) -> None:
 
 
 def bench(run: Run, cfg: Config) -> dict[str, Any]:
-    """Measures each operation at each size. Rank 0 prints one line per measurement. Returns each operation's highest busbw and shortest time."""
+    """Measures each operation at each size. Rank 0 prints one line per measurement. Returns each
+    operation's highest busbw and shortest time.
+    """
     world = run.world
-    best, fastest = dict[str, float](), dict[str, float]()  # GB/s; microseconds of the smallest size
+    # GB/s; microseconds of the smallest size
+    best = dict[str, float]()
+    fastest = dict[str, float]()
     run.say(f"{'operation':<15}{'bytes':>13}{'us':>12}{'algbw':>9}{'busbw':>9}  (GB/s)")
     for operation in cfg.chosen_operations():
         if operation == "send_recv" and world.size == 1:
             run.say(f"{operation:<15}requires at least 2 ranks")
             continue
-        for size in dict.fromkeys(used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes)):
+        for size in dict.fromkeys(
+            used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes)
+        ):
             with world.meeting():
                 seconds, algbw, busbw = measure(operation, size, world, cfg.seconds)
             run.say(f"{operation:<15}{size:>13,}{1e6 * seconds:>12,.1f}{algbw:>9.3f}{busbw:>9.3f}")

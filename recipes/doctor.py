@@ -6,10 +6,11 @@
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; or give a folder of runs
     python -m recipes.doctor network=my.env                                  # examines with the variables of an env file
 
-Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, even if a check hangs.
-One process examines a node, and writes a report into run_dir, since the network may be broken. In a batch job, the nodes only report
-(``recipes.doctor report``), and the shell judges after srun (``recipes.doctor judge``). The doctor never imports torch: checks that
-need torch or can hang run in their own processes.
+Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after
+``seconds=120``, even if a check hangs. One process examines a node, and writes a report into
+run_dir, since the network may be broken. In a batch job, the nodes only report (``recipes.doctor
+report``), and the shell judges after srun (``recipes.doctor judge``). The doctor never imports
+torch: checks that need torch or can hang run in their own processes.
 """
 
 import gc
@@ -41,7 +42,9 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     words = argv[1:] if command else argv
     if command == "explain":
         if not words:
-            raise errors.ConfigError("explain: a path is missing: python -m recipes.doctor explain FOLDER")
+            raise errors.ConfigError(
+                "explain: a path is missing: python -m recipes.doctor explain FOLDER"
+            )
         found = explain.explain([Path(word) for word in words])
         told["runs"] = [{"run": name, "lines": lines} for name, lines in found]
         print("\n".join(explain.in_one(found)))
@@ -69,7 +72,8 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     if command == "judge":
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
         return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
-    data_dir, on_cpu = cfg.data_dir or os.environ.get("RECIPES_DATA", ""), settings.run.device is Device.cpu
+    data_dir = cfg.data_dir or os.environ.get("RECIPES_DATA", "")
+    on_cpu = settings.run.device is Device.cpu
     here = Surroundings(os.environ, info, run_dir, data_dir, on_cpu)
     status = examine.run(here, cfg.seconds, judge_later=command == "report")
     told |= files.read_json(run_dir / "doctor.json") or {}

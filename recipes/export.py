@@ -4,9 +4,11 @@
     python -m recipes.export runs/finetune/1234 safetensors    # the weights
     python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio; add project=NAME if you like
 
-To write a model, give a run directory or a checkpoint, the format, and optionally out=FILE (default: model.onnx or model.safetensors in
-the run directory). The file's metadata has the classes and the preprocessing. To export metrics, give run directories, or folders of them;
-a later call adds only the new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs differ.
+To write a model, give a run directory or a checkpoint, the format, and optionally out=FILE
+(default: model.onnx or model.safetensors in the run directory). The file's metadata has the classes
+and the preprocessing. To export metrics, give run directories, or folders of them; a later call
+adds only the new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or
+the outputs differ.
 """
 
 import json
@@ -51,7 +53,9 @@ def to_tracker(argv: list[str]) -> int:
     """Adds the new rows of runs to the tracker of to=."""
     given = dict(word.split("=", 1) for word in argv if word.startswith(("to=", "project=")))
     if given["to"] not in trackers.TRACKERS:
-        raise InputError(f"to={errors.shown(given['to'])}: must be one of {', '.join(trackers.TRACKERS)}")
+        raise InputError(
+            f"to={errors.shown(given['to'])}: must be one of {', '.join(trackers.TRACKERS)}"
+        )
     folders = [Path(word) for word in argv if not word.startswith(("to=", "project="))]
     for path in table.find(folders):
         with files.writing_to(path, "run_dir"), files.locked(path / trackers.LOCK):
@@ -60,26 +64,39 @@ def to_tracker(argv: list[str]) -> int:
 
 
 def to_onnx(model: Any) -> tuple[bytes, str]:
-    """An ONNX file with an input (batch, 3, px, px) and logits as output, and a phrase on how far its outputs are from the model's."""
+    """An ONNX file with an input (batch, 3, px, px) and logits as output, and a phrase on how far
+    its outputs are from the model's.
+    """
     onnx, runtime = (errors.require(name, "export") for name in ("onnx", "onnxruntime"))
     errors.require("onnxscript", "export")
     import torch
     from PIL import Image
 
-    x = torch.rand(2, *model.input(Image.new("RGB", (64, 64))).shape, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(
+        2,
+        *model.input(Image.new("RGB", (64, 64))).shape,
+        generator=torch.Generator().manual_seed(0),
+    )
     with torch.inference_mode():
         expected = model.model(x)
     program = torch.onnx.export(
-        model.model, (x,), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False,
+        model.model,
+        (x,),
+        dynamo=True,
+        input_names=["images"],
+        output_names=["logits"],
+        verbose=False,
         dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
-    )  # fmt: skip
+    )
     proto = program.model_proto  # type: ignore[union-attr]
     onnx.helper.set_model_props(proto, _about(model))
     content: bytes = proto.SerializeToString()
     found = runtime.InferenceSession(content).run(None, {"images": x.numpy()})[0]
     apart = float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max())
     if not apart <= TOLERANCE:  # also NaN
-        raise InputError(f"onnx: nothing was written: the outputs differ from the model's by {apart:.1e} (relative)")
+        raise InputError(
+            f"onnx: nothing was written: the outputs differ from the model's by {apart:.1e} (relative)"
+        )
     return content, f"; its outputs are within {apart:.1e} of the model's"
 
 

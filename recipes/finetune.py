@@ -1,4 +1,5 @@
-"""Fine-tuning: trains a pretrained classifier on your own images. Copy this recipe: python launch.py new NAME from=finetune
+"""Fine-tuning: trains a pretrained classifier on your own images. Copy this recipe: python
+launch.py new NAME from=finetune
 
     python -m recipes.prepare weights arch=resnet50                                # once, on a machine with internet
     python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake
@@ -9,7 +10,8 @@ Expected accuracy: not measured.
 
 from recipes.core.run import entry
 
-# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads
+# some of them at import.
 START = entry.begin("finetune") if __name__ == "__main__" else None
 
 import math
@@ -45,7 +47,9 @@ def transforms(cfg: Config) -> tuple[v2.Transform, v2.Transform]:
 
 
 def make_net(cfg: Config, classes: Sequence[str], pretrained: bool = True) -> nn.Module:
-    """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as `recipes.load` does."""
+    """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as
+    `recipes.load` does.
+    """
     weights = cfg.pretrained if pretrained and cfg.pretrained != "false" else ""
     net = models.classifier(cfg.arch, weights, len(classes), new_head=True)
     if cfg.train == "head":
@@ -55,8 +59,11 @@ def make_net(cfg: Config, classes: Sequence[str], pretrained: bool = True) -> nn
     return net
 
 
-def lr_factors(cfg: Config, per_epoch: int, total_steps: int, depths: Sequence[int]) -> list[Callable[[int], float]]:
-    """The learning rate of a step as a fraction of its peak, for each group: a linear rise, then a cosine to zero.
+def lr_factors(
+    cfg: Config, per_epoch: int, total_steps: int, depths: Sequence[int]
+) -> list[Callable[[int], float]]:
+    """The learning rate of a step as a fraction of its peak, for each group: a linear rise, then a
+    cosine to zero.
 
     depths: of the groups; 0 is the head. The rise of the others begins after ``head_epochs``.
     """
@@ -65,14 +72,23 @@ def lr_factors(cfg: Config, per_epoch: int, total_steps: int, depths: Sequence[i
         rise = max(1.0, cfg.warmup * (total_steps - first))
         if step < first + rise:
             return max(0.0, (step + 1 - first) / (rise + 1))
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - first - rise) / max(1.0, total_steps - first - rise))))
+        return 0.5 * (
+            1
+            + math.cos(
+                math.pi * min(1.0, (step - first - rise) / max(1.0, total_steps - first - rise))
+            )
+        )
 
     frozen = min(cfg.head_epochs * per_epoch, total_steps)
     return [partial(factor, frozen if depth else 0.0) for depth in depths]
 
 
-def mixed(cfg: Config, x: Tensor, labels: Tensor, classes: int, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Images and labels (B, classes), blended by mixup or CutMix. Without both, the labels are unchanged."""
+def mixed(
+    cfg: Config, x: Tensor, labels: Tensor, classes: int, epoch: int, batch: int
+) -> tuple[Tensor, Tensor]:
+    """Images and labels (B, classes), blended by mixup or CutMix. Without both, the labels are
+    unchanged.
+    """
     if not (cfg.mixup or cfg.cutmix):
         return x, labels
     kind, alpha = (v2.MixUp, cfg.mixup) if cfg.mixup else (v2.CutMix, cfg.cutmix)
@@ -87,24 +103,34 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     parts = labelled.open_parts(
         cfg.dataset, cfg.data_dir, cfg.labels, cfg.multi_label, cfg.val_fraction, cfg.seed, run.say
     )
-    train_set, val_set = (Pictures(*part, how) for part, how in zip(parts, transforms(cfg), strict=True))
+    train_set, val_set = (
+        Pictures(*part, how) for part, how in zip(parts, transforms(cfg), strict=True)
+    )
     classes = train_set.source.classes
-    run.say(f"{len(train_set):,} training images and {len(val_set):,} validation images in {len(classes)} classes")
+    run.say(
+        f"{len(train_set):,} training images and {len(val_set):,} validation images in {len(classes)} classes"
+    )
     if not cfg.multi_label and (empty := (val_set.counts() == 0).nonzero().flatten().tolist()):
         run.say(
             f"warning: no validation image in {len(empty)} of {len(classes)} classes, such as {errors.shown(classes[empty[0]])}"
         )
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests)
+    batches = GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
+    )
     batches.require_full(run.ranks, cfg.accumulate)
-    loader = TorchLoader(train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn)
+    loader = TorchLoader(
+        train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
+    )
 
     net = make_net(cfg, classes)
     models.require_size(net, cfg.arch, cfg.px)
     net.to(world.device)
     run.say(f"{cfg.arch}: {models.trained(net)}")
     model = world.parallel(net, cfg)
-    optimizer = torch.optim.AdamW(optimisation.layer_groups(net, cfg.lr, cfg.layer_decay, cfg.weight_decay))
+    optimizer = torch.optim.AdamW(
+        optimisation.layer_groups(net, cfg.lr, cfg.layer_decay, cfg.weight_decay)
+    )
     ema = optimisation.averaged(run, net, cfg.ema, 0, batches)
     depths = [group["depth"] for group in optimizer.param_groups]
     factors = lr_factors(cfg, batches.per_epoch, loop.total_steps(cfg, batches), depths)
@@ -118,16 +144,22 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         """One loss per sample."""
         if cfg.multi_label:
             return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
-        return F.cross_entropy(logits, labels, weights, reduction="none", label_smoothing=cfg.label_smoothing)
+        return F.cross_entropy(
+            logits, labels, weights, reduction="none", label_smoothing=cfg.label_smoothing
+        )
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), world.rank, world.size)
-        for images, labels in loader.in_order(val_set, part, 2 * cfg.global_batch_size // world.size + 1):
+        for images, labels in loader.in_order(
+            val_set, part, 2 * cfg.global_batch_size // world.size + 1
+        ):
             with autocast:
                 yield best(images), labels
 
-    evaluate = partial(scores.of_labels if cfg.multi_label else scores.of_classes, run, answers, len(classes))
+    evaluate = partial(
+        scores.of_labels if cfg.multi_label else scores.of_classes, run, answers, len(classes)
+    )
     run.resume(State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate):
         for shard in step.shards:

@@ -1,17 +1,20 @@
-"""GPT: trains a language model on your own text. depth= sets the size: width, rates, batch and tokens follow by the rules in conf/gpt.py.
+"""GPT: trains a language model on your own text. depth= sets the size: width, rates, batch and
+tokens follow by the rules in conf/gpt.py.
 
     python -m recipes.prepare text source=/data/articles data_dir=/data tokenizer=gpt2
     python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes   # a text that is made in memory
     sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12 compile=true
     python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200 prompt="The king" # text of a trained model
 
-Measured with dataset=bytes on two CPU cores (1 seed): val_bpb 0.747 after 484 steps, and 0.776 after 150. After 150 steps without rotary
-positions: 1.36; without the causal mask, a deliberate bug: 0.01. H100, depth=12, earlier code: 322,000 tokens/s; compiled 602,000.
+Measured with dataset=bytes on two CPU cores (1 seed): val_bpb 0.747 after 484 steps, and 0.776
+after 150. After 150 steps without rotary positions: 1.36; without the causal mask, a deliberate
+bug: 0.01. H100, depth=12, earlier code: 322,000 tokens/s; compiled 602,000.
 """
 
 from recipes.core.run import entry
 
-# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads
+# some of them at import.
 START = entry.begin("gpt") if __name__ == "__main__" else None
 
 import math
@@ -32,15 +35,19 @@ from recipes.core.train.checkpoint import State
 from recipes.core.train.optimizers import MuonAdamW
 from recipes.core.train.run import Run
 
-EVAL_BATCH = 16  # sequences; the same on any number of ranks, so that their losses are equal to the bit
+# sequences; the same on any number of ranks, so that their losses are equal to the bit
+EVAL_BATCH = 16
 ROTARY_BASE = 10_000.0
 
 
 def rotary_factors(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (T, 1, HEAD) of rotary positions (Su et al., 2021): the angles of pairs of columns grow with the position."""
+    """Cosines and signed sines (T, 1, HEAD) of rotary positions (Su et al., 2021): the angles of
+    pairs of columns grow with the position.
+    """
     frequencies = ROTARY_BASE ** -(torch.arange(HEAD // 2, device=device) / (HEAD // 2))
     angles = torch.arange(length, device=device)[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat([cos, cos], -1), torch.cat([sin, -sin], -1)
 
 
@@ -50,7 +57,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention. Queries and keys are normalised, which bounds their products. Groups of queries share keys and values."""
+    """Causal attention. Queries and keys are normalised, which bounds their products. Groups of
+    queries share keys and values.
+    """
 
     def __init__(self, width: int, kv_heads: int) -> None:
         super().__init__()
@@ -60,7 +69,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # The three matrices are separate, since Muon treats each by itself. One product with all of them is faster than three.
+        # The three matrices are separate, since Muon treats each by itself. One product with all of
+        # them is faster than three.
         together = torch.cat([layer.weight for layer in (self.query, self.key, self.value)])
         heads, shared = (layer.out_features // HEAD for layer in (self.query, self.key))
         qk, v = F.linear(x, together).unflatten(-1, (-1, HEAD)).split([heads + shared, shared], 2)
@@ -86,7 +96,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The head has its own weights. It, and the last matrix of each attention and MLP, start at zero: each block starts as identity."""
+    """The head has its own weights. It, and the last matrix of each attention and MLP, start at
+    zero: each block starts as identity.
+    """
 
     def __init__(self, vocabulary: int, depth: int, width: int, kv_heads: int) -> None:
         super().__init__()
@@ -101,14 +113,17 @@ class GPT(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Logits of the token that follows each of ``tokens`` (B, T): float32 (B, T, vocabulary)."""
-        x, (cos, sin) = self.embed(tokens), rotary_factors(tokens.shape[1], tokens.device)
+        x = self.embed(tokens)
+        cos, sin = rotary_factors(tokens.shape[1], tokens.device)
         x = F.rms_norm(x, x.shape[-1:])
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(F.rms_norm(x, x.shape[-1:])).float()
 
     def forward(self, sequences: Tensor) -> Tensor:
-        """The loss of each of ``sequences`` (B, T + 1): nats, the mean over the T tokens after the first one."""
+        """The loss of each of ``sequences`` (B, T + 1): nats, the mean over the T tokens after the
+        first one.
+        """
         targets = sequences[:, 1:]
         logits = self.logits(sequences[:, :-1])
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -116,8 +131,12 @@ class GPT(nn.Module):
 
 
 @torch.inference_mode()
-def generate(net: GPT, tokens: Tensor, count: int, context: int, vocabulary: int, seed: int = 0) -> Tensor:
-    """``tokens`` (T,) and ``count`` more, each drawn by the model from the last ``context`` ones. Its cost grows as count * context."""
+def generate(
+    net: GPT, tokens: Tensor, count: int, context: int, vocabulary: int, seed: int = 0
+) -> Tensor:
+    """``tokens`` (T,) and ``count`` more, each drawn by the model from the last ``context`` ones.
+    Its cost grows as count * context.
+    """
     random = torch.Generator(tokens.device).manual_seed(seed)
     for _ in range(count):
         logits = net.logits(tokens[None, -context:])[0, -1, :vocabulary]
@@ -126,16 +145,24 @@ def generate(net: GPT, tokens: Tensor, count: int, context: int, vocabulary: int
 
 
 def make_optimizer(cfg: Config, net: GPT) -> torch.optim.Optimizer:
-    """Muon for the matrices of the blocks, AdamW without weight decay for the embedding and the head."""
+    """Muon for the matrices of the blocks, AdamW without weight decay for the embedding and the
+    head.
+    """
     adam = {"betas": (0.8, 0.95), "weight_decay": 0.0}
     others = [(net.embed, cfg.embed_lr), (net.head, cfg.head_lr)]
     groups = [{"params": list(layer.parameters()), "lr": lr, **adam} for layer, lr in others]
-    return MuonAdamW([{"params": list(net.blocks.parameters())}, *groups], cfg.lr, cfg.momentum, cfg.weight_decay)
+    return MuonAdamW(
+        [{"params": list(net.blocks.parameters())}, *groups], cfg.lr, cfg.momentum, cfg.weight_decay
+    )
 
 
 def lr_factor(cfg: Config, steps: int, step: int) -> float:
-    """The learning rate of a step as a fraction of its peak: a linear rise, a constant part, and a linear fall to zero."""
-    return min(1.0, (step + 1) / (cfg.warmup * steps + 1), (steps - step) / max(1.0, cfg.cooldown * steps))
+    """The learning rate of a step as a fraction of its peak: a linear rise, a constant part, and a
+    linear fall to zero.
+    """
+    return min(
+        1.0, (step + 1) / (cfg.warmup * steps + 1), (steps - step) / max(1.0, cfg.cooldown * steps)
+    )
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
@@ -143,18 +170,27 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.manual_seed(cfg.seed)
     data = sentences.made() if cfg.dataset == "bytes" else text.open_text(cfg.data_dir)
     training, validation = data.split(cfg.seq_len)
-    batches = GlobalBatches(len(training), cfg.global_batch_size, cfg.seed, world.rank, world.size, data.digest)
-    net = GPT(-(-len(data.vocabulary) // 64) * 64, cfg.depth, cfg.width, cfg.kv_heads).to(world.device)
+    batches = GlobalBatches(
+        len(training), cfg.global_batch_size, cfg.seed, world.rank, world.size, data.digest
+    )
+    net = GPT(-(-len(data.vocabulary) // 64) * 64, cfg.depth, cfg.width, cfg.kv_heads).to(
+        world.device
+    )
     model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net)
     steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
     autocast = optimisation.autocast(run, cfg)
-    size, per_step = sum(p.numel() for p in net.parameters()), cfg.global_batch_size * cfg.seq_len
-    run.say(f"{size:,} parameters; {steps} steps of {per_step:,} tokens; the text has {len(data):,} tokens")
+    size = sum(p.numel() for p in net.parameters())
+    per_step = cfg.global_batch_size * cfg.seq_len
+    run.say(
+        f"{size:,} parameters; {steps} steps of {per_step:,} tokens; the text has {len(data):,} tokens"
+    )
 
     def sequences(indices: Tensor) -> Tensor:
-        return torch.from_numpy(data.take(indices.tolist(), cfg.seq_len)).to(world.device, non_blocking=True)
+        return torch.from_numpy(data.take(indices.tolist(), cfg.seq_len)).to(
+            world.device, non_blocking=True
+        )
 
     lengths = torch.tensor([len(token) for token in data.vocabulary], device=world.device)
 
@@ -168,12 +204,17 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             yield losses.double().sum() * cfg.seq_len, lengths[found[:, 1:]].sum().double()
 
     def evaluate() -> dict[str, float]:
-        """``val_bpb``: bits per byte of text, which do not depend on the tokenizer; ``val_loss``: nats per token."""
+        """``val_bpb``: bits per byte of text, which do not depend on the tokenizer; ``val_loss``:
+        nats per token.
+        """
         totals = torch.zeros(2, dtype=torch.float64, device=world.device)
         for pair in scores.answered(run, answers):
             totals += torch.stack(pair)
         nats, size = world.sum(totals).tolist()
-        return {"val_bpb": nats / math.log(2) / max(1.0, size), "val_loss": nats / len(validation) / cfg.seq_len}
+        return {
+            "val_bpb": nats / math.log(2) / max(1.0, size),
+            "val_loss": nats / len(validation) / cfg.seq_len,
+        }
 
     run.resume(State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
@@ -187,7 +228,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         with sharding.unsharded(net), autocast:  # all ranks generate the same, so that none waits
             first = torch.tensor([data.end, *data.encode(cfg.prompt)], device=world.device)
             tokens = generate(net, first, cfg.sample, cfg.seq_len, len(data.vocabulary), cfg.seed)
-        run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), len(cfg.prompt) + 10 * cfg.sample)}")
+        run.say(
+            f"sample: {errors.shown(data.decode(tokens.tolist()), len(cfg.prompt) + 10 * cfg.sample)}"
+        )
     return run.results
 
 

@@ -1,4 +1,5 @@
-"""ImageNet: data-parallel training of ResNet-50, or any other torchvision classifier, from JPEG files or a packed copy of them.
+"""ImageNet: data-parallel training of ResNet-50, or any other torchvision classifier, from JPEG
+files or a packed copy of them.
 
     python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev      # a short trial on random images
     python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256      # once: smaller and faster to read
@@ -9,7 +10,8 @@ Expected accuracy and speed: not measured on the full ImageNet.
 
 from recipes.core.run import entry
 
-# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads
+# some of them at import.
 START = entry.begin("imagenet") if __name__ == "__main__" else None
 
 import math
@@ -34,7 +36,8 @@ from recipes.core.train.optimizers import LARS
 from recipes.core.train.run import Run
 
 # Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+MEAN = (123.675, 116.28, 103.53)
+STD = (58.395, 57.12, 57.375)
 
 
 def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
@@ -45,11 +48,17 @@ def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
 
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """SGD or LARS. Norms and biases have weight decay only with ``decay_norms``; LARS does not scale their rate."""
-    weights, others = optimisation.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
+    """SGD or LARS. Norms and biases have weight decay only with ``decay_norms``; LARS does not
+    scale their rate.
+    """
+    weights, others = optimisation.decay_groups(
+        net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0
+    )
     if cfg.optimizer is Optimizer.lars:
         return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
-    return torch.optim.SGD([weights, others], lr, cfg.momentum, nesterov=cfg.nesterov and cfg.momentum > 0)
+    return torch.optim.SGD(
+        [weights, others], lr, cfg.momentum, nesterov=cfg.nesterov and cfg.momentum > 0
+    )
 
 
 def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) -> float:
@@ -63,7 +72,9 @@ def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) ->
 
 
 def side(cfg: Config, epochs: int, epoch: int) -> int:
-    """Side of the training images in an epoch, in pixels: it grows from ``small_px`` to ``px`` in steps of 32, over 3/4 of the epochs."""
+    """Side of the training images in an epoch, in pixels: it grows from ``small_px`` to ``px`` in
+    steps of 32, over 3/4 of the epochs.
+    """
     small = cfg.small_px or cfg.px
     grown = min(1.0, epoch / max(1.0, epochs * 3 / 4))
     return cfg.px if grown == 1 else small + int((cfg.px - small) * grown) // 32 * 32
@@ -77,10 +88,13 @@ def validation_crop(cfg: Config, decoder: Decoder, image: Pixels, epoch: int) ->
     return decode.centre_crop(decoder, image, cfg.val_px, cfg.val_resize)
 
 
-def mixed(cfg: Config, x: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor, float]:
+def mixed(
+    cfg: Config, x: Tensor, labels: Tensor, epoch: int, batch: int
+) -> tuple[Tensor, Tensor, float]:
     """mixup (Zhang et al., 2018): blends each image with another image of the same rank.
 
-    Returns the images, the labels of the other images, and the share of each image itself (1 without mixup).
+    Returns the images, the labels of the other images, and the share of each image itself (1
+    without mixup).
     """
     if not cfg.mixup:
         return x, labels, 1.0
@@ -94,18 +108,26 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
     validation = Crops(val_set, cfg.decoder.name, partial(validation_crop, cfg))
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests)
+    batches = GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
+    )
     batches.require_full(run.ranks, cfg.accumulate)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     loader = TorchLoader(
-        Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)), batches, collate=image_sets.collate,
-        num_workers=images.workers(run, cfg.num_workers), device=world.device, warn=run.warn,
-    )  # fmt: skip
+        Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)),
+        batches,
+        collate=image_sets.collate,
+        num_workers=images.workers(run, cfg.num_workers),
+        device=world.device,
+        warn=run.warn,
+    )
     run.say(f"decoder: {validation.decoder}")
     net = make_net(cfg, run, len(train_set.classes))
     model = world.parallel(net, cfg)
-    optimizer = make_optimizer(cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
+    optimizer = make_optimizer(
+        cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches)
+    )
     ema = optimisation.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(cfg, batches.per_epoch, steps, step)
@@ -135,7 +157,11 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             step.backward(own if share == 1 else share * own + (1 - share) * losses(logits, others))
         optimizer.step()
         scheduler.step()
-    return {**run.results, "skipped_samples": loader.skipped_on_all(world.gather)} if run.results else {}
+    return (
+        {**run.results, "skipped_samples": loader.skipped_on_all(world.gather)}
+        if run.results
+        else {}
+    )
 
 
 if START:

@@ -4,13 +4,15 @@
     python launch.py recipe=mnist launcher=local ranks_per_node=2 device=cpu       # two ranks on this machine
     sbatch sbatch/mnist_2x8.sh data_dir=/data                                      # two nodes of eight GPUs
 
-Expected test accuracy with `dataset=mnist`: 99.4 % after 4 epochs (mean of 5 seeds, 99.37 to 99.46 %; two ranks on two
-CPU cores, about a minute). With `dataset=digits`: 97.9 % (5 seeds, 97.5 to 98.6 %), within seconds. On GPUs: not measured.
+Expected test accuracy with `dataset=mnist`: 99.4 % after 4 epochs (mean of 5 seeds, 99.37 to 99.46
+%; two ranks on two CPU cores, about a minute). With `dataset=digits`: 97.9 % (5 seeds, 97.5 to 98.6
+%), within seconds. On GPUs: not measured.
 """
 
 from recipes.core.run import entry
 
-# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads
+# some of them at import.
 START = entry.begin("mnist") if __name__ == "__main__" else None
 
 import math
@@ -30,12 +32,16 @@ from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
 from recipes.core.train.run import Run
 
-MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels, scale 0 to 255
+# of MNIST's training pixels, scale 0 to 255
+MEAN = 0.1307 * 255
+STD = 0.3081 * 255
 MAX_SHIFT = 1  # maximum shift of a training image, in pixels; 2 was worse
 
 
 class Net(nn.Module):
-    """Maps images (B, 1, 28, 28) to logits (B, 10). Nothing in it depends on how a batch is divided among ranks."""
+    """Maps images (B, 1, 28, 28) to logits (B, 10). Nothing in it depends on how a batch is divided
+    among ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +61,11 @@ class Net(nn.Module):
 def load(cfg: Config) -> tuple[ImageSet, ImageSet]:
     if cfg.dataset == "mnist":
         return in_memory.load(datasets.MNIST, cfg.data_dir)
-    return in_memory.digits() if cfg.dataset == "digits" else in_memory.fake(60_000, 10_000, (1, 28, 28))
+    return (
+        in_memory.digits()
+        if cfg.dataset == "digits"
+        else in_memory.fake(60_000, 10_000, (1, 28, 28))
+    )
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -68,13 +78,15 @@ def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
     groups = optimisation.decay_groups(net, cfg.weight_decay)
     if cfg.optimizer is Optimizer.sgd:
         return torch.optim.SGD(groups, cfg.lr, momentum=0.9, nesterov=True)
-    # With eps=1e-8, the rounding error of a gradient near zero becomes a full step, and the losses of 1 and 3 ranks differ by 4e-4 after
-    # 20 steps; with 1e-6 they differ by 2e-6.
+    # With eps=1e-8, the rounding error of a gradient near zero becomes a full step, and the losses
+    # of 1 and 3 ranks differ by 4e-4 after 20 steps; with 1e-6 they differ by 2e-6.
     return torch.optim.AdamW(groups, cfg.lr, eps=1e-6)
 
 
 def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
-    """The learning rate of a step as a fraction of its peak: a linear rise, then a cosine to zero, or a constant (``schedule``)."""
+    """The learning rate of a step as a fraction of its peak: a linear rise, then a cosine to zero,
+    or a constant (``schedule``).
+    """
     rise = cfg.warmup * total_steps
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -91,16 +103,22 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net)
     digests = train_set.digest(), test_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests)
+    batches = GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
+    )
     steps = loop.total_steps(cfg, batches)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(cfg, steps, step)
+    )
     shifted = AugmentedImages(train_set.images, reach=MAX_SHIFT if cfg.augment else 0)
     autocast = optimisation.autocast(run, cfg)
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the test set."""
         part = sampling.share(len(test_set), world.rank, world.size)
-        for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
+        for images, labels in zip(
+            test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True
+        ):
             with autocast:
                 yield net(normalise(images)), labels
 
@@ -112,8 +130,11 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             indices = shard.indices.to(world.device, non_blocking=True)
             with autocast:
                 logits = model(normalise(shifted.take(indices))).float()
-            labels, smoothing = train_set.labels[indices], cfg.label_smoothing
-            step.backward(F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing))
+            labels = train_set.labels[indices]
+            smoothing = cfg.label_smoothing
+            step.backward(
+                F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+            )
         optimizer.step()
         scheduler.step()
     return run.results

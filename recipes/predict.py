@@ -4,7 +4,8 @@
     python -m recipes.predict runs/finetune/1234 photos --json          # one JSON object per line: file, class, probabilities
     python -m recipes.predict runs/finetune/1234 photos --csv out.csv
 
-In Python: recipes.load("RUN")("photo.jpg"). Exit status: 0 done; 2 if a run or an image cannot be read.
+In Python: recipes.load("RUN")("photo.jpg"). Exit status: 0 done; 2 if a run or an image cannot be
+read.
 """
 
 import argparse
@@ -26,7 +27,9 @@ SHOWN = 3  # classes in a line of text
 
 
 def images(word: str) -> list[Path]:
-    """The image that is named, or those in the folder that is named, in the order of their names. Raises InputError."""
+    """The image that is named, or those in the folder that is named, in the order of their names.
+    Raises InputError.
+    """
     if not Path(word).is_dir():
         return [Path(word)]
     others = list[bytes]()
@@ -37,8 +40,12 @@ def images(word: str) -> list[Path]:
     raise InputError(f"{word!r}: has no images: give files, or a folder that has some")
 
 
-def answers(model: Any, paths: Sequence[Path], faults: list[str]) -> Iterator[tuple[Path, list[float]]]:
-    """Each image with its probabilities, in the order of ``model.classes``. faults: gets a line for an image that cannot be read."""
+def answers(
+    model: Any, paths: Sequence[Path], faults: list[str]
+) -> Iterator[tuple[Path, list[float]]]:
+    """Each image with its probabilities, in the order of ``model.classes``. faults: gets a line for
+    an image that cannot be read.
+    """
     import torch
 
     for begin in range(0, len(paths), BATCH):
@@ -49,7 +56,9 @@ def answers(model: Any, paths: Sequence[Path], faults: list[str]) -> Iterator[tu
             except InputError as error:
                 faults.append(str(error))
         if inputs:
-            yield from zip(inputs, model.probabilities(torch.stack([*inputs.values()])).tolist(), strict=True)
+            yield from zip(
+                inputs, model.probabilities(torch.stack([*inputs.values()])).tolist(), strict=True
+            )
 
 
 def main(argv: list[str]) -> int:
@@ -67,17 +76,27 @@ def main(argv: list[str]) -> int:
     model = trained.load(args.run, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"model: {model.path}", file=sys.stderr)
     faults: list[str] = []
-    with open(args.csv or os.devnull, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+    with open(
+        args.csv or os.devnull, "w", newline="", encoding="utf-8", errors="backslashreplace"
+    ) as file:
         table = csv.writer(file)
         table.writerow(["file", "class", *model.classes])
-        for path, found in answers(model, [path for word in args.images for path in images(word)], faults):
+        for path, found in answers(
+            model, [path for word in args.images for path in images(word)], faults
+        ):
             ordered = sorted(zip(model.classes, found, strict=True), key=lambda one: -one[1])
             table.writerow([path, ordered[0][0], *(f"{value:.6f}" for value in found)])
             if args.json:
                 rounded = {name: round(value, 6) for name, value in ordered}
-                print(json.dumps({"file": str(path), "class": ordered[0][0], "probabilities": rounded}))
+                print(
+                    json.dumps(
+                        {"file": str(path), "class": ordered[0][0], "probabilities": rounded}
+                    )
+                )
             elif not args.csv:
-                best = "  ".join(f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN])
+                best = "  ".join(
+                    f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]
+                )
                 print(f"{errors.shown(path, 4096)}  {best}")
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""Fetches, verifies and unpacks or packs a dataset. Run it on a login node: compute nodes often have no internet.
+"""Fetches, verifies and unpacks or packs a dataset. Run it on a login node: compute nodes often
+have no internet.
 
     python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]
@@ -7,8 +8,9 @@
     python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50    # fetches the weights, and reads each image once
     python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME; timm/NAME: into $HF_HOME
 
-Packing imagenet needs its images and CPUs, but no internet. HTTPS_PROXY, SSL_CERT_FILE and SSL_CERT_DIR are honoured.
-Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine cannot do it (offline, disk full); 130 Ctrl-C.
+Packing imagenet needs its images and CPUs, but no internet. HTTPS_PROXY, SSL_CERT_FILE and
+SSL_CERT_DIR are honoured. Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this
+machine cannot do it (offline, disk full); 130 Ctrl-C.
 """
 
 import dataclasses
@@ -52,15 +54,22 @@ class PrepareKeys:
 class ImagenetKeys(PrepareKeys):
     data_dir: str = key("", "new folder for the packed copy")
     source: str = key("", "folder with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG")
-    size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
+    size: int = key(
+        256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096
+    )
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
     workers: int = key(0, "number of threads; 0: one for each available CPU", low=0, high=4096)
 
 
 @dataclass(frozen=True)
 class TextKeys(PrepareKeys):
-    source: str = key("", "folder, file or pattern in quotes: .txt, .jsonl (field text) and .parquet (column text)")
-    tokenizer: str = key("bytes", "bytes; or gpt2 or o200k_base of tiktoken", values=("bytes", "gpt2", "o200k_base"))
+    source: str = key(
+        "",
+        "folder, file or pattern in quotes: .txt, .jsonl (field text) and .parquet (column text)",
+    )
+    tokenizer: str = key(
+        "bytes", "bytes; or gpt2 or o200k_base of tiktoken", values=("bytes", "gpt2", "o200k_base")
+    )
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
 
 
@@ -72,7 +81,9 @@ class WeightsKeys:
 
 @dataclass(frozen=True)
 class FinetuneKeys:
-    data_dir: str = key("", "folder of the images, as for recipes.finetune; default: $RECIPES_DATA, otherwise data/")
+    data_dir: str = key(
+        "", "folder of the images, as for recipes.finetune; default: $RECIPES_DATA, otherwise data/"
+    )
     arch: str = key("resnet50", "torchvision classifier, or timm/NAME")
     pretrained: str = key("true", "the weights to fetch, as for recipes.finetune; false: none")
     labels: str = key("", "a CSV of files and labels, in place of class folders")
@@ -100,11 +111,14 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
         recipe, data_dir = work(chosen)
         _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
     except (ConfigError, InputError, MachineError) as err:
-        message, status = str(err), errors.EXIT_MACHINE if isinstance(err, MachineError) else errors.EXIT_CONFIG
+        message = str(err)
+        status = errors.EXIT_MACHINE if isinstance(err, MachineError) else errors.EXIT_CONFIG
     except OSError as err:
-        message, status = f"{err.filename or 'data_dir'}: {err.strerror or err}", errors.EXIT_MACHINE
+        message = f"{err.filename or 'data_dir'}: {err.strerror or err}"
+        status = errors.EXIT_MACHINE
     except KeyboardInterrupt:
-        message, status = "interrupted; run the same command again", 130
+        message = "interrupted; run the same command again"
+        status = 130
     else:
         return 0
     told["error"] = message
@@ -122,11 +136,14 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-# Each function for a dataset returns what to give launch.py next: the recipe with its keys, and the data_dir.
+# Each function for a dataset returns what to give launch.py next: the recipe with its keys, and the
+# data_dir.
 
 
 def prepare_mnist(keys: PrepareKeys) -> tuple[str, Path]:
-    """Writes all files of MNIST below data_dir, unpacked and verified. Raises InputError, MachineError, OSError."""
+    """Writes all files of MNIST below data_dir, unpacked and verified. Raises InputError,
+    MachineError, OSError.
+    """
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.MNIST.folder
     trust.own_folder(folder, "data_dir")
@@ -141,16 +158,22 @@ def prepare_mnist(keys: PrepareKeys) -> tuple[str, Path]:
 
 
 def _fetched(file: DataFile, source: str) -> bytes:
-    """The content of a file of MNIST, unpacked, from the folder ``source`` or the internet. Raises InputError if it is another content."""
+    """The content of a file of MNIST, unpacked, from the folder ``source`` or the internet. Raises
+    InputError if it is another content.
+    """
     if not source:
         where = f"{datasets.MNIST_URL}{file.name}.gz"
         content = download(where)
     elif path := datasets.find_file(Path(source).expanduser(), datasets.MNIST, file.name, "source"):
-        where, content = str(path), path.read_bytes()
+        where = str(path)
+        content = path.read_bytes()
     else:
-        raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
+        raise InputError(
+            f"source={source!r} has no {file.name}, plain or .gz: give another source="
+        )
     try:
-        if content.startswith(b"\x1f\x8b"):  # not by the name: browsers and some proxies unpack a .gz and keep its name
+        # not by the name: browsers and some proxies unpack a .gz and keep its name
+        if content.startswith(b"\x1f\x8b"):
             content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(file.size + 1)
         fault = datasets.content_fault(content, file)
     except (EOFError, OSError, zlib.error) as error:
@@ -161,12 +184,15 @@ def _fetched(file: DataFile, source: str) -> bytes:
 
 
 def download(url: str, fix: str = FIX) -> bytes:
-    """The content of ``url``. TLS is verified; proxies and SSL_CERT_FILE are honoured. Raises MachineError, with ``fix``."""
+    """The content of ``url``. TLS is verified; proxies and SSL_CERT_FILE are honoured. Raises
+    MachineError, with ``fix``.
+    """
     _say(f"downloading {url}")
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "slurm-torch-recipes"})
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            content, size = bytearray(), int(answer.headers.get("Content-Length") or 0)
+            content = bytearray()
+            size = int(answer.headers.get("Content-Length") or 0)
             progress = Progress(url, size >> 20, "MiB", _say)
             while block := answer.read(1 << 20):
                 content += block
@@ -179,7 +205,9 @@ def download(url: str, fix: str = FIX) -> bytes:
 
 
 def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
-    """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError, OSError."""
+    """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError,
+    MachineError, OSError.
+    """
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.CIFAR10.folder
     if made_from := cifar10.made_from(folder):
@@ -187,8 +215,10 @@ def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
     else:
         source = cifar10.local_source(keys.source) if keys.source else None
         trust.own_folder(folder, "data_dir")
-        (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
-        with tempfile.TemporaryDirectory() as scratch:  # whose files nobody can exchange before they are unpickled
+        # an unfinished conversion must not look complete
+        (folder / "index.json").unlink(missing_ok=True)
+        # whose files nobody can exchange before they are unpickled
+        with tempfile.TemporaryDirectory() as scratch:
             name = str(source or cifar10.URL)
             if source is None:
                 source = Path(scratch, cifar10.ARCHIVE)
@@ -201,11 +231,15 @@ def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
 def prepare_imagenet(keys: ImagenetKeys) -> tuple[str, Path]:
     """Writes a packed copy of a folder of images into data_dir. Raises InputError, MachineError."""
     if not keys.data_dir:
-        raise InputError("data_dir= is missing: give the folder for the packed copy, data_dir=FOLDER")
+        raise InputError(
+            "data_dir= is missing: give the folder for the packed copy, data_dir=FOLDER"
+        )
     target = Path(keys.data_dir).expanduser().absolute()
     if not keys.source:
         fix = "give source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
-        raise InputError(f"source= is missing: ImageNet's licence requires an account at image-net.org: {fix}")
+        raise InputError(
+            f"source= is missing: ImageNet's licence requires an account at image-net.org: {fix}"
+        )
     source = Path(keys.source).expanduser().absolute()
     warnings.simplefilter("ignore")  # Pillow's, of damaged metadata
     copy = write.pack(source, target, keys.size, keys.quality, keys.workers, _say)
@@ -232,7 +266,9 @@ def prepare_text(keys: TextKeys) -> tuple[str, Path]:
 
 
 def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
-    """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError."""
+    """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them.
+    Raises InputError, MachineError.
+    """
     from recipes.core.train import models
 
     if keys.arch.startswith(models.TIMM):
@@ -254,7 +290,9 @@ def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
 
 
 def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
-    """Fetches the weights of a model of timm into the cache of the Hugging Face hub, which verifies them. Raises MachineError."""
+    """Fetches the weights of a model of timm into the cache of the Hugging Face hub, which verifies
+    them. Raises MachineError.
+    """
     try:
         timm.create_model(name, pretrained=True)
     except Exception as error:  # no internet, a full disk
@@ -267,10 +305,14 @@ def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
 
 
 def prepare_finetune(keys: FinetuneKeys) -> tuple[str, Path]:
-    """Decodes every image of data_dir once, and fetches the weights. Raises InputError, which names images that cannot be read."""
+    """Decodes every image of data_dir once, and fetches the weights. Raises InputError, which names
+    images that cannot be read.
+    """
     from recipes.core.data import labelled
 
-    parts = labelled.open_parts("images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0, _say)
+    parts = labelled.open_parts(
+        "images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0, _say
+    )
     faults = count = 0
     for source, positions in parts:
         pictures = labelled.Pictures(source, positions, lambda image: None)

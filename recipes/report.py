@@ -5,8 +5,9 @@
     python -m recipes.report --json runs/cifar
     python -m recipes.report runs/cifar html=runs.html     # figures and failures, in one HTML file
 
-The table shows the keys in which the runs differ. For a run whose status is running, it shows how long ago that status was updated.
-`python -m recipes.doctor explain` also shows the state of its job in Slurm.
+The table shows the keys in which the runs differ. For a run whose status is running, it shows how
+long ago that status was updated. `python -m recipes.doctor explain` also shows the state of its job
+in Slurm.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""script: runs a program of your own on every rank, unchanged, with the variables, logs, requeueing and failure reports of a recipe.
+"""script: runs a program of your own on every rank, unchanged, with the variables, logs, requeueing
+and failure reports of a recipe.
 
     python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20    # what comes after -- belongs to the program
     sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20                 # the same, as a ready script
@@ -34,8 +35,8 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 
-# The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]: " before each line. A progress bar
-# may stand before the first line.
+# The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]:
+# " before each line. A progress bar may stand before the first line.
 EXCEPTION = re.compile(
     rb'^.*?((?:\S{1,40} ?)?)(?:Traceback \(most recent call last\):|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
     re.MULTILINE,
@@ -45,7 +46,9 @@ HOST = socket.gethostname()
 
 
 def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
-    """The environment of the program: that of this process, with its place, the run directory and the hook."""
+    """The environment of the program: that of this process, with its place, the run directory and
+    the hook.
+    """
     info = start.ranks
     environ = {name: value for name, value in os.environ.items() if name != attempts.VARIABLE}
     several = info.world_size > 1 and launch.through != "node"
@@ -54,7 +57,11 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
     if launch.on_cpu:  # else accelerate forms no group
         environ.setdefault("ACCELERATE_USE_CPU", "true")
     if launch.through == "node":
-        environ = {name: value for name, value in environ.items() if name not in launchers.variables_of_rank(info)}
+        environ = {
+            name: value
+            for name, value in environ.items()
+            if name not in launchers.variables_of_rank(info)
+        }
         environ |= launchers.variables_of_node(info, environ)
     else:
         environ |= launchers.variables_of_rank(info)
@@ -68,7 +75,9 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
 
 
 def begin(attempt: Attempt) -> None:
-    """Rank 0 makes the attempt the owner of the run. Raises InputError if another job uses the run directory."""
+    """Rank 0 makes the attempt the owner of the run. Raises InputError if another job uses the run
+    directory.
+    """
     with files.writing_to(attempt.run_dir, "run_dir"):
         attempts.describe(attempt, "script", os.environ, ())
         if problem := in_use.check(attempt, os.environ):
@@ -98,11 +107,15 @@ def last_exception(log: Path) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         tail = file.read().rpartition(b"\f")[2].replace(b"\r", b"\n")
     exceptions = EXCEPTION.findall(tail)
-    return "; " + errors.shown(exceptions[-1][1].decode(errors="replace"), 300) if exceptions else ""
+    return (
+        "; " + errors.shown(exceptions[-1][1].decode(errors="replace"), 300) if exceptions else ""
+    )
 
 
 def describe(returncode: int) -> tuple[Kind, int, str]:
-    """How a program ended: the kind, the exit status in the shell's convention, and words for a message."""
+    """How a program ended: the kind, the exit status in the shell's convention, and words for a
+    message.
+    """
     status = returncode if returncode >= 0 else 128 - returncode
     if not 128 < status < 128 + signal.NSIG:
         return Kind.error, status, f"exited with status {status}"
@@ -125,7 +138,9 @@ def launch_of(start: Start) -> Launch:
     return Launch(cfg.through.name, program, shlex.split(cfg.launcher_args), nproc, on_cpu)
 
 
-def rules(start: Start, attempt: Attempt, launch: Launch, watch: Watch | None, is_first: bool) -> Rules:
+def rules(
+    start: Start, attempt: Attempt, launch: Launch, watch: Watch | None, is_first: bool
+) -> Rules:
     """What the supervisor does. Only the first task prints remarks."""
     cfg: Config = start.settings.config
     info = start.ranks
@@ -143,21 +158,29 @@ def rules(start: Start, attempt: Attempt, launch: Launch, watch: Watch | None, i
 
 
 def main(start: Start) -> int:
-    """Runs the program, or the launcher of this task, and records how it ended. Raises InputError and MachineError.
+    """Runs the program, or the launcher of this task, and records how it ended. Raises InputError
+    and MachineError.
 
-    Returns its exit status. Returns 0 if the run was stopped: another status would make srun kill ranks that still save.
+    Returns its exit status. Returns 0 if the run was stopped: another status would make srun kill
+    ranks that still save.
     """
     info = start.ranks
     attempt = attempts.given(os.environ)
     if not attempt:
         fix = "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE"
-        raise InputError(f"must be started by a job script, or by launcher=local on a single machine: {fix}")
+        raise InputError(
+            f"must be started by a job script, or by launcher=local on a single machine: {fix}"
+        )
     if not (attempt.folder / "opened.json").exists():
-        raise MachineError(f"{HOST}: does not see run_dir={attempt.run_dir}: give a folder that all nodes share")
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())  # the supervisor hands on what comes from now on
+        raise MachineError(
+            f"{HOST}: does not see run_dir={attempt.run_dir}: give a folder that all nodes share"
+        )
+    # the supervisor hands on what comes from now on
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())
     os.umask(int(start.settings.run.umask, 8))
     launch = launch_of(start)
-    if listener := os.environ.pop("RECIPES_LISTEN_FD", ""):  # launcher=local has reserved the port for rank 0
+    # launcher=local has reserved the port for rank 0
+    if listener := os.environ.pop("RECIPES_LISTEN_FD", ""):
         os.close(int(listener))
     task = os.environ.pop(launchers.TASK, None)
     is_first = task is None and info.rank == 0
@@ -184,7 +207,9 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     with _copied_to(log):
         if is_first:
             introduce(start, attempt.run_dir, launch)
-        ended = supervise.run(command, "", environ, rules(start, attempt, launch, watch, is_first), watch)
+        ended = supervise.run(
+            command, "", environ, rules(start, attempt, launch, watch, is_first), watch
+        )
         if ended.fenced:
             raise ended.fenced
     if is_stopped(attempt, ended, watch, info.node_rank * launch.nproc, is_first):
@@ -201,8 +226,12 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     return code
 
 
-def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, task: int | None) -> int:
-    """Runs the program of one rank. task: number of the task whose launcher has started this rank; None without a launcher."""
+def run_rank(
+    start: Start, attempt: Attempt, launch: Launch, is_first: bool, task: int | None
+) -> int:
+    """Runs the program of one rank. task: number of the task whose launcher has started this rank;
+    None without a launcher.
+    """
     rank = start.ranks.rank
     watch = Watch(attempt, rank, _clock()) if task is None else None
     task_memory = memory.read()
@@ -234,12 +263,14 @@ def run_rank(start: Start, attempt: Attempt, launch: Launch, is_first: bool, tas
             else:
                 words = f"{words}; a process of it {why}"
         if code:
-            record(attempt, rank, kind, code, f"the program {words}", ended)  # the others lose their connections now
+            # the others lose their connections now
+            record(attempt, rank, kind, code, f"the program {words}", ended)
             print(f"rank {rank} on {HOST}: the program {words}", file=sys.stderr)
         else:
             _note_end(attempt, rank, own_task, ended)
     if code:
-        record(attempt, rank, kind, code, f"the program {words}{last_exception(log)}", ended)  # the log is complete now
+        # the log is complete now
+        record(attempt, rank, kind, code, f"the program {words}{last_exception(log)}", ended)
     return code
 
 
@@ -259,16 +290,29 @@ def _clock() -> Callable[[], float]:
     return clock.now
 
 
-def record(attempt: Attempt, rank: int, kind: Kind, code: int, error: str, ended: Ended, name: str = "rank") -> None:
+def record(
+    attempt: Attempt, rank: int, kind: Kind, code: int, error: str, ended: Ended, name: str = "rank"
+) -> None:
     """Writes the error record of this rank, or of the launcher of this node."""
     with contextlib.suppress(OSError):
         attempts.record(
-            attempt, rank=rank, host=HOST, kind=kind, error=error, exit_status=code, moment=ended.at, name=name
+            attempt,
+            rank=rank,
+            host=HOST,
+            kind=kind,
+            error=error,
+            exit_status=code,
+            moment=ended.at,
+            name=name,
         )
 
 
-def is_stopped(attempt: Attempt, ended: Ended, watch: Watch | None, rank: int, is_first: bool) -> bool:
-    """Whether the program ended because it was asked to stop, or because it asks to be continued. Records it."""
+def is_stopped(
+    attempt: Attempt, ended: Ended, watch: Watch | None, rank: int, is_first: bool
+) -> bool:
+    """Whether the program ended because it was asked to stop, or because it asks to be continued.
+    Records it.
+    """
     stop = ended.stop
     _, code, words = describe(ended.returncode)
     if stop and watch:

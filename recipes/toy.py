@@ -10,7 +10,8 @@ Expected: the loss falls from 0.5 to below 0.01 in 20 epochs, within one or two 
 
 from recipes.core.run import entry
 
-# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads
+# some of them at import.
 START = entry.begin("toy") if __name__ == "__main__" else None
 
 from collections.abc import Mapping
@@ -29,14 +30,18 @@ from recipes.core.train.run import Run
 
 
 def make_data(cfg: Config) -> tuple[Tensor, Tensor]:
-    """Inputs (samples, 20), uniform in [0, 1), and targets (samples, 1), a smooth function of them. The same on every rank."""
+    """Inputs (samples, 20), uniform in [0, 1), and targets (samples, 1), a smooth function of them.
+    The same on every rank.
+    """
     random = sampling.generator(cfg.seed, 0, stream=2)
     inputs = torch.rand(cfg.samples, 20, generator=random)
     return inputs, torch.sin(inputs @ torch.randn(20, 1, generator=random))
 
 
 def make_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
@@ -57,16 +62,18 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
         return {"val_loss": world.sum(total).item() / cfg.samples}
 
-    run.resume(State(net, optimizer, scheduler), batches)  # loads the newest checkpoint, if there is one
-    # The loop begins at the checkpoint's sample. It ends after the last step, or when a rank was notified to stop: then
-    # all ranks stop at the same step and save. After each step it sums the losses over the ranks, writes metrics,
-    # evaluates and saves.
+    # loads the newest checkpoint, if there is one
+    run.resume(State(net, optimizer, scheduler), batches)
+    # The loop begins at the checkpoint's sample. It ends after the last step, or when a rank was
+    # notified to stop: then all ranks stop at the same step and save. After each step it sums the
+    # losses over the ranks, writes metrics, evaluates and saves.
     for step in loop.steps(run, cfg, model, batches, mean_loss):
         for shard in step.shards:  # this rank's part of the batch; with accumulate=, in pieces
             indices = shard.indices.to(world.device)
             with autocast:
                 outputs = model(inputs[indices]).float()
-            # One loss per sample. DDP averages gradients over ranks; `backward` scales them to the mean over the batch.
+            # One loss per sample. DDP averages gradients over ranks; `backward` scales them to the
+            # mean over the batch.
             step.backward(F.mse_loss(outputs, targets[indices], reduction="none").squeeze(1))
         optimizer.step()
         scheduler.step()

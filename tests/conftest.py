@@ -14,14 +14,17 @@ from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluste
 
 def pytest_configure() -> None:
     guardian.begin()
-    # A shell starts a background job with SIGINT ignored, and what the tests start would inherit that.
+    # A shell starts a background job with SIGINT ignored, and what the tests start would inherit
+    # that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _umask() -> Iterator[None]:
-    """Commands that are called in this process set it to 077 for their own files, and recipes that begin in it block SIGUSR2."""
+    """Commands that are called in this process set it to 077 for their own files, and recipes that
+    begin in it block SIGUSR2.
+    """
     before = os.umask(0o022)
     os.umask(before)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -32,9 +35,11 @@ def _umask() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    """A running Slurm of two nodes with eight GPUs each, where partition `high` preempts the others.
+    """A running Slurm of two nodes with eight GPUs each, where partition `high` preempts the
+    others.
 
-    One for all tests; each leaves its nodes idle behind. Skips where there can be none, if it is not required.
+    One for all tests; each leaves its nodes idle behind. Skips where there can be none, if it is
+    not required.
     """
     helpers.need(missing())
     with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10)) as cluster:

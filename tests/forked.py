@@ -1,12 +1,15 @@
-"""Ranks as forks of one process that has imported torch. A fork takes 0.1 s of CPU; a process that imports torch takes 4 s.
+"""Ranks as forks of one process that has imported torch. A fork takes 0.1 s of CPU; a process that
+imports torch takes 4 s.
 
-`start` takes a command (`python -m recipes.X`, `python -c CODE`, `python launch.py`), an environment and a working folder, and
-returns an object that can be used like a `subprocess.Popen`. launch.py in a fork starts its ranks as forks, too. The process that is forked
-starts at the first call, in each worker of the tests, and ends with it. It never runs a backward pass, because autograd refuses
-to work in a fork of a process that did.
+`start` takes a command (`python -m recipes.X`, `python -c CODE`, `python launch.py`), an
+environment and a working folder, and returns an object that can be used like a `subprocess.Popen`.
+launch.py in a fork starts its ranks as forks, too. The process that is forked starts at the first
+call, in each worker of the tests, and ends with it. It never runs a backward pass, because autograd
+refuses to work in a fork of a process that did.
 
-Use `helpers.fork` and `helpers.run_fork` for tests of a run. Use `helpers.start` and `helpers.run`, which start a new interpreter, for
-other commands, and for tests of what happens before torch is imported or when the interpreter exits.
+Use `helpers.fork` and `helpers.run_fork` for tests of a run. Use `helpers.start` and `helpers.run`,
+which start a new interpreter, for other commands, and for tests of what happens before torch is
+imported or when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ class Process:
     """A fork. Its methods are those of `subprocess.Popen`. stdout: its stdout and stderr."""
 
     def __init__(self, args: Sequence[str], pid: int, stdout: int, status: int) -> None:
-        self.args, self.pid, self.stdout = args, pid, os.fdopen(stdout, encoding="utf-8", errors="replace")
+        self.args, self.pid, self.stdout = (
+            args,
+            pid,
+            os.fdopen(stdout, encoding="utf-8", errors="replace"),
+        )
         self.returncode: int | None = None
         self._status = status
         self._read: list[bytes] = []
@@ -52,7 +59,8 @@ class Process:
         if self.returncode is None and select.select([self._status], [], [], 0)[0]:
             text = os.read(self._status, 64)
             os.close(self._status)
-            self.returncode = int(text) if text else -signal.SIGKILL  # empty: the process that is forked has ended
+            # empty: the process that is forked has ended
+            self.returncode = int(text) if text else -signal.SIGKILL
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -63,7 +71,9 @@ class Process:
         return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Waits for the end of the process; its output. As with Popen, a call after TimeoutExpired loses no output."""
+        """Waits for the end of the process; its output. As with Popen, a call after TimeoutExpired
+        loses no output.
+        """
         deadline = time.monotonic() + (timeout or 1e6)
         while True:
             if not select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -87,11 +97,18 @@ class Process:
 
 
 def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str]) -> Process:
-    """Runs a Python command in a fork. argv: ``python -m module``, ``python -c code`` or ``python launch.py``, and arguments."""
+    """Runs a Python command in a fork. argv: ``python -m module``, ``python -c code`` or ``python
+    launch.py``, and arguments.
+    """
     read_end, write_end = os.pipe()
     status, status_write = os.pipe()
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-    request = {"argv": list(map(str, argv)), "environ": dict(environ), "cwd": str(cwd), "blocked": blocked}
+    request = {
+        "argv": list(map(str, argv)),
+        "environ": dict(environ),
+        "cwd": str(cwd),
+        "blocked": blocked,
+    }
     text = json.dumps(request).encode()
     server = _server()
     socket.send_fds(server, [len(text).to_bytes(4, "big")], [write_end, status_write])
@@ -105,8 +122,11 @@ def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str]) 
 def _server() -> socket.socket:
     """The connection to the process that is forked. It ends when this one does."""
     ours, its = socket.socketpair()
-    # No -P, which requires Python 3.11: the working folder is the repository, where `tests` and `recipes` are found.
-    subprocess.Popen([sys.executable, "-m", "tests.forked", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()])
+    # No -P, which requires Python 3.11: the working folder is the repository, where `tests` and
+    # `recipes` are found.
+    subprocess.Popen(
+        [sys.executable, "-m", "tests.forked", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()]
+    )
     its.close()
     return ours
 
@@ -121,7 +141,8 @@ def serve(connection: socket.socket) -> None:
             head, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
             if not head:
                 return
-            length, text = int.from_bytes(head, "big"), b""
+            length = int.from_bytes(head, "big")
+            text = b""
             while len(text) < length:
                 text += connection.recv(length - len(text))
             out, tell = descriptors
@@ -200,12 +221,20 @@ def become(
 
 
 class Rank:
-    """A rank that launch.py starts, as a fork of it: what `recipes.core.launch.local` uses of `subprocess.Popen`."""
+    """A rank that launch.py starts, as a fork of it: what `recipes.core.launch.local` uses of
+    `subprocess.Popen`.
+    """
 
     def __init__(
-        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, pass_fds: Sequence[int],
-        start_new_session: bool, preexec_fn: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+        preexec_fn: Callable[[], None],
+    ) -> None:
         assert start_new_session
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -213,7 +242,10 @@ class Rank:
             os.setsid()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+                    signal.signal(
+                        number,
+                        signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler,
+                    )
             become(argv, env, str(cwd), pass_fds, preexec_fn)
 
     def poll(self) -> int | None:

@@ -1,15 +1,18 @@
-"""Ends what a session of pytest leaves behind, however the session ends: processes, mounts, network namespaces, clusters.
+"""Ends what a session of pytest leaves behind, however the session ends: processes, mounts, network
+namespaces, clusters.
 
-Processes: a guardian process waits until the session's controller has ended, then kills all processes of the session. It must
-recognise daemons, which have neither the session's environment nor its parent nor its session id. A resource limit is what
-every descendant inherits in any case, and /proc/PID/limits shows it. So each session has a random number, its mark, as soft
-RLIMIT_RSS, a limit that Linux ignores since 2.4.30 (getrlimit(2)). The guardian waits for the lock of a file that is named
-after the mark: the kernel releases it when the controller dies.
+Processes: a guardian process waits until the session's controller has ended, then kills all
+processes of the session. It must recognise daemons, which have neither the session's environment
+nor its parent nor its session id. A resource limit is what every descendant inherits in any case,
+and /proc/PID/limits shows it. So each session has a random number, its mark, as soft RLIMIT_RSS, a
+limit that Linux ignores since 2.4.30 (getrlimit(2)). The guardian waits for the lock of a file that
+is named after the mark: the kernel releases it when the controller dies.
 
-Mounts and named network namespaces: the session has its own mount namespace, which ends with its last process.
+Mounts and named network namespaces: the session has its own mount namespace, which ends with its
+last process.
 
-Clusters: tests/slurm/cluster.py puts the mark into the name of a cluster's folder. The guardian takes the cluster down, with its
-cgroups, and removes the folder.
+Clusters: tests/slurm/cluster.py puts the mark into the name of a cluster's folder. The guardian
+takes the cluster down, with its cgroups, and removes the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ _kept: list[Any] = []  # the lock and the guardian: both last as long as this pr
 
 
 def begin() -> None:
-    """Marks this process and starts its guardian, unless it is part of a session already (xdist's workers are)."""
+    """Marks this process and starts its guardian, unless it is part of a session already (xdist's
+    workers are).
+    """
     if sys.platform != "linux":
         return
     mark, limit = resource.getrlimit(resource.RLIMIT_RSS)
@@ -51,9 +56,13 @@ def begin() -> None:
     lock = os.open(lock_file(mark), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     fcntl.lockf(lock, fcntl.LOCK_EX)
     guardian = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(mark)], cwd="/", start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-I", "-S", __file__, str(mark)],
+        cwd="/",
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     _kept.extend((lock, guardian))
     resource.setrlimit(resource.RLIMIT_RSS, (mark, limit))
 
@@ -76,10 +85,15 @@ def kill(mark: int) -> bool:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):  # it has ended
-                limit = re.search(rb"Max resident set +(\S+)", Path(f"/proc/{entry}/limits").read_bytes())
+                limit = re.search(
+                    rb"Max resident set +(\S+)", Path(f"/proc/{entry}/limits").read_bytes()
+                )
                 if limit and limit[1] == b"%d" % mark:
                     os.kill(int(entry), signal.SIGKILL)
-                    found |= Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[0] not in b"ZX"
+                    found |= (
+                        Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[0]
+                        not in b"ZX"
+                    )
     return found
 
 
@@ -93,7 +107,9 @@ def main(mark: int) -> None:
         while kill(mark) and time.monotonic() < deadline:
             time.sleep(0.02)
         for folder in BASE.glob(f"{CLUSTER}{mark}_*"):
-            subprocess.run([sys.executable, "-I", "-S", HERE / "slurm/cluster.py", "down", folder], check=False)
+            subprocess.run(
+                [sys.executable, "-I", "-S", HERE / "slurm/cluster.py", "down", folder], check=False
+            )
             shutil.rmtree(folder, ignore_errors=True)
         lock_file(mark).unlink()
 

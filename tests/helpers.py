@@ -1,4 +1,6 @@
-"""What tests of whole runs share: starting launch.py or a recipe, reading what it leaves, and finding its processes."""
+"""What tests of whole runs share: starting launch.py or a recipe, reading what it leaves, and
+finding its processes.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,52 @@ from recipes.core.run.attempt import Attempt
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
-START_S = 150.0  # for a run to take its first steps on cores that other tests keep busy; nothing here is about how fast it starts
+# for a run to take its first steps on cores that other tests keep busy; nothing here is about how
+# fast it starts
+START_S = 150.0
 STARTED: list[subprocess.Popen[str] | forked.Process] = []  # by `start`, in the test that runs
 DATA = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
-LOCAL = (sys.executable, str(ROOT / "launch.py"), "recipe=mnist", "launcher=local", "device=cpu", "dataset=digits")
+LOCAL = (
+    sys.executable,
+    str(ROOT / "launch.py"),
+    "recipe=mnist",
+    "launcher=local",
+    "device=cpu",
+    "dataset=digits",
+)
 
-# A rank's place and the site's choices come from the test alone, also where the tests run inside a Slurm job.
-_PLACE = ("SLURM_", "SRUN_", "SBATCH_", "PMI", "OMPI_", "MPI_", "RECIPES_", "TORCHELASTIC_", "GROUP_", "NCCL_", "GLOO_")
-_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+# A rank's place and the site's choices come from the test alone, also where the tests run inside a
+# Slurm job.
+_PLACE = (
+    "SLURM_",
+    "SRUN_",
+    "SBATCH_",
+    "PMI",
+    "OMPI_",
+    "MPI_",
+    "RECIPES_",
+    "TORCHELASTIC_",
+    "GROUP_",
+    "NCCL_",
+    "GLOO_",
+)
+_PLACES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 
 Found = TypeVar("Found")
 
 
 def need(missing: str | None) -> None:
-    """Skips the test for what this machine has not, if anything; fails it where $RECIPES_REQUIRE_SLURM=1, since all is said to be there."""
+    """Skips the test for what this machine has not, if anything; fails it where
+    $RECIPES_REQUIRE_SLURM=1, since all is said to be there.
+    """
     if missing and os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
         pytest.fail(missing)
     if missing:
@@ -47,7 +81,8 @@ def need(missing: str | None) -> None:
 
 
 def real_data(name: str) -> Path:
-    """A file or folder of real data below `DATA`. Skips the test where there is no such data at all, as on a user's machine.
+    """A file or folder of real data below `DATA`. Skips the test where there is no such data at
+    all, as on a user's machine.
 
     Raises AssertionError where the data is there and ``name`` is missing: then the test must run.
     """
@@ -58,9 +93,13 @@ def real_data(name: str) -> Path:
 
 
 def free_port() -> int:
-    """A port that is free, and that no connection and no other worker of the tests is given before it is used."""
+    """A port that is free, and that no connection and no other worker of the tests is given before
+    it is used.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for port in random.sample(range(20000 + 1000 * (worker % 12), 21000 + 1000 * (worker % 12)), 100):
+    for port in random.sample(
+        range(20000 + 1000 * (worker % 12), 21000 + 1000 * (worker % 12)), 100
+    ):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
     raise AssertionError("no port is free")
@@ -81,7 +120,9 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def clean_environment(**added: str) -> dict[str, str]:
-    """This process's environment without anything that tells a process its rank, and with ``added``."""
+    """This process's environment without anything that tells a process its rank, and with
+    ``added``.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_PLACE) and k not in _PLACES}
     return {**kept, **added}
 
@@ -103,18 +144,27 @@ class Ended:
         return self
 
 
-def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Starts a command, its stdout and stderr together in one pipe; `finish` waits for it."""
     process = subprocess.Popen(
-        argv, cwd=cwd, env=dict(environ or clean_environment()), text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        argv,
+        cwd=cwd,
+        env=dict(environ or clean_environment()),
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     _remember(process)
     return process
 
 
 def _remember(process: subprocess.Popen[str] | forked.Process) -> None:
-    """For `unread`. A thread may start commands for tests that run later; the failure of an earlier test must not end them."""
+    """For `unread`. A thread may start commands for tests that run later; the failure of an earlier
+    test must not end them.
+    """
     if threading.current_thread() is threading.main_thread():
         STARTED.append(process)
 
@@ -124,7 +174,8 @@ def unread() -> Iterator[tuple[str, str]]:
     for process in STARTED:
         if process.stdout and not process.stdout.closed:
             process.kill()
-            # What it has started may hold the pipe; or another thread of the test reads it, and closes it now.
+            # What it has started may hold the pipe; or another thread of the test reads it, and
+            # closes it now.
             with contextlib.suppress(subprocess.TimeoutExpired, OSError, ValueError):
                 yield shlex.join(map(str, process.args)), process.communicate(timeout=10)[0]  # type: ignore[arg-type]
 
@@ -135,47 +186,72 @@ def finish(process: subprocess.Popen[str] | forked.Process, timeout_s: float = 1
         out, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"still running after {timeout_s:g} s: {process.communicate(timeout=60)[0]}") from None
+        raise AssertionError(
+            f"still running after {timeout_s:g} s: {process.communicate(timeout=60)[0]}"
+        ) from None
     return Ended(process.returncode, out)
 
 
-def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> Ended:
+def run(
+    argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None
+) -> Ended:
     return finish(start(argv, cwd=cwd, environ=environ))
 
 
-def fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> forked.Process:
-    """Like `start`, for a Python command that imports torch: in a fork of a process that has imported it (tests/forked.py)."""
+def fork(
+    argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None
+) -> forked.Process:
+    """Like `start`, for a Python command that imports torch: in a fork of a process that has
+    imported it (tests/forked.py).
+    """
     process = forked.start(argv, cwd=cwd, environ=environ or clean_environment())
     _remember(process)
     return process
 
 
-def run_fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> Ended:
+def run_fork(
+    argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None
+) -> Ended:
     return finish(fork(argv, cwd=cwd, environ=environ))
 
 
 def place(rank: int, ranks: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """The variables of a rank on this machine."""
-    own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    own = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": address}
 
 
 def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Process]:
-    """A command of Python on so many ranks, each a fork with its place in its environment; `finish` waits for one."""
+    """A command of Python on so many ranks, each a fork with its place in its environment; `finish`
+    waits for one.
+    """
     port = free_port()
-    return [fork(argv, environ=clean_environment(**place(rank, ranks, port), **added)) for rank in range(ranks)]
+    return [
+        fork(argv, environ=clean_environment(**place(rank, ranks, port), **added))
+        for rank in range(ranks)
+    ]
 
 
 def run_ranks(code: str, words: Sequence[str], ranks: int, **added: str) -> Ended:
     """Python's ``-c code words`` on so many ranks; the highest status, and the output of all."""
-    ended = [finish(process) for process in fork_ranks([sys.executable, "-c", code, *words], ranks, **added)]
+    ended = [
+        finish(process)
+        for process in fork_ranks([sys.executable, "-c", code, *words], ranks, **added)
+    ]
     return Ended(max(e.status for e in ended), "".join(e.out for e in ended))
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl; a last line that is still being written is left out.
 
-    A row that comes again with the evaluation that a stop has put off is one row, of the attempt that has trained the step.
+    A row that comes again with the evaluation that a stop has put off is one row, of the attempt
+    that has trained the step.
     """
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
@@ -211,7 +287,9 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
-    """The first value of ``condition()`` that is true. Raises AssertionError, which names ``what``, after ``timeout_s``."""
+    """The first value of ``condition()`` that is true. Raises AssertionError, which names ``what``,
+    after ``timeout_s``.
+    """
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
@@ -220,17 +298,24 @@ def wait_until(condition: Callable[[], Found | None], timeout_s: float, what: st
 
 
 def wait_for_the_end_of(pids: Iterable[int], timeout_s: float) -> None:
-    """Until none of the processes runs. Raises AssertionError after ``timeout_s``, naming those that do."""
-    pids, deadline = list(pids), time.monotonic() + timeout_s
+    """Until none of the processes runs. Raises AssertionError after ``timeout_s``, naming those
+    that do.
+    """
+    pids = list(pids)
+    deadline = time.monotonic() + timeout_s
     while left := [pid for pid in pids if alive(pid)]:
         if time.monotonic() > deadline:
-            told = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left}
+            told = {
+                pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left
+            }
             raise AssertionError(f"of {pids} not ended within {timeout_s:g} s: {told}")
         time.sleep(0.02)
 
 
 def write_images(folder: Path, classes: int, each: int, px: int, seed: int = 0) -> Path:
-    """``folder``/classN/M.JPEG: photos of nothing, whose class is their colour and a bright corner, so that it can be learnt."""
+    """``folder``/classN/M.JPEG: photos of nothing, whose class is their colour and a bright corner,
+    so that it can be learnt.
+    """
     import numpy as np
     from PIL import Image
 
@@ -252,23 +337,44 @@ def write_mnist(folder: Path) -> None:
     for name, count in (("train", 600), ("t10k", 100)):
         images = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
         (folder / f"{name}-images-idx3-ubyte").write_bytes(images)
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(count))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, count) + bytes(count)
+        )
 
 
 def image_sets(folder: Path) -> Path:
-    """``folder`` as the data of cifar (packed) and imagenet (files): two classes, 200 images to train on, 8 to evaluate."""
+    """``folder`` as the data of cifar (packed) and imagenet (files): two classes, 200 images to
+    train on, 8 to evaluate.
+    """
     write_images(folder / "train", 2, 100, 32)
     write_images(folder / "val", 2, 4, 40, seed=1)
     (folder / "test").symlink_to(folder / "val")
-    ended = run([sys.executable, "-m", "recipes.prepare", "cifar10", f"source={folder}", f"data_dir={folder}"])
+    ended = run(
+        [
+            sys.executable,
+            "-m",
+            "recipes.prepare",
+            "cifar10",
+            f"source={folder}",
+            f"data_dir={folder}",
+        ]
+    )
     assert ended.status == 0, ended.out
     return folder
 
 
 def attempt(
-    run_dir: Path, *, launch: str = "", job: str = "", hosts: Sequence[str] = ("a",), step: int | None = 0, **facts: Any
+    run_dir: Path,
+    *,
+    launch: str = "",
+    job: str = "",
+    hosts: Sequence[str] = ("a",),
+    step: int | None = 0,
+    **facts: Any,
 ) -> Attempt:
-    """A new attempt in ``run_dir``, as a launch leaves it. step: at which it has begun; None if it has not. facts: others in opened.json."""
+    """A new attempt in ``run_dir``, as a launch leaves it. step: at which it has begun; None if it
+    has not. facts: others in opened.json.
+    """
     environ = {"RECIPES_LAUNCH": launch} | ({"SLURM_JOB_ID": job} if job else {})
     new = attempts.open_next(run_dir, "mnist", environ, hosts)
     files.write_json(new.folder / "opened.json", {**new.facts(), **facts})

@@ -15,7 +15,9 @@ def missing() -> str | None:
     """What is not there."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
-    programs = [name for name in ("ip", "nsenter", "unshare", "mount", "hostname") if not shutil.which(name)]
+    programs = [
+        name for name in ("ip", "nsenter", "unshare", "mount", "hostname") if not shutil.which(name)
+    ]
     return f"not installed: {', '.join(programs)}" if programs else None
 
 
@@ -25,14 +27,29 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def joined(*addresses: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """The names of two namespaces whose interfaces eth0 are joined. addresses: of eth0, each an IPv4 and an IPv6 address."""
+    """The names of two namespaces whose interfaces eth0 are joined. addresses: of eth0, each an
+    IPv4 and an IPv6 address.
+    """
     unique = secrets.token_hex(3)
     names = (f"net-{unique}-0", f"net-{unique}-1")
     with contextlib.ExitStack() as cleanup:
         for name in names:
             ip("netns", "add", name)
             cleanup.callback(ip, "netns", "del", name)
-        ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "eth0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
         for name, (ipv4, ipv6) in zip(names, addresses, strict=True):
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "address", "add", ipv4, "dev", "eth0")

@@ -1,6 +1,8 @@
-"""The pictures of the documentation, from real runs on a Slurm of two nodes: ``python -m tests.pictures`` writes docs/pictures/*.svg.
+"""The pictures of the documentation, from real runs on a Slurm of two nodes: ``python -m
+tests.pictures`` writes docs/pictures/*.svg.
 
-requeue.svg: the loss of a run that is requeued in the middle. failure.svg: a terminal in which a rank is killed, and then explained.
+requeue.svg: the loss of a run that is requeued in the middle. failure.svg: a terminal in which a
+rank is killed, and then explained.
 """
 
 from __future__ import annotations
@@ -24,8 +26,16 @@ from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, running_cluster
 
 PICTURES = helpers.ROOT / "docs" / "pictures"
-LINE_PX, CHARACTER_PX, MOST = 19, 7.9, 112
-DIGITS = ("dataset=digits", "device=cpu", "epochs=10", "log_every_steps=2", "checkpoint_every_steps=20")
+LINE_PX = 19
+CHARACTER_PX = 7.9
+MOST = 112
+DIGITS = (
+    "dataset=digits",
+    "device=cpu",
+    "epochs=10",
+    "log_every_steps=2",
+    "checkpoint_every_steps=20",
+)
 SIZE = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
@@ -37,18 +47,22 @@ def svg(width: float, height: float, style: str, content: str, title: str) -> st
 def loss_figure(run_dir: Path) -> str:
     """The loss of a run over its steps; a dashed line and a number for each later attempt."""
     found = [(float(row["step"]), row["loss"]) for row in rows.rows(run_dir)]
-    begun = [one for n in reversed(attempts.numbers(run_dir)) if (one := attempts.Attempt(run_dir, n)).has_begun]
+    begun = [
+        one
+        for n in reversed(attempts.numbers(run_dir))
+        if (one := attempts.Attempt(run_dir, n)).has_begun
+    ]
     marks = [(one.facts()["step"], one.number) for one in begun[1:]]
-    drawn = figure.figure("Loss", ("optimiser step", "mean loss per sample"), [("loss", found, "c0 d0")], marks=marks)
+    drawn = figure.figure(
+        "Loss", ("optimiser step", "mean loss per sample"), [("loss", found, "c0 d0")], marks=marks
+    )
     content = re.search(r"<svg [^>]*><title>.*?</title>(.*)</svg>", drawn, re.DOTALL)
     assert content
     place = re.search(r'class="mark" d="M([0-9.]+) ', drawn)
     assert place, "the run was not requeued"
     named = f'<text x="{float(place[1]) + 8:g}" y="{figure.TOP + 14}">requeued by Slurm, then resumed</text>'
     background = f'<rect width="{figure.WIDTH}" height="{figure.HEIGHT}" style="fill:var(--bg)"/>'
-    title = (
-        "Loss of a run against its steps; a dashed line marks the requeue, after which the loss continues where it was"
-    )
+    title = "Loss of a run against its steps; a dashed line marks the requeue, after which the loss continues where it was"
     return svg(figure.WIDTH, figure.HEIGHT, SHEET, background + content[1] + named, title)
 
 
@@ -58,22 +72,39 @@ def terminal(lines: list[tuple[str, str]], title: str) -> str:
         "text{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre}.command{fill:#7ee787}.bad{fill:#ff9a8f}.plain{fill:#e6e9ee}"
         ".dim{fill:#a3acb8}"
     )
-    width, height = 24 + MOST * CHARACTER_PX, 24 + LINE_PX * len(lines)
+    width = 24 + MOST * CHARACTER_PX
+    height = 24 + LINE_PX * len(lines)
     texts = "".join(
         f'<text x="12" y="{25 + LINE_PX * i}" class="{kind}" xml:space="preserve">{html.escape(line[:MOST])}</text>'
         for i, (line, kind) in enumerate(lines)
     )
-    return svg(width, height, style, f'<rect width="100%" height="100%" rx="8" fill="#14171c"/>{texts}', title)
+    return svg(
+        width,
+        height,
+        style,
+        f'<rect width="100%" height="100%" rx="8" fill="#14171c"/>{texts}',
+        title,
+    )
 
 
 def submit(slurm: Cluster, repo: Path, name: str) -> tuple[str, Path]:
     run_dir = repo / "runs" / "mnist" / name
-    job = jobs.sbatch(slurm, repo, repo / f"{name}.out", *SIZE, "sbatch/mnist_2x8.sh", *DIGITS, f"run_dir={run_dir}")
+    job = jobs.sbatch(
+        slurm,
+        repo,
+        repo / f"{name}.out",
+        *SIZE,
+        "sbatch/mnist_2x8.sh",
+        *DIGITS,
+        f"run_dir={run_dir}",
+    )
     return job, run_dir
 
 
 def await_step(run_dir: Path, step: int) -> None:
-    helpers.wait_until(lambda: any(row["step"] >= step for row in rows.rows(run_dir)), 240, f"step {step}")
+    helpers.wait_until(
+        lambda: any(row["step"] >= step for row in rows.rows(run_dir)), 240, f"step {step}"
+    )
 
 
 def requeued(slurm: Cluster, repo: Path) -> Path:
@@ -90,9 +121,10 @@ def killed(slurm: Cluster, repo: Path) -> list[tuple[str, str]]:
     job, run_dir = submit(slurm, repo, "killed")
     await_step(run_dir, 60)
     (victim,) = [
-        one.pid for one in slurm.processes(job_id=job, command="recipes.mnist")
+        one.pid
+        for one in slurm.processes(job_id=job, command="recipes.mnist")
         if "SLURM_PROCID=3" in Path(f"/proc/{one.pid}/environ").read_text().split("\0")
-    ]  # fmt: skip
+    ]
     os.kill(victim, signal.SIGKILL)
     slurm.wait_job(job, 120)
     log = (repo / "killed.out").read_text().splitlines()
@@ -108,7 +140,8 @@ def killed(slurm: Cluster, repo: Path) -> list[tuple[str, str]]:
     shown += [(log[-1], "bad"), (f"$ python -m recipes.doctor explain runs/mnist/{job}", "command")]
     shown += [(told[0], "bad"), *((line, "dim") for line in told[1:7])]
     return [
-        (line.replace(str(repo), "…").replace("runs/mnist/killed", f"runs/mnist/{job}"), kind) for line, kind in shown
+        (line.replace(str(repo), "…").replace("runs/mnist/killed", f"runs/mnist/{job}"), kind)
+        for line, kind in shown
     ]
 
 
@@ -120,7 +153,10 @@ def main() -> None:
         (PICTURES / "requeue.svg").write_text(loss_figure(requeued(slurm, repo)))
         title = "A rank is killed; the job's last line and explain name the rank, its host and the cause"
         (PICTURES / "failure.svg").write_text(terminal(killed(slurm, repo), title))
-    print(json.dumps({path.name: path.stat().st_size for path in sorted(PICTURES.glob("*.svg"))}), time.strftime("%F"))
+    print(
+        json.dumps({path.name: path.stat().st_size for path in sorted(PICTURES.glob("*.svg"))}),
+        time.strftime("%F"),
+    )
 
 
 if __name__ == "__main__":

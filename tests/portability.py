@@ -1,11 +1,13 @@
-"""`make portability`: installs, demonstrates and tests the latest commit on other versions of Slurm, Python and torch.
+"""`make portability`: installs, demonstrates and tests the latest commit on other versions of
+Slurm, Python and torch.
 
     sudo python3 tests/portability.py                             # all systems; prints a table, status 1 if a row failed
     sudo python3 tests/portability.py --only sid --folder /big    # one system; its folder is kept and used again
 
-Each Debian release of SYSTEMS is a folder made by debootstrap. Commands run in it behind pivot_root, in their own mount,
-process, IPC and UTS namespaces; the tests also in their own network, with loopback only. The row OLDEST uses this machine's
-Python and the oldest versions that pyproject.toml allows; the tests of it that need Slurm are left out.
+Each Debian release of SYSTEMS is a folder made by debootstrap. Commands run in it behind
+pivot_root, in their own mount, process, IPC and UTS namespaces; the tests also in their own
+network, with loopback only. The row OLDEST uses this machine's Python and the oldest versions that
+pyproject.toml allows; the tests of it that need Slurm are left out.
 
 RECIPES_DATA, where it is set, is the folder of real data that some tests need.
 """
@@ -37,13 +39,15 @@ PACKAGES = (
     "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc ca-certificates"
     " iproute2 nftables procps shellcheck openmpi-bin libpmix-dev"
 )
-# The release that has Apptainer; an image is built there (tests/slurm/image.py), and tests run ranks in it.
+# The release that has Apptainer; an image is built there (tests/slurm/image.py), and tests run
+# ranks in it.
 WITH_APPTAINER = "sid"
 IMAGE_PACKAGES = "apptainer debootstrap"
 IMAGE = "/srv/recipes.sif"
 DATA = os.environ.get("RECIPES_DATA", "")
 CLONE = "srv/recipes"  # in a system's folder
-# This machine's name resolution, package index and certificates, where it has its own configuration.
+# This machine's name resolution, package index and certificates, where it has its own
+# configuration.
 NETWORK = ("/etc/resolv.conf",)
 PIP = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
 STEP_S = 3 * 3600.0
@@ -52,7 +56,8 @@ NEEDS_SLURM = "tests/slurm " + " ".join(
 )
 OTHERS = "tests " + " ".join(f"--ignore={path}" for path in NEEDS_SLURM.split())
 
-# $1: the system's folder; $2: pip's cache; $3: real data, or ""; $4: the command; then files of this machine that the system is to see.
+# $1: the system's folder; $2: pip's cache; $3: real data, or ""; $4: the command; then files of
+# this machine that the system is to see.
 ENTER = """set -e
 root=$1 cache=$2 data=$3 command=$4; shift 4
 hostname portability
@@ -114,7 +119,13 @@ def run(argv: list[str], log: Path, environ: Mapping[str, str], cwd: Path | None
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, cwd=cwd, timeout=STEP_S
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environ,
+            cwd=cwd,
+            timeout=STEP_S,
         )
     if done.returncode:
         raise Failed(f"{log.stem}: status {done.returncode}, see {log}")
@@ -122,23 +133,63 @@ def run(argv: list[str], log: Path, environ: Mapping[str, str], cwd: Path | None
 
 
 def environment() -> dict[str, str]:
-    """What the commands in a system get: pip's and the proxies' variables of this machine, nothing else of it."""
-    kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.lower().endswith("_proxy")}
+    """What the commands in a system get: pip's and the proxies' variables of this machine, nothing
+    else of it.
+    """
+    kept = {
+        k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.lower().endswith("_proxy")
+    }
     return {
-        **kept, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
-        "DEBIAN_FRONTEND": "noninteractive", "RECIPES_REQUIRE_SLURM": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }  # fmt: skip
+        **kept,
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/root",
+        "LANG": "C.UTF-8",
+        "DEBIAN_FRONTEND": "noninteractive",
+        "RECIPES_REQUIRE_SLURM": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
 
 
-def inside(root: Path, cache: Path, command: str, log: Path, files: tuple[str, ...] = (), network: bool = False) -> str:
-    """Runs a shell command in a system. files: of this machine, to be seen there under the same names. Raises Failed."""
-    options = ["--mount", "--pid", "--ipc", "--uts", *([] if network else ["--net"]), "--fork", "--kill-child"]
-    argv = ["unshare", *options, "bash", "-c", ENTER, "enter", str(root), str(cache), DATA, command, *files]
+def inside(
+    root: Path,
+    cache: Path,
+    command: str,
+    log: Path,
+    files: tuple[str, ...] = (),
+    network: bool = False,
+) -> str:
+    """Runs a shell command in a system. files: of this machine, to be seen there under the same
+    names. Raises Failed.
+    """
+    options = [
+        "--mount",
+        "--pid",
+        "--ipc",
+        "--uts",
+        *([] if network else ["--net"]),
+        "--fork",
+        "--kill-child",
+    ]
+    argv = [
+        "unshare",
+        *options,
+        "bash",
+        "-c",
+        ENTER,
+        "enter",
+        str(root),
+        str(cache),
+        DATA,
+        command,
+        *files,
+    ]
     return run(argv, log, environment())
 
 
 def make_system(name: str, root: Path, cache: Path, logs: Path) -> None:
-    """A Debian release with PACKAGES in ``root``; nothing happens where it is complete already. Raises Failed."""
+    """A Debian release with PACKAGES in ``root``; nothing happens where it is complete already.
+    Raises Failed.
+    """
     if (root / "debootstrap").exists():  # interrupted
         shutil.rmtree(root)
     if not (root / "etc/debian_version").exists():
@@ -157,18 +208,26 @@ def make_system(name: str, root: Path, cache: Path, logs: Path) -> None:
 
 
 def clone(folder: Path, log: Path) -> None:
-    """HEAD of this repository in ``folder``, as after `git clone`; an environment there stays. Raises Failed."""
+    """HEAD of this repository in ``folder``, as after `git clone`; an environment there stays.
+    Raises Failed.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not (folder / ".git").exists():
         run(["git", "clone", "--no-checkout", str(ROOT), str(folder)], log, os.environ)
-    for words in (f"fetch --quiet {shlex.quote(str(ROOT))} HEAD", "checkout --quiet --force --detach FETCH_HEAD", "clean -ffdxq --exclude=.venv"):  # fmt: skip
+    for words in (
+        f"fetch --quiet {shlex.quote(str(ROOT))} HEAD",
+        "checkout --quiet --force --detach FETCH_HEAD",
+        "clean -ffdxq --exclude=.venv",
+    ):
         run(["git", "-C", str(folder), *shlex.split(words)], log, os.environ)
 
 
 def counts(junit: Path) -> tuple[str, bool]:
     """(what the table shows of a run of pytest, whether all is well)."""
     suites = xml.etree.ElementTree.parse(junit).getroot().iter("testsuite")
-    total, failed, skipped = 0, 0, 0
+    total = 0
+    failed = 0
+    skipped = 0
     for suite in suites:
         total += int(suite.get("tests", 0))
         failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
@@ -193,14 +252,22 @@ def pytest(row: Row, kind: str, words: str, do: Run, work: Path, workers: int) -
 
 
 def measure(
-    row: Row, do: Run, work: Path, install: str, test_words: Mapping[str, str], chosen: argparse.Namespace
+    row: Row,
+    do: Run,
+    work: Path,
+    install: str,
+    test_words: Mapping[str, str],
+    chosen: argparse.Namespace,
 ) -> None:
-    """Installs, demonstrates and tests the clone ``work``; all steps after a failed installation are left out."""
+    """Installs, demonstrates and tests the clone ``work``; all steps after a failed installation
+    are left out.
+    """
     problems = []
     began = time.monotonic()
 
     def demo() -> None:
-        at, row.demo = time.monotonic(), "failed"
+        at = time.monotonic()
+        row.demo = "failed"
         do("demo", "make demo", alone=True)
         row.demo = f"{time.monotonic() - at:.0f} s"
 
@@ -208,9 +275,14 @@ def measure(
     clone(work, chosen.folder / "logs" / row.system / "clone.log")
     do("install", install)
     row.install = f"{time.monotonic() - began:.0f} s"
-    row.python = do("python", ".venv/bin/python -c 'import platform; print(platform.python_version())'")
+    row.python = do(
+        "python", ".venv/bin/python -c 'import platform; print(platform.python_version())'"
+    )
     row.torch = do("torch", ".venv/bin/python -c 'import torch; print(torch.__version__)'")
-    steps = [partial(pytest, row, kind, words, do, work, chosen.workers) for kind, words in test_words.items()]
+    steps = [
+        partial(pytest, row, kind, words, do, work, chosen.workers)
+        for kind, words in test_words.items()
+    ]
     for step in (demo, *steps):
         try:
             step()
@@ -222,19 +294,30 @@ def measure(
 
 def debian(row: Row, chosen: argparse.Namespace) -> None:
     """The row of one Debian release. Raises Failed."""
-    name, cache = row.system, chosen.folder / "pip-cache"
-    root, logs, work = chosen.folder / name, chosen.folder / "logs" / name, chosen.folder / name / CLONE
-    enter = f"cd /{CLONE}" + (f" && export RECIPES_TEST_IMAGE={IMAGE}" if name == WITH_APPTAINER else "")
+    name = row.system
+    cache = chosen.folder / "pip-cache"
+    root = chosen.folder / name
+    logs = chosen.folder / "logs" / name
+    work = chosen.folder / name / CLONE
+    enter = f"cd /{CLONE}" + (
+        f" && export RECIPES_TEST_IMAGE={IMAGE}" if name == WITH_APPTAINER else ""
+    )
 
     def do(step: str, command: str, alone: bool = False) -> str:
         seen = () if alone else NETWORK + PIP
-        return inside(root, cache, f"{enter} && {command}", logs / f"{step}.log", seen, network=not alone)
+        return inside(
+            root, cache, f"{enter} && {command}", logs / f"{step}.log", seen, network=not alone
+        )
 
     make_system(name, root, cache, logs)
     row.slurm = inside(root, cache, "slurmctld -V", logs / "slurm.log").removeprefix("slurm-wlm ")
     usual = {"slurm_tests": NEEDS_SLURM, "other_tests": f'{OTHERS} -m "not long"'}
-    install = "make install" + (f" && python3 tests/slurm/image.py {IMAGE}" if name == WITH_APPTAINER else "")
-    measure(row, do, work, install, {"slurm_tests": chosen.tests} if chosen.tests else usual, chosen)
+    install = "make install" + (
+        f" && python3 tests/slurm/image.py {IMAGE}" if name == WITH_APPTAINER else ""
+    )
+    measure(
+        row, do, work, install, {"slurm_tests": chosen.tests} if chosen.tests else usual, chosen
+    )
 
 
 def oldest(row: Row, chosen: argparse.Namespace) -> None:
@@ -245,7 +328,11 @@ def oldest(row: Row, chosen: argparse.Namespace) -> None:
         row.install = f"not run: no {OLDEST_PYTHON}"
         return
     bounds = re.findall(r'[\[ ]"([\w-]+)>=([\w.]+)"', (ROOT / "pyproject.toml").read_text())
-    versions = {name: version if "." in version else f"{version}.0" for name, version in bounds if name != "setuptools"}
+    versions = {
+        name: version if "." in version else f"{version}.0"
+        for name, version in bounds
+        if name != "setuptools"
+    }
     constraints = folder / "constraints.txt"
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{name}=={version}.*\n" for name, version in versions.items())
@@ -265,12 +352,23 @@ def oldest(row: Row, chosen: argparse.Namespace) -> None:
 
 def table(rows: list[Row]) -> str:
     """Tests: passed/failed/skipped."""
-    names = ["system", "Slurm", "Python", "torch", "install", "demo", "tests with Slurm", "other tests", "seconds"]
+    names = [
+        "system",
+        "Slurm",
+        "Python",
+        "torch",
+        "install",
+        "demo",
+        "tests with Slurm",
+        "other tests",
+        "seconds",
+    ]
     fields = [field.name for field in dataclasses.fields(Row)][: len(names)]
     lines = [names, *([getattr(row, field) for field in fields] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     )
 
 
@@ -279,13 +377,22 @@ def arguments() -> argparse.Namespace:
         description="Tests the latest commit on other versions of Slurm, Python and torch."
     )
     names = [*SYSTEMS, OLDEST]
-    parser.add_argument("--only", type=lambda text: text.split(","), default=names, help=f"some of {','.join(names)}")
     parser.add_argument(
-        "--folder", type=Path, default="/var/tmp/recipes-portability",
+        "--only",
+        type=lambda text: text.split(","),
+        default=names,
+        help=f"some of {','.join(names)}",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default="/var/tmp/recipes-portability",
         help="what is kept between runs (systems, pip's cache, logs), 10 GB a system",
-    )  # fmt: skip
+    )
     parser.add_argument("--workers", type=int, default=2, help="test files at a time")
-    parser.add_argument("--tests", default="", help="arguments of pytest in place of the usual ones")
+    parser.add_argument(
+        "--tests", default="", help="arguments of pytest in place of the usual ones"
+    )
     parser.add_argument("--python", default="", help=f"the Python of the row {OLDEST}")
     return parser.parse_args()
 
@@ -294,12 +401,23 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the command that runs
     chosen = arguments()
     chosen.folder = chosen.folder.resolve()
-    absent = [program for program in ("debootstrap", "pivot_root", "unshare", "git", "ip") if not shutil.which(program)]
+    absent = [
+        program
+        for program in ("debootstrap", "pivot_root", "unshare", "git", "ip")
+        if not shutil.which(program)
+    ]
     if set(chosen.only) & set(SYSTEMS) and (absent or os.geteuid()):
-        raise SystemExit(f"portability: needs root, debootstrap, git and iproute2; not found: {', '.join(absent)}")
+        raise SystemExit(
+            f"portability: needs root, debootstrap, git and iproute2; not found: {', '.join(absent)}"
+        )
     (chosen.folder / "pip-cache").mkdir(parents=True, exist_ok=True)
-    head = subprocess.run(["git", "-C", str(ROOT), "describe", "--always"], capture_output=True, text=True)
-    print(f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs; uncommitted changes are left out", flush=True)
+    head = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always"], capture_output=True, text=True
+    )
+    print(
+        f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs; uncommitted changes are left out",
+        flush=True,
+    )
     rows = [Row(name) for name in chosen.only]
     for row in rows:
         try:

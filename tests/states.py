@@ -9,10 +9,14 @@ from torch import Tensor
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the training state in a checkpoint's content, in hexadecimal. It is equal only for bitwise equal states."""
+    """SHA-256 of the training state in a checkpoint's content, in hexadecimal. It is equal only for
+    bitwise equal states.
+    """
     found = hashlib.sha256()
     parts = ("model", "optimizer", "scheduler", "ema", "sampler", "rng")
-    _feed(found.update, {**{part: content[part] for part in parts}, "step": content["meta"]["step"]})
+    _feed(
+        found.update, {**{part: content[part] for part in parts}, "step": content["meta"]["step"]}
+    )
     return found.hexdigest()
 
 

@@ -1,6 +1,8 @@
-"""The tables of the documentation that are made from the code: ``python -m tests.tables write`` (or ``check``).
+"""The tables of the documentation that are made from the code: ``python -m tests.tables write`` (or
+``check``).
 
-A table is in a page of docs/ between a line ``<!-- table NAME -->`` and the next line ``<!-- end -->``.
+A table is in a page of docs/ between a line ``<!-- table NAME -->`` and the next line ``<!-- end
+-->``.
 """
 
 from __future__ import annotations
@@ -39,8 +41,14 @@ def shown(value: Any) -> str:
 
 
 def keys(cls: type, more: str = "", beside: type | None = None) -> str:
-    """The keys of a dataclass. more: a further column, from each field's metadata. beside: without the keys that are the same there."""
-    others = {f.name: (f.default, f.metadata["help"]) for f in dataclasses.fields(beside)} if beside else {}
+    """The keys of a dataclass. more: a further column, from each field's metadata. beside: without
+    the keys that are the same there.
+    """
+    others = (
+        {f.name: (f.default, f.metadata["help"]) for f in dataclasses.fields(beside)}
+        if beside
+        else {}
+    )
     rows = []
     for field in dataclasses.fields(cls):
         if others.get(field.name) != (field.default, field.metadata["help"]):
@@ -50,14 +58,24 @@ def keys(cls: type, more: str = "", beside: type | None = None) -> str:
 
 
 def differences(of: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    words = {one: " ".join(f"`{key}={help.typed(value)}`" for key, value in of[one].items()) for one in of}
+    words = {
+        one: " ".join(f"`{key}={help.typed(value)}`" for key, value in of[one].items())
+        for one in of
+    }
     return table([name, "sets"], [[f"`{one}`", text] for one, text in words.items()])
 
 
 def commented(source: str, pattern: str) -> list[list[str]]:
-    """The lines of a source that match, by a name and a value, each with its comment; without one, the name in words."""
-    found = re.findall(rf"^ *{pattern}(?: +# (.*))?$", source, re.MULTILINE)
-    return [[f"`{value}`", comment or name.lower().replace("_", " ")] for name, value, comment in found]
+    """The lines of a source that match, by a name and a value, each with the comment above it or
+    at its end; without one, the name in words.
+    """
+    rows = []
+    for above, name, value, behind in re.findall(
+        rf"^((?: *# .*\n)*) *{pattern}(?: +# (.*))?$", source, re.MULTILINE
+    ):
+        comment = behind or " ".join(above.replace("#", " ").split())
+        rows.append([f"`{value}`", comment or name.lower().replace("_", " ")])
+    return rows
 
 
 def tables() -> Iterator[tuple[str, str]]:
@@ -66,14 +84,26 @@ def tables() -> Iterator[tuple[str, str]]:
     yield "training-keys", keys(TrainKeys)
     for recipe in sorted(path.stem for path in (ROOT / "recipes/conf").glob("[a-z]*.py")):
         conf = importlib.import_module(f"recipes.conf.{recipe}")
-        yield recipe, keys(conf.Config, beside=TrainKeys if issubclass(conf.Config, TrainKeys) else None)
+        yield (
+            recipe,
+            keys(conf.Config, beside=TrainKeys if issubclass(conf.Config, TrainKeys) else None),
+        )
         for name in ("VARIANTS", "DATASETS"):
             if of := getattr(conf, name, {}):
-                yield f"{recipe}-{name.lower()}", differences(of, f"`{name.lower().removesuffix('s')}=`")
-    yield "exit-statuses", table(["status", "meaning"], commented(inspect.getsource(errors), r"EXIT_(\w+) = (\d+)"))
+                yield (
+                    f"{recipe}-{name.lower()}",
+                    differences(of, f"`{name.lower().removesuffix('s')}=`"),
+                )
+    yield (
+        "exit-statuses",
+        table(["status", "meaning"], commented(inspect.getsource(errors), r"EXIT_(\w+) = (\d+)")),
+    )
     texts = (
         [
-            ", ".join(f"`` {one.strip()} ``" if "`" in one else f"`{one.strip()}`" for one in p.texts.split(" | ")),
+            ", ".join(
+                f"`` {one.strip()} ``" if "`" in one else f"`{one.strip()}`"
+                for one in p.texts.split(" | ")
+            ),
             p.means,
             p.fix,
         ]
@@ -81,26 +111,42 @@ def tables() -> Iterator[tuple[str, str]]:
     )
     yield "faq", table(["message", "what it means", "what to do"], [*texts])
     for name, of in (("kinds", errors.Kind), ("nexts", errors.Next)):
-        yield name, table([f"`{name[:-1]}`", "meaning"], commented(inspect.getsource(of), r'(\w+) = "([\w-]+)"'))
+        yield (
+            name,
+            table(
+                [f"`{name[:-1]}`", "meaning"],
+                commented(inspect.getsource(of), r'(\w+) = "([\w-]+)"'),
+            ),
+        )
 
 
 def main(argv: list[str], folder: Path = ROOT / "docs") -> int:
-    """write: makes the tables. check: status 1 if a table differs from what would be made. Both name the tables that are on no page."""
+    """write: makes the tables. check: status 1 if a table differs from what would be made. Both
+    name the tables that are on no page.
+    """
     if argv not in (["write"], ["check"]):
         print("usage: python -m tests.tables write|check", file=sys.stderr)
         return 2
-    made, said, is_check = dict(tables()), [], argv == ["check"]
+    made = dict(tables())
+    said = []
+    is_check = argv == ["check"]
     missing = set(made)
     for page in sorted(folder.glob("*.md")):
         text = page.read_text()
         for _, name, old, _ in MARKED.findall(text):
             missing.discard(name)
             if made.get(name) != old:
-                said.append(f"{page.name}: table {name}: {'differs from the code: make docs' if is_check else 'made'}")
+                said.append(
+                    f"{page.name}: table {name}: {'differs from the code: make docs' if is_check else 'made'}"
+                )
         if not is_check:
-            page.write_text(MARKED.sub(lambda found: found[1] + made.get(found[2], found[3]) + found[4], text))
+            page.write_text(
+                MARKED.sub(lambda found: found[1] + made.get(found[2], found[3]) + found[4], text)
+            )
     said += [f"table {name}: is on no page" for name in sorted(missing)]
-    print("".join(f"{line}\n" for line in said), end="", file=sys.stderr if is_check else sys.stdout)
+    print(
+        "".join(f"{line}\n" for line in said), end="", file=sys.stderr if is_check else sys.stdout
+    )
     return 1 if is_check and said else 0
 
 

@@ -30,13 +30,20 @@ class Config(TrainKeys):
         low=0,
     )
     lr_batch_size: int = key(
-        512, "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
-        low=0, high=2**30,
-    )  # fmt: skip
-    warmup: float = key(
-        0.2, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
+        512,
+        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
+        low=0,
+        high=2**30,
     )
-    momentum: float = key(0.9, "Nesterov momentum; with airbench94 and airbench96, only of the filters", low=0, high=1)
+    warmup: float = key(
+        0.2,
+        "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
+        low=0,
+        high=1,
+    )
+    momentum: float = key(
+        0.9, "Nesterov momentum; with airbench94 and airbench96, only of the filters", low=0, high=1
+    )
     weight_decay: float = key(
         5e-4,
         "weight decay; resnet18: norms and biases have none; airbench94, airbench96: only the head and the biases "
@@ -45,26 +52,47 @@ class Config(TrainKeys):
     )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     ema: float = key(
-        0.0, "decay of the averaged weights (EMA) per lr_batch_size samples (per step if lr_batch_size=0); "
+        0.0,
+        "decay of the averaged weights (EMA) per lr_batch_size samples (per step if lr_batch_size=0); "
         "evaluations use these weights; 0: no averaging",
-        low=0, high=0.999999,
-    )  # fmt: skip
-    crop: int = key(
-        4, "maximum shift of training images in pixels; the border is filled with mirrored pixels", low=0, high=31
+        low=0,
+        high=0.999999,
     )
-    flip: bool = key(True, "mirror half of the training images, and the other half in the next epoch")
-    cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
-    tta: bool = key(True, "test-time augmentation: also evaluate the mirror image of each image, and add the outputs")
+    crop: int = key(
+        4,
+        "maximum shift of training images in pixels; the border is filled with mirrored pixels",
+        low=0,
+        high=31,
+    )
+    flip: bool = key(
+        True, "mirror half of the training images, and the other half in the next epoch"
+    )
+    cutout: int = key(
+        0,
+        "side in pixels of a square that is erased in each training image; 0: none",
+        low=0,
+        high=32,
+    )
+    tta: bool = key(
+        True,
+        "test-time augmentation: also evaluate the mirror image of each image, and add the outputs",
+    )
     tta_shift: int = key(
-        0, "with tta=true: also evaluate two shifted copies of each image, one up and left, the other down and right, "
-        "by this number of pixels; each copy has half the weight of the image itself; 0: no copies", low=0, high=8,
-    )  # fmt: skip
+        0,
+        "with tta=true: also evaluate two shifted copies of each image, one up and left, the other down and right, "
+        "by this number of pixels; each copy has half the weight of the image itself; 0: no copies",
+        low=0,
+        high=8,
+    )
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.arch is not Arch.resnet18 and self.weight_decay * self.global_batch_size > MOST_DECAY:
+        if (
+            self.arch is not Arch.resnet18
+            and self.weight_decay * self.global_batch_size > MOST_DECAY
+        ):
             fix = (
                 f"is too large, since arch={self.arch.name} multiplies it by the batch size; "
                 "give variant=fast, or weight_decay=2e-6"
@@ -72,11 +100,18 @@ class Config(TrainKeys):
             raise ConfigError(f"weight_decay={self.weight_decay}: {fix}")
 
 
-# fast: airbench94_muon (K. Jordan, 2024). accurate: the network of its airbench96, trained in the same way.
+# fast: airbench94_muon (K. Jordan, 2024). accurate: the network of its airbench96, trained in the
+# same way.
 _AIRBENCH = {
-    "global_batch_size": 2000, "lr": 0.24, "lr_batch_size": 0, "warmup": 0.0, "momentum": 0.6, "weight_decay": 2e-6,
-    "label_smoothing": 0.2, "tta_shift": 1,
-}  # fmt: skip
+    "global_batch_size": 2000,
+    "lr": 0.24,
+    "lr_batch_size": 0,
+    "warmup": 0.0,
+    "momentum": 0.6,
+    "weight_decay": 2e-6,
+    "label_smoothing": 0.2,
+    "tta_shift": 1,
+}
 VARIANTS = {
     "fast": {"arch": "airbench94", "epochs": 8, "crop": 2, **_AIRBENCH},
     "accurate": {"arch": "airbench96", "epochs": 40, "crop": 4, "cutout": 12, **_AIRBENCH},

@@ -10,8 +10,16 @@ from recipes.core.errors import ConfigError, shown
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SIZE = r"\d{1,12}[KMG]?"
 OPERATIONS = (
-    "send_recv", "broadcast", "reduce", "all_reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all",
-)  # fmt: skip
+    "send_recv",
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "gather",
+    "scatter",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)
 
 Mode = Enum("Mode", "learn bench")
 
@@ -19,16 +27,21 @@ Mode = Enum("Mode", "learn bench")
 @dataclass(frozen=True)
 class Config(RecipeKeys):
     mode: Mode = key(
-        Mode.learn, "learn: explain and check each operation; bench: measure the speed of operations at several sizes"
+        Mode.learn,
+        "learn: explain and check each operation; bench: measure the speed of operations at several sizes",
     )
     operations: str = key(
-        "", f"bench: operations, separated by commas; default: {', '.join(OPERATIONS)}", pattern=r"[a-z_]+(,[a-z_]+)*",
+        "",
+        f"bench: operations, separated by commas; default: {', '.join(OPERATIONS)}",
+        pattern=r"[a-z_]+(,[a-z_]+)*",
         form="names separated by commas",
-    )  # fmt: skip
+    )
     sizes: str = key(
-        "4..64M", "bench: sizes of the whole array in bytes, as FROM..TO; each size is four times the previous one",
-        pattern=rf"{SIZE}\.\.{SIZE}", form="FROM..TO, such as 4..64M or 1M..1G",
-    )  # fmt: skip
+        "4..64M",
+        "bench: sizes of the whole array in bytes, as FROM..TO; each size is four times the previous one",
+        pattern=rf"{SIZE}\.\.{SIZE}",
+        form="FROM..TO, such as 4..64M or 1M..1G",
+    )
     seconds: float = key(
         1.0,
         "bench: approximate duration of the measurement of an operation at one size, in seconds",
@@ -40,9 +53,13 @@ class Config(RecipeKeys):
         super().__post_init__()
         for name in self.chosen_operations():
             if name not in OPERATIONS:
-                raise ConfigError(f"operations={shown(self.operations)}: {choice(name, OPERATIONS)}")
+                raise ConfigError(
+                    f"operations={shown(self.operations)}: {choice(name, OPERATIONS)}"
+                )
         if not sizes_of(self.sizes):
-            raise ConfigError(f"sizes={shown(self.sizes)}: FROM must be at least 1, and TO at least FROM")
+            raise ConfigError(
+                f"sizes={shown(self.sizes)}: FROM must be at least 1, and TO at least FROM"
+            )
 
     def chosen_operations(self) -> tuple[str, ...]:
         return tuple(self.operations.split(",")) if self.operations else OPERATIONS

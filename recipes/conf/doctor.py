@@ -10,7 +10,11 @@ from recipes.core.config.run_keys import RecipeKeys
 @dataclass(frozen=True)
 class Config(RecipeKeys):
     starts_a_run: ClassVar[bool] = False
-    seconds: float = key(120.0, "time limit of the whole examination, in seconds", low=20, high=3600)
+    seconds: float = key(
+        120.0, "time limit of the whole examination, in seconds", low=20, high=3600
+    )
     data_dir: str = key(
-        "", "folder of the data, which all nodes must be able to read; default: $RECIPES_DATA", path=True
+        "",
+        "folder of the data, which all nodes must be able to read; default: $RECIPES_DATA",
+        path=True,
     )

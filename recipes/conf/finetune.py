@@ -10,13 +10,16 @@ from recipes.core.errors import ConfigError
 @dataclass(frozen=True)
 class Config(TrainKeys):
     dataset: str = key(
-        "images", "images: class folders in data_dir, or in its train/ and val/, or the files that labels= lists; fake: random images",
+        "images",
+        "images: class folders in data_dir, or in its train/ and val/, or the files that labels= lists; fake: random images",
         values=("images", "fake"),
-    )  # fmt: skip
+    )
     labels: str = key(
-        "", "CSV to use instead of class folders; columns: file (its path in data_dir), label, "
-        "and optionally split (train or val)", path=True
-    )  # fmt: skip
+        "",
+        "CSV to use instead of class folders; columns: file (its path in data_dir), label, "
+        "and optionally split (train or val)",
+        path=True,
+    )
     multi_label: bool = key(False, "an image may have several labels, separated by ; in the CSV")
     val_fraction: float = key(
         0.2,
@@ -24,49 +27,79 @@ class Config(TrainKeys):
         low=0.01,
         high=0.9,
     )
-    num_workers: int = key(4, "processes per rank that read images; 0: the main process reads them", low=0, high=1024)
+    num_workers: int = key(
+        4, "processes per rank that read images; 0: the main process reads them", low=0, high=1024
+    )
     arch: str = key(
-        "resnet50", "any classification model of torchvision, or timm/NAME",
-        pattern=r"(timm/)?[a-zA-Z][a-zA-Z0-9_.-]{0,127}", form="the name of a model, or timm/NAME",
-    )  # fmt: skip
+        "resnet50",
+        "any classification model of torchvision, or timm/NAME",
+        pattern=r"(timm/)?[a-zA-Z][a-zA-Z0-9_.-]{0,127}",
+        form="the name of a model, or timm/NAME",
+    )
     pretrained: str = key(
         "true",
         "weights to start from: true (the model's default ones), a name such as IMAGENET1K_V2, or false (random)",
         pattern=NAME,
     )
     train: str = key(
-        "all", "what to train; all: every weight; head: only the last layer; "
+        "all",
+        "what to train; all: every weight; head: only the last layer; "
         "lora: the last layer, and a low-rank addition to the matrix of every other linear or convolution layer",
         values=("all", "head", "lora"),
-    )  # fmt: skip
+    )
     lora_rank: int = key(8, "rank of the matrices of train=lora", low=1, high=1024)
-    head_epochs: float = key(0.0, "epochs at the start in which only the last layer is trained", low=0)
+    head_epochs: float = key(
+        0.0, "epochs at the start in which only the last layer is trained", low=0
+    )
     epochs: int = default(TrainKeys, "epochs", 10)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 64)
     lr: float = default(TrainKeys, "lr", 3e-4)
     layer_decay: float = key(
-        0.75, "each block's learning rate is this factor times that of the next block; 1: all are equal", low=0, high=1
+        0.75,
+        "each block's learning rate is this factor times that of the next block; 1: all are equal",
+        low=0,
+        high=1,
     )
     warmup: float = key(
-        0.1, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
+        0.1,
+        "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
+        low=0,
+        high=1,
     )
-    weight_decay: float = key(0.05, "weight decay of weights; norms, biases and position embeddings have none", low=0)
-    label_smoothing: float = key(0.1, "label smoothing; ignored with multi_label=true", low=0, high=1)
-    class_weights: bool = key(False, "weight each class in inverse proportion to its number of training images")
+    weight_decay: float = key(
+        0.05, "weight decay of weights; norms, biases and position embeddings have none", low=0
+    )
+    label_smoothing: float = key(
+        0.1, "label smoothing; ignored with multi_label=true", low=0, high=1
+    )
+    class_weights: bool = key(
+        False, "weight each class in inverse proportion to its number of training images"
+    )
     px: int = key(224, "side in pixels of the images", low=32, high=1024)
     val_resize: int = key(
-        256, "shorter side in pixels of a validation image before the center crop of px", low=32, high=2048
+        256,
+        "shorter side in pixels of a validation image before the center crop of px",
+        low=32,
+        high=2048,
     )
-    min_crop: float = key(0.35, "minimum fraction of the image area in a random crop", low=0.01, high=1)
+    min_crop: float = key(
+        0.35, "minimum fraction of the image area in a random crop", low=0.01, high=1
+    )
     augment: str = key(
-        "RandAugment", "a transform of torchvision.transforms.v2, with its default arguments, or none",
+        "RandAugment",
+        "a transform of torchvision.transforms.v2, with its default arguments, or none",
         values=("none", "RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix"),
-    )  # fmt: skip
-    erasing: float = key(0.0, "probability that a random rectangle of a training image is erased", low=0, high=1)
+    )
+    erasing: float = key(
+        0.0, "probability that a random rectangle of a training image is erased", low=0, high=1
+    )
     mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
     cutmix: float = key(0.0, "alpha of CutMix (pastes a rectangle of another image); 0: off", low=0)
     ema: float = key(
-        0.0, "decay of the averaged weights (EMA) per step; evaluations use them; 0: off", low=0, high=0.999999
+        0.0,
+        "decay of the averaged weights (EMA) per step; evaluations use them; 0: off",
+        low=0,
+        high=0.999999,
     )
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
 
@@ -79,7 +112,9 @@ class Config(TrainKeys):
         if self.multi_label and not self.best_metric:
             object.__setattr__(self, "best_metric", "val_map")
         if self.mixup and self.cutmix:
-            raise ConfigError(f"cutmix={self.cutmix}: cannot be used with mixup={self.mixup}; leave one of them out")
+            raise ConfigError(
+                f"cutmix={self.cutmix}: cannot be used with mixup={self.mixup}; leave one of them out"
+            )
         for name in ("mixup", "cutmix", "class_weights"):
             if self.multi_label and getattr(self, name):
                 raise ConfigError(
@@ -90,6 +125,11 @@ class Config(TrainKeys):
 # Random images, to try the recipe: there is nothing to learn.
 DATASETS = {
     "fake": {
-        "arch": "resnet18", "pretrained": "false", "px": 64, "val_resize": 72, "epochs": 2, "global_batch_size": 16,
+        "arch": "resnet18",
+        "pretrained": "false",
+        "px": 64,
+        "val_resize": 72,
+        "epochs": 2,
+        "global_batch_size": 16,
     },
-}  # fmt: skip
+}

@@ -15,16 +15,21 @@ Schedule = Enum("Schedule", "cosine constant")
 class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("mnist",)
     dataset: str = key(
-        "mnist", "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images",
+        "mnist",
+        "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images",
         values=("mnist", "digits", "fake"),
-    )  # fmt: skip
+    )
     epochs: int = default(TrainKeys, "epochs", 4)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 256)
     lr: float = default(TrainKeys, "lr", 0.004)
     optimizer: Optimizer = key(Optimizer.adamw, "adamw, or sgd with Nesterov momentum 0.9")
     weight_decay: float = key(0.05, "weight decay", low=0)
-    schedule: Schedule = key(Schedule.cosine, "learning rate after the warm-up: cosine (falls to zero) or constant")
-    warmup: float = key(0.06, "fraction of the steps in which the learning rate rises (warm-up)", low=0, high=1)
+    schedule: Schedule = key(
+        Schedule.cosine, "learning rate after the warm-up: cosine (falls to zero) or constant"
+    )
+    warmup: float = key(
+        0.06, "fraction of the steps in which the learning rate rises (warm-up)", low=0, high=1
+    )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     augment: bool = key(True, "shift each training image by up to one pixel")
 
@@ -33,10 +38,15 @@ class Config(TrainKeys):
         return self.schedule is Schedule.cosine or self.warmup > 0
 
 
-# An epoch of 1,438 images has few steps, so the batches are smaller. 97.9 % in 4 epochs (5 seeds, 97.5 to 98.6 %).
+# An epoch of 1,438 images has few steps, so the batches are smaller. 97.9 % in 4 epochs (5 seeds,
+# 97.5 to 98.6 %).
 DATASETS = {"digits": {"global_batch_size": 64, "lr": 0.003}}
 
 # The comment of each variant is its test accuracy on MNIST after 4 epochs.
 VARIANTS = {
-    "sgd": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 5e-4},  # 99.41 % (6 seeds, 99.38 to 99.43 %)
+    "sgd": {
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "weight_decay": 5e-4,
+    },  # 99.41 % (6 seeds, 99.38 to 99.43 %)
 }

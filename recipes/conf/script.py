@@ -1,4 +1,6 @@
-"""Keys of script, which runs a program of your own. ``script=FILE -- ARGUMENT…`` sets them: see `command_line.of_script`."""
+"""Keys of script, which runs a program of your own. ``script=FILE -- ARGUMENT…`` sets them: see
+`command_line.of_script`.
+"""
 
 import os
 import shlex
@@ -17,39 +19,54 @@ StopSignal = Enum("StopSignal", "auto USR2 USR1 TERM")
 
 @dataclass(frozen=True)
 class Config(RecipeKeys):
-    hint: ClassVar[str] = "; write the arguments of your program after --, as in script=FILE -- --their --args"
+    hint: ClassVar[str] = (
+        "; write the arguments of your program after --, as in script=FILE -- --their --args"
+    )
 
     # Not declared as a path: .venv/bin/python is a link that must not be resolved.
     program: str = key("", "your program: a .py file, or an executable; type it as script=FILE")
     args: str = key("", "arguments of the program, quoted as in a shell; type them after --")
     workdir: str = key(
-        "", "working directory of the program; default: the folder in which you type the command", path=True
+        "",
+        "working directory of the program; default: the folder in which you type the command",
+        path=True,
     )
     through: Through = key(
         Through.rank,
         "what starts the program: rank: the job, once per GPU; torchrun or accelerate: one launcher per node, which "
         "starts a process per GPU; node: the job, once per node, with all GPUs of the node",
     )
-    launcher_args: str = key("", "further options of torchrun or of accelerate launch, quoted as in a shell")
+    launcher_args: str = key(
+        "", "further options of torchrun or of accelerate launch, quoted as in a shell"
+    )
     nproc_per_node: int = key(
-        0, "processes that through=torchrun or accelerate starts on each node; 0: one per GPU, or ranks_per_node=",
-        low=0, high=1024,
-    )  # fmt: skip
+        0,
+        "processes that through=torchrun or accelerate starts on each node; 0: one per GPU, or ranks_per_node=",
+        low=0,
+        high=1024,
+    )
     stop_signal: StopSignal = key(
-        StopSignal.auto, "signal that asks the program to save; auto: the first of USR2, USR1, TERM that it catches"
+        StopSignal.auto,
+        "signal that asks the program to save; auto: the first of USR2, USR1, TERM that it catches",
     )
     saves: str = key(
-        "", "folder in which the program saves: a requeued program that changes nothing there is not requeued again",
+        "",
+        "folder in which the program saves: a requeued program that changes nothing there is not requeued again",
         path=True,
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, typed in (("args", "type the arguments after --"), ("launcher_args", "close the quotes")):
+        for name, typed in (
+            ("args", "type the arguments after --"),
+            ("launcher_args", "close the quotes"),
+        ):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
-                raise ConfigError(f"{name}={shown(getattr(self, name))}: {error}; {typed}") from None
+                raise ConfigError(
+                    f"{name}={shown(getattr(self, name))}: {error}; {typed}"
+                ) from None
         if len(os.fsencode(self.args)) > MOST_BYTES:
             raise ConfigError(
                 f"args=…: is longer than {MOST_BYTES} bytes, which Linux cannot hand on: write the list into a file"

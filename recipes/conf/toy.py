@@ -16,4 +16,6 @@ class Config(TrainKeys):
     global_batch_size: int = default(TrainKeys, "global_batch_size", 128)
     lr: float = default(TrainKeys, "lr", 0.05)
     samples: int = key(2048, "number of training samples", low=1, high=2**24)
-    save_every: int = key(5, "epochs between checkpoints; the last step is always saved", low=1, may_change=True)
+    save_every: int = key(
+        5, "epochs between checkpoints; the last step is always saved", low=1, may_change=True
+    )

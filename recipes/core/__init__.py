@@ -1,1 +1,3 @@
-"""Launching, checkpoints, requeueing and failure reports, shared by all recipes. docs/architecture.md shows the packages."""
+"""Launching, checkpoints, requeueing and failure reports, shared by all recipes.
+docs/architecture.md shows the packages.
+"""

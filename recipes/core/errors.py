@@ -1,4 +1,5 @@
-"""Exit statuses, error classes, why a run ended (`Kind`), what happens next (`Next`), and one-line messages.
+"""Exit statuses, error classes, why a run ended (`Kind`), what happens next (`Next`), and one-line
+messages.
 
 Standard library only. This module imports nothing from the project.
 """
@@ -16,19 +17,24 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad configuration or bad input
 EXIT_MACHINE = 3  # this machine or allocation cannot run it
-EXIT_REQUEUE = 75  # the run was stopped and saved; `next` in status.json says whether the job was requeued
+# the run was stopped and saved; `next` in status.json says whether the job was requeued
+EXIT_REQUEUE = 75
 EXIT_PIPE = 141  # the reader of stdout has closed the pipe: 128 + SIGPIPE
 
 
 class _Printable(Exception):
-    """The message of an error may quote a file, an archive or a server: characters that a terminal would interpret are escaped."""
+    """The message of an error may quote a file, an archive or a server: characters that a terminal
+    would interpret are escaped.
+    """
 
     def __init__(self, text: str = "") -> None:
         super().__init__(printable(text))
 
 
 class ConfigError(_Printable, ValueError):
-    """A key, an env file or a launcher's variable is invalid. One line: its name, its value and the fix. Exit status 2."""
+    """A key, an env file or a launcher's variable is invalid. One line: its name, its value and the
+    fix. Exit status 2.
+    """
 
 
 class MachineError(_Printable, RuntimeError):
@@ -40,11 +46,15 @@ class DiskFull(MachineError):
 
 
 class RunError(_Printable, RuntimeError):
-    """The run cannot continue because of what it computes or calls, such as a loss that is not finite. One line. Exit status 1."""
+    """The run cannot continue because of what it computes or calls, such as a loss that is not
+    finite. One line. Exit status 1.
+    """
 
 
 class Stopped(Exception):
-    """Ends work outside the steps because the run is to stop. The message is the reason. Exit status 75."""
+    """Ends work outside the steps because the run is to stop. The message is the reason. Exit
+    status 75.
+    """
 
 
 class InputError(_Printable, ValueError):
@@ -57,14 +67,18 @@ class Kind(str, Enum):
     error = "error"  # the rank raised an exception, or exited with a status other than 0
     peer_lost = "peer-lost"  # the rank lost the connection to another rank
     timeout = "timeout"  # another rank did not reach a collective within timeout_s
-    hang = "hang"  # the rank itself made no progress for timeout_s (outside of training and evaluation: six times timeout_s)
+    # the rank itself made no progress for timeout_s (outside of training and evaluation: six times
+    # timeout_s)
+    hang = "hang"
     killed = "killed"  # the rank ended without an error record
     exited = "exited"  # the rank exited with status 0 before the end of the run
     out_of_memory = "out-of-memory"
     disk_full = "disk-full"
     machine = "machine"  # this machine or allocation cannot run the recipe
     input = "input"  # invalid keys, data or checkpoint
-    stopped = "stopped"  # the run was stopped by a signal or shortly before the time limit; if it had completed a step, it was saved
+    # the run was stopped by a signal or shortly before the time limit; if it had completed a step,
+    # it was saved
+    stopped = "stopped"
 
     @property
     def is_consequence(self) -> bool:
@@ -79,9 +93,11 @@ class Next(str, Enum):
     held = "held"  # the job was requeued, but Slurm starts it only after scontrol release
     cancelled = "cancelled"  # the job was cancelled
     max_requeues = "max-requeues"  # not requeued: max_requeues= is reached
-    no_progress = "no-progress"  # not requeued: the last start completed no step, or the program saved no file
+    # not requeued: the last start completed no step, or the program saved no file
+    no_progress = "no-progress"
     requeue_failed = "requeue-failed"  # scontrol requeue failed
-    not_requeued = "not-requeued"  # not requeued: Slurm ended it at its time limit, or cancelled it for another job
+    # not requeued: Slurm ended it at its time limit, or cancelled it for another job
+    not_requeued = "not-requeued"
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
@@ -100,7 +116,9 @@ def printable(text: str) -> str:
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """``value`` as text for a one-line message: cut at ``limit`` characters, unprintable ones escaped."""
+    """``value`` as text for a one-line message: cut at ``limit`` characters, unprintable ones
+    escaped.
+    """
     text = printable(str(value.name if isinstance(value, Enum) else value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -112,7 +130,9 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def require(module: str, extra: str, place: str = "") -> Any:
-    """The module. Raises InputError if it is not installed. extra: the optional dependencies that have it. place: the start of the message."""
+    """The module. Raises InputError if it is not installed. extra: the optional dependencies that
+    have it. place: the start of the message.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -120,7 +140,9 @@ def require(module: str, extra: str, place: str = "") -> Any:
 
 
 def status_of(command: str, main: Callable[[list[str]], int]) -> int:
-    """Runs ``main`` with the arguments of the command line, and returns its exit status. Errors of the user or the machine print one line."""
+    """Runs ``main`` with the arguments of the command line, and returns its exit status. Errors of
+    the user or the machine print one line.
+    """
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

@@ -21,7 +21,8 @@ from typing import IO, Any
 
 from recipes.core.errors import DiskFull, MachineError
 
-ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
+# the top folder of this clone, or of the snapshot that a job runs
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def without_waiting(path: str, flags: int) -> int:
@@ -30,28 +31,38 @@ def without_waiting(path: str, flags: int) -> int:
 
 
 def without_links(path: str, flags: int) -> int:
-    """For ``opener=`` of open(): as `without_waiting`, and raises OSError if ``path`` is a symbolic link.
+    """For ``opener=`` of open(): as `without_waiting`, and raises OSError if ``path`` is a symbolic
+    link.
 
     For files in run directories, where another user may have planted it.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path | None = None) -> None:
+def write_whole(
+    path: Path, write: Callable[[IO[bytes]], object], staging: Path | None = None
+) -> None:
     """Writes a file atomically: readers find either the old file or the complete new one.
 
-    write: writes the content to a temporary file, which is then flushed to the disk and renamed. staging: folder of the
-    temporary file, on the same file system; default: the folder of ``path``. Raises OSError, the exceptions of
-    ``write``, and MachineError if a later attempt has removed ``staging``. The temporary file is removed in this case.
+    write: writes the content to a temporary file, which is then flushed to the disk and renamed.
+    staging: folder of the temporary file, on the same file system; default: the folder of ``path``.
+    Raises OSError, the exceptions of ``write``, and MachineError if a later attempt has removed
+    ``staging``. The temporary file is removed in this case.
     """
-    temporary = (staging or path.parent) / (f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = (staging or path.parent) / (
+        f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+    )
     try:
         with open(temporary, "x+b") as file:
             try:
                 write(file)
-            except RuntimeError as error:  # torch's archive writer raises it in place of the OSError
+            except (
+                RuntimeError
+            ) as error:  # torch's archive writer raises it in place of the OSError
                 if isinstance(error.__context__, OSError):
-                    raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
+                    raise OSError(
+                        error.__context__.errno, error.__context__.strerror, str(path)
+                    ) from None
                 raise
             file.flush()
             os.fsync(file.fileno())
@@ -59,7 +70,12 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path 
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, FileNotFoundError) and staging and not staging.exists() and path.parent.exists():
+        if (
+            isinstance(error, FileNotFoundError)
+            and staging
+            and not staging.exists()
+            and path.parent.exists()
+        ):
             raise MachineError(
                 f"{path.parent.parent}: a later attempt writes to this run directory, so this attempt ends"
             ) from None
@@ -72,7 +88,9 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path 
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes temporary files of killed `write_whole` calls. The caller must hold the folder's lock, or own the run directory."""
+    """Removes temporary files of killed `write_whole` calls. The caller must hold the folder's
+    lock, or own the run directory.
+    """
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", name):
             (folder / name).unlink(missing_ok=True)
@@ -89,7 +107,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in the file ``path``. None if the file cannot be read, is larger than 64 MiB or contains something else."""
+    """The JSON object in the file ``path``. None if the file cannot be read, is larger than 64 MiB
+    or contains something else.
+    """
     try:
         content = json.loads(read_bounded(path, 64 << 20))
     except (OSError, ValueError, RecursionError):
@@ -97,9 +117,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def read_bounded(path: Path, limit: int, opener: Callable[[str, int], int] = without_waiting) -> bytes:
-    """The content of an ordinary file of at most ``limit`` bytes. Raises OSError, and ValueError with the reason in words."""
-    with open(path, "rb", buffering=1 << 16, opener=opener) as file:  # a given size saves a call for each file
+def read_bounded(
+    path: Path, limit: int, opener: Callable[[str, int], int] = without_waiting
+) -> bytes:
+    """The content of an ordinary file of at most ``limit`` bytes. Raises OSError, and ValueError
+    with the reason in words.
+    """
+    # a given size saves a call for each file
+    with open(path, "rb", buffering=1 << 16, opener=opener) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("not an ordinary file")
@@ -111,13 +136,16 @@ def read_bounded(path: Path, limit: int, opener: Callable[[str, int], int] = wit
 
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds an exclusive lock on the file ``path`` within the ``with`` block, if the file system has locks.
+    """Holds an exclusive lock on the file ``path`` within the ``with`` block, if the file system
+    has locks.
 
-    The kernel releases it when the process ends. The file is created if necessary and is not removed. wait: called
-    twice a second while another process holds the lock. Without ``wait``, MachineError is raised if another process holds
-    the lock. Raises OSError if the file cannot be opened.
+    The kernel releases it when the process ends. The file is created if necessary and is not
+    removed. wait: called twice a second while another process holds the lock. Without ``wait``,
+    MachineError is raised if another process holds the lock. Raises OSError if the file cannot be
+    opened.
     """
-    # O_NOFOLLOW: the name is predictable, and a symbolic link planted by another user would create a file elsewhere.
+    # O_NOFOLLOW: the name is predictable, and a symbolic link planted by another user would create
+    # a file elsewhere.
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         while True:
@@ -148,13 +176,17 @@ def sha256(path: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """This user's free space in ``folder``, in bytes; None if the file system does not report it. Raises OSError."""
+    """This user's free space in ``folder``, in bytes; None if the file system does not report it.
+    Raises OSError.
+    """
     usage = shutil.disk_usage(folder)
     return usage.free if usage.total else None  # some network file systems report 0 of 0
 
 
 def check_free(folder: Path, need: int) -> None:
-    """Raises OSError with ENOSPC and both sizes if fewer than ``need`` bytes are free in ``folder``."""
+    """Raises OSError with ENOSPC and both sizes if fewer than ``need`` bytes are free in
+    ``folder``.
+    """
     free = free_bytes(folder)
     if free is not None and free < need:
         sizes = f"{size_text(need)} needed, {size_text(free)} free"
@@ -163,7 +195,9 @@ def check_free(folder: Path, need: int) -> None:
 
 @contextlib.contextmanager
 def writing_to(folder: Path, key: str) -> Iterator[None]:
-    """Raises MachineError in place of an OSError within the ``with`` block, which writes into ``folder``, the value of ``key``."""
+    """Raises MachineError in place of an OSError within the ``with`` block, which writes into
+    ``folder``, the value of ``key``.
+    """
     try:
         yield
     except OSError as error:

@@ -1,7 +1,9 @@
-"""Whose files are used. Other users share the login node, the nodes' /tmp, the project folder and the network.
+"""Whose files are used. Other users share the login node, the nodes' /tmp, the project folder and
+the network.
 
-A file that decides what runs, and was found rather than typed, must be the user's own: `open_own`, `problem_outside`. Output
-goes into folders of the user: `private_folder`, `own_folder`. Standard library only.
+A file that decides what runs, and was found rather than typed, must be the user's own: `open_own`,
+`problem_outside`. Output goes into folders of the user: `private_folder`, `own_folder`. Standard
+library only.
 """
 
 import contextlib
@@ -22,11 +24,15 @@ MOST_LINKS = 40  # as the kernel allows in a path
 
 @contextlib.contextmanager
 def open_own(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that decides what runs, such as the script of a job. Read it once, and use these bytes.
+    """Opens a file that decides what runs, such as the script of a job. Read it once, and use these
+    bytes.
 
-    Raises OSError, also for a link, and MachineError if the file belongs to another user or if another user can write to it.
+    Raises OSError, also for a link, and MachineError if the file belongs to another user or if
+    another user can write to it.
     """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+    with open(
+        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    ) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             problem = "is not an ordinary file"
@@ -40,7 +46,9 @@ def open_own(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """Writes a file for `open_own` atomically: only its owner can write to it, whatever umask and access control lists allow. Raises OSError."""
+    """Writes a file for `open_own` atomically: only its owner can write to it, whatever umask and
+    access control lists allow. Raises OSError.
+    """
 
     def write(file: IO[bytes]) -> None:
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o755)
@@ -50,7 +58,9 @@ def write_own(path: Path, content: bytes) -> None:
 
 
 def who_else_writes(found: os.stat_result, place: "int | Path") -> str:
-    """Who, besides its owner, can write to a file or folder; "" if nobody can. found: its status. place: its path or descriptor."""
+    """Who, besides its owner, can write to a file or folder; "" if nobody can. found: its status.
+    place: its path or descriptor.
+    """
     if found.st_mode & 0o002:
         return "every user can write to it (run chmod o-w on it)"
     if not found.st_mode & 0o020 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
@@ -63,7 +73,9 @@ def who_else_writes(found: os.stat_result, place: "int | Path") -> str:
 
 
 def _has_list(place: "int | Path") -> bool:
-    """Whether there is an access control list. The group's bits of the mode are then the most that the list allows."""
+    """Whether there is an access control list. The group's bits of the mode are then the most that
+    the list allows.
+    """
     try:
         return bool(os.getxattr(place, "system.posix_acl_access"))
     except OSError:
@@ -73,8 +85,9 @@ def _has_list(place: "int | Path") -> bool:
 def private_folder(folder: Path, fix: str = "use a clone of your own") -> Path:
     """Creates ``folder`` with mode 700 and returns it.
 
-    For files that must be this user's own, such as those that jobs execute. Raises MachineError, with ``fix``, if it belongs
-    to another user, if another user can write to it, or if it cannot be created.
+    For files that must be this user's own, such as those that jobs execute. Raises MachineError,
+    with ``fix``, if it belongs to another user, if another user can write to it, or if it cannot be
+    created.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,11 +104,13 @@ def private_folder(folder: Path, fix: str = "use a clone of your own") -> Path:
 
 
 def who_else_can_change(path: Path) -> str:
-    """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds; "" if none does.
+    """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds;
+    "" if none does.
 
-    Root and the owner of this clone are trusted, and so are the groups of `_is_trusted_group`. For a path in the clone, folders
-    above the clone do not count: who can change those can exchange all of the code. A sticky folder, such as /tmp, protects its
-    content, and so does a folder that no other user can enter. Links are resolved. Raises OSError.
+    Root and the owner of this clone are trusted, and so are the groups of `_is_trusted_group`. For
+    a path in the clone, folders above the clone do not count: who can change those can exchange all
+    of the code. A sticky folder, such as /tmp, protects its content, and so does a folder that no
+    other user can enter. Links are resolved. Raises OSError.
     """
     path = Path(os.path.realpath(path))
     trusted = _trusted()
@@ -115,10 +130,17 @@ def who_else_can_change(path: Path) -> str:
 
 
 def _trusted() -> set[int]:
-    """The users whose files are used. In a container, the clone and its run directories may belong to a user of the host."""
+    """The users whose files are used. In a container, the clone and its run directories may belong
+    to a user of the host.
+    """
     trusted = {os.geteuid(), 0, ROOT.stat().st_uid}
-    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a user namespace
-        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files have this owner there
+    # in a user namespace
+    if Path("/proc/self/uid_map").read_text().split()[1:] != [
+        "0",
+        "4294967295",
+    ]:
+        # root's files have this owner there
+        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     return trusted
 
 
@@ -134,7 +156,9 @@ def _is_trusted_group(group: int) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """``path`` without links. Raises MachineError if one of them belongs to another user, who could lead a run into any folder."""
+    """``path`` without links. Raises MachineError if one of them belongs to another user, who could
+    lead a run into any folder.
+    """
     path = Path(os.path.abspath(path))
     for _ in range(MOST_LINKS):
         link = next((one for one in (*reversed(path.parents), path) if one.is_symlink()), None)
@@ -147,20 +171,26 @@ def resolved(path: Path) -> Path:
 
 
 def is_own(path: Path, follow_symlinks: bool = True) -> bool:
-    """Whether a file or folder belongs to this user, to root or to the owner of this clone. Raises OSError."""
+    """Whether a file or folder belongs to this user, to root or to the owner of this clone. Raises
+    OSError.
+    """
     return os.stat(path, follow_symlinks=follow_symlinks).st_uid in _trusted()
 
 
 def problem_outside(path: Path) -> str:
-    """`who_else_can_change` of a file that decides what runs; "" in this clone, where it is as safe as the code. Raises OSError."""
+    """`who_else_can_change` of a file that decides what runs; "" in this clone, where it is as safe
+    as the code. Raises OSError.
+    """
     real = Path(os.path.realpath(path))
     return "" if real.is_relative_to(ROOT) else who_else_can_change(real)
 
 
 def own_folder(folder: Path, key: str = "run_dir") -> None:
-    """Creates ``folder`` and what is missing above it as the umask says, or finds that it is this user's.
+    """Creates ``folder`` and what is missing above it as the umask says, or finds that it is this
+    user's.
 
-    key: that names it. Raises OSError, and MachineError if it, or a link in its place, is another's.
+    key: that names it. Raises OSError, and MachineError if it, or a link in its place, is
+    another's.
     """
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     for place in reversed(missing):
@@ -172,7 +202,9 @@ def own_folder(folder: Path, key: str = "run_dir") -> None:
 
 
 def _remove_lists(folder: Path) -> None:
-    """Removes access control lists that a new folder has inherited: the kernel ignores the umask in favour of them."""
+    """Removes access control lists that a new folder has inherited: the kernel ignores the umask in
+    favour of them.
+    """
     lists = [f"system.posix_acl_{kind}" for kind in ("default", "access")]
     with contextlib.suppress(OSError):
         found = [name for name in lists if name in os.listxattr(folder)]

@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks [OUTDIR] [only=NAME[,NAME]]
 
-Writes OUTDIR/benchmarks.json; without OUTDIR, in a new temporary folder. A benchmark is a file bench_NAME.py in this folder with a
-function ``figures(size)``, found without registering. A benchmark that sets ``LONG``, its duration, runs only if ``only=`` names it.
-Exit status: 0 if all figures meet their targets; 1 if one misses its target, and the last lines name those that do; 2 for an invalid
-argument or missing input.
+Writes OUTDIR/benchmarks.json; without OUTDIR, in a new temporary folder. A benchmark is a file
+bench_NAME.py in this folder with a function ``figures(size)``, found without registering. A
+benchmark that sets ``LONG``, its duration, runs only if ``only=`` names it. Exit status: 0 if all
+figures meet their targets; 1 if one misses its target, and the last lines name those that do; 2 for
+an invalid argument or missing input.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def main(argv: list[str], size: Size = FULL) -> int:
         return 2
     names = [name for name in ",".join(only).split(",") if name]
     if strange := [name for name in names if name not in benchmarks()]:
-        print(f"only={strange[0]}: must be some of {','.join(benchmarks())}{nearest(strange[0], benchmarks())}", file=sys.stderr)  # fmt: skip
+        print(
+            f"only={strange[0]}: must be some of {','.join(benchmarks())}{nearest(strange[0], benchmarks())}",
+            file=sys.stderr,
+        )
         return 2
     out = Path(folders[0]) if folders else Path(tempfile.mkdtemp(prefix="benchmarks-"))
     try:
@@ -65,14 +69,21 @@ def main(argv: list[str], size: Size = FULL) -> int:
 
 def benchmarks() -> list[str]:
     """The names of all benchmarks."""
-    found = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
+    found = sorted(
+        path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")
+    )
     assert found
     return found
 
 
 def chosen(names: list[str]) -> dict[str, ModuleType]:
-    """The modules of the benchmarks ``names``. Without names: all but the long ones, and a line says how to run those."""
-    modules = {name: importlib.import_module(f"tests.benchmarks.bench_{name}") for name in names or benchmarks()}
+    """The modules of the benchmarks ``names``. Without names: all but the long ones, and a line
+    says how to run those.
+    """
+    modules = {
+        name: importlib.import_module(f"tests.benchmarks.bench_{name}")
+        for name in names or benchmarks()
+    }
     if names:
         return modules
     for name, module in modules.items():

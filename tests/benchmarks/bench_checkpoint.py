@@ -1,4 +1,6 @@
-"""How long training stands still for a checkpoint of 100 MB: written beside it from a copy, against torch.save in its place."""
+"""How long training stands still for a checkpoint of 100 MB: written beside it from a copy, against
+torch.save in its place.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +41,32 @@ def figures(size: Size) -> list[Figure]:
             return time.perf_counter() - start
 
         values = interleaved(size.rounds, {"beside": beside, "in place": in_place})
-    note = (
-        f"{checkpoint.size_of(content) / 1e6:.0f} MB, one thread; on the disk after {durations['begin to end']:.2f} s"
-    )
+    note = f"{checkpoint.size_of(content) / 1e6:.0f} MB, one thread; on the disk after {durations['begin to end']:.2f} s"
     return [
         Figure(
-            "checkpoint, training stands still", "s", "written beside it", "torch.save", "<= 0.25",
-            values["beside"], values["in place"], note,
+            "checkpoint, training stands still",
+            "s",
+            "written beside it",
+            "torch.save",
+            "<= 0.25",
+            values["beside"],
+            values["in place"],
+            note,
         )
-    ]  # fmt: skip
+    ]
 
 
 def make_content(megabytes: int) -> dict[str, Any]:
     """What a checkpoint holds, about: weights, and a momentum for each."""
     numbers = megabytes * 1_000_000 // 4 // TENSORS
-    weights, momenta = ({f"{i}": torch.randn(numbers) for i in range(TENSORS // 2)} for _ in range(2))
-    rest = {"scheduler": {}, "ema": None, "sampler": {}, "rng": [], "meta": {"step": 0, "config": {}}}
+    weights, momenta = (
+        {f"{i}": torch.randn(numbers) for i in range(TENSORS // 2)} for _ in range(2)
+    )
+    rest = {
+        "scheduler": {},
+        "ema": None,
+        "sampler": {},
+        "rng": [],
+        "meta": {"step": 0, "config": {}},
+    }
     return {"model": weights, "optimizer": {"state": momenta}, **rest}

@@ -1,6 +1,8 @@
-"""`recipes.collectives`' figure of all_reduce beside raw TCP, and `World.parallel` beside an all_reduce a tensor; two ranks, gloo.
+"""`recipes.collectives`' figure of all_reduce beside raw TCP, and `World.parallel` beside an
+all_reduce a tensor; two ranks, gloo.
 
-``python -m tests.benchmarks.bench_collectives OUT ROUNDS`` is one of the two ranks that `figures` starts.
+``python -m tests.benchmarks.bench_collectives OUT ROUNDS`` is one of the two ranks that `figures`
+starts.
 """
 
 from __future__ import annotations
@@ -31,11 +33,29 @@ ROUNDS = 3  # for each round of another benchmark: here two ranks and the kernel
 def figures(size: Size) -> list[Figure]:
     values = two_ranks(__name__, ROUNDS * size.rounds if size == FULL else 1)
     return [
-        Figure("collectives, all_reduce", "GB/s", "busbw of 64 MB, gloo", "raw TCP, one way", ">= 0.45", values["all_reduce"], values["tcp"],
-               "two ranks, loopback", ratio_of="pairs"),
-        Figure("collectives, gradients", "GB/s", "ResNet-50's, averaged by World.parallel", "one tensor after another", ">= 2.5",
-               values["parallel"], values["tensors"], "two ranks, loopback, gloo", ratio_of="pairs"),
-    ]  # fmt: skip
+        Figure(
+            "collectives, all_reduce",
+            "GB/s",
+            "busbw of 64 MB, gloo",
+            "raw TCP, one way",
+            ">= 0.45",
+            values["all_reduce"],
+            values["tcp"],
+            "two ranks, loopback",
+            ratio_of="pairs",
+        ),
+        Figure(
+            "collectives, gradients",
+            "GB/s",
+            "ResNet-50's, averaged by World.parallel",
+            "one tensor after another",
+            ">= 2.5",
+            values["parallel"],
+            values["tensors"],
+            "two ranks, loopback, gloo",
+            ratio_of="pairs",
+        ),
+    ]
 
 
 def rank_main(out: Path, rounds: int) -> None:

@@ -1,8 +1,9 @@
-"""The CPU time that the doctor's first rank spends on a node, in jobs of 16, 256 and 4,096 nodes: it polls the folder of the reports,
-reads each node's files, judges them, and removes them.
+"""The CPU time that the doctor's first rank spends on a node, in jobs of 16, 256 and 4,096 nodes:
+it polls the folder of the reports, reads each node's files, judges them, and removes them.
 
-The nodes' files are real, on a local file system. They arrive while the first rank sleeps between two polls; writing them does not
-count. On a network file system each file costs some round trips more: that is not measured here.
+The nodes' files are real, on a local file system. They arrive while the first rank sleeps between
+two polls; writing them does not count. On a network file system each file costs some round trips
+more: that is not measured here.
 """
 
 from __future__ import annotations
@@ -26,18 +27,25 @@ from tests.unit.doctor.test_verdict import healthy, hosts
 
 SIZES = (16, 256, 4096)
 AT_LEAST = 512  # nodes examined for a value, in several examinations of a small job
-POLLS = 16  # in which all files of a kind arrive: five seconds, as long as nodes differ in their checks
+# in which all files of a kind arrive: five seconds, as long as nodes differ in their checks
+POLLS = 16
 
 
 def figures(size: Size) -> list[Figure]:
     values = interleaved(size.rounds, {str(count): partial(microseconds, count) for count in SIZES})
     return [
         Figure(
-            f"doctor, {count} nodes", "us", "the first rank's CPU time for a node", f"in a job of {SIZES[0]}", "<= 1.5",
-            values[str(count)], values[str(SIZES[0])], "with polling, reading and removing files in /dev/shm",
+            f"doctor, {count} nodes",
+            "us",
+            "the first rank's CPU time for a node",
+            f"in a job of {SIZES[0]}",
+            "<= 1.5",
+            values[str(count)],
+            values[str(SIZES[0])],
+            "with polling, reading and removing files in /dev/shm",
         )
         for count in SIZES[1:]
-    ]  # fmt: skip
+    ]
 
 
 def microseconds(nodes: int) -> float:
@@ -53,11 +61,17 @@ def microseconds(nodes: int) -> float:
 
 
 def examination(nodes: int, texts: list[str]) -> float:
-    """CPU seconds of what `examine.run` does on the first node after its own checks, without the bandwidth test."""
+    """CPU seconds of what `examine.run` does on the first node after its own checks, without the
+    bandwidth test.
+    """
     info = RankInfo(0, 0, 0, nodes, 1, nodes, hosts(nodes), "node0", 29400, False, "1", 0)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir, contextlib.redirect_stdout(io.StringIO()) as out:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
         reports = Reports(Path(run_dir, "reports"), 0)
-        slept, arriving = 0.0, arrivals(reports.folder, texts)
+        slept = 0.0
+        arriving = arrivals(reports.folder, texts)
 
         def sleep(_: float) -> None:
             nonlocal slept
@@ -80,7 +94,9 @@ def examination(nodes: int, texts: list[str]) -> float:
 
 
 def arrivals(folder: Path, texts: list[str]) -> Iterator[None]:
-    """Each ``next`` lets some of the nodes write: their reports, and when all have, their final ones."""
+    """Each ``next`` lets some of the nodes write: their reports, and when all have, their final
+    ones.
+    """
     for stage in (Stage.examined, Stage.final):
         for part in range(POLLS):
             for node in range(1 + part, len(texts), POLLS):

@@ -1,6 +1,8 @@
-"""Reading large JPEGs on one core: random crops of 224 px through `TorchLoader`, against ImageFolder in a DataLoader.
+"""Reading large JPEGs on one core: random crops of 224 px through `TorchLoader`, against
+ImageFolder in a DataLoader.
 
-Both sides do the same work: crops as uint8; or crops mirrored at random and normalised to floats. The recipe normalises on its device.
+Both sides do the same work: crops as uint8; or crops mirrored at random and normalised to floats.
+The recipe normalises on its device.
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ from tests.benchmarks import inputs
 from tests.benchmarks.inputs import Batch
 from tests.benchmarks.measure import Figure, Size, interleaved, one_core, samples_per_s
 
-PX, BATCH_SIZE = 224, 64
+PX = 224
+BATCH_SIZE = 64
 WAYS = (  # figure, folder, decoder, targets of uint8 and floats
     ("files, other pixels", "files", "opencv", ">= 1.6", ">= 1.3"),
     ("files, the same pixels", "files", "torchvision", ">= 1.4", ">= 1"),
     ("packed jpeg", "jpeg", "opencv", ">= 5", ">= 1.9"),
 )
-PEERS = {"uint8": "RandomResizedCrop, PILToTensor", "floats": "RandomResizedCrop, flip, ToTensor, Normalize"}
+PEERS = {
+    "uint8": "RandomResizedCrop, PILToTensor",
+    "floats": "RandomResizedCrop, flip, ToTensor, Normalize",
+}
 
 
 def figures(size: Size) -> list[Figure]:
@@ -47,13 +53,18 @@ def figures(size: Size) -> list[Figure]:
             values = interleaved(size.rounds, sides(Path(folder), size.least_s))
     return [
         Figure(
-            f"images, {name}, {kind}", "images/s", f"decoder={decoder}",
+            f"images, {name}, {kind}",
+            "images/s",
+            f"decoder={decoder}",
             f"Pillow {pillow_version}, {steps} of ImageFolder in a DataLoader, num_workers=0",
-            targets[number], values[f"{name}, {kind}"], values[kind], source,
+            targets[number],
+            values[f"{name}, {kind}"],
+            values[kind],
+            source,
         )
         for number, (kind, steps) in enumerate(PEERS.items())
         for name, _, decoder, *targets in WAYS
-    ]  # fmt: skip
+    ]
 
 
 def sides(folder: Path, least_s: float) -> dict[str, Callable[[], float]]:
@@ -63,8 +74,12 @@ def sides(folder: Path, least_s: float) -> dict[str, Callable[[], float]]:
         peer = peer_loader(folder / "files", floats=kind == "floats")
         found[kind] = partial(samples_per_s, peer.__iter__, least_s)
         for name, place, decoder, *_ in WAYS:
-            epochs = OurEpochs(image_sets.open_images(folder / place, "train"), decoder, flip=kind == "floats")
-            found[f"{name}, {kind}"] = partial(samples_per_s, partial(epochs.next, batches), least_s)
+            epochs = OurEpochs(
+                image_sets.open_images(folder / place, "train"), decoder, flip=kind == "floats"
+            )
+            found[f"{name}, {kind}"] = partial(
+                samples_per_s, partial(epochs.next, batches), least_s
+            )
     return found
 
 
@@ -73,7 +88,11 @@ def peer_loader(folder: Path, px: int = PX, floats: bool = True) -> DataLoader[B
     mean, std = ([value / 255 for value in values] for values in (imagenet.MEAN, imagenet.STD))
     steps: list[Any] = [transforms.RandomResizedCrop(px)]
     if floats:
-        steps += [transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(mean, std)]
+        steps += [
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(mean, std),
+        ]
     else:
         steps += [transforms.PILToTensor()]
     train_set = ImageFolder(str(folder / "train"), transforms.Compose(steps))
@@ -83,11 +102,15 @@ def peer_loader(folder: Path, px: int = PX, floats: bool = True) -> DataLoader[B
 class OurEpochs:
     """Epoch after epoch of one loader; where ``workers`` is 0, it decodes in the calling thread."""
 
-    def __init__(self, found: Images, decoder: str, workers: int = 0, px: int = PX, flip: bool = False) -> None:
+    def __init__(
+        self, found: Images, decoder: str, workers: int = 0, px: int = PX, flip: bool = False
+    ) -> None:
         batches = GlobalBatches(len(found), BATCH_SIZE, 0, rank=0, world_size=1)
         crops = Crops(found, decoder, partial(imagenet.training_crop, Config(px=px, flip=flip), 1))
         device = torch.device("cpu")
-        self._loader = TorchLoader(crops, batches, collate=image_sets.collate, num_workers=workers, device=device)
+        self._loader = TorchLoader(
+            crops, batches, collate=image_sets.collate, num_workers=workers, device=device
+        )
         self._epochs = itertools.count()
 
     def next(self, batches: Callable[[TorchLoader, int], Iterator[Batch]]) -> Iterator[Batch]:

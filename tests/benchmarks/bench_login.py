@@ -1,4 +1,6 @@
-"""How long launch.py takes on a login node, for a command that is right and one that is not, against importing torch alone."""
+"""How long launch.py takes on a login node, for a command that is right and one that is not,
+against importing torch alone.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,33 @@ def figures(size: Size) -> list[Figure]:
     )
     return [
         Figure(
-            f"login, {name}", "s", " ".join(("python", *words)), "import torch", "<= 0.20", values[key], values["torch"]
+            f"login, {name}",
+            "s",
+            " ".join(("python", *words)),
+            "import torch",
+            "<= 0.20",
+            values[key],
+            values["torch"],
         )
-        for key, name, words in (("right", "a right command", RIGHT), ("misspelt", "a misspelt key", MISSPELT))
+        for key, name, words in (
+            ("right", "a right command", RIGHT),
+            ("misspelt", "a misspelt key", MISSPELT),
+        )
     ]
 
 
 def wall_s(words: tuple[str, ...], status: int = 0, says: str = "") -> float:
-    """Seconds of a whole Python process. Raises RuntimeError unless it ends with ``status`` and its output has ``says``."""
+    """Seconds of a whole Python process. Raises RuntimeError unless it ends with ``status`` and its
+    output has ``says``.
+    """
     environ = {name: value for name, value in os.environ.items() if name != "RECIPES_CLUSTER"}
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
     seconds = time.perf_counter() - start
     if done.returncode != status or says not in done.stdout + done.stderr:
-        raise RuntimeError(f"{' '.join(words)}: status {done.returncode}, not {status} and {says!r}: {done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(words)}: status {done.returncode}, not {status} and {says!r}: {done.stderr}"
+        )
     return seconds

@@ -1,4 +1,6 @@
-"""MNIST's input path: against torchvision's dataset in a DataLoader, and as the share that it takes of a training step."""
+"""MNIST's input path: against torchvision's dataset in a DataLoader, and as the share that it takes
+of a training step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def figures(size: Size) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder, one_thread():
         source = inputs.mnist(Path(folder), size)
         train_set, _ = in_memory.load(datasets.MNIST, folder)
-        return [input_alone(size, folder, train_set, source), input_and_step(size, train_set, source)]
+        return [
+            input_alone(size, folder, train_set, source),
+            input_and_step(size, train_set, source),
+        ]
 
 
 def input_alone(size: Size, folder: str, train_set: ImageSet, source: str) -> Figure:
@@ -39,18 +44,23 @@ def input_alone(size: Size, folder: str, train_set: ImageSet, source: str) -> Fi
     peer = DataLoader(peer_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
 
     def epoch(number: int) -> Iterator[Batch]:
-        return inputs.recipe_batches(train_set, shifted, mnist.normalise, BATCH_SIZE, Config().seed, number)
+        return inputs.recipe_batches(
+            train_set, shifted, mnist.normalise, BATCH_SIZE, Config().seed, number
+        )
 
-    return inputs.input_figure("mnist, input", "recipe, batch 128", epoch, "MNIST", peer, size, source)
+    return inputs.input_figure(
+        "mnist, input", "recipe, batch 128", epoch, "MNIST", peer, size, source
+    )
 
 
 def input_and_step(size: Size, train_set: ImageSet, source: str) -> Figure:
-    """Steps of the recipe on the same batches, made as they are needed or all made before; a value is one step's.
+    """Steps of the recipe on the same batches, made as they are needed or all made before; a value
+    is one step's.
 
-    The two take turns step by step, and their CPU time counts: otherwise, a busy machine hides a difference of one per
-    cent.
-    What an epoch begins with, the shuffle and the shifts, is spread over its steps. Raises RuntimeError where the two did not
-    come to the same losses, and so did not do the same work.
+    The two take turns step by step, and their CPU time counts: otherwise, a busy machine hides a
+    difference of one per cent. What an epoch begins with, the shuffle and the shifts, is spread
+    over its steps. Raises RuntimeError where the two did not come to the same losses, and so did
+    not do the same work.
     """
     cfg = Config()
     per_epoch = -(-len(train_set) // cfg.global_batch_size)
@@ -78,13 +88,21 @@ def input_and_step(size: Size, train_set: ImageSet, source: str) -> Figure:
         if losses["ours"] != losses["theirs"]:
             raise RuntimeError(f"mnist, input and step: other losses, so other work: {losses}")
     return Figure(
-        "mnist, input and step", "samples/s", f"recipe, batch {cfg.global_batch_size}", "step alone", ">= 0.95",
-        values["ours"], values["theirs"], source,
-    )  # fmt: skip
+        "mnist, input and step",
+        "samples/s",
+        f"recipe, batch {cfg.global_batch_size}",
+        "step alone",
+        ">= 0.95",
+        values["ours"],
+        values["theirs"],
+        source,
+    )
 
 
 def fresh_step(cfg: Config, losses: list[float]) -> Callable[[Batch], int]:
-    """An optimiser step of the recipe, from its first weights on: gives the batch's size, and adds its loss to ``losses``."""
+    """An optimiser step of the recipe, from its first weights on: gives the batch's size, and adds
+    its loss to ``losses``.
+    """
     torch.manual_seed(cfg.seed)
     net = mnist.Net()
     optimizer = mnist.make_optimizer(cfg, net)

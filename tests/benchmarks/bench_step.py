@@ -1,8 +1,9 @@
-"""Two ranks over loopback: what a run with all its services costs beside a bare DistributedDataParallel loop, and what
-the ranks lose by averaging their gradients.
+"""Two ranks over loopback: what a run with all its services costs beside a bare
+DistributedDataParallel loop, and what the ranks lose by averaging their gradients.
 
-The measured run is the unchanged recipe mnist. Its batches also feed a bare loop: the two loops take their steps in turn.
-``python -m tests.benchmarks.bench_step FILE ROUNDS STEPS`` is one of the two ranks that `figures` starts.
+The measured run is the unchanged recipe mnist. Its batches also feed a bare loop: the two loops
+take their steps in turn. ``python -m tests.benchmarks.bench_step FILE ROUNDS STEPS`` is one of the
+two ranks that `figures` starts.
 """
 
 from __future__ import annotations
@@ -36,13 +37,22 @@ from tests.benchmarks.measure import FULL, Figure, Size, interleaved, two_ranks
 
 BATCH_SIZE = 256  # of a rank
 STRETCH = 10  # steps of the recipe, or of the bare loop, in turn; with one row of the log in each
-# For each round of another benchmark: differences of two per cent are small beside a shared machine's noise.
-STRETCHES, RANKS_ROUNDS = 16, 2
-# One epoch with a constant learning rate, without a checkpoint before its end: see bench_checkpoint.
+# For each round of another benchmark: differences of two per cent are small beside a shared
+# machine's noise.
+STRETCHES = 16
+RANKS_ROUNDS = 2
+# One epoch with a constant learning rate, without a checkpoint before its end: see
+# bench_checkpoint.
 KEYS = (
-    "device=cpu", "dataset=fake", "epochs=1", "schedule=constant", "warmup=0", "checkpoint_every_s=0",
-    f"log_every_steps={STRETCH}", f"global_batch_size={2 * BATCH_SIZE}",
-)  # fmt: skip
+    "device=cpu",
+    "dataset=fake",
+    "epochs=1",
+    "schedule=constant",
+    "warmup=0",
+    "checkpoint_every_s=0",
+    f"log_every_steps={STRETCH}",
+    f"global_batch_size={2 * BATCH_SIZE}",
+)
 
 
 def figures(size: Size) -> list[Figure]:
@@ -51,22 +61,36 @@ def figures(size: Size) -> list[Figure]:
     background = f"{about}; threads and watchdog took {values['background']:.2%} of a core a rank, which is subtracted"
     return [
         Figure(
-            "step, all services", "samples/s",
+            "step, all services",
+            "samples/s",
             "the recipe in a run, with log rows, stop check, progress, summed loss, schedule, watchdog, pulse, fence",
-            "a bare DDP loop", ">= 0.98", values["recipe"], values["bare"], background, ratio_of="pairs",
+            "a bare DDP loop",
+            ">= 0.98",
+            values["recipe"],
+            values["bare"],
+            background,
+            ratio_of="pairs",
         ),
         Figure(
-            "step, two ranks", "samples/s", "gradients averaged", "two independent processes at once", ">= 0.80",
-            values["together"], values["alone"], about, ratio_of="pairs",
+            "step, two ranks",
+            "samples/s",
+            "gradients averaged",
+            "two independent processes at once",
+            ">= 0.80",
+            values["together"],
+            values["alone"],
+            about,
+            ratio_of="pairs",
         ),
-    ]  # fmt: skip
+    ]
 
 
 class BareLoop:
     """The recipe's step from the same first weights, on one rank, or with DDP on all of ``world``."""
 
     def __init__(self, cfg: Config, train_set: ImageSet, world: World | None) -> None:
-        self._cfg, self._labels = cfg, train_set.labels
+        self._cfg = cfg
+        self._labels = train_set.labels
         self._images = AugmentedImages(train_set.images, mnist.MAX_SHIFT)
         self._images.draw(cfg.seed, 0)
         torch.manual_seed(cfg.seed)
@@ -77,16 +101,19 @@ class BareLoop:
     def step(self, indices: Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         logits = self._model(mnist.normalise(self._images.take(indices)))
-        F.cross_entropy(logits, self._labels[indices], label_smoothing=self._cfg.label_smoothing).backward()
+        F.cross_entropy(
+            logits, self._labels[indices], label_smoothing=self._cfg.label_smoothing
+        ).backward()
         self._optimizer.step()
 
 
 @dataclass
 class Turns:
-    """One epoch of batches for the recipe, in stretches of `STRETCH` steps. The bare loop takes the same steps in turn.
+    """One epoch of batches for the recipe, in stretches of `STRETCH` steps. The bare loop takes the
+    same steps in turn.
 
-    A stretch has several steps, because a run sums a step's loss while the next step runs. seconds: of each stretch;
-    the recipe's from its first batch until it asks for the batch after its last.
+    A stretch has several steps, because a run sums a step's loss while the next step runs. seconds:
+    of each stretch; the recipe's from its first batch until it asks for the batch after its last.
     """
 
     bare: BareLoop
@@ -104,7 +131,8 @@ class Turns:
         return {}
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
-        began, before = time.perf_counter(), background_ns()
+        began = time.perf_counter()
+        before = background_ns()
         for turn in range(self.stretches):
             for side in ("bare", "recipe") if turn % 2 else ("recipe", "bare"):
                 torch.distributed.barrier()
@@ -129,16 +157,26 @@ def batch(number: int, samples: int) -> Tensor:
 
 
 def background_ns() -> int:
-    """CPU time so far of this rank's pulse and fence threads and of its watchdog. They run beside the bare loop too."""
+    """CPU time so far of this rank's pulse and fence threads and of its watchdog. They run beside
+    the bare loop too.
+    """
     own = Path("/proc/self/task")
-    threads = [own / str(thread.native_id) for thread in threading.enumerate() if thread.name in ("pulse", "fence")]
-    children = [Path("/proc", pid) for pid in (own / str(os.getpid()) / "children").read_text().split()]
+    threads = [
+        own / str(thread.native_id)
+        for thread in threading.enumerate()
+        if thread.name in ("pulse", "fence")
+    ]
+    children = [
+        Path("/proc", pid) for pid in (own / str(os.getpid()) / "children").read_text().split()
+    ]
     assert children
     return sum(int((path / "schedstat").read_text().split()[0]) for path in (*threads, *children))
 
 
 def services(run: Run, cfg: Config, train_set: ImageSet, stretches: int) -> Turns:
-    """The recipe and the bare loop in turn. Raises RuntimeError if their weights differ: then their work differs."""
+    """The recipe and the bare loop in turn. Raises RuntimeError if their weights differ: then their
+    work differs.
+    """
     bare = BareLoop(cfg, train_set, run.world)
     turns = Turns(bare, stretches, len(train_set))
     run.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
@@ -150,7 +188,9 @@ def services(run: Run, cfg: Config, train_set: ImageSet, stretches: int) -> Turn
     return turns
 
 
-def sides(cfg: Config, train_set: ImageSet, world: World, steps: int) -> dict[str, Callable[[], float]]:
+def sides(
+    cfg: Config, train_set: ImageSet, world: World, steps: int
+) -> dict[str, Callable[[], float]]:
     """Samples/s of both ranks, added, with gradients averaged and without."""
 
     def side(loop: BareLoop) -> Callable[[], float]:
@@ -166,7 +206,10 @@ def sides(cfg: Config, train_set: ImageSet, world: World, steps: int) -> dict[st
 
         return rate
 
-    return {name: side(BareLoop(cfg, train_set, ranks)) for name, ranks in (("together", world), ("alone", None))}
+    return {
+        name: side(BareLoop(cfg, train_set, ranks))
+        for name, ranks in (("together", world), ("alone", None))
+    }
 
 
 def rank_main(file: Path, rounds: int, steps: int) -> None:
@@ -174,21 +217,27 @@ def rank_main(file: Path, rounds: int, steps: int) -> None:
 
     def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         train_set, _ = mnist.load(cfg)
-        stretches = max(1, STRETCHES * steps // FULL.steps) * rounds + 1  # the first one does not count
+        # the first one does not count
+        stretches = max(1, STRETCHES * steps // FULL.steps) * rounds + 1
         turns = services(run, cfg, train_set, stretches)
         samples = STRETCH * 2 * BATCH_SIZE
-        values: dict[str, Any] = {name: [samples / s for s in seconds[1:]] for name, seconds in turns.seconds.items()}
+        values: dict[str, Any] = {
+            name: [samples / s for s in seconds[1:]] for name, seconds in turns.seconds.items()
+        }
         values["recipe"] = [rate * (1 - turns.background) for rate in values["recipe"]]
         values |= {"background": turns.background}
-        values |= interleaved(RANKS_ROUNDS * rounds, sides(cfg, train_set, run.world, max(1, steps // 2)))
+        values |= interleaved(
+            RANKS_ROUNDS * rounds, sides(cfg, train_set, run.world, max(1, steps // 2))
+        )
         if run.world.rank == 0:
             file.write_text(json.dumps(values))
         return {}
 
+    # typed, so that the rank ends as in a job, without torch's teardown
     sys.argv[1:] = [
         *KEYS,
         f"run_dir={file.parent / 'run'}",
-    ]  # typed, so that the rank ends as in a job, without torch's teardown
+    ]
     session.run(main, entry.begin("mnist"))
 
 

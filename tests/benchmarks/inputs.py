@@ -1,4 +1,6 @@
-"""What the benchmarks read: real data where it is at hand and all is wanted, else as much made here; each says which."""
+"""What the benchmarks read: real data where it is at hand and all is wanted, else as much made
+here; each says which.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ RANDOM = "random images"  # what is used if there are no real ones
 
 
 def photos(folder: Path, size: Size) -> str:
-    """Writes JPEGs as ImageNet's, one class each, to ``folder/train/<class>/``, and one to val/; gives what they are."""
+    """Writes JPEGs as ImageNet's, one class each, to ``folder/train/<class>/``, and one to val/;
+    gives what they are.
+    """
     if size.photos != FULL.photos or not PHOTOS.is_file():
         for number in range(size.photos):
-            write(folder / f"train/class{number:04d}/0.JPEG", made_photo(number, 500, 375), quality=92)
+            write(
+                folder / f"train/class{number:04d}/0.JPEG", made_photo(number, 500, 375), quality=92
+            )
         write(folder / "val/class0000/0.JPEG", made_photo(0, 500, 375))
         return f"{size.photos} made JPEGs of 500x375"
     with tarfile.open(PHOTOS) as packed:
@@ -55,15 +61,24 @@ def mnist(folder: Path, size: Size) -> str:
     sets = real or in_memory.fake(size.images, 10, (1, 28, 28))
     place = folder / datasets.MNIST.folder
     place.mkdir(parents=True)
-    for file, tensor in zip(datasets.MNIST_FILES, (t for s in sets for t in (s.images, s.labels)), strict=True):
+    for file, tensor in zip(
+        datasets.MNIST_FILES, (t for s in sets for t in (s.images, s.labels)), strict=True
+    ):
         content = tensor.to(torch.uint8).squeeze()  # IDX has no channels
-        (place / file.name).write_bytes(datasets.idx_header(*content.shape) + content.numpy().tobytes())
+        (place / file.name).write_bytes(
+            datasets.idx_header(*content.shape) + content.numpy().tobytes()
+        )
     return "MNIST" if real else f"{size.images:,} {RANDOM}"
 
 
 def recipe_batches(
-    train_set: ImageSet, images: AugmentedImages, normalise: Callable[[Tensor], Tensor], batch_size: int, seed: int, epoch: int
-) -> Iterator[Batch]:  # fmt: skip
+    train_set: ImageSet,
+    images: AugmentedImages,
+    normalise: Callable[[Tensor], Tensor],
+    batch_size: int,
+    seed: int,
+    epoch: int,
+) -> Iterator[Batch]:
     """What a step of a recipe whose set lies in memory, on one rank, is given in ``epoch``."""
     for shard in GlobalBatches(len(train_set), batch_size, seed, rank=0, world_size=1).epoch(epoch):
         images.draw(seed, epoch)
@@ -71,10 +86,18 @@ def recipe_batches(
 
 
 def input_figure(
-    name: str, ours_is: str, epoch: Callable[[int], Iterable[Batch]], theirs_is: str, peer: Iterable[Batch], size: Size,
-    note: str, least_s: float = 0.0,
-) -> Figure:  # fmt: skip
-    """Whole epochs of batches from a set in memory, against torchvision's dataset in a DataLoader. epoch: the batches of one."""
+    name: str,
+    ours_is: str,
+    epoch: Callable[[int], Iterable[Batch]],
+    theirs_is: str,
+    peer: Iterable[Batch],
+    size: Size,
+    note: str,
+    least_s: float = 0.0,
+) -> Figure:
+    """Whole epochs of batches from a set in memory, against torchvision's dataset in a DataLoader.
+    epoch: the batches of one.
+    """
     epochs = itertools.count()
     sides = {
         "ours": lambda: samples_per_s(lambda: epoch(next(epochs)), least_s),
@@ -93,7 +116,9 @@ def small_jpegs(folder: Path, count: int) -> None:
         if number < DIFFERENT:
             write(file, made_photo(number, 64, 48), quality=90)
         else:
-            file.write_bytes((folder / f"train/class{number % 10}/{number % DIFFERENT}.jpg").read_bytes())
+            file.write_bytes(
+                (folder / f"train/class{number % 10}/{number % DIFFERENT}.jpg").read_bytes()
+            )
 
 
 def made_photo(seed: int, width: int, height: int) -> Tensor:
@@ -101,7 +126,9 @@ def made_photo(seed: int, width: int, height: int) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, 3, max(2, height // 16), max(2, width // 16), generator=random) * 255
     soft = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0]
-    return (soft + 8 * torch.randn(3, height, width, generator=random)).clamp(0, 255).to(torch.uint8)
+    return (
+        (soft + 8 * torch.randn(3, height, width, generator=random)).clamp(0, 255).to(torch.uint8)
+    )
 
 
 def write(file: Path, image: Tensor, **options: Any) -> None:
@@ -111,13 +138,18 @@ def write(file: Path, image: Tensor, **options: Any) -> None:
 
 
 def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSet, str]:
-    """The first images of each class of CIFAR-10, ``train`` and ``test`` of them altogether, sorted by class; what they are.
+    """The first images of each class of CIFAR-10, ``train`` and ``test`` of them altogether, sorted
+    by class; what they are.
 
     Random ones where neither the prepared set nor the JPEGs are at hand, or ``real`` is false.
     """
     wanted = {"train": train // 10, "test": test // 10}
     if real and (sets := _prepared(datasets.CIFAR10)):
-        return _first_of_each(sets[0], wanted["train"]), _first_of_each(sets[1], wanted["test"]), "CIFAR-10"
+        return (
+            _first_of_each(sets[0], wanted["train"]),
+            _first_of_each(sets[1], wanted["test"]),
+            "CIFAR-10",
+        )
     if real and CIFAR_JPEGS.is_file():
         return *_unpacked_cifar10(wanted), "CIFAR-10 (JPEG q75)"
     made = in_memory.fake(train, test, (3, 32, 32))
@@ -133,7 +165,9 @@ def _prepared(dataset: Dataset) -> tuple[ImageSet, ImageSet] | None:
 
 
 def _first_of_each(images: ImageSet, count: int) -> ImageSet:
-    chosen = torch.cat([(images.labels == label).nonzero().flatten()[:count] for label in range(10)])
+    chosen = torch.cat(
+        [(images.labels == label).nonzero().flatten()[:count] for label in range(10)]
+    )
     return ImageSet(images.images[chosen], images.labels[chosen])
 
 
@@ -149,10 +183,15 @@ def _unpacked_cifar10(wanted: dict[str, int]) -> tuple[ImageSet, ImageSet]:
     classes = sorted({name for _, name in files if name})
 
     def image_set(part: str) -> ImageSet:
-        kept = [(content, label) for label, name in enumerate(classes) for content in files[part, name]]
-        pixels = numpy.stack([numpy.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content, _ in kept])
+        kept = [
+            (content, label) for label, name in enumerate(classes) for content in files[part, name]
+        ]
+        pixels = numpy.stack(
+            [numpy.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content, _ in kept]
+        )
         return ImageSet(
-            torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor([label for _, label in kept])
+            torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(),
+            torch.tensor([label for _, label in kept]),
         )
 
     return image_set("train"), image_set("test")

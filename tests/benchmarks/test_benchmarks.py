@@ -17,13 +17,24 @@ LONG = ("cifar_training", "collectives", "memory", "step")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in benchmarks.benchmarks()]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
+        for name in benchmarks.benchmarks()
+    ],
 )
-def test_each_benchmark_measures_both_sides(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_login, "IMPORT_TORCH", ("-c", "pass"))  # seconds of work that this test does not need
+def test_each_benchmark_measures_both_sides(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # seconds of work that this test does not need
+    monkeypatch.setattr(bench_login, "IMPORT_TORCH", ("-c", "pass"))
     threads = torch.get_num_threads()
     out = tmp_path / "new" / "folder"
-    assert benchmarks.main([str(out), f"only={name}"], TINY) in (0, 1)  # met or missed, by figures that mean nothing
+    # met or missed, by figures that mean nothing
+    assert benchmarks.main([str(out), f"only={name}"], TINY) in (
+        0,
+        1,
+    )
     assert torch.get_num_threads() == threads
     content = json.loads((out / "benchmarks.json").read_text())
     assert {"cores", "python", "torch"} <= content["machine"].keys()
@@ -36,8 +47,13 @@ def test_each_benchmark_measures_both_sides(name: str, tmp_path: Path, monkeypat
 
 def fake(monkeypatch: pytest.MonkeyPatch, *targets: str) -> None:
     """Makes ``main`` run one benchmark, with a figure of ratio 1 for each target."""
-    found = [Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0]) for i, target in enumerate(targets)]
-    monkeypatch.setattr(benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: found)})
+    found = [
+        Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0])
+        for i, target in enumerate(targets)
+    ]
+    monkeypatch.setattr(
+        benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: found)}
+    )
 
 
 def test_status_1_and_last_lines_with_the_missed_figures(
@@ -48,6 +64,10 @@ def test_status_1_and_last_lines_with_the_missed_figures(
     file = tmp_path / "benchmarks.json"
     last = ["missed: figure 0: 1, target <= 0.9", "missed: figure 2: 1, target >= 1.1"]
     assert capsys.readouterr().out.splitlines()[-3:] == [str(file), *last]
-    assert [figure["met"] for figure in json.loads(file.read_text())["figures"]] == [False, True, False]
+    assert [figure["met"] for figure in json.loads(file.read_text())["figures"]] == [
+        False,
+        True,
+        False,
+    ]
     fake(monkeypatch, "<= 1", ">= 1")
     assert benchmarks.main([str(tmp_path)], TINY) == 0

@@ -1,6 +1,8 @@
-"""Runs a recipe's main in this process, and records the inputs and outputs of its network, its rows, and its run.
+"""Runs a recipe's main in this process, and records the inputs and outputs of its network, its
+rows, and its run.
 
-In a world of one; or as one rank of several, of which there are no others: collectives leave its own values as they are.
+In a world of one; or as one rank of several, of which there are no others: collectives leave its
+own values as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ DEVICE = CPU  # of the world that the recipe gets
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward pass. modes: whether its modules are in training mode. weights: the network's last parameter then."""
+    """One forward pass. modes: whether its modules are in training mode. weights: the network's
+    last parameter then.
+    """
 
     net: nn.Module
     modes: set[bool]
@@ -44,7 +48,9 @@ class Forward:
 
 @dataclass
 class Trained:
-    """forwards: in their order, of training and of evaluation. rows: metrics.jsonl's. run: what is left of it."""
+    """forwards: in their order, of training and of evaluation. rows: metrics.jsonl's. run: what is
+    left of it.
+    """
 
     run: Run
     results: Mapping[str, Any] = field(default_factory=dict)
@@ -65,11 +71,18 @@ class Trained:
 
 
 def train(
-    recipe: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, rank: int = 0, size: int = 1
+    recipe: ModuleType,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *words: str,
+    rank: int = 0,
+    size: int = 1,
 ) -> Trained:
     """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints already."""
     name = recipe.__name__.rpartition(".")[2]
-    settings = command_line.parse(["device=cpu", "log_every_steps=1", *words], recipe=name, environ={})
+    settings = command_line.parse(
+        ["device=cpu", "log_every_steps=1", *words], recipe=name, environ={}
+    )
     start = Start(settings, ranks.detect({}), {}, None)
     for part in ("logs", "checkpoints"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -82,7 +95,8 @@ def train(
         run = Run(settings, world, helpers.attempt(folder, step=None), signals.StopFlag(), None)
         if rank:  # the rows of this rank, which plays another one
             run.rows = metrics.Rows(folder / "metrics.jsonl")
-        trained, parallel = Trained(run), World.parallel
+        trained = Trained(run)
+        parallel = World.parallel
 
         def seen(net: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
             *_, last = net.parameters()
@@ -91,12 +105,14 @@ def train(
             trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))  # type: ignore[call-arg]
 
         def watched(self: World, net: nn.Module, compile: bool = False) -> nn.Module:
-            net.register_forward_hook(seen)  # a copy of the network, such as the averaged one, has it too
+            # a copy of the network, such as the averaged one, has it too
+            net.register_forward_hook(seen)
             return parallel(self, net, compile)
 
         patched.setattr(World, "parallel", watched)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # more of them wait for each other where other tests run beside this one
+        # more of them wait for each other where other tests run beside this one
+        torch.set_num_threads(1)
         try:
             trained.results = recipe.main(settings.config, run)
         finally:
@@ -109,17 +125,25 @@ def train(
 
 
 def check_second_of_three(train: Callable[..., Trained], batch: slice, validation: slice) -> None:
-    """The second of three ranks has these samples of one rank's batch and validation set, and its own random numbers."""
-    single, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
-    assert torch.equal(trained.training[0].weights, single.training[0].weights)  # from the same seed
+    """The second of three ranks has these samples of one rank's batch and validation set, and its
+    own random numbers.
+    """
+    single, trained = (
+        train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3))
+    )
+    # from the same seed
+    assert torch.equal(trained.training[0].weights, single.training[0].weights)
     assert torch.equal(trained.training[0].inputs, single.training[0].inputs[batch])
     assert torch.equal(trained.evaluation[0].inputs, single.evaluation[0].inputs[validation])
     assert trained.results["val_samples"] == validation.stop - validation.start
-    assert len({0, single.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+    # 0: that of the weights, the same for all
+    assert len({0, single.training[0].seed, trained.training[0].seed}) == 3
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> float:
-    """The mean loss by its definition: a share ``smoothing`` of the target is spread over all classes."""
+    """The mean loss by its definition: a share ``smoothing`` of the target is spread over all
+    classes.
+    """
     logarithms = logits.double().log_softmax(1)
     own = -logarithms[torch.arange(len(labels)), labels]
     return float(((1 - smoothing) * own - smoothing * logarithms.mean(1)).mean())
@@ -128,11 +152,15 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> float:
 def top(logits: Tensor, labels: Tensor, k: int) -> float:
     """The share of samples whose label is among their k largest logits."""
     ranked = logits.argsort(dim=1, descending=True)[:, :k]
-    return sum(int(label) in row for row, label in zip(ranked.tolist(), labels, strict=True)) / len(labels)
+    return sum(int(label) in row for row, label in zip(ranked.tolist(), labels, strict=True)) / len(
+        labels
+    )
 
 
 def unnormalised(inputs: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """The pixels, 0 to 255, whose normalised values are ``inputs``; mean and std as torchvision gives them, of 0 to 1."""
+    """The pixels, 0 to 255, whose normalised values are ``inputs``; mean and std as torchvision
+    gives them, of 0 to 1.
+    """
     pixels = (inputs * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)) * 255
     assert (pixels - pixels.round()).abs().max() < 0.2, "these are no normalised pixels"
     return pixels.round().to(torch.uint8)
@@ -141,11 +169,15 @@ def unnormalised(inputs: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
 def decayed(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The weight decay of each parameter, by its name."""
     names = {parameter: name for name, parameter in net.named_parameters()}
-    return {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    return {
+        names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
 
 
 def shifts(images: Tensor, reach: int, mode: str) -> dict[bytes, tuple[int, int, int]]:
-    """Every way to shift each image by up to ``reach``: the pixels, and which image, how far down and right."""
+    """Every way to shift each image by up to ``reach``: the pixels, and which image, how far down
+    and right.
+    """
     height, width = images.shape[2:]
     padded = F.pad(images.float(), (reach,) * 4, mode=mode).to(torch.uint8)
     return {

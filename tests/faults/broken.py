@@ -1,11 +1,13 @@
-"""A small recipe that misbehaves as $FAULT says: the fault tests put it beside the real ones as recipes/broken.py.
+"""A small recipe that misbehaves as $FAULT says: the fault tests put it beside the real ones as
+recipes/broken.py.
 
     FAULT=fail FAULT_RANK=1 FAULT_AT=4 python launch.py recipe=broken launcher=local ranks_per_node=2 device=cpu
 
-$FAULT is the name of a function below. $FAULT_AT: a step's number, in its forward pass (default 4); or start, before a
-checkpoint is looked for. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in that attempt alone.
-$FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there, and ``go`` lets one that waits go on.
-The model has dropout, batch normalisation and averaged weights: all that a resumed run could get wrong.
+$FAULT is the name of a function below. $FAULT_AT: a step's number, in its forward pass (default 4);
+or start, before a checkpoint is looked for. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in
+that attempt alone. $FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there,
+and ``go`` lets one that waits go on. The model has dropout, batch normalisation and averaged
+weights: all that a resumed run could get wrong.
 """
 
 from recipes.core.run import entry
@@ -48,7 +50,8 @@ def fail(run: Run) -> float:
 
 def fail_later(run: Run) -> float:
     """One rank fails at once, the others by themselves when it has."""
-    first, end = os.environ["FAULT_RANK_FIRST"], time.monotonic() + WAIT_S
+    first = os.environ["FAULT_RANK_FIRST"]
+    end = time.monotonic() + WAIT_S
     late = run.world.rank != int(first)
     while late and not (run.attempt.folder / "failed" / f"rank{int(first):04d}.json").exists():
         assert time.monotonic() < end
@@ -67,9 +70,12 @@ def segv(run: Run) -> float:
 
 
 def gil(run: Run) -> float:
-    """PyDLL, other than CDLL, keeps the interpreter's lock: no Python thread of this process runs, whatever signals come."""
+    """PyDLL, other than CDLL, keeps the interpreter's lock: no Python thread of this process runs,
+    whatever signals come.
+    """
     reach(run)
-    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc = ctypes.PyDLL(None)
+    mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # the second waits for the first
         libc.pthread_mutex_lock(mutex)
     return 1.0
@@ -135,7 +141,9 @@ def operation(run: Run) -> float:
 
 
 class Sleepy(torch.utils.data.Dataset[int]):
-    """Notes the process that loads a sample, and takes WAIT_S for it. Of the module, since Python 3.14 sends it to that process."""
+    """Notes the process that loads a sample, and takes WAIT_S for it. Of the module, since Python
+    3.14 sends it to that process.
+    """
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -171,9 +179,12 @@ def hold_save(run: Run) -> float:
 
 
 def blind(run: Run) -> float:
-    """This rank does not see what is named as $FAULT_HIDE, for $FAULT_S seconds, as where a network's file system is behind."""
+    """This rank does not see what is named as $FAULT_HIDE, for $FAULT_S seconds, as where a
+    network's file system is behind.
+    """
     until = time.monotonic() + float(os.environ["FAULT_S"])
-    candidates, exists = checkpoint.candidates, Path.exists
+    candidates = checkpoint.candidates
+    exists = Path.exists
 
     def is_seen(path: Path) -> bool:
         return time.monotonic() > until or not fnmatch.fnmatch(path.name, os.environ["FAULT_HIDE"])
@@ -210,11 +221,17 @@ def reach(run: Run) -> None:
 
 def misbehave(run: Run, where: str) -> float:
     """Does what $FAULT says, if this is the place, the rank and the attempt."""
-    name, rank = os.environ.get("FAULT", ""), os.environ.get("FAULT_RANK", "1")
-    here = name and where == os.environ.get("FAULT_AT", "4") and rank in ("all", str(run.world.rank))
-    if not here or os.environ.get("FAULT_ATTEMPT", str(run.attempt.number)) != str(run.attempt.number):
+    name = os.environ.get("FAULT", "")
+    rank = os.environ.get("FAULT_RANK", "1")
+    here = (
+        name and where == os.environ.get("FAULT_AT", "4") and rank in ("all", str(run.world.rank))
+    )
+    if not here or os.environ.get("FAULT_ATTEMPT", str(run.attempt.number)) != str(
+        run.attempt.number
+    ):
         return 1.0
-    if run.saver and name != "hold_save":  # or what is to be there afterwards may be lost with this rank
+    # or what is to be there afterwards may be lost with this rank
+    if run.saver and name != "hold_save":
         run.saver.wait()
     return float(globals()[name](run))
 
@@ -262,7 +279,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     width = cfg.width + 1 if os.environ.get("FAULT") == "another_model" else cfg.width
     net = nn.Sequential(
         nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, 4)
-    ).to(world.device)  # fmt: skip
+    ).to(world.device)
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
@@ -292,7 +309,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             time.sleep(cfg.pace_s)
             factor = misbehave(run, str(run.step + 1))
             indices = shard.indices.to(world.device)
-            step.backward(F.cross_entropy(model(inputs[indices]), labels[indices], reduction="none") * factor)
+            step.backward(
+                F.cross_entropy(model(inputs[indices]), labels[indices], reduction="none") * factor
+            )
         optimizer.step()
         scheduler.step()
     return run.results

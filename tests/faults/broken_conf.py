@@ -14,9 +14,16 @@ class Config(TrainKeys):
     lr: float = key(0.01, "learning rate", low=0)
     log_every_steps: int = key(1, "steps between rows of metrics.jsonl", low=1)
     samples: int = key(320, "samples of the training set", low=1)
-    width: int = key(16, "units of the hidden layer; a checkpoint has some 270 bytes of each", low=1)
-    evaluate_s: float = key(
-        0.0, "seconds that an evaluation takes at least, a hundredth before each of its answers", low=0
+    width: int = key(
+        16, "units of the hidden layer; a checkpoint has some 270 bytes of each", low=1
     )
-    workers: str = key("", "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no DataLoader")
+    evaluate_s: float = key(
+        0.0,
+        "seconds that an evaluation takes at least, a hundredth before each of its answers",
+        low=0,
+    )
+    workers: str = key(
+        "",
+        "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no DataLoader",
+    )
     pace_s: float = key(0.01, "seconds that a step takes at least", low=0)

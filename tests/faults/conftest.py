@@ -1,4 +1,6 @@
-"""What the fault tests share: a copy of the repository with a recipe that misbehaves, and runs that leave nothing behind."""
+"""What the fault tests share: a copy of the repository with a recipe that misbehaves, and runs that
+leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,36 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(repo: Path) -> Iterator[Start]:
-    """Starts the recipe broken (another one with ``recipe=``); what is still there at a test's end is killed.
+    """Starts the recipe broken (another one with ``recipe=``); what is still there at a test's end
+    is killed.
 
-    ranks: under launch.py, so many; 0: one process by itself. before: a command that becomes the process, such as prlimit's;
-    without one the processes are forks (tests/forked.py). environ: variables, $FAULT among them.
+    ranks: under launch.py, so many; 0: one process by itself. before: a command that becomes the
+    process, such as prlimit's; without one the processes are forks (tests/forked.py). environ:
+    variables, $FAULT among them.
     """
     started: list[Started] = []
 
-    def start(run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str) -> Started:
-        launcher = [str(repo / "launch.py"), "recipe=broken", "launcher=local", f"ranks_per_node={ranks}"]
+    def start(
+        run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str
+    ) -> Started:
+        launcher = [
+            str(repo / "launch.py"),
+            "recipe=broken",
+            "launcher=local",
+            f"ranks_per_node={ranks}",
+        ]
         own = launcher if ranks else ["-m", "recipes.broken"]
         # Tests make runs shorter and longer: force=true.
         words = (*words, *os.environ.get("FAULT_KEYS", "").split())
-        command = [*before, sys.executable, *own, "device=cpu", f"run_dir={run_dir}", "force=true", *words]
+        command = [
+            *before,
+            sys.executable,
+            *own,
+            "device=cpu",
+            f"run_dir={run_dir}",
+            "force=true",
+            *words,
+        ]
         process = (helpers.start if before else helpers.fork)(
             command, cwd=repo, environ=helpers.clean_environment(**environ)
         )
@@ -79,12 +98,16 @@ def steps(run_dir: Path, attempt: int = 0) -> list[int]:
 
 
 def wait_for_step(process: Started, run_dir: Path, step: int = 3, attempt: int = 0) -> None:
-    """Until that step has its row. Raises AssertionError with what the process has said where it ends before that."""
+    """Until that step has its row. Raises AssertionError with what the process has said where it
+    ends before that.
+    """
 
     def there() -> bool:
         done = any(found >= step for found in steps(run_dir, attempt))
         if not done and process.poll() is not None:
-            raise AssertionError(f"ended with {process.returncode}: {process.stdout and process.stdout.read()}")
+            raise AssertionError(
+                f"ended with {process.returncode}: {process.stdout and process.stdout.read()}"
+            )
         return done
 
     helpers.wait_until(there, helpers.START_S, f"step {step} of attempt {attempt}")

@@ -1,4 +1,6 @@
-"""The faults that this project claims to survive, by number. Each test in this folder names the faults that it shows."""
+"""The faults that this project claims to survive, by number. Each test in this folder names the
+faults that it shows.
+"""
 
 ROWS = {
     1: "a rank is killed (SIGKILL)",

@@ -25,30 +25,51 @@ from recipes.core.train import checkpoint
 from tests import helpers
 from tests.helpers import ROOT
 
-# What a shell would run if a value were pasted into a script; one for each way out of a word, quotes or a line.
-# {c}: the path of the canary.
-# The last ones are ends of a line for some readers of scripts and logs, but not for a shell.
+# What a shell would run if a value were pasted into a script; one for each way out of a word,
+# quotes or a line. {c}: the path of the canary. The last ones are ends of a line for some readers
+# of scripts and logs, but not for a shell.
 PAYLOADS = (
-    "a\ntouch {c}", "a\n#SBATCH --wrap=x\ntouch {c}", "a; touch {c} #", "a$(touch {c})", "a`touch {c}`",
-    "${{x:=$(touch {c})}}", '"; touch {c}; "', "'; touch {c}; '", "a\\\n;touch {c}", "a\rtouch {c}", "a\u2028touch {c}",
-)  # fmt: skip
+    "a\ntouch {c}",
+    "a\n#SBATCH --wrap=x\ntouch {c}",
+    "a; touch {c} #",
+    "a$(touch {c})",
+    "a`touch {c}`",
+    "${{x:=$(touch {c})}}",
+    '"; touch {c}; "',
+    "'; touch {c}; '",
+    "a\\\n;touch {c}",
+    "a\rtouch {c}",
+    "a\u2028touch {c}",
+)
 
-pytestmark = [pytest.mark.fault(34, 35, 37, 38), pytest.mark.filterwarnings("ignore")]  # torch warns of odd pickles
+# torch warns of odd pickles
+pytestmark = [
+    pytest.mark.fault(34, 35, 37, 38),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 class Trap:
-    """A folder in which a script of launch.py runs; srun and module are stubs that note how they are called."""
+    """A folder in which a script of launch.py runs; srun and module are stubs that note how they
+    are called.
+    """
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.capsys, self.canary = folder, capsys, folder / "canary"
+        self.folder = folder
+        self.capsys = capsys
+        self.canary = folder / "canary"
         (folder / "recipes").symlink_to(ROOT / "recipes")  # what a batch script looks for
         (folder / "bin").mkdir()
         for name in ("srun", "python"):
-            (folder / "bin" / name).write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > "{folder}/{name}-was-called"\n')
+            (folder / "bin" / name).write_text(
+                f'#!/bin/sh\nprintf "%s\\0" "$@" > "{folder}/{name}-was-called"\n'
+            )
             (folder / "bin" / name).chmod(0o755)
 
     def attempt(self, *words: str) -> bool:
-        """Whether launch.py makes a script of these words, which bash then runs. Nothing else may happen."""
+        """Whether launch.py makes a script of these words, which bash then runs. Nothing else may
+        happen.
+        """
         status = launch.main(["recipe=mnist", "launcher=print", *words])
         out, err = self.capsys.readouterr()
         if status == 0:
@@ -60,7 +81,9 @@ class Trap:
                 "HOME": str(self.folder),
             }
             environ |= {"LC_ALL": "C.UTF-8", "SLURM_JOB_ID": "7", "BASH_FUNC_module%%": module}
-            subprocess.run(["bash", "job.sh"], cwd=self.folder, env=environ, timeout=60, capture_output=True)
+            subprocess.run(
+                ["bash", "job.sh"], cwd=self.folder, env=environ, timeout=60, capture_output=True
+            )
             assert (self.folder / "srun-was-called").exists()
         else:
             assert (status, out) == (2, "")
@@ -70,17 +93,35 @@ class Trap:
 
 
 @pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Trap:
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SRUN_", "SBATCH_", "RECIPES_"))]:
+def trap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Trap:
+    for name in [
+        name for name in os.environ if name.startswith(("SLURM_", "SRUN_", "SBATCH_", "RECIPES_"))
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return Trap(tmp_path, capsys)
 
 
 TEXTS = (
-    "gpus", "master", "time", "partition", "account", "qos", "constraint", "exclude", "reservation", "name", "cluster",
-    "dependency", "mail", "extra", "gpu_type", "container_mounts",
-)  # fmt: skip
+    "gpus",
+    "master",
+    "time",
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "exclude",
+    "reservation",
+    "name",
+    "cluster",
+    "dependency",
+    "mail",
+    "extra",
+    "gpu_type",
+    "container_mounts",
+)
 
 
 def test_a_job_keys_value_runs_nothing(trap: Trap) -> None:
@@ -102,10 +143,20 @@ def test_values_of_a_sites_profile_run_nothing(trap: Trap, monkeypatch: pytest.M
     for path in (ROOT / "env").glob("*.env"):
         shutil.copy(path, trap.folder / "env")
     helpers.use_root(monkeypatch, trap.folder)
-    for key in ("partition", "gpus_per_node", "network", "modules", "env_files", "environment", "container"):
+    for key in (
+        "partition",
+        "gpus_per_node",
+        "network",
+        "modules",
+        "env_files",
+        "environment",
+        "container",
+    ):
         for payload in PAYLOADS[::3]:
             text = json.dumps(payload.format(c=trap.canary))
-            here.write_text(f"{key}:\n  - {text}\n" if key in ("modules", "env_files") else f"{key}: {text}\n")
+            here.write_text(
+                f"{key}:\n  - {text}\n" if key in ("modules", "env_files") else f"{key}: {text}\n"
+            )
             assert not trap.attempt("cluster=here")
     here.write_text("modules:\n  - gcc/12\n")
     assert trap.attempt("cluster=here")
@@ -137,44 +188,60 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     meta = {"recipe": "mnist", "config": {"seed": 1}}
     state = checkpoint.State(model, optimizer, scheduler, ema=nn.Linear(2, 2), step=1, meta=meta)
-    content = checkpoint.content_of(state, {"samples": 3}, [checkpoint.rng_state(torch.device("cpu"))])
+    content = checkpoint.content_of(
+        state, {"samples": 3}, [checkpoint.rng_state(torch.device("cpu"))]
+    )
     path = tmp_path_factory.mktemp("good") / "saved.pt"
     torch.save(content, path)
-    assert checkpoint.read(path)["meta"] == content["meta"]  # or what follows is refused for another reason
+    # or what follows is refused for another reason
+    assert checkpoint.read(path)["meta"] == content["meta"]
     return content
 
 
 def test_a_checkpoint_with_code_in_it_is_refused(good: dict[str, Any], tmp_path: Path) -> None:
-    path, canary = tmp_path / "step-00000001.pt", tmp_path / "canary"
+    path = tmp_path / "step-00000001.pt"
+    canary = tmp_path / "canary"
     for evil in (EvilState(canary), Evil(canary)):
         content = {**good, "rng": [*good["rng"], evil]}
         for is_zip, why in ((False, "BadZipFile"), (True, "UnpicklingError")):
             torch.save(content, path, _use_new_zipfile_serialization=is_zip)
-            with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"):
+            with pytest.raises(
+                InputError, match=rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"
+            ):
                 checkpoint.read(path)
             assert not canary.exists()
     torch.load(path, weights_only=False)
     assert canary.exists()  # or the trap above was none
 
 
-def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(
+    good: dict[str, Any], tmp_path: Path
+) -> None:
     """torch.save packs nothing, and torch.load unpacks what it is given: 1 MB can become 1 GB."""
-    plain, path = io.BytesIO(), tmp_path / "step-00000001.pt"
+    plain = io.BytesIO()
+    path = tmp_path / "step-00000001.pt"
     torch.save({**good, "model": {"w": torch.zeros(5_000_000)}}, plain)
-    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small:
+    with (
+        zipfile.ZipFile(plain) as archive,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
         for name in archive.namelist():
             small.writestr(name, archive.read(name))
         for part in small.infolist():
             part.external_attr = 0  # as torch.save writes it
     assert path.stat().st_size < 1_000_000
-    with pytest.raises(InputError, match=r"step-00000001\.pt: is damaged or not a checkpoint \(BadZipFile\)"):
+    with pytest.raises(
+        InputError, match=r"step-00000001\.pt: is damaged or not a checkpoint \(BadZipFile\)"
+    ):
         checkpoint.read(path)
 
 
 def test_links_at_the_names_of_a_temporary_file_and_a_lock_are_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The temporary name cannot be guessed; here it is known, and a link to another file lies there."""
+    """The temporary name cannot be guessed; here it is known, and a link to another file lies
+    there.
+    """
     monkeypatch.setattr(secrets, "token_hex", lambda count=None: "0" * 8)
     (tmp_path / "victim").write_text("mine")
     name = f".status.json.{os.uname().nodename}.{os.getpid()}.00000000"
@@ -188,13 +255,28 @@ def test_links_at_the_names_of_a_temporary_file_and_a_lock_are_not_followed(
     assert not (tmp_path / "canary").exists()
 
 
-NAMES = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "MY_PASS", "SITE_SECRET", "T_PLACE")
+NAMES = (
+    "AWS_SECRET_ACCESS_KEY",
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "DB_PASSWORD",
+    "MY_PASS",
+    "SITE_SECRET",
+    "T_PLACE",
+)
 SECRETS = {name: secrets.token_hex(16) for name in NAMES}
 
 
 def test_a_run_in_a_folder_of_any_name_runs_nothing_and_logs_no_secret(tmp_path: Path) -> None:
     run_dir = tmp_path / 'it\'s "a" $(touch canary) `touch canary`; touch canary & -x é ü 中 #'
-    words = ["-m", "recipes.mnist", "device=cpu", "dataset=digits", "max_steps=2", "data_dir=/nosuch/${oc.env:T_PLACE}"]
+    words = [
+        "-m",
+        "recipes.mnist",
+        "device=cpu",
+        "dataset=digits",
+        "max_steps=2",
+        "data_dir=/nosuch/${oc.env:T_PLACE}",
+    ]
     ended = helpers.run_fork(
         [sys.executable, *words, f"run_dir={run_dir}"], environ=helpers.clean_environment(**SECRETS)
     ).expect(0)

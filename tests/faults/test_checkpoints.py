@@ -1,4 +1,6 @@
-"""Damaged checkpoints, kills during a save, full disks, unwritable folders, slow file systems, other models: the last valid checkpoint is never lost."""
+"""Damaged checkpoints, kills during a save, full disks, unwritable folders, slow file systems,
+other models: the last valid checkpoint is never lost.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,33 @@ from tests.faults import conftest
 from tests.faults.conftest import Start
 
 LARGE = ("width=20000", "checkpoint_every_steps=5", "keep_best=false")  # some 5.4 MB each
-EMPTY = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": []}  # a checkpoint's other parts
+# a checkpoint's other parts
+EMPTY = {
+    "optimizer": {},
+    "scheduler": {},
+    "ema": None,
+    "sampler": {},
+    "rng": [],
+}
 
 
 @pytest.fixture(scope="module")
 def made(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with the checkpoints of steps 4, 8 and 10."""
     run_dir = tmp_path_factory.mktemp("made") / "run"
-    words = ("device=cpu", f"run_dir={run_dir}", "max_steps=10", "checkpoint_every_steps=4", "cpu_threads=1")
+    words = (
+        "device=cpu",
+        f"run_dir={run_dir}",
+        "max_steps=10",
+        "checkpoint_every_steps=4",
+        "cpu_threads=1",
+    )
     helpers.run_fork([sys.executable, "-m", "recipes.broken", *words], cwd=repo).expect(0)
     assert [path.name for path in checkpoint.candidates(run_dir / "checkpoints")] == [
-        "step-00000010.pt", "step-00000008.pt", "step-00000004.pt",
-    ]  # fmt: skip
+        "step-00000010.pt",
+        "step-00000008.pt",
+        "step-00000004.pt",
+    ]
     return run_dir
 
 
@@ -61,7 +78,9 @@ def zeroed(good: bytes, draw: random.Random) -> bytes:
 
 
 def refusal(path: Path, whole: dict[str, Any]) -> str:
-    """Why a checkpoint is not read; "" if it is. Raises AssertionError if its content differs from ``whole``."""
+    """Why a checkpoint is not read; "" if it is. Raises AssertionError if its content differs from
+    ``whole``.
+    """
     try:
         found = checkpoint.read(path)
     except InputError as error:
@@ -83,7 +102,10 @@ def test_a_damaged_checkpoint_is_refused_or_its_content_is_unchanged(
 ) -> None:
     """The archive has bytes between its parts that nothing reads."""
     path = checkpoint.candidates(made / "checkpoints")[0]
-    good, whole, draw, refused = path.read_bytes(), checkpoint.read(path), random.Random(11), 0
+    good = path.read_bytes()
+    whole = checkpoint.read(path)
+    draw = random.Random(11)
+    refused = 0
     path = tmp_path / "step-00000010.pt"
     for number in range(count):
         path.write_bytes(damage(good, draw))
@@ -95,7 +117,9 @@ def test_a_damaged_checkpoint_is_refused_or_its_content_is_unchanged(
 
 
 @pytest.mark.fault(27, 28)
-def test_a_run_resumes_from_the_newest_valid_checkpoint_and_needs_one(start: Start, made: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_valid_checkpoint_and_needs_one(
+    start: Start, made: Path, tmp_path: Path
+) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
     newest, older, oldest = checkpoint.candidates(run_dir / "checkpoints")
     newest.write_bytes(newest.read_bytes()[:-5000])
@@ -104,9 +128,15 @@ def test_a_run_resumes_from_the_newest_valid_checkpoint_and_needs_one(start: Sta
     older.write_bytes(good)
     whole = oldest.read_bytes()
     oldest.write_bytes(b"")
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".log"}
+    before = {
+        path: path.read_bytes()
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.suffix != ".log"
+    }
     refused = helpers.finish(start(run_dir, "max_steps=12", ranks=0)).expect(2)
-    [line] = [line for line in refused.lines if line.startswith("broken: ") and " rank on " not in line]
+    [line] = [
+        line for line in refused.lines if line.startswith("broken: ") and " rank on " not in line
+    ]
     assert "no checkpoint can be read" in line
     assert "to start from step 0, move the checkpoints to another folder" in line
     assert "Traceback" not in refused.out
@@ -114,7 +144,10 @@ def test_a_run_resumes_from_the_newest_valid_checkpoint_and_needs_one(start: Sta
     oldest.write_bytes(whole)
     ended = helpers.finish(start(run_dir, "max_steps=12", ranks=0)).expect(0)
     for path in (newest, older):
-        assert any(f"{path.name}: is damaged" in line and "using the previous" in line for line in ended.lines), path
+        assert any(
+            f"{path.name}: is damaged" in line and "using the previous" in line
+            for line in ended.lines
+        ), path
     assert f"resumed from {oldest}, step 4" in ended.lines
 
 
@@ -125,8 +158,12 @@ def test_a_run_resumes_from_the_newest_valid_checkpoint_and_needs_one(start: Sta
 def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is copied before and after each call that changes it, as a kill at that moment would leave it."""
-    folder, points, copies = tmp_path / "checkpoints", [], tmp_path / "copies"
+    """The folder is copied before and after each call that changes it, as a kill at that moment
+    would leave it.
+    """
+    folder = tmp_path / "checkpoints"
+    points = []
+    copies = tmp_path / "copies"
     folder.mkdir()
     content = {**EMPTY, "model": {"w": torch.ones(9)}}
     checkpoint.write(folder, {**content, "meta": {"step": 1, "config": {}}})
@@ -153,9 +190,8 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
         saver.save({**content, "meta": {"step": 2, "config": {}}}, best=True)
         saver.wait()
 
-    whole = [
-        f"{when}{what}" for what in ("fsync", "replace", "fsync") for when in ("", "after ")
-    ]  # the file, then its name
+    # the file, then its name
+    whole = [f"{when}{what}" for what in ("fsync", "replace", "fsync") for when in ("", "after ")]
     assert points == [*whole, *whole, *whole, "saved", "unlink", "after unlink"]
     newest: list[int] = []
     for number in range(len(points)):
@@ -163,7 +199,10 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
         steps = [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(copy)]
         assert int(checkpoint.named(copy, "latest")[5:13]) in steps, points[number]
         newest.append(max(steps))
-        assert checkpoint.named(copy, "latest") in ("step-00000001.pt", checkpoint.named(copy, "best")), points[number]
+        assert checkpoint.named(copy, "latest") in (
+            "step-00000001.pt",
+            checkpoint.named(copy, "best"),
+        ), points[number]
         files.remove_temporary(copy)  # as the next attempt does
         assert not list(copy.glob(".*")), points[number]
     assert newest == sorted(newest)
@@ -181,25 +220,37 @@ def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoi
     monkeypatch.setattr(
         sharding,
         "taken_apart",
-        lambda content: ({**content, "model": {"w": {sharding.NUMBER: 0}}}, [content["model"]["w"]]),
+        lambda content: (
+            {**content, "model": {"w": {sharding.NUMBER: 0}}},
+            [content["model"]["w"]],
+        ),
     )
     content = {**EMPTY, "meta": {"step": 2, "config": {}}}
 
     def save(attempt: int, ranks: int, files_written: int) -> None:
         for number in [*range(1, ranks), 0][:files_written]:
             share = checkpoint.Share(number, ranks, attempt)
-            saver = checkpoint.Saver(tmp_path, tmp_path, lambda path, step: None, keep=1, share=share)
-            saver.save({**content, "model": {"w": torch.full((6 // ranks,), float(10 * attempt + number))}})
+            saver = checkpoint.Saver(
+                tmp_path, tmp_path, lambda path, step: None, keep=1, share=share
+            )
+            saver.save(
+                {**content, "model": {"w": torch.full((6 // ranks,), float(10 * attempt + number))}}
+            )
             saver.wait()
 
     save(0, 2, 2)
     save(1, 3, 1 if after == "rows of rank 1" else 3)
     (path,) = checkpoint.candidates(tmp_path)
     w = sharding.whole(checkpoint.read(path))["model"]["w"].tolist()
-    assert w == ([0.0] * 3 + [1.0] * 3 if after == "rows of rank 1" else [10.0, 10.0, 11.0, 11.0, 12.0, 12.0])
+    assert w == (
+        [0.0] * 3 + [1.0] * 3 if after == "rows of rank 1" else [10.0, 10.0, 11.0, 11.0, 12.0, 12.0]
+    )
     content["meta"] = {"step": 3, "config": {}}
     save(1, 3, 3)
-    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000003.pt", *checkpoint.Share(0, 3, 1).names(3)}
+    assert {path.name for path in tmp_path.glob("step-*")} == {
+        "step-00000003.pt",
+        *checkpoint.Share(0, 3, 1).names(3),
+    }
 
 
 # Room and rights.
@@ -220,14 +271,17 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, dis
     said = list(filter(line.match, ended.lines))
     assert len(said) == 1, ended.out
     assert str(run_dir) in said[0]
-    assert len(re.findall(r"\d[\d.,]* ?[KMG]i?B", said[0])) >= 2, said  # what it takes, and what there is
+    # what it takes, and what there is
+    assert len(re.findall(r"\d[\d.,]* ?[KMG]i?B", said[0])) >= 2, said
     assert "Traceback" not in ended.out
     status = helpers.read(run_dir, "status")
     assert (status["state"], status["exit_status"]) == ("failed", 3)
     assert conftest.newest(run_dir).name == "step-00000010.pt"
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("[!.]*")) == [
-        "latest", "step-00000005.pt", "step-00000010.pt",
-    ]  # fmt: skip
+        "latest",
+        "step-00000005.pt",
+        "step-00000010.pt",
+    ]
     (run_dir / "checkpoints" / "step-00000005.pt").unlink()  # room
     again = helpers.finish(start(run_dir, *LARGE, "max_steps=12", ranks=0)).expect(0)
     assert f"resumed from {run_dir}/checkpoints/step-00000010.pt, step 10" in again.lines
@@ -247,7 +301,9 @@ session.run(broken.main, START)
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("there", [False, True])
-def test_an_unwritable_run_directory_fails_before_training(made: Path, tmp_path: Path, there: bool) -> None:
+def test_an_unwritable_run_directory_fails_before_training(
+    made: Path, tmp_path: Path, there: bool
+) -> None:
     """A new run directory in a read-only folder, and a run directory that is itself read-only."""
     run_dir = tmp_path / "closed" / "run"
     run_dir.parent.mkdir()
@@ -256,7 +312,15 @@ def test_an_unwritable_run_directory_fails_before_training(made: Path, tmp_path:
     closed = [path for path in (run_dir.parent, *run_dir.parent.rglob("*")) if path.is_dir()]
     for folder in closed:
         folder.chmod(0o500)
-    command = [sys.executable, "-c", UNPRIVILEGED, "device=cpu", "max_steps=20", "cpu_threads=1", f"run_dir={run_dir}"]
+    command = [
+        sys.executable,
+        "-c",
+        UNPRIVILEGED,
+        "device=cpu",
+        "max_steps=20",
+        "cpu_threads=1",
+        f"run_dir={run_dir}",
+    ]
     try:
         ranks = [helpers.finish(rank) for rank in helpers.fork_ranks(command, 2)]
     finally:
@@ -264,7 +328,8 @@ def test_an_unwritable_run_directory_fails_before_training(made: Path, tmp_path:
             folder.chmod(0o700)
     ended = helpers.Ended(max(rank.status for rank in ranks), "".join(rank.out for rank in ranks))
     assert [rank.status for rank in ranks] == [3, 3], ended.out
-    [line] = {line for line in ended.lines if line.startswith("broken: ")}  # the same from both ranks
+    # the same from both ranks
+    [line] = {line for line in ended.lines if line.startswith("broken: ")}
     assert f"run_dir={str(run_dir)!r}: cannot be written (Permission denied)" in line
     assert "give another run_dir" in line
     assert "Traceback" not in ended.out
@@ -280,9 +345,13 @@ def test_an_unwritable_run_directory_fails_before_training(made: Path, tmp_path:
 def behind(marks: Path, rank: int, hidden: str, seconds: int) -> dict[str, str]:
     """A rank that does not see some files for a while."""
     return {
-        "FAULT": "blind", "FAULT_AT": "start", "FAULT_RANK": str(rank), "FAULT_DIR": str(marks),
-        "FAULT_HIDE": hidden, "FAULT_S": str(seconds),
-    }  # fmt: skip
+        "FAULT": "blind",
+        "FAULT_AT": "start",
+        "FAULT_RANK": str(rank),
+        "FAULT_DIR": str(marks),
+        "FAULT_HIDE": hidden,
+        "FAULT_S": str(seconds),
+    }
 
 
 @pytest.mark.fault(32)
@@ -297,19 +366,27 @@ def test_ranks_that_see_different_files_resume_from_one_checkpoint(
     """Rank 0 decides."""
     run_dir = shutil.copytree(made, tmp_path / "run")
     environ = behind(tmp_path, rank, hidden, seconds)
-    ended = helpers.finish(start(run_dir, "max_steps=14", "checkpoint_every_steps=4", **environ)).expect(0)
+    ended = helpers.finish(
+        start(run_dir, "max_steps=14", "checkpoint_every_steps=4", **environ)
+    ).expect(0)
     assert (tmp_path / f"reached.{rank}").exists()
     assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
     assert conftest.steps(run_dir, 1) == list(range(step + 1, 15))
 
 
 @pytest.mark.fault(33)
-def test_a_checkpoint_of_another_model_is_refused_and_kept(start: Start, made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_kept(
+    start: Start, made: Path, tmp_path: Path
+) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
     before = {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()}
     ended = helpers.finish(start(run_dir, "max_steps=20", FAULT="another_model")).expect(2)
     # Rank 1 says it too where it has not seen in time that rank 0 does.
-    (line,) = {line for line in ended.lines if line.startswith(("broken: ", "launch.py: ")) and "checkpoint" in line}
+    (line,) = {
+        line
+        for line in ended.lines
+        if line.startswith(("broken: ", "launch.py: ")) and "checkpoint" in line
+    }
     assert "belongs to another model" in line
     assert "size mismatch for 0.weight" in line
     assert "Traceback" not in ended.out
@@ -318,7 +395,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(start: Start, made: P
 
 
 @pytest.mark.fault(33)
-def test_a_checkpoint_of_another_recipe_is_refused(start: Start, made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_recipe_is_refused(
+    start: Start, made: Path, tmp_path: Path
+) -> None:
     there = shutil.copy(made / "checkpoints/step-00000010.pt", tmp_path)
     words = ("recipe=mnist", "dataset=digits", "max_steps=2", f"resume={there}")
     ended = helpers.finish(start(tmp_path / "run", *words, ranks=1)).expect(2)

@@ -1,4 +1,6 @@
-"""Collectives that do not match, a rendezvous that is disturbed, and a loss that is not finite on one rank."""
+"""Collectives that do not match, a rendezvous that is disturbed, and a loss that is not finite on
+one rank.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,19 @@ HOST = socket.gethostname()
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param("shape", marks=pytest.mark.fault(10)), pytest.param("operation", marks=pytest.mark.fault(11))],
+    [
+        pytest.param("shape", marks=pytest.mark.fault(10)),
+        pytest.param("operation", marks=pytest.mark.fault(11)),
+    ],
 )
-def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_path: Path, fault: str) -> None:
+def test_mismatched_collectives_are_reported_in_debug_mode(
+    start: Start, tmp_path: Path, fault: str
+) -> None:
     environ = {"FAULT": fault, "FAULT_RANK": "all", "FAULT_AT": "8"}
     # A command, not a fork: torch reads the mode when it is imported.
-    ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", before=("env",), **environ))
+    ended = helpers.finish(
+        start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", before=("env",), **environ)
+    )
     assert ended.status == 1, ended.out
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
@@ -40,12 +49,32 @@ def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_pat
 @pytest.mark.parametrize(
     ("rank", "address", "is_taken", "expected"),
     [
-        pytest.param(0, "127.0.0.1", False, r"rank 1 of 2 did not connect within 3 s \(timeout_s\)", marks=pytest.mark.fault(12)),
-        pytest.param(1, "127.0.0.1", False, r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(", marks=pytest.mark.fault(12)),
-        pytest.param(1, "no-such.invalid", False, r".*no-such\.invalid", marks=pytest.mark.fault(13)),
-        pytest.param(0, "127.0.0.1", True, r"port \d+ is in use; set MASTER_PORT to another for all ranks$", marks=pytest.mark.fault(14)),
+        pytest.param(
+            0,
+            "127.0.0.1",
+            False,
+            r"rank 1 of 2 did not connect within 3 s \(timeout_s\)",
+            marks=pytest.mark.fault(12),
+        ),
+        pytest.param(
+            1,
+            "127.0.0.1",
+            False,
+            r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(",
+            marks=pytest.mark.fault(12),
+        ),
+        pytest.param(
+            1, "no-such.invalid", False, r".*no-such\.invalid", marks=pytest.mark.fault(13)
+        ),
+        pytest.param(
+            0,
+            "127.0.0.1",
+            True,
+            r"port \d+ is in use; set MASTER_PORT to another for all ranks$",
+            marks=pytest.mark.fault(14),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_rendezvous_that_is_impossible_is_reported_in_time(
     start: Start, tmp_path: Path, rank: int, address: str, is_taken: bool, expected: str
 ) -> None:
@@ -53,7 +82,9 @@ def test_a_rendezvous_that_is_impossible_is_reported_in_time(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1] if is_taken else helpers.free_port()
         place = helpers.place(rank, 2, port, address)
-        ended = helpers.finish(start(tmp_path / "run", "timeout_s=3", "max_steps=1", ranks=0, **place), 60)
+        ended = helpers.finish(
+            start(tmp_path / "run", "timeout_s=3", "max_steps=1", ranks=0, **place), 60
+        )
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if line.startswith("broken: ")]
     assert re.match(f"broken: {re.escape(HOST)}: {expected}", line), line
@@ -63,7 +94,9 @@ def test_a_rendezvous_that_is_impossible_is_reported_in_time(
 
 @contextlib.contextmanager
 def garbage(port: int) -> Iterator[list[int]]:
-    """Sends what is no rendezvous to a port, again and again; gives how many bytes were taken, by connection."""
+    """Sends what is no rendezvous to a port, again and again; gives how many bytes were taken, by
+    connection.
+    """
     taken: list[int] = []
     over = threading.Event()
     tls = b"\x16\x03\x01\x02\x00\x01" + os.urandom(512)
@@ -93,9 +126,12 @@ def garbage(port: int) -> Iterator[list[int]]:
 
 @pytest.mark.fault(15)
 def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Path) -> None:
-    port, words = helpers.free_port(), ("max_steps=40", "checkpoint_every_steps=20")
+    port = helpers.free_port()
+    words = ("max_steps=40", "checkpoint_every_steps=20")
     with garbage(port) as taken:
-        ranks = [start(tmp_path, *words, ranks=0, **helpers.place(rank, 2, port)) for rank in (0, 1)]
+        ranks = [
+            start(tmp_path, *words, ranks=0, **helpers.place(rank, 2, port)) for rank in (0, 1)
+        ]
         for rank in ranks:
             helpers.finish(rank).expect(0)
     assert len(taken) > 10
@@ -103,14 +139,18 @@ def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Pat
 
 
 @pytest.mark.fault(16)
-def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(start: Start, tmp_path: Path) -> None:
+def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(
+    start: Start, tmp_path: Path
+) -> None:
     ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_AT="8")).expect(1)
     assert "Traceback" not in ended.out
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
     assert "the loss at step 8 is nan" in status["reason"], status
     records = [helpers.failure(tmp_path, r) for r in (0, 1)]
-    assert [(r["kind"], "the loss at step 8" in r["error"]) for r in records] == [("error", True)] * 2
+    assert [(r["kind"], "the loss at step 8" in r["error"]) for r in records] == [
+        ("error", True)
+    ] * 2
     assert max(conftest.steps(tmp_path)) <= 8
     assert all(row["loss"] == row["loss"] for row in helpers.rows(tmp_path))
     assert conftest.newest(tmp_path).name == "step-00000005.pt"

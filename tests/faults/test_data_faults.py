@@ -1,6 +1,8 @@
-"""Damaged data and interrupted downloads: the file is named, no partial file is left, and valid files are used.
+"""Damaged data and interrupted downloads: the file is named, no partial file is left, and valid
+files are used.
 
-Bytes are changed at random, always the same for a case's number, in the kinds of files that the project parses.
+Bytes are changed at random, always the same for a case's number, in the kinds of files that the
+project parses.
 """
 
 from __future__ import annotations
@@ -35,18 +37,30 @@ from tests.unit.data.common import decoder, encoded, picture, put
 from tests.unit.data.serving import Handler, Server, dropped, whole
 
 __all__ = ["decoder"]
-pytestmark = [pytest.mark.fault(35, 36), pytest.mark.filterwarnings("ignore")]  # decoders warn of what they are given
+# decoders warn of what they are given
+pytestmark = [
+    pytest.mark.fault(35, 36),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def damaged(chance: random.Random, content: bytes) -> bytes:
-    """``content`` with bits flipped, bytes put in, left out, doubled, zeroed or cut off: always another."""
+    """``content`` with bits flipped, bytes put in, left out, doubled, zeroed or cut off: always
+    another.
+    """
     changed = content
     while changed == content:
-        at = chance.randrange(len(content)) if chance.random() < 0.5 else chance.randrange(min(64, len(content)))
+        at = (
+            chance.randrange(len(content))
+            if chance.random() < 0.5
+            else chance.randrange(min(64, len(content)))
+        )
         count = chance.choice((1, 1, 2, 8, 100))
         kind = chance.randrange(6)
         if kind == 0:
-            changed = content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+            changed = (
+                content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+            )
         elif kind == 1:
             changed = content[:at] + chance.randbytes(count) + content[at:]
         elif kind == 2:
@@ -104,20 +118,30 @@ def cropped(content: bytes, decoder: str, crop: Callable[..., object]) -> str:
     return "read"
 
 
-CROPS = (partial(decode.centre_crop, shorter=40), partial(decode.random_crop, least=0.08, flip=True))
+CROPS = (
+    partial(decode.centre_crop, shorter=40),
+    partial(decode.random_crop, least=0.08, flip=True),
+)
 
 
 def test_a_damaged_photo_is_decoded_or_skipped(decoder: str) -> None:
     with bounded():
         seen = Counter(
-            cropped(damaged(random.Random(number), PHOTOS[number % len(PHOTOS)]), decoder, CROPS[number % 2]) == "read"
+            cropped(
+                damaged(random.Random(number), PHOTOS[number % len(PHOTOS)]),
+                decoder,
+                CROPS[number % 2],
+            )
+            == "read"
             for number in range(300)
         )
     assert min(seen[True], seen[False]) > 30, seen
 
 
 def announcing(width: int, height: int, behind: bytes = b"") -> bytes:
-    """A small photo whose header says that it is large. behind: what stands in front of that header."""
+    """A small photo whose header says that it is large. behind: what stands in front of that
+    header.
+    """
     content = bytearray(photo(0, 16, 16))
     at = content.index(b"\xff\xc0")
     content[at + 5 : at + 9] = struct.pack(">2H", height, width)
@@ -125,9 +149,19 @@ def announcing(width: int, height: int, behind: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    "behind", [b"", b"\xff\xff\xff", b"\xff\x01", b"\xff\xd0", b"\0\0junk", b"\xff\xfe\0\x09\xff\xc0\0\x10\0\x10x"]
+    "behind",
+    [
+        b"",
+        b"\xff\xff\xff",
+        b"\xff\x01",
+        b"\xff\xd0",
+        b"\0\0junk",
+        b"\xff\xfe\0\x09\xff\xc0\0\x10\0\x10x",
+    ],
 )
-def test_a_small_file_with_the_header_of_a_huge_image_is_skipped(behind: bytes, decoder: str) -> None:
+def test_a_small_file_with_the_header_of_a_huge_image_is_skipped(
+    behind: bytes, decoder: str
+) -> None:
     """A decoder takes 3 bytes for each pixel that the header has, before it looks any further."""
     with bounded():
         for crop in CROPS:
@@ -137,11 +171,15 @@ def test_a_small_file_with_the_header_of_a_huge_image_is_skipped(behind: bytes, 
 
 
 @pytest.mark.parametrize(("width", "height"), [(60000, 1), (1, 60000)])
-def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: int, decoder: str) -> None:
+def test_a_very_long_narrow_image_is_not_enlarged_in_memory(
+    width: int, height: int, decoder: str
+) -> None:
     """With a shorter side of 256 px it would take 11 GiB."""
     content = encoded(Image.new("RGB", (width, height)))
     with bounded():
-        assert "its longer side is too long" in cropped(content, decoder, partial(decode.centre_crop, shorter=256))
+        assert "its longer side is too long" in cropped(
+            content, decoder, partial(decode.centre_crop, shorter=256)
+        )
         assert cropped(content, decoder, CROPS[1]) == "read"
 
 
@@ -153,13 +191,18 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed")
     for split in format.SPLITS:
         for number in range(8):
-            put(root / "source" / split / f"class{number % 2}" / f"{number}.JPEG", PHOTOS[number % len(PHOTOS)])
+            put(
+                root / "source" / split / f"class{number % 2}" / f"{number}.JPEG",
+                PHOTOS[number % len(PHOTOS)],
+            )
     write.pack(root / "source", root / "copy", size=32, workers=1, say=lambda text: None)
     return root / "copy"
 
 
 def with_files(packed: Path, folder: Path, versions: Iterator[dict[str, bytes]]) -> Counter[str]:
-    """Reads all of a packed copy, as a loader does, with each of these versions of some files; counts the results."""
+    """Reads all of a packed copy, as a loader does, with each of these versions of some files;
+    counts the results.
+    """
     seen: Counter[str] = Counter()
     with bounded():
         for changed in versions:
@@ -192,7 +235,9 @@ def test_a_damaged_index_of_a_packed_copy_is_reported(packed: Path, tmp_path: Pa
             chance = random.Random(number)
             content = damaged(chance, good)
             if number % 3 == 0:
-                content = good.replace(b": " + chance.choice(numbers), b": " + chance.choice(HUGE), 1)
+                content = good.replace(
+                    b": " + chance.choice(numbers), b": " + chance.choice(HUGE), 1
+                )
             yield {"index.json": content}
 
     seen = with_files(packed, tmp_path, versions())
@@ -200,13 +245,17 @@ def test_a_damaged_index_of_a_packed_copy_is_reported(packed: Path, tmp_path: Pa
 
 
 def test_a_packed_copy_with_false_records_is_reported(packed: Path, tmp_path: Path) -> None:
-    """The checksums of the index are valid, but its offsets, lengths, shards or labels are impossible."""
-    description, good = json.loads((packed / "index.json").read_bytes()), (packed / "train.index").read_bytes()
+    """The checksums of the index are valid, but its offsets, lengths, shards or labels are
+    impossible.
+    """
+    description = json.loads((packed / "index.json").read_bytes())
+    good = (packed / "train.index").read_bytes()
     odd = (0, 1, 2**16 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
     def versions() -> Iterator[dict[str, bytes]]:
         for number in range(400):
-            chance, place = random.Random(number), number % 6
+            chance = random.Random(number)
+            place = number % 6
             records = [list(record) for record in format.RECORD.iter_unpack(good)]
             limit = (2**64, 2**32, 2**32, 2**32, 2**16, 2**16)[place]
             fits = [n for n in odd if n < limit]

@@ -1,4 +1,6 @@
-"""A rank that is killed, stopped, stuck, out of memory or missing: the others end in bounded time, and the rank is named."""
+"""A rank that is killed, stopped, stuck, out of memory or missing: the others end in bounded time,
+and the rank is named.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ def finish(process: Started, timeout_s: float = 120) -> Ended:
 
 
 def assert_named(run_dir: Path, ended: Ended, rank: int, *words: str, status: int = 1) -> None:
-    """status.json and the last line name the rank, its host and its end; the last good checkpoint is there."""
+    """status.json and the last line name the rank, its host and its end; the last good checkpoint
+    is there.
+    """
     found = helpers.read(run_dir, "status")
-    assert (found["state"], found["first_failing_rank"], found["first_failing_host"]) == ("failed", rank, HOST), found
+    assert (found["state"], found["first_failing_rank"], found["first_failing_host"]) == (
+        "failed",
+        rank,
+        HOST,
+    ), found
     assert (ended.status, found["exit_status"]) == (status, status), ended.out
     assert ended.lines[-1].startswith(f"failed: rank {rank} on {HOST} "), ended.out
     for word in words:
@@ -46,7 +54,9 @@ def assert_named(run_dir: Path, ended: Ended, rank: int, *words: str, status: in
 def assert_notices(run_dir: Path, rank: int, within_s: float = NOTICED_S) -> None:
     """Right after a rank is gone, or has stopped: another one says so in time."""
     said = f"rank {rank} on {HOST} lost its peers after step "
-    helpers.wait_until(lambda: said in conftest.log(run_dir, rank), within_s, f"rank {rank} has noticed")
+    helpers.wait_until(
+        lambda: said in conftest.log(run_dir, rank), within_s, f"rank {rank} has noticed"
+    )
 
 
 @pytest.mark.fault(1)
@@ -100,7 +110,9 @@ def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path
 
 @pytest.mark.long
 @pytest.mark.fault(3)
-def test_the_watchdog_ends_a_single_rank_with_its_interpreter_stuck(start: Start, tmp_path: Path) -> None:
+def test_the_watchdog_ends_a_single_rank_with_its_interpreter_stuck(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "marks").mkdir()
     environ = {"FAULT": "gil", "FAULT_RANK": "0", "FAULT_AT": "8", "FAULT_DIR": f"{tmp_path}/marks"}
     rank = start(tmp_path / "run", *ENDLESS, "timeout_s=2", ranks=0, **environ)
@@ -125,7 +137,9 @@ def test_the_first_exception_is_reported(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("rank", ["1", "all"])
-def test_a_rank_that_exits_early_with_status_0_is_a_failure(start: Start, tmp_path: Path, rank: str) -> None:
+def test_a_rank_that_exits_early_with_status_0_is_a_failure(
+    start: Start, tmp_path: Path, rank: str
+) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="exit0", FAULT_RANK=rank, FAULT_AT="8"))
     found = helpers.read(tmp_path, "status")
     assert ended.status == 1
@@ -150,16 +164,27 @@ def test_out_of_memory_is_reported_in_one_line_with_the_sizes(start: Start, tmp_
 
 
 @pytest.mark.fault(7)
-def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, tmp_path: Path) -> None:
+def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(
+    start: Start, tmp_path: Path
+) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="segv", FAULT_AT="8"))
     assert_named(tmp_path, ended, 1, "was killed by SIGSEGV", status=139)
     assert re.search(
-        r"Fatal Python error: Segmentation fault\n(.*\n)+?.*broken\.py.* in segv\n", conftest.log(tmp_path, 1)
+        r"Fatal Python error: Segmentation fault\n(.*\n)+?.*broken\.py.* in segv\n",
+        conftest.log(tmp_path, 1),
     )
     assert "Fatal Python error" not in conftest.log(tmp_path, 0)
 
 
-IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "num_workers=1", "lr=0")
+IMAGES = (
+    "arch=resnet18",
+    "px=32",
+    "val_px=32",
+    "val_resize=36",
+    "global_batch_size=16",
+    "num_workers=1",
+    "lr=0",
+)
 
 
 @pytest.mark.long
@@ -171,22 +196,38 @@ def test_a_hanging_read_names_the_rank(tmp_path: Path) -> None:
         helpers.write_images(folder / split, 2, 24, 32)
     os.mkfifo(tmp_path / "pipe")
     (folder / "train" / "class1" / "hanging.JPEG").symlink_to(tmp_path / "pipe")
-    words = ["launcher=local", "ranks_per_node=2", "timeout_s=3", f"data_dir={folder}", f"run_dir={tmp_path}/run"]
+    words = [
+        "launcher=local",
+        "ranks_per_node=2",
+        "timeout_s=3",
+        f"data_dir={folder}",
+        f"run_dir={tmp_path}/run",
+    ]
     keys = ["recipe=imagenet", "device=cpu", "cpu_threads=1", *words, *IMAGES]
     ended = helpers.run([sys.executable, str(helpers.ROOT / "launch.py"), *keys]).expect(1)
-    assert re.search(rf"rank \d on {HOST} got no further than step \d \(data\)", ended.lines[-1]), ended.out
+    assert re.search(rf"rank \d on {HOST} got no further than step \d \(data\)", ended.lines[-1]), (
+        ended.out
+    )
 
 
 @pytest.mark.fault(8)
 def test_a_killed_loader_process_ends_the_run_with_the_fix(tmp_path: Path) -> None:
-    keys = ["device=cpu", "dataset=fake", f"run_dir={tmp_path}/run", "max_steps=100000", "log_every_steps=1", *IMAGES]
+    keys = [
+        "device=cpu",
+        "dataset=fake",
+        f"run_dir={tmp_path}/run",
+        "max_steps=100000",
+        "log_every_steps=1",
+        *IMAGES,
+    ]
     rank = helpers.fork([sys.executable, "-m", "recipes.imagenet", *keys])
     conftest.wait_for_step(rank, tmp_path / "run", 2)
-    os.kill(
-        helpers.children(rank.pid)[-1], signal.SIGKILL
-    )  # the one that was started last: its ID need not be the highest
+    # the one that was started last: its ID need not be the highest
+    os.kill(helpers.children(rank.pid)[-1], signal.SIGKILL)
     ended = helpers.finish(rank).expect(3)
-    [line] = [line for line in ended.lines if "is killed by signal: Killed" in line and "--mem" in line]
+    [line] = [
+        line for line in ended.lines if "is killed by signal: Killed" in line and "--mem" in line
+    ]
     assert "num_workers=" in line
     assert "Traceback" not in ended.out
 
@@ -209,7 +250,9 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.fault(40)
-def test_a_run_that_is_suspended_for_longer_than_timeout_s_continues(start: Start, tmp_path: Path) -> None:
+def test_a_run_that_is_suspended_for_longer_than_timeout_s_continues(
+    start: Start, tmp_path: Path
+) -> None:
     """As scontrol suspend and resume do: one process after the other."""
     launcher = start(tmp_path, *ENDLESS, "timeout_s=5", "pace_s=0.02")
     conftest.wait_for_step(launcher, tmp_path, 6)

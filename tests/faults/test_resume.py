@@ -1,4 +1,6 @@
-"""A run that is stopped within an epoch and resumed ends with the state of an unbroken run, to the last bit."""
+"""A run that is stopped within an epoch and resumed ends with the state of an unbroken run, to the
+last bit.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,19 @@ STEPS = {"cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
 KEYS = {
     "cifar": ("arch=airbench94", "ema=0.9", "cutout=4", "global_batch_size=8"),
     "imagenet": (
-        "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "ema=0.9", "optimizer=lars", "mixup=0.2",
+        "arch=resnet18",
+        "px=32",
+        "val_px=32",
+        "val_resize=36",
+        "ema=0.9",
+        "optimizer=lars",
+        "mixup=0.2",
         "num_workers=2",
-        "lr_batch_size=0", "lr=1", "global_batch_size=16",
+        "lr_batch_size=0",
+        "lr=1",
+        "global_batch_size=16",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +40,20 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.fault(17)
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=pytest.mark.long if name == "imagenet" else ()) for name in STEPS]
+    "recipe",
+    [pytest.param(name, marks=pytest.mark.long if name == "imagenet" else ()) for name in STEPS],
 )
-def test_a_resumed_run_ends_like_an_unbroken_run(start: Start, images: Path, tmp_path: Path, recipe: str) -> None:
+def test_a_resumed_run_ends_like_an_unbroken_run(
+    start: Start, images: Path, tmp_path: Path, recipe: str
+) -> None:
     an_epoch, total = STEPS[recipe]
-    words = (f"recipe={recipe}", "cpu_threads=1", "epochs=2", "log_every_steps=1", f"max_steps={total}")
+    words = (
+        f"recipe={recipe}",
+        "cpu_threads=1",
+        "epochs=2",
+        "log_every_steps=1",
+        f"max_steps={total}",
+    )
     words += (*KEYS[recipe], f"data_dir={images}")
     helpers.finish(start(tmp_path / "whole", *words)).expect(0)
     launcher = start(tmp_path / "stopped", *words)

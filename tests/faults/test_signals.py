@@ -1,4 +1,6 @@
-"""Signals at bad moments: during a save, the start, an evaluation, while a rank waits for another; several of them; Ctrl-C."""
+"""Signals at bad moments: during a save, the start, an evaluation, while a rank waits for another;
+several of them; Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "S
     """All ranks have stopped at one step, saved it once, and nothing is half done. Gives the step."""
     assert ended.status == 75, ended.out
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["reason"]) == ("preempted", attempt, reason), status
+    assert (status["state"], status["attempt"], status["reason"]) == (
+        "preempted",
+        attempt,
+        reason,
+    ), status
     newest = conftest.newest(run_dir)
     assert newest.name == f"step-{status['step']:08d}.pt"
     assert not [path.name for path in run_dir.rglob(".*")]
@@ -50,7 +56,9 @@ def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "S
     return int(status["step"])
 
 
-def assert_resumes(start: Start, run_dir: Path, step: int, attempt: int = 1, ranks: int = 2) -> None:
+def assert_resumes(
+    start: Start, run_dir: Path, step: int, attempt: int = 1, ranks: int = 2
+) -> None:
     """A run that was saved at ``step`` ends as it should."""
     ended = helpers.finish(start(run_dir, *ENDLESS, f"max_steps={step + 3}", ranks=ranks)).expect(0)
     assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
@@ -58,7 +66,9 @@ def assert_resumes(start: Start, run_dir: Path, step: int, attempt: int = 1, ran
 
 
 @pytest.mark.fault(23)
-def test_a_signal_during_a_save_causes_one_more_save(start: Start, tmp_path: Path, marks: Path) -> None:
+def test_a_signal_during_a_save_causes_one_more_save(
+    start: Start, tmp_path: Path, marks: Path
+) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAULT": "hold_save", "FAULT_AT": "2", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
     launcher = start(run_dir, *ENDLESS, **environ)
@@ -73,7 +83,9 @@ def test_a_signal_during_a_save_causes_one_more_save(start: Start, tmp_path: Pat
 
 
 @pytest.mark.fault(23)
-def test_a_signal_during_the_start_saves_at_the_next_step(start: Start, tmp_path: Path, marks: Path) -> None:
+def test_a_signal_during_the_start_saves_at_the_next_step(
+    start: Start, tmp_path: Path, marks: Path
+) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAULT": "wait", "FAULT_AT": "start", "FAULT_RANK": "1", "FAULT_DIR": str(marks)}
     launcher = start(run_dir, *ENDLESS, **environ)
@@ -87,7 +99,9 @@ def test_a_signal_during_the_start_saves_at_the_next_step(start: Start, tmp_path
 
 
 @pytest.mark.fault(23)
-def test_a_signal_to_one_rank_interrupts_the_evaluation_of_all(start: Start, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_interrupts_the_evaluation_of_all(
+    start: Start, tmp_path: Path
+) -> None:
     """For example, only rank 0 watches the time limit. An evaluation here takes 60 s."""
     launcher = start(tmp_path, *ENDLESS, "evaluate_s=60")
     conftest.wait_for_step(launcher, tmp_path, 9)
@@ -102,7 +116,9 @@ def test_a_signal_to_one_rank_interrupts_the_evaluation_of_all(start: Start, tmp
 
 @pytest.mark.fault(24)
 def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Path) -> None:
-    """As a batch system may send them to all ranks: USR2, then TERM, then TERM again, while the ranks are inside a step."""
+    """As a batch system may send them to all ranks: USR2, then TERM, then TERM again, while the
+    ranks are inside a step.
+    """
     run_dir = tmp_path / "run"
     environ = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
     launcher = start(run_dir, *ENDLESS, **environ)
@@ -115,19 +131,35 @@ def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Pat
     (marks / "go").touch()
     step = assert_saved(run_dir, helpers.finish(launcher), reason="SIGUSR2")
     assert step == 8  # the step in which rank 0 got the signal
-    assert conftest.log(run_dir, 0).count("saves at one of the next steps") == 1  # the first one's alone
+    # the first one's alone
+    assert conftest.log(run_dir, 0).count("saves at one of the next steps") == 1
     assert_resumes(start, run_dir, step)
 
 
 @pytest.mark.fault(8)
 @pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(method, marks=pytest.mark.long) for method in ("spawn", "forkserver"))]
+    "method",
+    ["fork", *(pytest.param(method, marks=pytest.mark.long) for method in ("spawn", "forkserver"))],
 )
-def test_a_signal_to_each_process_of_a_rank_does_not_end_its_loader(start: Start, tmp_path: Path, method: str) -> None:
-    """Slurm signals all processes of a step. The start method forkserver is the default of Python 3.14."""
-    rank = start(tmp_path, *ENDLESS, f"workers={method}", "samples=100000", "pace_s=0.05", ranks=0, before=("env",))
+def test_a_signal_to_each_process_of_a_rank_does_not_end_its_loader(
+    start: Start, tmp_path: Path, method: str
+) -> None:
+    """Slurm signals all processes of a step. The start method forkserver is the default of Python
+    3.14.
+    """
+    rank = start(
+        tmp_path,
+        *ENDLESS,
+        f"workers={method}",
+        "samples=100000",
+        "pace_s=0.05",
+        ranks=0,
+        before=("env",),
+    )
     conftest.wait_for_step(rank, tmp_path)
-    loading = [pid for child in helpers.children(rank.pid) for pid in (child, *helpers.children(child))]
+    loading = [
+        pid for child in helpers.children(rank.pid) for pid in (child, *helpers.children(child))
+    ]
     assert len(loading) >= 2
     for pid in (*loading, rank.pid):
         for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
@@ -138,12 +170,18 @@ def test_a_signal_to_each_process_of_a_rank_does_not_end_its_loader(start: Start
 
 
 @pytest.mark.fault(8)
-def test_a_loader_process_that_dies_while_the_run_is_to_stop_does_not_fail_it(start: Start, tmp_path: Path) -> None:
+def test_a_loader_process_that_dies_while_the_run_is_to_stop_does_not_fail_it(
+    start: Start, tmp_path: Path
+) -> None:
     environ = {"FAULT": "loader", "FAULT_RANK": "1", "FAULT_AT": "8", "FAULT_DIR": str(tmp_path)}
     launcher = start(tmp_path / "run", *ENDLESS, **environ)
     loading = int(conftest.wait_for_file(tmp_path / "worker.1"))
     launcher.send_signal(signal.SIGTERM)
-    helpers.wait_until(lambda: "SIGTERM" in conftest.log(tmp_path / "run", 0), helpers.START_S, "the signal at rank 0")
+    helpers.wait_until(
+        lambda: "SIGTERM" in conftest.log(tmp_path / "run", 0),
+        helpers.START_S,
+        "the signal at rank 0",
+    )
     time.sleep(0.5)  # and at rank 1
     os.kill(loading, signal.SIGKILL)
     ended = helpers.finish(launcher)

@@ -26,9 +26,17 @@ from tests.slurm.jobs import PYTHON, TWO_BY_ONE, log_lines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-KEYS = ("device=cpu", "epochs=1000000", "pace_s=0.02", "timeout_s=120", *os.environ.get("FAULT_KEYS", "").split())
-SCRIPT, SILENT = "sbatch/broken_2x8.sh", "sbatch/silent.sh"
-END_S = 45  # for a job whose rank has failed to be over, on a busy machine; Slurm's own part is a few seconds
+KEYS = (
+    "device=cpu",
+    "epochs=1000000",
+    "pace_s=0.02",
+    "timeout_s=120",
+    *os.environ.get("FAULT_KEYS", "").split(),
+)
+SCRIPT = "sbatch/broken_2x8.sh"
+SILENT = "sbatch/silent.sh"
+# for a job whose rank has failed to be over, on a busy machine; Slurm's own part is a few seconds
+END_S = 45
 ORPHAN_S = 15  # nothing of a job is left then
 
 
@@ -67,7 +75,9 @@ def linuxproc() -> Iterator[Cluster]:
 
 @pytest.fixture(params=["cgroup", "linuxproc"])
 def slurm(request: pytest.FixtureRequest, slurm: Cluster) -> Iterator[Cluster]:
-    """Clusters with both ways to track processes. With cgroup, Slurm's signals reach only the first process of each task."""
+    """Clusters with both ways to track processes. With cgroup, Slurm's signals reach only the first
+    process of each task.
+    """
     cluster = slurm if request.param == "cgroup" else request.getfixturevalue("linuxproc")
     yield cluster
     jobs.leave_no_job(cluster)
@@ -81,16 +91,27 @@ def mortal() -> Iterator[Cluster]:
         yield cluster
 
 
-# --- helpers ----------------------------------------------------------------------------------------------
+# --- helpers
+# ----------------------------------------------------------------------------------------------
 
 
 def submit(
-    slurm: Cluster, clone: Path, folder: Path, *words: str, options: tuple[str, ...] = TWO_BY_ONE, script: str = SCRIPT,
+    slurm: Cluster,
+    clone: Path,
+    folder: Path,
+    *words: str,
+    options: tuple[str, ...] = TWO_BY_ONE,
+    script: str = SCRIPT,
     **environ: str,
-) -> Job:  # fmt: skip
-    """A job of the recipe broken, its run directory and log in ``folder``. environ: variables, $FAULT among them."""
-    run_dir, log = folder / "run", folder / "log"
-    job = jobs.sbatch(slurm, clone, log, *options, script, *KEYS, f"run_dir={run_dir}", *words, env=environ)
+) -> Job:
+    """A job of the recipe broken, its run directory and log in ``folder``. environ: variables,
+    $FAULT among them.
+    """
+    run_dir = folder / "run"
+    log = folder / "log"
+    job = jobs.sbatch(
+        slurm, clone, log, *options, script, *KEYS, f"run_dir={run_dir}", *words, env=environ
+    )
     return Job(slurm, job, run_dir, log)
 
 
@@ -117,9 +138,15 @@ def resumes(job: Job, step: int, attempt: int = 1) -> None:
 
 
 def saved_at(job: Job, reason: str, attempt: int = 0) -> int:
-    """The step at which the run was saved, as its status says, and its newest checkpoint, which is whole."""
+    """The step at which the run was saved, as its status says, and its newest checkpoint, which is
+    whole.
+    """
     status = job.status()
-    assert (status["state"], status["reason"], status["attempt"]) == ("preempted", reason, attempt), status
+    assert (status["state"], status["reason"], status["attempt"]) == (
+        "preempted",
+        reason,
+        attempt,
+    ), status
     assert newest(job.run_dir) == status["step"]
     return int(status["step"])
 
@@ -132,25 +159,33 @@ def last_row(run_dir: Path) -> int:
     return int(rows(run_dir)[-1]["step"])
 
 
-# --- Slurm stops the job ---------------------------------------------------------------------------------------------
+# --- Slurm stops the job
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(17)
-def test_before_the_time_limit_a_job_saves_and_is_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_before_the_time_limit_a_job_saves_and_is_requeued(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
     """The script has no --signal: the ranks know the end of their job."""
     job = submit(slurm, clone, tmp_path, options=(*TWO_BY_ONE, "--time=1"), script=SILENT)
     slurm.wait_running(job.id)
     start = time.mktime(time.strptime(job.fields()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     wait_requeued(job, 90)
     step = saved_at(job, "the time limit")
-    assert f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.log.read_text()
-    assert 30 < job.status()["updated"] - start < 60  # a quarter of the minute ahead of its end, at most
+    assert (
+        f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.log.read_text()
+    )
+    # a quarter of the minute ahead of its end, at most
+    assert 30 < job.status()["updated"] - start < 60
     slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10", check=True)
     resumes(job, step)
 
 
 @pytest.mark.fault(39)
-def test_sigusr1_to_the_batch_shell_alone_saves_and_requeues(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_sigusr1_to_the_batch_shell_alone_saves_and_requeues(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
     """Both are conventions of sites: `--signal=USR1@60` and `--signal=B:USR1@60`."""
     job = submit(slurm, clone, tmp_path)
     for attempt, options in enumerate((["--batch", "--signal=USR1"], ["--signal=USR1"])):
@@ -162,7 +197,9 @@ def test_sigusr1_to_the_batch_shell_alone_saves_and_requeues(slurm: Cluster, clo
 
 
 @pytest.mark.fault(18)
-def test_a_preempted_job_saves_immediately_and_resumes(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_preempted_job_saves_immediately_and_resumes(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
     """Slurm sends SIGCONT and SIGTERM at once, and kills after KillWait."""
     job = submit(slurm, clone, tmp_path, options=(*TWO_BY_ONE, "--exclusive"))
     trains(job)
@@ -176,11 +213,17 @@ def test_a_preempted_job_saves_immediately_and_resumes(slurm: Cluster, clone: Pa
 
 
 @pytest.mark.fault(19)
-def test_a_cancelled_job_saves_in_kill_wait_and_stays_cancelled(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_cancelled_job_saves_in_kill_wait_and_stays_cancelled(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
     job = submit(slurm, clone, tmp_path)
     trains(job)
     slurm.run("scancel", job.id, check=True)
-    wait_until(lambda: not slurm.processes(job_id=job.id), slurm.options.kill_wait_s + 10, "the end of all processes")
+    wait_until(
+        lambda: not slurm.processes(job_id=job.id),
+        slurm.options.kill_wait_s + 10,
+        "the end of all processes",
+    )
     saved_at(job, "SIGTERM")
     slurm.wait_idle()
     found = job.fields()
@@ -188,10 +231,21 @@ def test_a_cancelled_job_saves_in_kill_wait_and_stays_cancelled(slurm: Cluster, 
 
 
 @pytest.mark.fault(26)
-def test_only_the_stopped_task_of_an_array_is_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    options = ("--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+def test_only_the_stopped_task_of_an_array_is_requeued(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
+    options = (
+        "--array=0-1",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+    )
     array = slurm.submit(f"--output={tmp_path}/%a", *options, SCRIPT, *KEYS, cwd=clone, env=PYTHON)
-    task = [Job(slurm, f"{array}_{n}", clone / f"runs/broken/{array}_{n}", tmp_path / str(n)) for n in (0, 1)]
+    task = [
+        Job(slurm, f"{array}_{n}", clone / f"runs/broken/{array}_{n}", tmp_path / str(n))
+        for n in (0, 1)
+    ]
     for each in task:
         trains(each)
     slurm.run("scancel", "--signal=USR2", task[1].id, check=True)
@@ -205,15 +259,27 @@ def test_only_the_stopped_task_of_an_array_is_requeued(slurm: Cluster, clone: Pa
 
 
 @pytest.mark.fault(4)
-def test_under_pmix_a_failing_rank_is_a_failure_not_a_preemption(clone: Path, tmp_path: Path) -> None:
-    """Slurm's PMIx plugin sends SIGTERM to the peers of a failing task. On one node, since its servers' files would collide here."""
-    helpers.need(None if list(Path("/usr/lib").glob("*/libpmix.so")) else "no libpmix.so: apt-get install libpmix-dev")
+def test_under_pmix_a_failing_rank_is_a_failure_not_a_preemption(
+    clone: Path, tmp_path: Path
+) -> None:
+    """Slurm's PMIx plugin sends SIGTERM to the peers of a failing task. On one node, since its
+    servers' files would collide here.
+    """
+    helpers.need(
+        None
+        if list(Path("/usr/lib").glob("*/libpmix.so"))
+        else "no libpmix.so: apt-get install libpmix-dev"
+    )
     options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
     with running_cluster(ClusterOptions(nodes=1, extra_conf="MpiDefault=pmix")) as cluster:
         job = submit(cluster, clone, tmp_path, options=options, FAULT="fail", FAULT_AT="20")
         assert ended(job) == ("FAILED", "1:0"), job.tail()
         status = job.status()
-        assert (status["state"], status["kind"], status["first_failing_rank"]) == ("failed", "error", 1), status
+        assert (status["state"], status["kind"], status["first_failing_rank"]) == (
+            "failed",
+            "error",
+            1,
+        ), status
         assert job.fields()["Restarts"] == "0"
 
 
@@ -226,11 +292,19 @@ ONE_BY_TWO = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-p
 def test_a_rank_that_exceeds_the_memory_of_its_job_is_named(
     slurm: Cluster, clone: Path, tmp_path: Path, size: tuple[str, ...]
 ) -> None:
-    """With two ranks on a node, the sizes of both are shown: the killed one need not be the one that used the most."""
-    job = submit(slurm, clone, tmp_path, options=(*size, "--mem=1500"), FAULT="exceed", FAULT_AT="8")
+    """With two ranks on a node, the sizes of both are shown: the killed one need not be the one
+    that used the most.
+    """
+    job = submit(
+        slurm, clone, tmp_path, options=(*size, "--mem=1500"), FAULT="exceed", FAULT_AT="8"
+    )
     assert ended(job)[0] == "FAILED", job.tail()
     status = job.status()
-    assert (status["kind"], status["first_failing_rank"], status["exit_status"]) == ("out-of-memory", 1, 137), status
+    assert (status["kind"], status["first_failing_rank"], status["exit_status"]) == (
+        "out-of-memory",
+        1,
+        137,
+    ), status
     host = "node2" if size == TWO_BY_ONE else "node1"
     reason = f"rank 1 on {host} failed first: was killed since its limit of 1572.9 MB was used up; peak memory: rank 1 "
     assert status["reason"].startswith(reason)
@@ -238,13 +312,21 @@ def test_a_rank_that_exceeds_the_memory_of_its_job_is_named(
     assert log_lines(job.log)[-1].startswith(f"broken: failed: {reason}")
 
 
-# --- the job is not to go round for ever ------------------------------------------------------------------------------
+# --- the job is not to go round for ever
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(22)
-def test_an_attempt_without_progress_is_not_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_an_attempt_without_progress_is_not_requeued(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
     """A job that is preempted during each start would otherwise be requeued up to the limit."""
-    fault = {"FAULT": "start_slowly", "FAULT_AT": "start", "FAULT_RANK": "all", "FAULT_ATTEMPT": "1"}
+    fault = {
+        "FAULT": "start_slowly",
+        "FAULT_AT": "start",
+        "FAULT_RANK": "all",
+        "FAULT_ATTEMPT": "1",
+    }
     job = submit(slurm, clone, tmp_path, **fault, FAULT_DIR=str(tmp_path))
     trains(job)
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
@@ -263,7 +345,9 @@ def test_an_attempt_without_progress_is_not_requeued(slurm: Cluster, clone: Path
 
 
 @pytest.mark.fault(25)
-def test_without_scontrol_the_run_saves_and_reports_it(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_without_scontrol_the_run_saves_and_reports_it(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho no controller today >&2\nexit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
     job = submit(slurm, clone, tmp_path, PATH=f"{tmp_path}:{PYTHON['PATH']}")
@@ -276,7 +360,8 @@ def test_without_scontrol_the_run_saves_and_reports_it(slurm: Cluster, clone: Pa
     assert job.fields()["Restarts"] == "0"
 
 
-# --- a node or its daemon dies ----------------------------------------------------------------------------------------
+# --- a node or its daemon dies
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -288,14 +373,19 @@ def restarted(mortal: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.fault(20)
-def test_a_job_whose_node_dies_is_requeued_and_resumes(restarted: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_job_whose_node_dies_is_requeued_and_resumes(
+    restarted: Cluster, clone: Path, tmp_path: Path
+) -> None:
     node = "node1"  # with the batch script and rank 0
     job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=10")
     trains(job, step=12)
     restarted.kill_node(node)
-    wait_requeued(job, 90)  # where srun is gone, the other node's step tries for half a minute to tell it of its end
+    # where srun is gone, the other node's step tries for half a minute to tell it of its end
+    wait_requeued(job, 90)
     wait_until(
-        lambda: not restarted.processes(job_id=job.id), restarted.options.kill_wait_s + 10, "the end of all processes"
+        lambda: not restarted.processes(job_id=job.id),
+        restarted.options.kill_wait_s + 10,
+        "the end of all processes",
     )
     step = newest(job.run_dir)
     assert step >= max(10, last_row(job.run_dir) - 10)  # an interval is lost at most
@@ -304,8 +394,12 @@ def test_a_job_whose_node_dies_is_requeued_and_resumes(restarted: Cluster, clone
 
 
 @pytest.mark.fault(21)
-def test_an_attempt_that_outlives_its_requeue_cannot_write(restarted: Cluster, clone: Path, tmp_path: Path) -> None:
-    """Only the daemon dies. Slurm considers the node dead and starts the job on the other one, while the first ranks continue to train."""
+def test_an_attempt_that_outlives_its_requeue_cannot_write(
+    restarted: Cluster, clone: Path, tmp_path: Path
+) -> None:
+    """Only the daemon dies. Slurm considers the node dead and starts the job on the other one,
+    while the first ranks continue to train.
+    """
     options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
     job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=300", options=options)
     trains(job)
@@ -319,7 +413,9 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(restarted: Cluster, c
     def taken_over() -> bool:
         outlived = all(helpers.alive(pid) for pid in old)
         number = attempts.facts(job.run_dir)["attempt"]
-        assert outlived or number == 1, "the fault was not there: the first attempt's ranks are dead already"
+        assert outlived or number == 1, (
+            "the fault was not there: the first attempt's ranks are dead already"
+        )
         return bool(number == 1)
 
     wait_until(taken_over, helpers.START_S, "the second attempt")
@@ -337,8 +433,13 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(restarted: Cluster, c
     trains(job, attempt=1, step=last + 3)
     first = next(row["step"] for row in rows(job.run_dir) if row["attempt"] == 1)
     assert first > 1
-    # What counts is the last row of a step, and from its first step on each of those is the second attempt's.
+    # What counts is the last row of a step, and from its first step on each of those is the second
+    # attempt's.
     counts = {row["step"]: row["attempt"] for row in rows(job.run_dir)}
     assert {counts[step] for step in range(first, last + 3)} == {1}
     found = job.fields()
-    assert (found["JobState"], found["Restarts"], found["BatchHost"] != node) == ("RUNNING", "1", True)
+    assert (found["JobState"], found["Restarts"], found["BatchHost"] != node) == (
+        "RUNNING",
+        "1",
+        True,
+    )

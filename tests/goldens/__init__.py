@@ -1,16 +1,18 @@
-"""Records of short trainings and of run directories, to show that a change of the code changes no result.
+"""Records of short trainings and of run directories, to show that a change of the code changes no
+result.
 
     python -m tests.goldens write [NAME ...]      # makes all records again, or those that are named
 
 tests/distributed/recipes/test_goldens.py compares the code with these records:
 
-- ``NAME.json``: the rows of ``metrics.jsonl`` of a training of a few steps, on two ranks of this machine. A new record
-  means that results have changed: say why in the commit.
-- ``runs/NAME``: a run directory of the recipe toy as the code has left it. `done` has ended. `preempted` was stopped by
-  SIGTERM within an epoch. `failed` lost rank 1 of 2 by SIGKILL. All three have the same keys, so they end with the
-  same losses. The files are those that the run wrote. They name a temporary folder, the host, its boot ID and a
-  process, which have no meaning on another machine: no test reads them. Later code must continue these runs, so make
-  them again only if it may refuse them.
+- ``NAME.json``: the rows of ``metrics.jsonl`` of a training of a few steps, on two ranks of this
+  machine. A new record means that results have changed: say why in the commit.
+- ``runs/NAME``: a run directory of the recipe toy as the code has left it. `done` has ended.
+  `preempted` was stopped by SIGTERM within an epoch. `failed` lost rank 1 of 2 by SIGKILL. All
+  three have the same keys, so they end with the same losses. The files are those that the run
+  wrote. They name a temporary folder, the host, its boot ID and a process, which have no meaning on
+  another machine: no test reads them. Later code must continue these runs, so make them again only
+  if it may refuse them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ RUNS = FOLDER / "runs"
 # In float32, on the CPU. The batches are uneven on two ranks, and divided into pieces.
 TRAININGS = {
     "mnist": ("dataset=digits", "global_batch_size=61", "accumulate=2", "max_steps=16"),
-}  # fmt: skip
+}
+# of a row; the others depend on the machine
 KEPT = (
     "step",
     "epoch",
@@ -37,13 +40,19 @@ KEPT = (
     "val_top1",
     "val_top5",
     "val_samples",
-)  # of a row; the others depend on the machine
+)
 
 # Of the run directories: 24 steps, 8 of them in an epoch.
 TOY_KEYS = (
-    "device=cpu", "cpu_threads=1", "samples=250", "global_batch_size=32", "epochs=3", "log_every_steps=1",
-    "checkpoint_every_steps=8", "keep_checkpoints=1",
-)  # fmt: skip
+    "device=cpu",
+    "cpu_threads=1",
+    "samples=250",
+    "global_batch_size=32",
+    "epochs=3",
+    "log_every_steps=1",
+    "checkpoint_every_steps=8",
+    "keep_checkpoints=1",
+)
 STEPS = 24
 # Runs the recipe toy, and sends a signal to this process while it computes the loss of a step.
 SIGNALLED = """
@@ -63,11 +72,25 @@ runpy.run_module("recipes.toy", run_name="__main__", alter_sys=True)
 
 def train(recipe: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of a training of ``TRAININGS``, one for each step."""
-    words = [f"recipe={recipe}", "launcher=local", "ranks_per_node=2", "device=cpu", "log_every_steps=1"]
-    argv = [sys.executable, str(helpers.ROOT / "launch.py"), *words, *TRAININGS[recipe], f"run_dir={folder / 'run'}"]
+    words = [
+        f"recipe={recipe}",
+        "launcher=local",
+        "ranks_per_node=2",
+        "device=cpu",
+        "log_every_steps=1",
+    ]
+    argv = [
+        sys.executable,
+        str(helpers.ROOT / "launch.py"),
+        *words,
+        *TRAININGS[recipe],
+        f"run_dir={folder / 'run'}",
+    ]
     ended = helpers.run_fork(argv)
     assert ended.status == 0, ended.out
-    return [{name: row[name] for name in KEPT if name in row} for row in helpers.rows(folder / "run")]
+    return [
+        {name: row[name] for name in KEPT if name in row} for row in helpers.rows(folder / "run")
+    ]
 
 
 def make_run(name: str, run_dir: Path) -> None:

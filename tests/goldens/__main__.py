@@ -16,7 +16,10 @@ RUNS = ("done", "preempted", "failed")
 def main(argv: list[str]) -> int:
     names = [*goldens.TRAININGS, *RUNS]
     if argv[:1] != ["write"] or not set(argv[1:]) <= set(names):
-        print(f"usage: python -m tests.goldens write [NAME ...]; the names are {', '.join(names)}", file=sys.stderr)
+        print(
+            f"usage: python -m tests.goldens write [NAME ...]; the names are {', '.join(names)}",
+            file=sys.stderr,
+        )
         return 2
     for name in argv[1:] or names:
         with tempfile.TemporaryDirectory(prefix="goldens-") as folder:
@@ -25,7 +28,9 @@ def main(argv: list[str]) -> int:
                 shutil.rmtree(goldens.RUNS / name, ignore_errors=True)
                 shutil.copytree(Path(folder, name), goldens.RUNS / name)
             else:
-                lines = ",\n".join(f" {json.dumps(row)}" for row in goldens.train(name, Path(folder)))
+                lines = ",\n".join(
+                    f" {json.dumps(row)}" for row in goldens.train(name, Path(folder))
+                )
                 (goldens.FOLDER / f"{name}.json").write_text(f"[\n{lines}\n]\n")
         print(name)
     return 0

@@ -1,8 +1,10 @@
-"""Shows that each GPU path works, and how fast it is: ``python -m tests.gpu [FILE.json] [only=NAME,…] [gpus=true] [dry=true]``.
+"""Shows that each GPU path works, and how fast it is: ``python -m tests.gpu [FILE.json]
+[only=NAME,…] [gpus=true] [dry=true]``.
 
-Prints a line for each check of `checks`, or with gpus=true of `several`, and writes their figures to FILE.json. dry=true: on the CPU, in
-small sizes, what a CPU can do; the figures mean nothing. Needs the recipes' dependencies only, no network, and about nine minutes on a
-GPU with 16 CPUs. Exit status: 0 if no check fails, 1 if one does, 2 for an invalid argument or without a GPU.
+Prints a line for each check of `checks`, or with gpus=true of `several`, and writes their figures
+to FILE.json. dry=true: on the CPU, in small sizes, what a CPU can do; the figures mean nothing.
+Needs the recipes' dependencies only, no network, and about nine minutes on a GPU with 16 CPUs. Exit
+status: 0 if no check fails, 1 if one does, 2 for an invalid argument or without a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def main(argv: list[str]) -> int:
     known = table.OF_SEVERAL if words.get("gpus") == "true" else table.OF_ONE
     names = [name for name in words.get("only", "").split(",") if name] or list(known)
     no_switch = [
-        f"{word}={words[word]}" for word in ("dry", "gpus") if words.get(word, "true") not in ("true", "false")
+        f"{word}={words[word]}"
+        for word in ("dry", "gpus")
+        if words.get(word, "true") not in ("true", "false")
     ]
     no_key = sorted(words.keys() - {"only", "dry", "gpus"})
     strange = [*no_key, *no_switch, *(name for name in names if name not in known), *files[1:]]
@@ -48,7 +52,11 @@ def main(argv: list[str]) -> int:
     if not dry and not torch.cuda.is_available():
         print("torch sees no GPU: dry=true runs what a CPU can do")
         return 2
-    report: dict[str, Any] = {"date": f"{datetime.date.today()}", "machine": table.machine(dry), "checks": {}}
+    report: dict[str, Any] = {
+        "date": f"{datetime.date.today()}",
+        "machine": table.machine(dry),
+        "checks": {},
+    }
     print(json.dumps(report["machine"]), flush=True)
     together = [name for name in names if name not in table.MEASURED]
     with ThreadPoolExecutor(1 if dry else CONCURRENT) as pool:
@@ -58,14 +66,19 @@ def main(argv: list[str]) -> int:
         for name, found in zip(order, itertools.chain(results, alone), strict=True):
             report["checks"][name] = found
             figures = "  ".join(f"{key} {value}" for key, value in found.get("figures", {}).items())
-            print(f"{found['result']:12} {name}: {known[name].__doc__}  {figures}{found.get('why', '')}", flush=True)
+            print(
+                f"{found['result']:12} {name}: {known[name].__doc__}  {figures}{found.get('why', '')}",
+                flush=True,
+            )
             if files:
                 Path(files[0]).write_text(json.dumps(report, indent=1) + "\n")
     return int(any(found["result"] == "fail" for found in report["checks"].values()))
 
 
 def one(name: str, dry: bool) -> dict[str, Any]:
-    """The result of one check, in its own process: one that crashes or hangs does not stop the others."""
+    """The result of one check, in its own process: one that crashes or hangs does not stop the
+    others.
+    """
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.gpu.table", name, folder, "cpu" if dry else "cuda"]
@@ -77,10 +90,15 @@ def one(name: str, dry: bool) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)  # the recipes that it has started, too
             process.communicate()
             return {"result": "fail", "why": f"still running after {LIMIT_S:g} s"}
-    last, seconds = (out.splitlines() or [""])[-1], round(time.monotonic() - begin, 1)
+    last = (out.splitlines() or [""])[-1]
+    seconds = round(time.monotonic() - begin, 1)
     if process.returncode == 0 and last.startswith("{"):
         return {**json.loads(last), "seconds": seconds}
-    return {"result": "fail", "why": f"status {process.returncode}: {(err or out)[-3000:]}", "seconds": seconds}
+    return {
+        "result": "fail",
+        "why": f"status {process.returncode}: {(err or out)[-3000:]}",
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":

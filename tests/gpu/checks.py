@@ -1,5 +1,6 @@
-"""The checks of ``make gpu``. Each is a function whose docstring says what must hold: it returns figures, raises AssertionError where it
-does not hold, and `NotPossible` where this machine cannot show it. On the CPU each takes the same path, in a small size.
+"""The checks of ``make gpu``. Each is a function whose docstring says what must hold: it returns
+figures, raises AssertionError where it does not hold, and `NotPossible` where this machine cannot
+show it. On the CPU each takes the same path, in a small size.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ from tests.gpu.place import Figures, NotPossible, Place
 from tests.states import digest
 
 TFLOPS = {"H200": 600, "H100": 500}  # at least, of products in bfloat16
-IMAGES_PER_S = {"H200": (5500, 7500), "H100": (3850, 5250)}  # at least, of ResNet-50 in training: eager, compiled
+# at least, of ResNet-50 in training: eager, compiled
+IMAGES_PER_S = {
+    "H200": (5500, 7500),
+    "H100": (3850, 5250),
+}
 PAUSE_S = 0.05  # of the training at a checkpoint
 FOREVER = ("dataset=digits", "epochs=1000", "log_every_steps=1")
 
@@ -48,7 +53,9 @@ def doctor(place: Place) -> Figures:
     """a product is right and fast, and the doctor finds no fault"""
     figures: Figures = {}
     if not place.dry:
-        for gpu in json.loads(place.run("-m", "recipes.core.doctor.gpucheck", "gpus").splitlines()[-1]):
+        for gpu in json.loads(
+            place.run("-m", "recipes.core.doctor.gpucheck", "gpus").splitlines()[-1]
+        ):
             assert gpu.get("correct"), gpu
             figures["tflops"] = gpu["tflops"]
             assert gpu["tflops"] >= (place.least(TFLOPS) or 0), gpu
@@ -59,7 +66,9 @@ def doctor(place: Place) -> Figures:
 def collectives(place: Place) -> Figures:
     """every operation of one rank is right, and is timed"""
     place.run(*place.recipe("collectives", "mode=learn", run="learn"))
-    place.run(*place.recipe("collectives", "mode=bench", f"sizes=1M..{place.size(256, 2)}M", run="bench"))
+    place.run(
+        *place.recipe("collectives", "mode=bench", f"sizes=1M..{place.size(256, 2)}M", run="bench")
+    )
     return {}
 
 
@@ -67,7 +76,11 @@ def ddp(place: Place) -> Figures:
     """gradients of DDP (channels_last, bucket views, no_sync) equal those without it"""
     place.meet()
     torch.manual_seed(0)
-    net = torchvision.models.resnet18(num_classes=10).to(place.device).to(memory_format=torch.channels_last)
+    net = (
+        torchvision.models.resnet18(num_classes=10)
+        .to(place.device)
+        .to(memory_format=torch.channels_last)
+    )
     x = torch.randn(16, 3, 64, 64, device=place.device).to(memory_format=torch.channels_last)
 
     def gradients(model: nn.Module, parallel: bool) -> list[Tensor]:
@@ -82,8 +95,13 @@ def ddp(place: Place) -> Figures:
 
     own = gradients(net, parallel=False)
     devices = None if place.dry else [place.device]
-    theirs = gradients(DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True), parallel=True)
-    worst = max(float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in zip(own, theirs, strict=True))
+    theirs = gradients(
+        DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True),
+        parallel=True,
+    )
+    worst = max(
+        float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in zip(own, theirs, strict=True)
+    )
     assert worst < 1e-3, worst
     return {"largest relative difference": f"{worst:.1g}"}
 
@@ -93,7 +111,10 @@ def digits(place: Place) -> Figures:
     keys = ("dataset=digits", "max_steps=20", "log_every_steps=1", "dtype=float32", "cpu_threads=4")
     place.run(*place.recipe("mnist", *keys, run="here"))
     place.run("-m", "recipes.mnist", "device=cpu", f"run_dir={place.folder}/cpu", *keys)
-    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(place.rows("here"), place.rows("cpu"), strict=True))
+    apart = max(
+        abs(a["loss"] - b["loss"])
+        for a, b in zip(place.rows("here"), place.rows("cpu"), strict=True)
+    )
     assert apart <= 1e-4, apart
     place.run(*place.recipe("mnist", "dataset=digits", f"epochs={place.size(20, 10)}"))
     top1 = place.summary()["val_top1"]
@@ -104,24 +125,30 @@ def digits(place: Place) -> Figures:
 def arithmetic(place: Place) -> Figures:
     """augmentation, normalisation, LARS and averaged weights are those of the CPU"""
     train, _ = in_memory.fake(256, 1, (3, 32, 32))
-    random, order = torch.Generator().manual_seed(0), torch.randperm(256)
+    random = torch.Generator().manual_seed(0)
+    order = torch.randperm(256)
 
     def crop(device: torch.device) -> Tensor:
-        images = AugmentedImages(train.images.to(device), 4, reflect=True, flip=True, cutout=8, fill=121)
+        images = AugmentedImages(
+            train.images.to(device), 4, reflect=True, flip=True, cutout=8, fill=121
+        )
         images.draw(0, 1)
         return images.take(order.to(device))
 
-    here, there = crop(place.device), crop(torch.device("cpu"))
+    here = crop(place.device)
+    there = crop(torch.device("cpu"))
     assert torch.equal(here.cpu(), there)
     mean, std = (torch.tensor(values) for values in (cifar.MEAN, cifar.STD))
     pixels = in_memory.normalise(here, mean.to(place.device), std.to(place.device))
     worst = float((pixels.cpu() - in_memory.normalise(there, mean, std)).abs().max())
-    net, weights = nn.Linear(64, 8), torch.randn(8, 64, generator=random)
+    net = nn.Linear(64, 8)
+    weights = torch.randn(8, 64, generator=random)
     nets = [nn.Linear(64, 8) for _ in range(2)]
     for one, device in zip(nets, (place.device, torch.device("cpu")), strict=True):
         one.load_state_dict(net.state_dict())
         one.to(device)
-        average, optimizer = _Average(one, 0.9), LARS(one.parameters(), 0.1, weight_decay=1e-4)
+        average = _Average(one, 0.9)
+        optimizer = LARS(one.parameters(), 0.1, weight_decay=1e-4)
         for _ in range(3):
             one.weight.grad, one.bias.grad = weights.to(device), weights[:, 0].to(device)
             optimizer.step()
@@ -160,16 +187,24 @@ def no_sync(place: Place) -> Figures:
     steps = place.size(50, 4)
     keys = (*place.small_images, f"max_steps={steps}", "log_every_steps=1000")
     place.run(
-        "-c", NO_SYNC, place.recipe_of_images, f"device={place.device.type}", f"run_dir={place.folder}/run", *keys
+        "-c",
+        NO_SYNC,
+        place.recipe_of_images,
+        f"device={place.device.type}",
+        f"run_dir={place.folder}/run",
+        *keys,
     )
     assert place.summary()["steps"] == steps
     return {"steps": steps}
 
 
 def host_copy(place: Place) -> Figures:
-    """a checkpoint holds the weights of its step although later steps are queued, and stops the training for less than 50 ms"""
+    """a checkpoint holds the weights of its step although later steps are queued, and stops the
+    training for less than 50 ms
+    """
     net = torchvision.models.resnet50().to(place.device) if not place.dry else nn.Linear(100, 100)
-    weights, copy = [p.detach() for p in net.parameters()], HostCopy()
+    weights = [p.detach() for p in net.parameters()]
+    copy = HostCopy()
     copy.take(weights)  # allocates the memory
     copy.wait()
     expected = [weight.clone() for weight in weights]
@@ -188,12 +223,16 @@ def host_copy(place: Place) -> Figures:
 def exact_resume(place: Place) -> Figures:
     """with deterministic=true, a run that is resumed in the middle ends with the same bits"""
     steps = place.size(60, 4)
-    name, keys = place.recipe_of_images, (*place.small_images, f"max_steps={steps}", "global_batch_size=64")
+    name = place.recipe_of_images
+    keys = (*place.small_images, f"max_steps={steps}", "global_batch_size=64")
     every = (f"checkpoint_every_steps={steps // 2}", "keep_checkpoints=0", "deterministic=true")
     place.run(*place.recipe(name, *keys, *every, run="whole"))
     middle = f"resume={place.folder}/whole/checkpoints/step-{steps // 2:08d}.pt"
     place.run(*place.recipe(name, *keys, *every, middle, run="resumed"))
-    last = [checkpoint.read(place.folder / run / f"checkpoints/step-{steps:08d}.pt") for run in ("whole", "resumed")]
+    last = [
+        checkpoint.read(place.folder / run / f"checkpoints/step-{steps:08d}.pt")
+        for run in ("whole", "resumed")
+    ]
     assert digest(last[0]) == digest(last[1])
     out = place.run(*place.recipe(name, *keys, middle, "deterministic=false", run="other"))
     assert place.dry or "deterministic=false" in out
@@ -221,8 +260,18 @@ session.run(importlib.import_module(f"recipes.{NAME}").main, START)
 def ends(place: Place) -> Figures:
     """while the GPU is busy, SIGTERM saves (75), and SIGKILL and two SIGINTs end the run"""
     busy = ("-c", BUSY, "cifar", "0", "200000000")  # a tenth of a second for each step
-    keys = ("dataset=fake", "arch=airbench94", "epochs=1000", "log_every_steps=1", "global_batch_size=64")
-    for number, expected in ((signal.SIGTERM, (75,)), (signal.SIGKILL, (-9,)), (signal.SIGINT, (130, -2, 75))):
+    keys = (
+        "dataset=fake",
+        "arch=airbench94",
+        "epochs=1000",
+        "log_every_steps=1",
+        "global_batch_size=64",
+    )
+    for number, expected in (
+        (signal.SIGTERM, (75,)),
+        (signal.SIGKILL, (-9,)),
+        (signal.SIGINT, (130, -2, 75)),
+    ):
         process = place.start(*busy, *place.recipe("cifar", *keys, run=number.name)[2:])
         place.until(process, number.name)
         process.send_signal(number)
@@ -243,11 +292,18 @@ def out_of_memory(place: Place) -> Figures:
 
 
 def hang(place: Place) -> Figures:
-    """a GPU that never ends its work: timeout_s=10 ends the run, and NCCL's flight record can be read meanwhile"""
+    """a GPU that never ends its work: timeout_s=10 ends the run, and NCCL's flight record can be
+    read meanwhile
+    """
     if place.dry:
         raise NotPossible("a CPU does not hang like that")
     process = place.start(
-        "-c", BUSY, "mnist", "5", "200000000000", *place.recipe("mnist", "timeout_s=10", *FOREVER)[2:]
+        "-c",
+        BUSY,
+        "mnist",
+        "5",
+        "200000000000",
+        *place.recipe("mnist", "timeout_s=10", *FOREVER)[2:],
     )
     place.until(process, rows=5)
     begin = time.monotonic()
@@ -268,7 +324,9 @@ def hang(place: Place) -> Figures:
     return {"ended after": f"{took:.1f} s", "state in the record": found["state"]}
 
 
-def steps_per_s(place: Place, model: nn.Module, net: nn.Module, batch: int, px: int, count: int) -> float:
+def steps_per_s(
+    place: Place, model: nn.Module, net: nn.Module, batch: int, px: int, count: int
+) -> float:
     """Training steps per second of a classifier in bfloat16, after three steps that do not count."""
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True)
     x = torch.randn(batch, 3, px, px, device=place.device).to(memory_format=torch.channels_last)
@@ -295,13 +353,16 @@ def classifier(place: Place) -> nn.Module:
 def speed(place: Place) -> Figures:
     """training steps of ResNet-50, 224 px, bfloat16, eager and compiled"""
     torch.backends.cudnn.benchmark = True
-    net, batch, px = classifier(place), place.size(256, 2), place.size(224, 64)
+    net = classifier(place)
+    batch = place.size(256, 2)
+    px = place.size(224, 64)
     eager = batch * steps_per_s(place, net, net, batch, px, place.size(40, 2))
     compiled = torch.compile(net, dynamic=False) if not place.dry else net
     fast = batch * steps_per_s(place, compiled, net, batch, px, place.size(40, 2))
     figures: Figures = {
-        "eager": f"{eager:,.0f} images/s", "compiled": f"{fast:,.0f}",
-    }  # fmt: skip
+        "eager": f"{eager:,.0f} images/s",
+        "compiled": f"{fast:,.0f}",
+    }
     if least := place.least(IMAGES_PER_S):
         assert eager >= least[0], figures
         assert fast >= least[1], figures
@@ -312,20 +373,33 @@ def compiled(place: Place) -> Figures:
     """with compile=true, cifar's losses stay finite, in bfloat16 too"""
     if place.dry:
         raise NotPossible("the evaluation takes a CPU minutes")
-    keys = ("dataset=fake", "variant=fast", "compile=true", "dtype=bfloat16", "max_steps=6", "log_every_steps=1")
+    keys = (
+        "dataset=fake",
+        "variant=fast",
+        "compile=true",
+        "dtype=bfloat16",
+        "max_steps=6",
+        "log_every_steps=1",
+    )
     place.run(*place.recipe("cifar", *keys))
     return {"last loss": round(place.rows()[-1]["loss"], 3)}
 
 
 def gpt(place: Place) -> Figures:
-    """gpt learns its made text in bfloat16, compiled; not compiled, a row has the GPU's time, arithmetic, memory and energy"""
+    """gpt learns its made text in bfloat16, compiled; not compiled, a row has the GPU's time,
+    arithmetic, memory and energy
+    """
     small = ("seq_len=32", "sample=4") if place.dry else ()
     full = (f"max_steps={place.size(0, 4)}", *(() if place.dry else ("compile=true",)))
     place.run(*place.recipe("gpt", "dataset=bytes", *small, *full, run="whole"))
     place.run(*place.recipe("gpt", "dataset=bytes", *small, f"max_steps={place.size(40, 4)}"))
-    bits, row = place.summary("whole")["val_bpb"], place.rows()[-1]
+    bits = place.summary("whole")["val_bpb"]
+    row = place.rows()[-1]
     assert place.dry or bits <= 0.8, bits
-    assert place.dry or {"forward_backward", "optimizer", "mfu", "gpu_memory_gb", "gpu_energy_kj"} <= row.keys(), row
+    assert (
+        place.dry
+        or {"forward_backward", "optimizer", "mfu", "gpu_memory_gb", "gpu_energy_kj"} <= row.keys()
+    ), row
     return {"bits per byte": round(bits, 3)}
 
 
@@ -338,7 +412,8 @@ def fsdp(place: Place) -> Figures:
         net = GPT(256, 2, 128, 1).to(place.device)
         if divided:
             sharding.shard(net, place.device, 1, 0)
-        optimizer, random = torch.optim.AdamW(net.parameters(), 1e-3), torch.Generator().manual_seed(0)
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        random = torch.Generator().manual_seed(0)
         losses.append([])
         for _ in range(place.size(20, 3)):
             optimizer.zero_grad()
@@ -370,7 +445,8 @@ def growing_images(place: Place) -> Figures:
 
 def packed_images(place: Place) -> Figures:
     """with real photographs, packed, the recipe imagenet is as fast as with random images (95 %)"""
-    jpegs, packed = place.folder / "jpegs", place.folder / "packed"
+    jpegs = place.folder / "jpegs"
+    packed = place.folder / "packed"
     source = inputs.photos(jpegs, TINY if place.dry else FULL)
     for photo in sorted((jpegs / "train").glob("*/*.JPEG")):
         for copy in range(place.size(60, 1)):  # epochs of a usual length
@@ -380,10 +456,17 @@ def packed_images(place: Place) -> Figures:
     keys = (f"global_batch_size={place.size(256, 2)}", f"max_steps={place.size(140, 4)}", *small)
     rates = {}
     for name, data in (("fake", ("dataset=fake",)), ("real", (f"data_dir={packed}",))):
-        place.run(*place.recipe("imagenet", *keys, f"log_every_steps={place.size(20, 1)}", *data, run=name))
+        place.run(
+            *place.recipe(
+                "imagenet", *keys, f"log_every_steps={place.size(20, 1)}", *data, run=name
+            )
+        )
         rates[name] = statistics.median(row["samples_per_second"] for row in place.rows(name)[2:-1])
         wait = statistics.median(row["data_wait"] for row in place.rows(name)[2:-1])
-    figures: Figures = {"images": source, **{name: f"{rate:,.0f} images/s" for name, rate in rates.items()}}
+    figures: Figures = {
+        "images": source,
+        **{name: f"{rate:,.0f} images/s" for name, rate in rates.items()},
+    }
     figures |= {"share": round(rates["real"] / rates["fake"], 3), "data_wait": wait}
     assert place.dry or rates["real"] >= 0.95 * rates["fake"], figures
     return figures
@@ -391,11 +474,16 @@ def packed_images(place: Place) -> Figures:
 
 def decoding(place: Place) -> Figures:
     """beside processes that decode images, a step takes at most 1.1 times as long"""
-    workers, batch = max(1, len(os.sched_getaffinity(0)) - 2), place.size(256, 4)
+    workers = max(1, len(os.sched_getaffinity(0)) - 2)
+    batch = place.size(256, 4)
     crops = Crops(image_sets.Fake(1_000_000), "auto", partial(imagenet.training_crop, Config(), 1))
-    batches, cpu = GlobalBatches(len(crops), batch, 0, 0, 1), torch.device("cpu")
-    loader = TorchLoader(crops, batches, collate=image_sets.collate, num_workers=workers, device=cpu)
-    over, decoded = threading.Event(), [0]
+    batches = GlobalBatches(len(crops), batch, 0, 0, 1)
+    cpu = torch.device("cpu")
+    loader = TorchLoader(
+        crops, batches, collate=image_sets.collate, num_workers=workers, device=cpu
+    )
+    over = threading.Event()
+    decoded = [0]
 
     def read() -> None:
         for shard in loader.epoch(0):
@@ -403,10 +491,12 @@ def decoding(place: Place) -> Figures:
             if over.is_set():
                 return
 
-    net, px = classifier(place), place.size(224, 32)
+    net = classifier(place)
+    px = place.size(224, 32)
     alone = steps_per_s(place, net, net, batch, px, place.size(30, 3))
     with ThreadPoolExecutor(1) as pool:
-        begin, reading = time.monotonic(), pool.submit(read)
+        begin = time.monotonic()
+        reading = pool.submit(read)
         try:
             beside = steps_per_s(place, net, net, batch, px, place.size(60, 3))
             rate = decoded[0] / (time.monotonic() - begin)
@@ -414,20 +504,31 @@ def decoding(place: Place) -> Figures:
             over.set()
         reading.result()
     figures: Figures = {
-        "decoder": crops.decoder, "images/s a process": f"{rate / workers:,.0f}", "step": f"{alone / beside:.3f}",
-    }  # fmt: skip
+        "decoder": crops.decoder,
+        "images/s a process": f"{rate / workers:,.0f}",
+        "step": f"{alone / beside:.3f}",
+    }
     assert place.dry or alone / beside <= 1.1, figures
     return figures
 
 
 def shared_gpu(place: Place) -> Figures:
     """two ranks on one GPU over gloo have the loss of one rank; if one is killed, the other ends"""
-    keys = ("dataset=digits", "global_batch_size=63", "log_every_steps=1", "backend=gloo", "cpu_threads=1")
+    keys = (
+        "dataset=digits",
+        "global_batch_size=63",
+        "log_every_steps=1",
+        "backend=gloo",
+        "cpu_threads=1",
+    )
     place.run(*place.recipe("mnist", *keys, "max_steps=20", run="one"))
     for rank in place.ranks(*place.recipe("mnist", *keys, "max_steps=20", run="two")):
         out, _ = rank.communicate(timeout=60)
         assert rank.returncode == 0, out[-2000:]
-    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(place.rows("one"), place.rows("two"), strict=True))
+    apart = max(
+        abs(a["loss"] - b["loss"])
+        for a, b in zip(place.rows("one"), place.rows("two"), strict=True)
+    )
     assert apart <= 1e-3, apart
     first, second = place.ranks(*place.recipe("mnist", *keys, "epochs=1000", run="killed"))
     place.until(first, "killed")
@@ -440,22 +541,33 @@ def shared_gpu(place: Place) -> Figures:
 
 
 def accuracy(place: Place) -> Figures:
-    """the accuracy of cifar, five seeds of variant=fast and one of accurate, on the CIFAR-10 of RECIPES_DATA"""
+    """the accuracy of cifar, five seeds of variant=fast and one of accurate, on the CIFAR-10 of
+    RECIPES_DATA
+    """
     if place.dry or not os.environ.get("RECIPES_DATA"):
-        raise NotPossible("needs a GPU, and RECIPES_DATA with CIFAR-10 as `recipes.prepare cifar10` writes it")
+        raise NotPossible(
+            "needs a GPU, and RECIPES_DATA with CIFAR-10 as `recipes.prepare cifar10` writes it"
+        )
     place.run(*place.recipe("cifar", "variant=fast", "seed=0", run="fast-0"))  # alone, for its time
-    fast = [place.recipe("cifar", "variant=fast", f"seed={seed}", run=f"fast-{seed}") for seed in range(1, 5)]
+    fast = [
+        place.recipe("cifar", "variant=fast", f"seed={seed}", run=f"fast-{seed}")
+        for seed in range(1, 5)
+    ]
     for process in [
-        place.start(*words) for words in (*fast, place.recipe("cifar", "variant=accurate", run="accurate"))
+        place.start(*words)
+        for words in (*fast, place.recipe("cifar", "variant=accurate", run="accurate"))
     ]:
         out, _ = process.communicate(timeout=140)
         assert process.returncode == 0, out[-2000:]
-    alone, found = place.summary("fast-0"), [place.summary(f"fast-{seed}")["val_top1"] for seed in range(5)]
+    alone = place.summary("fast-0")
+    found = [place.summary(f"fast-{seed}")["val_top1"] for seed in range(5)]
     assert min(found) >= 0.89, found
     return {
         "fast": [round(top1, 4) for top1 in found],
         "mean": round(statistics.fmean(found), 4),
-        "fast, seconds of training": round(50_000 * alone["epochs"] / alone["samples_per_second"], 2),
+        "fast, seconds of training": round(
+            50_000 * alone["epochs"] / alone["samples_per_second"], 2
+        ),
         "fast, seconds of the run": round(alone["wall_seconds"], 1),
         "accurate": round(place.summary("accurate")["val_top1"], 4),
     }
@@ -473,7 +585,18 @@ def one_gpu_twice(place: Place) -> Figures:
 
 
 TOGETHER = (
-    collectives, ddp, digits, arithmetic, no_sync, exact_resume, compiled, gpt, fsdp, ends, hang, shared_gpu,
+    collectives,
+    ddp,
+    digits,
+    arithmetic,
+    no_sync,
+    exact_resume,
+    compiled,
+    gpt,
+    fsdp,
+    ends,
+    hang,
+    shared_gpu,
     one_gpu_twice,
-)  # fmt: skip
+)
 ALONE = (doctor, host_copy, out_of_memory, speed, growing_images, packed_images, decoding, accuracy)

@@ -59,32 +59,53 @@ class Place:
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
         """A Python command in the project's folder; stdout and stderr together."""
         return subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env={**os.environ, **environ}, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def recipe(self, name: str, *keys: str, run: str = "run") -> list[str]:
         """The words of a command that runs a recipe on this device."""
-        return ["-m", f"recipes.{name}", f"device={self.device.type}", f"run_dir={self.folder / run}", *keys]
+        return [
+            "-m",
+            f"recipes.{name}",
+            f"device={self.device.type}",
+            f"run_dir={self.folder / run}",
+            *keys,
+        ]
 
     def run(self, *words: str, status: int = 0, **environ: str) -> str:
         """The output of `start`, which must end with ``status``."""
         process = self.start(*words, **environ)
         out, _ = process.communicate(timeout=140)
-        assert process.returncode == status, f"status {process.returncode}, not {status}: {out[-2000:]}"
+        assert process.returncode == status, (
+            f"status {process.returncode}, not {status}: {out[-2000:]}"
+        )
         return out
 
     def ranks(self, *words: str) -> list[subprocess.Popen[str]]:
         """The same command on two ranks, which have one GPU together."""
         port = str(helpers.free_port())
-        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         if not self.dry:
             place["CUDA_VISIBLE_DEVICES"] = "0"
-        return [self.start(*words, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)]
+        return [
+            self.start(*words, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)
+        ]
 
     def until(self, process: subprocess.Popen[str], run: str = "run", rows: int = 1) -> None:
         """Waits, for a time, until a run has so many rows or the process ends."""
-        path, end = self.folder / run / "metrics.jsonl", time.monotonic() + 100
+        path = self.folder / run / "metrics.jsonl"
+        end = time.monotonic() + 100
         while (
             not (path.exists() and path.read_text().count("\n") >= rows)
             and time.monotonic() < end
@@ -93,7 +114,10 @@ class Place:
             time.sleep(0.1)
 
     def rows(self, run: str = "run") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def summary(self, run: str = "run") -> dict[str, Any]:
         return json.loads((self.folder / run / "summary.json").read_text())

@@ -1,4 +1,6 @@
-"""The checks of ``make gpus``, for a node with several GPUs. On the CPU, two ranks take their place."""
+"""The checks of ``make gpus``, for a node with several GPUs. On the CPU, two ranks take their
+place.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,61 @@ SHARE = 0.9  # at least, of nccl-tests' bandwidth
 def launch(place: Place, name: str, *keys: str, run: str) -> list[str]:
     """The words of a command that runs a recipe on all GPUs."""
     ranks = 2 if place.dry else torch.cuda.device_count()
-    words = ["launch.py", f"recipe={name}", "launcher=local", f"ranks_per_node={ranks}", f"device={place.device.type}"]
+    words = [
+        "launch.py",
+        f"recipe={name}",
+        "launcher=local",
+        f"ranks_per_node={ranks}",
+        f"device={place.device.type}",
+    ]
     return [*words, f"run_dir={place.folder / run}", *keys]
 
 
 def bandwidth(place: Place) -> Figures:
-    """the bus bandwidth of an all_reduce is that of nccl-tests, where all_reduce_perf is on the PATH"""
+    """the bus bandwidth of an all_reduce is that of nccl-tests, where all_reduce_perf is on the
+    PATH
+    """
     size = place.size(256, 1)
     place.run(
-        *launch(place, "collectives", "mode=bench", "operations=all_reduce", f"sizes={size}M..{size}M", run="bench")
+        *launch(
+            place,
+            "collectives",
+            "mode=bench",
+            "operations=all_reduce",
+            f"sizes={size}M..{size}M",
+            run="bench",
+        )
     )
     figures: Figures = {"GB/s": (ours := place.summary("bench")["busbw"]["all_reduce"])}
     if not place.dry and shutil.which("all_reduce_perf"):
-        command = ["all_reduce_perf", "-b", f"{size}M", "-e", f"{size}M", "-g", str(torch.cuda.device_count())]
+        command = [
+            "all_reduce_perf",
+            "-b",
+            f"{size}M",
+            "-e",
+            f"{size}M",
+            "-g",
+            str(torch.cuda.device_count()),
+        ]
         out = subprocess.check_output(command, text=True, timeout=100)
-        theirs = float(next(line for line in out.splitlines() if "Avg bus bandwidth" in line).split(":")[1])
+        theirs = float(
+            next(line for line in out.splitlines() if "Avg bus bandwidth" in line).split(":")[1]
+        )
         figures["nccl-tests"] = theirs
         assert ours >= SHARE * theirs, figures
     return figures
 
 
 def overlap(place: Place) -> Figures:
-    """one GPU processes nearly as many images per second in a job on all GPUs as in a job on that GPU alone"""
+    """one GPU processes nearly as many images per second in a job on all GPUs as in a job on that
+    GPU alone
+    """
     ranks = 2 if place.dry else torch.cuda.device_count()
-    keys = (f"max_steps={place.size(120, 4)}", f"log_every_steps={place.size(20, 1)}", *place.small_images)
+    keys = (
+        f"max_steps={place.size(120, 4)}",
+        f"log_every_steps={place.size(20, 1)}",
+        *place.small_images,
+    )
     rates = {}
     for name, count in (("one", 1), ("all", ranks)):
         words = (
@@ -61,8 +94,12 @@ def overlap(place: Place) -> Figures:
 
 
 def killed(place: Place) -> Figures:
-    """if a rank is killed, the others end within 30 s, it is named, and they keep NCCL's flight records"""
-    process = place.start(*launch(place, "mnist", "dataset=digits", "epochs=1000", "log_every_steps=1", run="run"))
+    """if a rank is killed, the others end within 30 s, it is named, and they keep NCCL's flight
+    records
+    """
+    process = place.start(
+        *launch(place, "mnist", "dataset=digits", "epochs=1000", "log_every_steps=1", run="run")
+    )
     place.until(process)
     begin = time.monotonic()
     for pid in helpers.children(process.pid):
@@ -77,14 +114,31 @@ def killed(place: Place) -> Figures:
 
 
 def fsdp_ranks(place: Place) -> Figures:
-    """the losses of gpt with strategy=fsdp, and of that run resumed in its middle, are those with ddp"""
+    """the losses of gpt with strategy=fsdp, and of that run resumed in its middle, are those with
+    ddp
+    """
     steps = place.size(20, 4)
-    keys = ("dataset=bytes", "dtype=float32", "seq_len=64", "global_batch_size=16", "sample=0", "log_every_steps=1",
-            f"max_steps={steps}", f"checkpoint_every_steps={steps // 2}", "keep_checkpoints=0")  # fmt: skip
+    keys = (
+        "dataset=bytes",
+        "dtype=float32",
+        "seq_len=64",
+        "global_batch_size=16",
+        "sample=0",
+        "log_every_steps=1",
+        f"max_steps={steps}",
+        f"checkpoint_every_steps={steps // 2}",
+        "keep_checkpoints=0",
+    )
     middle = f"resume={place.folder}/fsdp/checkpoints/step-{steps // 2:08d}.pt"
-    for run, more in (("ddp", ()), ("fsdp", ("strategy=fsdp",)), ("resumed", ("strategy=fsdp", middle))):
+    for run, more in (
+        ("ddp", ()),
+        ("fsdp", ("strategy=fsdp",)),
+        ("resumed", ("strategy=fsdp", middle)),
+    ):
         place.run(*launch(place, "gpt", *keys, *more, run=run))
-    whole, *others = ({row["step"]: row["loss"] for row in place.rows(run)} for run in ("ddp", "fsdp", "resumed"))
+    whole, *others = (
+        {row["step"]: row["loss"] for row in place.rows(run)} for run in ("ddp", "fsdp", "resumed")
+    )
     assert [len(one) for one in others] == [steps, steps // 2]
     apart = max(abs(whole[step] - loss) for one in others for step, loss in one.items())
     assert apart <= 1e-4, apart

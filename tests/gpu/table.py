@@ -1,4 +1,6 @@
-"""All checks by name, and one of them in this process: ``python -m tests.gpu.table NAME FOLDER cpu|cuda``."""
+"""All checks by name, and one of them in this process: ``python -m tests.gpu.table NAME FOLDER
+cpu|cuda``.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,20 @@ from tests.gpu import checks, several
 from tests.gpu.place import Figures, NotPossible, Place
 
 MEASURED = {check.__name__ for check in (*checks.ALONE, *several.CHECKS)}  # they measure a speed
-OF_ONE: dict[str, Callable[[Place], Figures]] = {check.__name__: check for check in (*checks.TOGETHER, *checks.ALONE)}
-OF_SEVERAL: dict[str, Callable[[Place], Figures]] = {check.__name__: check for check in several.CHECKS}
+OF_ONE: dict[str, Callable[[Place], Figures]] = {
+    check.__name__: check for check in (*checks.TOGETHER, *checks.ALONE)
+}
+OF_SEVERAL: dict[str, Callable[[Place], Figures]] = {
+    check.__name__: check for check in several.CHECKS
+}
 
 
 def machine(dry: bool) -> dict[str, Any]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cpus": len(os.sched_getaffinity(0))}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpus": len(os.sched_getaffinity(0)),
+    }
     if not dry:
         found |= {
             "gpu": torch.cuda.get_device_name(),
@@ -32,7 +42,9 @@ def machine(dry: bool) -> dict[str, Any]:
 
 
 def main(name: str, folder: str, device: str) -> None:
-    place = Place(torch.device(device, 0) if device == "cuda" else torch.device(device), Path(folder))
+    place = Place(
+        torch.device(device, 0) if device == "cuda" else torch.device(device), Path(folder)
+    )
     if not place.dry:
         torch.cuda.set_device(place.device)
     try:

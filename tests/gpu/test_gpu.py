@@ -1,4 +1,6 @@
-"""Two checks of ``make gpu`` on a CPU, and one of ``make gpus``. The others start whole runs, which other tests cover."""
+"""Two checks of ``make gpu`` on a CPU, and one of ``make gpus``. The others start whole runs, which
+other tests cover.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Applies each mutation in a copy of the repository, runs its tests there, and reports killed or survived.
+"""Applies each mutation in a copy of the repository, runs its tests there, and reports killed or
+survived.
 
-Exit status: 0 when all are killed; 1 when one survives; 2 for an argument or a mutation that is invalid, or tests that fail
-without any mutation.
+Exit status: 0 when all are killed; 1 when one survives; 2 for an argument or a mutation that is
+invalid, or tests that fail without any mutation.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from tests.mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 UNCHANGED_S = 3600.0  # for all tests of the chosen mutations, on the unchanged product
-TIMEOUT_S = 400.0  # for the tests of one mutation; a mutation that makes them hang longer is killed, too
-PASSED, FAILED = 0, 1  # pytest's exit statuses; the others tell of errors that are no test's
+# for the tests of one mutation; a mutation that makes them hang longer is killed, too
+TIMEOUT_S = 400.0
+# pytest's exit statuses; the others tell of errors that are no test's
+PASSED = 0
+FAILED = 1
 
 
 def all_mutations() -> dict[str, list[Mutation]]:
     """The mutations by the name of their file of data."""
     names = sorted(
-        module.name for module in pkgutil.iter_modules(tests.mutations.__path__) if module.name != "__main__"
+        module.name
+        for module in pkgutil.iter_modules(tests.mutations.__path__)
+        if module.name != "__main__"
     )
     return {name: importlib.import_module(f"tests.mutations.{name}").MUTATIONS for name in names}
 
@@ -41,7 +47,11 @@ def fault_of(mutation: Mutation) -> str:
     if not path.is_file():
         return f"{mutation.file}: no such file"
     count = path.read_text().count(mutation.old)
-    return "" if count == 1 else f"{mutation.file}: {mutation.old!r} occurs {count} times, must be once"
+    return (
+        ""
+        if count == 1
+        else f"{mutation.file}: {mutation.old!r} occurs {count} times, must be once"
+    )
 
 
 def copy_repository(folder: Path) -> Path:
@@ -63,11 +73,28 @@ def copy_repository(folder: Path) -> Path:
 def run_tests(repository: Path, selected: list[str], timeout_s: float) -> tuple[int, str]:
     """pytest's exit status, and its output; -SIGKILL where it ran longer than allowed."""
     data = os.environ.get("RECIPES_DATA") or str(ROOT.parent / "shared" / "data")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider", *selected]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "not long",
+        "-p",
+        "no:cacheprovider",
+        *selected,
+    ]
     process = subprocess.Popen(
-        command, cwd=repository, env=os.environ | {"RECIPES_DATA": data}, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=repository,
+        env=os.environ | {"RECIPES_DATA": data},
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         out, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -85,7 +112,9 @@ def try_mutation(mutation: Mutation) -> str:
         path.write_text(path.read_text().replace(mutation.old, mutation.new))
         status, output = run_tests(repository, mutation.tests.split(), TIMEOUT_S)
     state = {PASSED: "survived", FAILED: "killed", -signal.SIGKILL: "killed"}.get(status, "invalid")
-    print(f"{state:9} {time.monotonic() - begin:5.0f} s  {mutation.file}: {mutation.bug}", flush=True)
+    print(
+        f"{state:9} {time.monotonic() - begin:5.0f} s  {mutation.file}: {mutation.bug}", flush=True
+    )
     if state == "invalid":
         print(output, file=sys.stderr)
     return state
@@ -104,7 +133,10 @@ def main(argv: list[str]) -> int:
         if not only or any(word in f"{name} {mutation.file} {mutation.bug}" for word in only)
     ]
     if not chosen or (faults := [fault for mutation in chosen if (fault := fault_of(mutation))]):
-        print("\n".join(faults) if chosen else f"only={words['only']}: no such mutation", file=sys.stderr)
+        print(
+            "\n".join(faults) if chosen else f"only={words['only']}: no such mutation",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         selected = sorted({word for mutation in chosen for word in mutation.tests.split()})
@@ -114,7 +146,8 @@ def main(argv: list[str]) -> int:
         return 2
     with ThreadPoolExecutor(int(words.get("workers", "2"))) as pool:
         states = list(pool.map(try_mutation, chosen))
-    killed, survived = states.count("killed"), states.count("survived")
+    killed = states.count("killed")
+    survived = states.count("survived")
     invalid = len(states) - killed - survived
     print(f"{killed} of {len(states)} killed, {survived} survived, {invalid} invalid")
     return 2 if invalid else int(survived > 0)

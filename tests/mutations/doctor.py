@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/explain.py",
-        "sorted(by_pattern, key=lambda pattern: pattern.level)",
-        "sorted(by_pattern, key=lambda pattern: -pattern.level)",
+        "patterns = sorted(by_pattern, key=lambda pattern: pattern.level)",
+        "patterns = sorted(by_pattern, key=lambda pattern: -pattern.level)",
         "the diagnosis names a consequence, not its cause",
         "tests/unit/doctor/test_logs.py",
     ),

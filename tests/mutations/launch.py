@@ -1,4 +1,6 @@
-"""Bugs in submission, the batch script, requeues, the copy of the code, containers and launcher=local."""
+"""Bugs in submission, the batch script, requeues, the copy of the code, containers and
+launcher=local.
+"""
 
 from tests.mutations import Mutation
 
@@ -61,8 +63,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/allocation.py",
-        "if name in kept or not OF_LAUNCHERS.fullmatch(name)}",
-        "if not OF_LAUNCHERS.fullmatch(name)}",
+        "    return {\n        name: value\n        for name, value in environ.items()\n        if name in kept or not OF_LAUNCHERS.fullmatch(name)\n    }",
+        "    return {name: value for name, value in environ.items() if not OF_LAUNCHERS.fullmatch(name)}",
         "SLURM_CONF and SBATCH_ACCOUNT are removed, and sbatch finds no cluster or the wrong account",
         "tests/unit/launch/test_allocation.py::test_clean_environment_keeps_the_variables_of_users_and_sites",
     ),
@@ -89,8 +91,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        "job, restarts = directory.job_id(environ), int(",
-        'job, restarts = environ.get("SLURM_JOB_ID"), int(',
+        '    """\n    job = directory.job_id(environ)',
+        '    """\n    job = environ.get("SLURM_JOB_ID")',
         "an array task requeues another task of its array",
         "tests/unit/launch/test_batch.py::test_an_array_task_requeues_only_itself",
     ),
@@ -117,8 +119,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        '        job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})\n',
-        "        snapshot.take(ROOT)\n",
+        '        job = dataclasses.replace(\n            job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))}\n        )',
+        "        snapshot.take(ROOT)",
         "a submitted job runs code that was edited later",
         "tests/unit/launch/test_cli.py::test_a_submission_takes_a_snapshot_and_prints_its_paths",
     ),

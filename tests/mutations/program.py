@@ -33,8 +33,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/program/supervise.py",
-        "        self._asked_at = time.time()  # of",
-        "        self._asked_at = self._asked_at or time.time()  # of",
+        "        self._asked_at = time.time()",
+        "        self._asked_at = self._asked_at or time.time()",
         "a rank that fails after a signal that no program caught is requeued in place of failed",
         "tests/unit/program/test_supervise.py",
     ),

@@ -5,8 +5,8 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/run/watchdog.py",
-        "last, since = now, moment",
-        "last = now",
+        "            since = moment\n",
+        "",
         "a healthy run is ended once it has trained for timeout_s",
         "tests/unit/run/test_watchdog.py::test_beats_that_are_slower_than_the_polls_are_progress",
     ),
@@ -82,8 +82,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/judge.py",
-        "if by_parent and by_parent.kind is Kind.killed:",
-        "if False:",
+        "    if by_parent and by_parent.kind is Kind.killed:",
+        "    if False:",
         "a rank that lost its killed peer is named in its place",
         "tests/unit/run/test_judge.py",
     ),
@@ -138,8 +138,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/command_line.py",
-        "for chosen in itertools.product(*values.values()))",
-        "for chosen in itertools.product(*reversed(values.values())))",
+        "        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())",
+        "        dict(zip(values, chosen, strict=True))\n        for chosen in itertools.product(*reversed(values.values()))",
         "in a sweep over two keys, each key has the values of the other",
         "tests/unit/launch/test_scripts.py::test_each_run_of_a_sweep_has_its_own_values",
     ),

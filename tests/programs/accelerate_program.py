@@ -1,4 +1,6 @@
-"""Trains a linear layer with accelerate. After SIGTERM all ranks agree to stop, save, and exit with 0."""
+"""Trains a linear layer with accelerate. After SIGTERM all ranks agree to stop, save, and exit with
+0.
+"""
 
 import os
 import signal
@@ -19,7 +21,9 @@ accelerator = Accelerator(cpu=args.cpu)
 if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
     raise SystemExit(f"this process trains alone: {accelerator.num_processes} processes")
 set_seed(0)
-loader = DataLoader(TensorDataset(torch.rand(512, 8), torch.rand(512, 1)), batch_size=8, num_workers=2, shuffle=True)
+loader = DataLoader(
+    TensorDataset(torch.rand(512, 8), torch.rand(512, 1)), batch_size=8, num_workers=2, shuffle=True
+)
 net = nn.Linear(8, 1)
 net, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters()), loader)
 

@@ -1,4 +1,6 @@
-"""Trains a linear layer with Lightning, which under Slurm saves on SIGUSR1 and then requeues the job itself."""
+"""Trains a linear layer with Lightning, which under Slurm saves on SIGUSR1 and then requeues the
+job itself.
+"""
 
 import os
 import time
@@ -38,7 +40,9 @@ class Journal(lightning.Callback):
 
 
 class RecordingIO(TorchCheckpointIO):
-    """Records the checkpoints. Lightning writes a checkpoint under another name and then renames it."""
+    """Records the checkpoints. Lightning writes a checkpoint under another name and then renames
+    it.
+    """
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -46,8 +50,12 @@ class RecordingIO(TorchCheckpointIO):
 
 
 lightning.seed_everything(0)
-loader = DataLoader(TensorDataset(torch.rand(512, 8), torch.rand(512, 1)), batch_size=8, num_workers=2, shuffle=True)
-periodic = ModelCheckpoint(RUN_DIR / "periodic", "{step}", every_n_train_steps=args.save_every, save_top_k=-1)
+loader = DataLoader(
+    TensorDataset(torch.rand(512, 8), torch.rand(512, 1)), batch_size=8, num_workers=2, shuffle=True
+)
+periodic = ModelCheckpoint(
+    RUN_DIR / "periodic", "{step}", every_n_train_steps=args.save_every, save_top_k=-1
+)
 ranks = int(os.environ.get("WORLD_SIZE", 1))
 local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 trainer = lightning.Trainer(

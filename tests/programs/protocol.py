@@ -1,4 +1,5 @@
-"""What the programs in this folder share: their options, and the file in which rank 0 records its steps.
+"""What the programs in this folder share: their options, and the file in which rank 0 records its
+steps.
 
 Rank 0 appends lines to $RECIPES_RUN_DIR/steps.txt:
 
@@ -21,7 +22,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="steps; a resumed run does 10 more")
     parser.add_argument("--pace", type=float, default=0.1, help="seconds to sleep in each step")
     parser.add_argument("--save-every", type=int, default=0, help="0: save only before a stop")
-    parser.add_argument("--fault", choices=["raise", "kill", "exit", "memory"], help="of rank 1 at step 5")
+    parser.add_argument(
+        "--fault", choices=["raise", "kill", "exit", "memory"], help="of rank 1 at step 5"
+    )
     parser.add_argument("--jit", action="store_true", help="trainer: enable_jit_checkpoint")
     parser.add_argument("--cpu", action="store_true", help="trainer, accelerate: choose the CPU")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Runs Ray tasks on all nodes. Each node runs this program once. CPU only.
 
-The variables NNODES, NODE_RANK, NODES, MASTER_ADDR and MASTER_PORT describe the nodes. Node 0 starts
-the head and runs tasks until each node has run one. It writes the host names to hosts.txt in
+The variables NNODES, NODE_RANK, NODES, MASTER_ADDR and MASTER_PORT describe the nodes. Node 0
+starts the head and runs tasks until each node has run one. It writes the host names to hosts.txt in
 $RECIPES_RUN_DIR and stops its head. The other nodes join, and stop when the head no longer answers.
 """
 
@@ -40,14 +40,22 @@ def head_answers() -> bool:
 
 
 def start_ray(*options: str) -> subprocess.Popen:
-    """Starts Ray on this node. Nodes may share /tmp. The path is short: sockets allow 107 characters."""
+    """Starts Ray on this node. Nodes may share /tmp. The path is short: sockets allow 107
+    characters.
+    """
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
     command += [f"--node-ip-address={OWN_ADDRESS}", "--num-cpus=1", "--num-gpus=0"]
     command += [f"--temp-dir=/tmp/ray-{os.getuid()}-{HEAD[1]}-{NODE_RANK}"]
     command += ["--object-store-memory=100000000", "--disable-usage-stats"]
-    command += ["--min-worker-port=0", "--max-worker-port=0"]  # Ray's own range may contain MASTER_PORT
+    # Ray's own range may contain MASTER_PORT
+    command += [
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
     # At SIGTERM, do not wait up to 30 s for tasks, or for a head that has ended.
-    return subprocess.Popen(command, env={**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"})
+    return subprocess.Popen(
+        command, env={**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    )
 
 
 def hosts_of_tasks() -> set[tuple[str, str]]:

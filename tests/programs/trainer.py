@@ -1,6 +1,7 @@
 """Trains a tiny GPT-2 with the Trainer of Hugging Face, which saves on SIGTERM.
 
-By default, a callback lets the ranks agree on the step. With ``--jit`` the Trainer saves by itself, and its ranks do not agree.
+By default, a callback lets the ranks agree on the step. With ``--jit`` the Trainer saves by itself,
+and its ranks do not agree.
 """
 
 import os
@@ -51,8 +52,12 @@ class StopTogether(TrainerCallback):
 
 
 def newest_checkpoint() -> str | None:
-    """The newest complete checkpoint. The Trainer saves trainer_state.json last, and deletes the marker at the end."""
-    for path in sorted(RUN_DIR.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])):
+    """The newest complete checkpoint. The Trainer saves trainer_state.json last, and deletes the
+    marker at the end.
+    """
+    for path in sorted(
+        RUN_DIR.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])
+    ):
         begun = (path / "checkpoint-is-incomplete.txt").exists()
         if (path / "trainer_state.json").exists() and not begun:
             return str(path)
@@ -88,5 +93,6 @@ trainer.train(resume_from_checkpoint=resumed)
 last = newest_checkpoint()
 if options.jit and last not in (None, resumed) and not options.save_every:
     record("saved", int(Path(last).name.split("-")[1]))
-if torch.distributed.is_initialized():  # else torch may abort the process at its exit, with gloo once in 13 runs
+# else torch may abort the process at its exit, with gloo once in 13 runs
+if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

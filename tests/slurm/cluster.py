@@ -1,19 +1,24 @@
-"""A real Slurm cluster on this one machine: munged, slurmctld and N slurmd, for tests and for trying things out.
+"""A real Slurm cluster on this one machine: munged, slurmctld and N slurmd, for tests and for
+trying things out.
 
     eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"   # then sinfo, sbatch, salloc, srun
     sudo python tests/slurm/cluster.py down
 
-Each node is a host of its own as far as programs can see: it has its own network, host name, process, mount, IPC and
-cgroup namespaces, its own /etc/hosts, /etc/slurm, /sys and /dev/shm. The file system is otherwise shared, as a cluster's
-parallel file system would be. GPUs are device nodes without a driver: Slurm hands them out, nothing can compute on them.
-Jobs are tracked and confined by cgroups, as at most sites: to their cores, their memory and their GPUs. A node poses as one
-of CPUS cores. Slurm maps them to the cores that this machine has, so several jobs may have the same one.
-The login side is this machine itself: a cable (a veth pair) joins it to the nodes' switch (a bridge in a namespace).
+Each node is a host of its own as far as programs can see: it has its own network, host name,
+process, mount, IPC and cgroup namespaces, its own /etc/hosts, /etc/slurm, /sys and /dev/shm. The
+file system is otherwise shared, as a cluster's parallel file system would be. GPUs are device nodes
+without a driver: Slurm hands them out, nothing can compute on them. Jobs are tracked and confined
+by cgroups, as at most sites: to their cores, their memory and their GPUs. A node poses as one of
+CPUS cores. Slurm maps them to the cores that this machine has, so several jobs may have the same
+one. The login side is this machine itself: a cable (a veth pair) joins it to the nodes' switch (a
+bridge in a namespace).
 
-Everything lies in one folder, and everything that runs is a descendant of one keeper process in a process namespace
-that dies with it; the keeper dies with whoever asked for the cluster. The machine's own /etc is never touched.
+Everything lies in one folder, and everything that runs is a descendant of one keeper process in a
+process namespace that dies with it; the keeper dies with whoever asked for the cluster. The
+machine's own /etc is never touched.
 
-Needs root and Slurm's packages, see missing(). Runs with Slurm 22.05, 24.11 and 26.05 (`make portability`).
+Needs root and Slurm's packages, see missing(). Runs with Slurm 22.05, 24.11 and 26.05 (`make
+portability`).
 """
 
 from __future__ import annotations
@@ -43,22 +48,54 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-BASE = Path("/tmp")  # not $TMPDIR: a unix socket's path has 107 characters, and ordinary users must get through
+# not $TMPDIR: a unix socket's path has 107 characters, and ordinary users must get through
+BASE = Path("/tmp")
 PREFIX = "slurm-test-"
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sinfo", "srun", "ip", "unshare", "nsenter", "setpriv", "bash")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "scontrol",
+    "sinfo",
+    "srun",
+    "ip",
+    "unshare",
+    "nsenter",
+    "setpriv",
+    "bash",
+)
 CONTROLLER = "slurmctl"
 SLURMD_PORT = 6818
 CPUS = 64  # of a node
 MEMORY_PER_CPU_MB = 2000
-GPU_MAJOR = 60  # for local use (Linux's list of devices): no driver has it, and cgroups tell the minors apart
+# for local use (Linux's list of devices): no driver has it, and cgroups tell the minors apart
+GPU_MAJOR = 60
 CGROUPS = Path("/sys/fs/cgroup")
-CONTROLLERS = ("cpuset", "cpuacct", "memory", "devices", "freezer")  # of cgroup v1: those that Slurm uses
+# of cgroup v1: those that Slurm uses
+CONTROLLERS = (
+    "cpuset",
+    "cpuacct",
+    "memory",
+    "devices",
+    "freezer",
+)
 DOCKER0 = "172.17.0.1/16"
 UP_TIMEOUT_S = 30.0
-KILLED_S = 30.0  # for a process to be gone that was killed: a large one wants CPU time of its own for it
+# for a process to be gone that was killed: a large one wants CPU time of its own for it
+KILLED_S = 30.0
 FINAL_STATES = frozenset(
-    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
+    [
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    ]
 )
 
 
@@ -72,18 +109,22 @@ class ClusterOptions:
     gpus: tuple[int, ...] | int = 8  # one number for all nodes, or one a node
     kill_wait_s: int = 5
     slurmd_timeout_s: int = 20
-    linuxproc: bool = False  # no cgroups: jobs are tracked by their processes' parents, and not confined
+    # no cgroups: jobs are tracked by their processes' parents, and not confined
+    linuxproc: bool = False
     preempt: bool = False  # partition `high` preempts `main` by requeue
     accounting: bool = False  # starts slurmdbd and a private MariaDB, which sacct needs
     topology: str = ""  # topology.conf, for a TopologyPlugin in extra_conf
-    extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
+    # lines for slurm.conf; one with the key (and name) of a line written here replaces it
+    extra_conf: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= 64:
             raise ValueError(f"nodes={self.nodes}: give 1 to 64")
         counts = self.gpus_per_node
         if len(counts) != self.nodes or min(counts) < 0:
-            raise ValueError(f"gpus={self.gpus}: give one count, or one for each of the {self.nodes} nodes")
+            raise ValueError(
+                f"gpus={self.gpus}: give one count, or one for each of the {self.nodes} nodes"
+            )
 
     @property
     def gpus_per_node(self) -> tuple[int, ...]:
@@ -96,7 +137,8 @@ class Node:
     address: str
     address6: str  # "" without IPv6
     gpus: int
-    pid: int  # of its first process, as this machine sees it: /proc/PID/ns/* are the node's namespaces
+    # of its first process, as this machine sees it: /proc/PID/ns/* are the node's namespaces
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -107,7 +149,9 @@ class Process:
 
 
 def missing() -> str | None:
-    """None when a cluster can be brought up here, else one line with what is missing and how to mend it."""
+    """None when a cluster can be brought up here, else one line with what is missing and how to
+    mend it.
+    """
     if not sys.platform.startswith("linux"):
         return f"a Slurm cluster on one machine needs Linux's namespaces, this is {sys.platform}"
     absent = [name for name in PROGRAMS if not _which(name)]
@@ -116,7 +160,9 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "a Slurm cluster on one machine needs root: run with sudo"
     probe = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, text=True
+        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"],
+        capture_output=True,
+        text=True,
     )
     if probe.returncode:
         return f"no new namespaces here ({probe.stderr.strip()}): in a container, start it with --privileged"
@@ -124,29 +170,45 @@ def missing() -> str | None:
 
 
 def cgroups_missing() -> str | None:
-    """None if the nodes can have cgroups, which need the hierarchies of cgroup v1. Else one line with what is missing.
+    """None if the nodes can have cgroups, which need the hierarchies of cgroup v1. Else one line
+    with what is missing.
 
     Without cgroups, a cluster is as with `linuxproc`.
     """
     absent = [name for name in CONTROLLERS if not (CGROUPS / name / "cgroup.procs").exists()]
-    return f"no cgroup v1 here: {CGROUPS} has no hierarchy for {', '.join(absent)}" if absent else None
+    return (
+        f"no cgroup v1 here: {CGROUPS} has no hierarchy for {', '.join(absent)}" if absent else None
+    )
 
 
-# --- what is the same inside and outside of the keeper ---------------------------------------------------------------
+# --- what is the same inside and outside of the keeper
+# ---------------------------------------------------------------
 
 
 def accounting_missing() -> str | None:
-    """None if a cluster can have accounting here, else one line with what is missing and how to install it."""
-    absent = [name for name in ("slurmdbd", "mariadbd", "mariadb-install-db", "sacct") if not _which(name)]
-    return f"{', '.join(absent)} not found: apt-get install slurmdbd mariadb-server" if absent else None
+    """None if a cluster can have accounting here, else one line with what is missing and how to
+    install it.
+    """
+    absent = [
+        name for name in ("slurmdbd", "mariadbd", "mariadb-install-db", "sacct") if not _which(name)
+    ]
+    return (
+        f"{', '.join(absent)} not found: apt-get install slurmdbd mariadb-server"
+        if absent
+        else None
+    )
 
 
 def _which(program: str) -> str | None:
-    return shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
+    return shutil.which(
+        program, path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
+    )
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which the process began; None when there is none, or only its zombie."""
+    """Clock ticks after boot at which the process began; None when there is none, or only its
+    zombie.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -159,10 +221,15 @@ def _processes() -> Iterator[tuple[int, int]]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                yield int(entry), int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
+                yield (
+                    int(entry),
+                    int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]),
+                )
 
 
-def _wait_until(condition: Callable[[], object], timeout_s: float, what: str, log: Path | None = None) -> None:
+def _wait_until(
+    condition: Callable[[], object], timeout_s: float, what: str, log: Path | None = None
+) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
@@ -177,12 +244,15 @@ def _tail(log: Path | None, lines: int = 15) -> str:
     return f"; the end of {log}:\n" + "\n".join(text.splitlines()[-lines:])
 
 
-# Moves the shell to cgroups, whose files cgroup.procs $1 names. It then becomes the command that follows.
+# Moves the shell to cgroups, whose files cgroup.procs $1 names. It then becomes the command that
+# follows.
 _JOIN = 'for procs in $1; do echo $$ > "$procs"; done; shift; exec "$@"'
 
 
 def _inside(pid: int, network: bool = True) -> list[str]:
-    """What to put before a command, so that it runs in the namespaces and the cgroups of the host with this first process."""
+    """What to put before a command, so that it runs in the namespaces and the cgroups of the host
+    with this first process.
+    """
     flags = ["--mount", "--uts", "--pid", "--ipc", "--cgroup"] + (["--net"] if network else [])
     argv = ["nsenter", f"--target={pid}", *flags, "--"]
     if os.stat(f"/proc/{pid}/ns/cgroup").st_ino == os.stat("/proc/self/ns/cgroup").st_ino:
@@ -191,7 +261,9 @@ def _inside(pid: int, network: bool = True) -> list[str]:
 
 
 def _own_cgroup(controller: str) -> Path:
-    """The cgroup of this process in a hierarchy of cgroup v1; the root of what is mounted if it is outside of that."""
+    """The cgroup of this process in a hierarchy of cgroup v1; the root of what is mounted if it is
+    outside of that.
+    """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         own = CGROUPS / controller / path.lstrip("/")
@@ -201,7 +273,9 @@ def _own_cgroup(controller: str) -> Path:
 
 
 def _remove_cgroup(cgroup: Path) -> bool:
-    """Removes a cgroup and those in it. Returns whether it is gone: it stays for a moment after its last process has ended."""
+    """Removes a cgroup and those in it. Returns whether it is gone: it stays for a moment after its
+    last process has ended.
+    """
     for folder, _, _ in os.walk(cgroup, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
@@ -217,7 +291,8 @@ def _client_env(conf: Path) -> dict[str, str]:
 
 
 def _start_slurmd(root: Path, node: Node) -> None:
-    conf, log = root / "etc/slurm.conf", root / f"log/slurmd-{node.name}.log"
+    conf = root / "etc/slurm.conf"
+    log = root / f"log/slurmd-{node.name}.log"
     _daemon([*_inside(node.pid), "slurmd", "-N", node.name, "-f", str(conf)], conf, log)
 
 
@@ -225,7 +300,13 @@ def _daemon(argv: Sequence[str], conf: Path, log: Path) -> None:
     """Start a program that goes into the background by itself."""
     with log.open("ab") as out:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=_client_env(conf), cwd="/", timeout=UP_TIMEOUT_S
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=_client_env(conf),
+            cwd="/",
+            timeout=UP_TIMEOUT_S,
         )
     if done.returncode:
         raise ClusterError(f"{shlex.join(argv)}: exit status {done.returncode}" + _tail(log))
@@ -234,13 +315,17 @@ def _daemon(argv: Sequence[str], conf: Path, log: Path) -> None:
 def _idle(conf: Path, names: Sequence[str]) -> bool:
     done = subprocess.run(
         ["sinfo", "-h", "-N", "-o", "%N %t", "-n", ",".join(names)],
-        capture_output=True, text=True, env=_client_env(conf), timeout=UP_TIMEOUT_S,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=_client_env(conf),
+        timeout=UP_TIMEOUT_S,
+    )
     states = dict(line.split() for line in done.stdout.splitlines())
     return all(states.get(name) in ("idle", "mix", "alloc") for name in names)
 
 
-# --- what a test holds ------------------------------------------------------------------------------------------------
+# --- what a test holds
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -274,11 +359,17 @@ class Cluster:
         return next(node for node in self.nodes if node.name == name)
 
     def run(self, *argv: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on the login side; the keywords are subprocess.run's, `env` is added to the environment."""
+        """Run a command on the login side; the keywords are subprocess.run's, `env` is added to the
+        environment.
+        """
         return self._run([str(each) for each in argv], **kwargs)
 
-    def on_node(self, name: str, *argv: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command as root inside a node, in `/`: what a rank there would see, but outside of any job."""
+    def on_node(
+        self, name: str, *argv: str | Path, **kwargs: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command as root inside a node, in `/`: what a rank there would see, but outside of
+        any job.
+        """
         return self._run([*_inside(self.node(name).pid), *(str(each) for each in argv)], **kwargs)
 
     def _run(self, argv: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -291,14 +382,18 @@ class Cluster:
         return subprocess.run(argv, env=env, **(defaults | kwargs))
 
     def submit(self, *argv: str | Path, **kwargs: Any) -> str:
-        """sbatch with these arguments; the new job's id. Raises ClusterError with sbatch's message when refused."""
+        """sbatch with these arguments; the new job's id. Raises ClusterError with sbatch's message
+        when refused.
+        """
         done = self.run("sbatch", "--parsable", *argv, **kwargs)
         if done.returncode:
             raise ClusterError(done.stderr.strip())
         return done.stdout.strip().split(";")[0]
 
     def jobs(self, job_id: str | int) -> list[dict[str, str]]:
-        """What `scontrol show job` knows, one mapping a job (an array or a heterogeneous job has several)."""
+        """What `scontrol show job` knows, one mapping a job (an array or a heterogeneous job has
+        several).
+        """
         for _ in range(3):  # a controller on a busy machine may not answer in time
             done = self.run("scontrol", "--oneliner", "show", "job", str(job_id))
             if not re.search("timed out|Unable to contact", done.stderr):
@@ -309,7 +404,9 @@ class Cluster:
         return [dict(word.split("=", 1) for word in words if "=" in word) for words in lines]
 
     def wait_job(self, job_id: str | int, timeout_s: float = 30) -> str:
-        """Wait for a job's end; its state (`COMPLETED`, `FAILED`, …), of several tasks the first that is no success."""
+        """Wait for a job's end; its state (`COMPLETED`, `FAILED`, …), of several tasks the first
+        that is no success.
+        """
         states: list[str] = []
 
         def ended() -> bool:
@@ -323,7 +420,11 @@ class Cluster:
         return next((state for state in states if state != "COMPLETED"), "COMPLETED")
 
     def wait_running(self, job_id: str | int, timeout_s: float = 30) -> None:
-        _wait_until(lambda: self.jobs(job_id)[0]["JobState"] == "RUNNING", timeout_s, f"the start of job {job_id}")
+        _wait_until(
+            lambda: self.jobs(job_id)[0]["JobState"] == "RUNNING",
+            timeout_s,
+            f"the start of job {job_id}",
+        )
 
     def wait_idle(self, timeout_s: float = 30, names: Sequence[str] = ()) -> None:
         """Wait until the nodes (all, or these) can take a job."""
@@ -332,16 +433,28 @@ class Cluster:
         _wait_until(lambda: _idle(self.conf, wanted), timeout_s, f"{', '.join(wanted)} ready", log)
 
     def processes(self, node: str = "", command: str = "", job_id: str | int = "") -> list[Process]:
-        """The processes in the nodes (all, or one), whose command line holds `command`, in the job `job_id`.
+        """The processes in the nodes (all, or one), whose command line holds `command`, in the job
+        `job_id`.
 
-        Slurm's own daemons and the node's first process are there too, unless a command or a job is given.
+        Slurm's own daemons and the node's first process are there too, unless a command or a job is
+        given.
         """
-        names = {os.stat(f"/proc/{each.pid}/ns/pid").st_ino: each.name for each in self.nodes if _start_time(each.pid)}
+        names = {
+            os.stat(f"/proc/{each.pid}/ns/pid").st_ino: each.name
+            for each in self.nodes
+            if _start_time(each.pid)
+        }
         found = []
         for pid, _ in _processes():
             try:
                 name = names.get(os.stat(f"/proc/{pid}/ns/pid").st_ino)
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                line = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
                 if not name or not line or (node and node != name) or command not in line:
                     continue
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if job_id else []
@@ -364,30 +477,48 @@ class Cluster:
         return [p for p in self.processes(node=name) if Path(p.command.split()[0]).name == "slurmd"]
 
     def kill_node(self, name: str) -> None:
-        """The node dies: its network first, so that nobody there can report it, then all its processes.
+        """The node dies: its network first, so that nobody there can report it, then all its
+        processes.
 
-        Slurm takes some 30 s to find out; slurmd_timeout_s=6 with extra_conf="MessageTimeout=6" makes that less.
+        Slurm takes some 30 s to find out; slurmd_timeout_s=6 with extra_conf="MessageTimeout=6"
+        makes that less.
         """
         self.cut_network(name)
         first = self.node(name).pid
         before = [(p.pid, _start_time(p.pid)) for p in self.processes(node=name) if p.pid != first]
-        self.on_node(name, "bash", "-c", "kill -KILL -1")  # in its process namespace: all but its first process
-        _wait_until(lambda: all(_start_time(pid) != began for pid, began in before), KILLED_S, f"the death of {name}")
+        # in its process namespace: all but its first process
+        self.on_node(name, "bash", "-c", "kill -KILL -1")
+        _wait_until(
+            lambda: all(_start_time(pid) != began for pid, began in before),
+            KILLED_S,
+            f"the death of {name}",
+        )
 
     def restart_slurmd(self, name: str, timeout_s: float = 30) -> None:
-        """Bring back what kill_slurmd or kill_node took down, and wait until the node can take a job."""
+        """Bring back what kill_slurmd or kill_node took down, and wait until the node can take a
+        job.
+        """
         self.join_network(name)
         if not self._slurmd(name):
             began = time.strftime("%Y-%m-%dT%H:%M:%S")
             _start_slurmd(self.root, self.node(name))
             # the controller may still hold the dead daemon for well
             log = self.root / f"log/slurmd-{name}.log"
-            _wait_until(lambda: self._slurmd_start(name) >= began, timeout_s, f"registration of {name}", log)
+            _wait_until(
+                lambda: self._slurmd_start(name) >= began, timeout_s, f"registration of {name}", log
+            )
         self.wait_idle(timeout_s, [name])
 
     def _slurmd_start(self, name: str) -> str:
         words = self.run("scontrol", "show", "node", name).stdout.split()
-        return next((word.removeprefix("SlurmdStartTime=") for word in words if word.startswith("SlurmdStart")), "")
+        return next(
+            (
+                word.removeprefix("SlurmdStartTime=")
+                for word in words
+                if word.startswith("SlurmdStart")
+            ),
+            "",
+        )
 
     def cut_network(self, name: str) -> None:
         """Pull the node's cable out of the switch."""
@@ -397,7 +528,9 @@ class Cluster:
         self._switch("link", "set", name, "up")
 
     def _switch(self, *argv: str) -> None:
-        self._run(["nsenter", f"--target={self._state['switch']}", "--net", "--", "ip", *argv], check=True)
+        self._run(
+            ["nsenter", f"--target={self._state['switch']}", "--net", "--", "ip", *argv], check=True
+        )
 
     def down(self) -> None:
         """Take all of it down and remove its folder; nothing happens where it is down already."""
@@ -405,7 +538,8 @@ class Cluster:
 
 
 def start(options: ClusterOptions | None = None, owner: int | None = None) -> Cluster:
-    """Bring a cluster up. It goes down with the process `owner`, or stays until down() when that is None.
+    """Bring a cluster up. It goes down with the process `owner`, or stays until down() when that is
+    None.
 
     Raises ClusterError with the end of the log of the daemon that did not come up.
     """
@@ -414,25 +548,42 @@ def start(options: ClusterOptions | None = None, owner: int | None = None) -> Cl
         raise ClusterError(reason)
     options = options or ClusterOptions()
     root = make_root()
-    argv = [sys.executable, str(Path(__file__).resolve()), "_keep", str(root), json.dumps(asdict(options))]
+    argv = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "_keep",
+        str(root),
+        json.dumps(asdict(options)),
+    ]
     owner_fd = -1 if owner is None else os.pidfd_open(owner)
     try:
         # not our stderr: who captures it would wait for the keeper's end
         with (root / "keeper.log").open("wb") as log:
             keeper = subprocess.Popen(
                 [*argv, str(owner_fd)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/",
-                pass_fds=() if owner is None else (owner_fd,), start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd="/",
+                pass_fds=() if owner is None else (owner_fd,),
+                start_new_session=True,
+            )
     finally:
         if owner is not None:
             os.close(owner_fd)
     assert keeper.stdout is not None
     with keeper.stdout:
         answered = select.select([keeper.stdout], [], [], 2 * UP_TIMEOUT_S)[0]
-        answer = keeper.stdout.read().strip() if answered else f"no cluster within {2 * UP_TIMEOUT_S:g} s"
+        answer = (
+            keeper.stdout.read().strip()
+            if answered
+            else f"no cluster within {2 * UP_TIMEOUT_S:g} s"
+        )
     if answer != "ready":
-        answer = answer or "the keeper died while it started the cluster" + _tail(root / "keeper.log")
+        answer = answer or "the keeper died while it started the cluster" + _tail(
+            root / "keeper.log"
+        )
         keeper.kill()
         keeper.wait(KILLED_S)
         take_down(root)
@@ -442,7 +593,9 @@ def start(options: ClusterOptions | None = None, owner: int | None = None) -> Cl
 
 
 def make_root() -> Path:
-    """A new cluster's folder, named after the session of tests that it belongs to, if any (see tests/guardian.py)."""
+    """A new cluster's folder, named after the session of tests that it belongs to, if any (see
+    tests/guardian.py).
+    """
     mark, _ = resource.getrlimit(resource.RLIMIT_RSS)
     session = "" if mark == resource.RLIM_INFINITY else f"{mark}_"
     root = Path(tempfile.mkdtemp(prefix=PREFIX + session, dir=BASE))
@@ -464,7 +617,9 @@ def running_cluster(options: ClusterOptions | None = None) -> Iterator[Cluster]:
 
 
 def take_down(root: Path) -> None:
-    """Kill what state.json records and is still the same process, then remove link and folder. Safe to repeat."""
+    """Kill what state.json records and is still the same process, then remove link and folder. Safe
+    to repeat.
+    """
     state: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         state = json.loads((root / "state.json").read_text())
@@ -477,44 +632,63 @@ def take_down(root: Path) -> None:
         keeper = _KEEPERS.pop(pid, None)
         if keeper is not None:
             keeper.wait(KILLED_S)
-        _wait_until(lambda pid=pid, began=began: _start_time(pid) != began, KILLED_S, f"end of process {pid}")  # type: ignore[misc]
+        _wait_until(
+            lambda pid=pid, began=began: _start_time(pid) != began,
+            KILLED_S,
+            f"end of process {pid}",
+        )  # type: ignore[misc]
     if "link" in state:
         # the kernel takes it away with the switch's namespace, but some time later
         subprocess.run(["ip", "link", "delete", state["link"]], capture_output=True, check=False)
     for cgroup in state.get("cgroups", []):
-        _wait_until(lambda cgroup=cgroup: _remove_cgroup(Path(cgroup)), KILLED_S, f"the removal of {cgroup}")  # type: ignore[misc]
+        _wait_until(
+            lambda cgroup=cgroup: _remove_cgroup(Path(cgroup)), KILLED_S, f"the removal of {cgroup}"
+        )  # type: ignore[misc]
     shutil.rmtree(root, ignore_errors=True)
 
 
-# --- the keeper: brings up, then waits for its owner's end ------------------------------------------------------------
+# --- the keeper: brings up, then waits for its owner's end
+# ------------------------------------------------------------
 
 
 class _Keeper:
     def __init__(self, root: Path, options: ClusterOptions, owned: bool) -> None:
-        self.root, self.options, self.owned = root, options, owned
+        self.root = root
+        self.options = options
+        self.owned = owned
         self.id = secrets.token_hex(3)
         self.link = f"slt{self.id}"
         self.network = _free_network()
         self.login = str(self.network[1])
         self.slurmdbd_port = _free_port() if options.accounting else 0
-        self.network6 = f"fd{self.id[:2]}:{self.id[2:]}" if Path("/proc/sys/net/ipv6").exists() else ""
+        self.network6 = (
+            f"fd{self.id[:2]}:{self.id[2:]}" if Path("/proc/sys/net/ipv6").exists() else ""
+        )
         self.nodes: list[Node] = []
         self.names = [f"node{number}" for number in range(1, options.nodes + 1)]
-        self.cgroups: dict[str, list[Path]] = {}  # of each node, one for each controller; empty without cgroups
+        # of each node, one for each controller; empty without cgroups
+        self.cgroups: dict[str, list[Path]] = {}
         if not (options.linuxproc or cgroups_missing()):
             parents = [_own_cgroup(controller) for controller in CONTROLLERS]
-            self.cgroups = {name: [parent / f"{root.name}-{name}" for parent in parents] for name in self.names}
+            self.cgroups = {
+                name: [parent / f"{root.name}-{name}" for parent in parents] for name in self.names
+            }
         self.switch = 0
         self.children: list[subprocess.Popen[bytes]] = []
         self.processes: list[int] = [os.getpid()]
 
     def save(self) -> None:
         state = {
-            "id": self.id, "owned": self.owned, "options": asdict(self.options), "link": self.link, "login": self.login,
-            "switch": self.switch, "nodes": [asdict(node) for node in self.nodes],
+            "id": self.id,
+            "owned": self.owned,
+            "options": asdict(self.options),
+            "link": self.link,
+            "login": self.login,
+            "switch": self.switch,
+            "nodes": [asdict(node) for node in self.nodes],
             "processes": [(pid, _start_time(pid)) for pid in self.processes],
             "cgroups": [str(cgroup) for cgroups in self.cgroups.values() for cgroup in cgroups],
-        }  # fmt: skip
+        }
         new = self.root / "state.new"
         new.write_text(json.dumps(state))
         new.rename(self.root / "state.json")
@@ -524,7 +698,9 @@ class _Keeper:
 
     def address6(self, number: int) -> str:
         # In its one short form, as the system shows it: fd41:8d5::b, not fd41:08d5::b.
-        return str(ipaddress.IPv6Address(f"{self.network6}::{10 + number:x}")) if self.network6 else ""
+        return (
+            str(ipaddress.IPv6Address(f"{self.network6}::{10 + number:x}")) if self.network6 else ""
+        )
 
     def bring_up(self) -> None:
         self.save()
@@ -543,7 +719,15 @@ class _Keeper:
         self.start_daemons(controller)
 
     def make_files(self, names: list[str]) -> None:
-        folders = {"etc": 0o755, "log": 0o755, "run": 0o755, "key": 0o700, "state": 0o700, "spool": 0o755, "dev": 0o755}
+        folders = {
+            "etc": 0o755,
+            "log": 0o755,
+            "run": 0o755,
+            "key": 0o700,
+            "state": 0o700,
+            "spool": 0o755,
+            "dev": 0o755,
+        }
         for folder, mode in folders.items():
             (self.root / folder).mkdir()
             (self.root / folder).chmod(mode)
@@ -558,7 +742,9 @@ class _Keeper:
         (self.root / "first-process.sh").write_text(_FIRST_PROCESS)
         (self.root / "etc/slurm.conf").write_text(self.slurm_conf(names))
         (self.root / "etc/gres.conf").write_text(self.gres_conf(names))
-        (self.root / "etc/cgroup.conf").write_text(_CGROUP_CONF if self.cgroups else "IgnoreSystemd=yes\n")
+        (self.root / "etc/cgroup.conf").write_text(
+            _CGROUP_CONF if self.cgroups else "IgnoreSystemd=yes\n"
+        )
         (self.root / "etc/topology.conf").write_text(self.options.topology)
         if self.slurmdbd_port:
             (self.root / "etc/slurmdbd.conf").write_text(self.slurmdbd_conf())
@@ -569,10 +755,16 @@ class _Keeper:
             file.chmod(0o600 if file.name == "slurmdbd.conf" else 0o644)
 
     def make_cgroups(self) -> None:
-        """A cgroup of its own for each node, which shows it as the root: all clusters here have a node of the same name."""
+        """A cgroup of its own for each node, which shows it as the root: all clusters here have a
+        node of the same name.
+        """
         for cgroup in itertools.chain(*self.cgroups.values()):
             cgroup.mkdir()
-            for setting in ("cpuset.cpus", "cpuset.mems"):  # empty in a new cgroup, which then accepts no process
+            # empty in a new cgroup, which then accepts no process
+            for setting in (
+                "cpuset.cpus",
+                "cpuset.mems",
+            ):
                 if (cgroup / setting).exists():
                     (cgroup / setting).write_text((cgroup.parent / setting).read_text())
 
@@ -582,7 +774,11 @@ class _Keeper:
             if name == own_name:  # as Debian sets it up
                 lines.append(f"127.0.1.1 {name}")
                 continue
-            lines += [f"{address} {name}" for address in (self.address(number), self.address6(number)) if address]
+            lines += [
+                f"{address} {name}"
+                for address in (self.address(number), self.address6(number))
+                if address
+            ]
         return "\n".join(lines) + "\n"
 
     def gres_conf(self, names: list[str]) -> str:
@@ -593,7 +789,8 @@ class _Keeper:
         return "\n".join(lines) + "\n"
 
     def slurm_conf(self, names: list[str]) -> str:
-        options, root = self.options, self.root
+        options = self.options
+        root = self.root
         lines = [
             f"ClusterName=test{self.id}",
             f"SlurmctldHost={CONTROLLER}({self.login})",
@@ -661,7 +858,9 @@ class _Keeper:
         ]
         extra = options.extra_conf.strip().splitlines()
         replaced = {_conf_key(line) for line in extra}
-        return "\n".join([*(line for line in lines if _conf_key(line) not in replaced), *extra]) + "\n"
+        return (
+            "\n".join([*(line for line in lines if _conf_key(line) not in replaced), *extra]) + "\n"
+        )
 
     def slurmdbd_conf(self) -> str:
         root = self.root
@@ -681,14 +880,33 @@ class _Keeper:
         return "\n".join(lines) + "\n"
 
     def spawn(self, name: str) -> subprocess.Popen[bytes]:
-        """A host's namespaces and its first process, which only reaps. The controller shares the login's network."""
+        """A host's namespaces and its first process, which only reaps. The controller shares the
+        login's network.
+        """
         network, sysfs = ([], []) if name == CONTROLLER else (["--net"], ["own-sys"])
-        argv = ["unshare", *network, "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        argv = [
+            "unshare",
+            *network,
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         cgroups = self.cgroups.get(name, [])
         if cgroups:
             procs = " ".join(f"{cgroup}/cgroup.procs" for cgroup in cgroups)
             argv = ["sh", "-c", _JOIN, "join", procs, *argv, "--cgroup"]
-        argv += ["bash", str(self.root / "first-process.sh"), name, str(self.root), *sysfs, *map(str, cgroups)]
+        argv += [
+            "bash",
+            str(self.root / "first-process.sh"),
+            name,
+            str(self.root),
+            *sysfs,
+            *map(str, cgroups),
+        ]
         return self.child(argv)
 
     def spawn_switch(self) -> subprocess.Popen[bytes]:
@@ -700,7 +918,10 @@ class _Keeper:
         log = (self.root / "keeper.log").open("ab")
         with log:
             child = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *argv], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+                ["setpriv", "--pdeathsig", "KILL", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
             )
         self.children.append(child)
         self.processes.append(child.pid)
@@ -726,7 +947,10 @@ class _Keeper:
             switch += [f"link add {node.name} type veth peer name eth0 netns {node.pid}"]
             switch += [f"link set {node.name} master br0 up"]
             # its far end stands for a container: without one docker0 would have no carrier
-            switch += [f"link add {node.name}c type veth peer name veth0 netns {node.pid}", f"link set {node.name}c up"]
+            switch += [
+                f"link add {node.name}c type veth peer name veth0 netns {node.pid}",
+                f"link set {node.name}c up",
+            ]
         _ip(switch, self.switch)
         login = [f"addr add {self.login}/24 dev {self.link}", f"link set {self.link} up"]
         if self.network6:
@@ -736,17 +960,26 @@ class _Keeper:
             lines = ["link set lo up", f"addr add {node.address}/24 dev eth0", "link set eth0 up"]
             if node.address6:
                 lines.append(f"addr add {node.address6}/64 dev eth0 nodad")
-            lines += ["link add docker0 type bridge forward_delay 0", f"addr add {DOCKER0} dev docker0"]
+            lines += [
+                "link add docker0 type bridge forward_delay 0",
+                f"addr add {DOCKER0} dev docker0",
+            ]
             lines += ["link set veth0 master docker0 up", "link set docker0 up"]
             _ip(lines, node.pid)
 
     def start_daemons(self, controller: int) -> None:
-        root, conf = self.root, self.root / "etc/slurm.conf"
-        log, munge_log = root / "log/slurmctld.log", root / "log/munged.log"
+        root = self.root
+        conf = self.root / "etc/slurm.conf"
+        log = root / "log/slurmctld.log"
+        munge_log = root / "log/munged.log"
         munge = [
-            f"--key-file={root}/key/munge.key", f"--seed-file={root}/key/seed", f"--socket={root}/run/munge.socket",
-            f"--pid-file={root}/run/munged.pid", f"--log-file={munge_log}", "--num-threads=2",
-        ]  # fmt: skip
+            f"--key-file={root}/key/munge.key",
+            f"--seed-file={root}/key/seed",
+            f"--socket={root}/run/munge.socket",
+            f"--pid-file={root}/run/munged.pid",
+            f"--log-file={munge_log}",
+            "--num-threads=2",
+        ]
         inside = _inside(controller, network=False)
         _daemon([*inside, "munged", *munge], conf, root / "log/munged.out")
         _wait_until((root / "run/munge.socket").exists, UP_TIMEOUT_S, "munged's socket", munge_log)
@@ -760,11 +993,18 @@ class _Keeper:
         _wait_until(lambda: _idle(conf, names), UP_TIMEOUT_S, "all nodes idle", log)
 
     def start_accounting(self, inside: list[str], conf: Path) -> None:
-        data, log = self.root / "state/mariadb", self.root / "log/mariadb.log"
+        data = self.root / "state/mariadb"
+        log = self.root / "log/mariadb.log"
         socket_path = self.root / "run/mariadb.socket"
         options = ["--no-defaults", "--user=root", f"--datadir={data}"]
         _daemon(
-            [*inside, "mariadb-install-db", *options, "--skip-test-db", "--auth-root-authentication-method=normal"],
+            [
+                *inside,
+                "mariadb-install-db",
+                *options,
+                "--skip-test-db",
+                "--auth-root-authentication-method=normal",
+            ],
             conf,
             log,
         )
@@ -776,13 +1016,17 @@ class _Keeper:
         add = ["sacctmgr", "-i", "add", "cluster", f"test{self.id}"]
 
         def is_added() -> bool:
-            done = subprocess.run(add, capture_output=True, env=_client_env(conf), timeout=UP_TIMEOUT_S)
+            done = subprocess.run(
+                add, capture_output=True, env=_client_env(conf), timeout=UP_TIMEOUT_S
+            )
             return done.returncode == 0
 
         _wait_until(is_added, UP_TIMEOUT_S, "an answer of slurmdbd", self.root / "log/slurmdbd.log")
 
     def answers(self, conf: Path) -> bool:
-        done = subprocess.run(["scontrol", "ping"], capture_output=True, env=_client_env(conf), timeout=UP_TIMEOUT_S)
+        done = subprocess.run(
+            ["scontrol", "ping"], capture_output=True, env=_client_env(conf), timeout=UP_TIMEOUT_S
+        )
         return b"is UP" in done.stdout
 
 
@@ -793,7 +1037,8 @@ ConstrainRAMSpace=yes
 ConstrainDevices=yes
 """
 
-# A host's first process. $4 and so on: its cgroups. Its own /sys shows its own interfaces, and these cgroups as roots.
+# A host's first process. $4 and so on: its cgroups. Its own /sys shows its own interfaces, and
+# these cgroups as roots.
 _FIRST_PROCESS = """set -e
 name=$1 root=$2
 hostname "$name"
@@ -834,8 +1079,14 @@ def _conf_key(line: str) -> str:
 
 
 def _ip(lines: list[str], pid: int | None = None) -> None:
-    argv = ["ip", "-batch", "-"] if pid is None else ["nsenter", f"--target={pid}", "--net", "--", "ip", "-batch", "-"]
-    done = subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=UP_TIMEOUT_S)
+    argv = (
+        ["ip", "-batch", "-"]
+        if pid is None
+        else ["nsenter", f"--target={pid}", "--net", "--", "ip", "-batch", "-"]
+    )
+    done = subprocess.run(
+        argv, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=UP_TIMEOUT_S
+    )
     if done.returncode:
         raise ClusterError(f"ip: {done.stderr.strip()}")
 
@@ -848,14 +1099,18 @@ def _free_network() -> ipaddress.IPv4Network:
         if route["dst"] not in ("default", "0.0.0.0/0"):
             taken.append(ipaddress.IPv4Network(route["dst"], strict=False))
     for _ in range(1000):
-        network = ipaddress.IPv4Network(f"10.{random.randint(64, 254)}.{random.randint(0, 255)}.0/24")
+        network = ipaddress.IPv4Network(
+            f"10.{random.randint(64, 254)}.{random.randint(0, 255)}.0/24"
+        )
         if not any(network.overlaps(other) for other in taken):
             return network
     raise ClusterError("no free network in 10.64.0.0–10.254.255.0: this machine routes all of them")
 
 
 def _free_port() -> int:
-    """A port below the ephemeral ones that nobody listens on at any address; hardly the one that another cluster draws now."""
+    """A port below the ephemeral ones that nobody listens on at any address; hardly the one that
+    another cluster draws now.
+    """
     for port in random.sample(range(6817, 9000), 500):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -891,11 +1146,14 @@ def _keep(root: Path, options: ClusterOptions, owner_fd: int) -> None:
         take_down(root)
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line
+# -----------------------------------------------------------------------------------------------------
 
 
 def _running() -> list[tuple[Path, bool, bool]]:
-    """Folder, whether its keeper lives, and whether it stays until `down`, of each cluster on this machine."""
+    """Folder, whether its keeper lives, and whether it stays until `down`, of each cluster on this
+    machine.
+    """
     found = []
     for root in sorted(BASE.glob(PREFIX + "*")):
         with contextlib.suppress(OSError):
@@ -943,9 +1201,13 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["_keep"]:
         _keep(Path(argv[1]), _options(json.loads(argv[2])), int(argv[3]))
         return 0
-    parser = argparse.ArgumentParser(description="a real Slurm cluster on this one machine, for tests and trials")
+    parser = argparse.ArgumentParser(
+        description="a real Slurm cluster on this one machine, for tests and trials"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help='bring one up: eval "$(sudo python tests/slurm/cluster.py up)"')
+    up = commands.add_parser(
+        "up", help='bring one up: eval "$(sudo python tests/slurm/cluster.py up)"'
+    )
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=int, default=8, help="a node")
     down = commands.add_parser("down", help="take down all clusters that this user has brought up")

@@ -1,10 +1,12 @@
-"""Builds env/apptainer.def into an image for tests/slurm/test_apptainer.py. Needs root, a network, debootstrap and Apptainer.
+"""Builds env/apptainer.def into an image for tests/slurm/test_apptainer.py. Needs root, a network,
+debootstrap and Apptainer.
 
     sudo python3 tests/slurm/image.py /var/tmp/recipes.sif
     sudo RECIPES_TEST_IMAGE=/var/tmp/recipes.sif .venv/bin/python -m pytest tests/slurm/test_apptainer.py
 
-Two things differ from `apptainer build recipes.sif env/apptainer.def`. The base is a Debian made by debootstrap, with Debian's
-Python, so that no container registry is needed. And the image sets variables that a test sets too, to see which value wins.
+Two things differ from `apptainer build recipes.sif env/apptainer.def`. The base is a Debian made by
+debootstrap, with Debian's Python, so that no container registry is needed. And the image sets
+variables that a test sets too, to see which value wins.
 """
 
 from __future__ import annotations
@@ -31,15 +33,23 @@ def definition(base: Path) -> str:
     """env/apptainer.def on ``base``, with the variables SETS."""
     text = (ROOT / "env/apptainer.def").read_text()
     text, replaced = re.subn(
-        r"^Bootstrap: .*\nFrom: .*$", f"Bootstrap: localimage\nFrom: {base}", text, flags=re.MULTILINE
+        r"^Bootstrap: .*\nFrom: .*$",
+        f"Bootstrap: localimage\nFrom: {base}",
+        text,
+        flags=re.MULTILINE,
     )
     assert replaced == 1
-    return f"{text}\n%environment\n" + "".join(f"    export {name}={value}\n" for name, value in SETS.items())
+    return f"{text}\n%environment\n" + "".join(
+        f"    export {name}={value}\n" for name, value in SETS.items()
+    )
 
 
 def make_base(base: Path) -> None:
     """A Debian with Python, of which pip may change all, as that of Docker's images named python."""
-    subprocess.run(["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", DEBIAN, str(base)], check=True)
+    subprocess.run(
+        ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", DEBIAN, str(base)],
+        check=True,
+    )
     for device in (base / "dev").iterdir():
         shutil.rmtree(device) if device.is_dir() and not device.is_symlink() else device.unlink()
     for marker in base.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
@@ -50,7 +60,8 @@ def make_base(base: Path) -> None:
 def build(image: Path) -> None:
     """Makes ``image``; nothing happens where it was made from the same files."""
     sources = "".join(
-        (ROOT / name).read_text() for name in ("env/apptainer.def", "tested-versions.txt", "tests/slurm/image.py")
+        (ROOT / name).read_text()
+        for name in ("env/apptainer.def", "tested-versions.txt", "tests/slurm/image.py")
     )
     made_from = image.with_suffix(".sources")
     if image.exists() and made_from.exists() and made_from.read_text() == sources:
@@ -61,9 +72,20 @@ def build(image: Path) -> None:
         binds = [word for path in PIP if Path(PIP[0]).exists() for word in ("--bind", path)]
         squashfs = ["--mksquashfs-args", "-comp zstd -Xcompression-level 1"]  # the quickest
         subprocess.run(
-            [*AS_ROOT, "apptainer", "build", "--force", *binds, *squashfs, str(image), f"{folder}/recipes.def"],
-            cwd=ROOT, env={**os.environ, "APPTAINER_TMPDIR": folder}, check=True,
-        )  # fmt: skip
+            [
+                *AS_ROOT,
+                "apptainer",
+                "build",
+                "--force",
+                *binds,
+                *squashfs,
+                str(image),
+                f"{folder}/recipes.def",
+            ],
+            cwd=ROOT,
+            env={**os.environ, "APPTAINER_TMPDIR": folder},
+            check=True,
+        )
     made_from.write_text(sources)
 
 

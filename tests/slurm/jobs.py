@@ -1,4 +1,6 @@
-"""Helpers for tests of jobs: submit a recipe in a copy of the repository, find its ranks, read its rows, wait for its end."""
+"""Helpers for tests of jobs: submit a recipe in a copy of the repository, find its ranks, read its
+rows, wait for its end.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,19 @@ from recipes.core.data import datasets
 from tests.helpers import ROOT, START_S, need, rows, wait_until
 from tests.slurm.cluster import Cluster, ClusterError, Process
 
-PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
+PYTHON = {
+    "VIRTUAL_ENV": sys.prefix,
+    "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin",
+}
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 TWO_BY_ONE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
-ENDLESS = ("device=cpu", "dataset=fake", "epochs=100000", "global_batch_size=64", "log_every_steps=1")
+ENDLESS = (
+    "device=cpu",
+    "dataset=fake",
+    "epochs=100000",
+    "global_batch_size=64",
+    "log_every_steps=1",
+)
 
 
 def copy_repository(folder: Path) -> Path:
@@ -39,7 +50,10 @@ def know(source: Path, folder: Path) -> None:
     text = source.read_text()
     for file in datasets.MNIST_FILES:
         content = (folder / file.name).read_bytes()
-        for old, new in ((str(file.size), str(len(content))), (file.sha256, hashlib.sha256(content).hexdigest())):
+        for old, new in (
+            (str(file.size), str(len(content))),
+            (file.sha256, hashlib.sha256(content).hexdigest()),
+        ):
             assert text.count(old) == 1
             text = text.replace(old, new)
     source.write_text(text)
@@ -53,17 +67,23 @@ def mpirun() -> str:
 
 
 def leave_no_job(slurm: Cluster) -> None:
-    """Cancels what there is and waits until the nodes are idle, so that the next test finds them so."""
+    """Cancels what there is and waits until the nodes are idle, so that the next test finds them
+    so.
+    """
     slurm.run("scancel", "--user=root")
     slurm.wait_idle()
 
 
-def sbatch(slurm: Cluster, repo: Path, log: Path, *words: str, env: dict[str, str] | None = None) -> str:
+def sbatch(
+    slurm: Cluster, repo: Path, log: Path, *words: str, env: dict[str, str] | None = None
+) -> str:
     """The id of a job from a ready script; words: sbatch's options, the script, the recipe's keys."""
     return slurm.submit(f"--output={log}", *words, cwd=repo, env=PYTHON | (env or {}))
 
 
-def launch(slurm: Cluster, repo: Path, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def launch(
+    slurm: Cluster, repo: Path, *words: str, **kwargs: Any
+) -> subprocess.CompletedProcess[str]:
     """launch.py, typed in the folder above the clone's."""
     argv = [sys.executable, f"{repo.name}/launch.py", "recipe=mnist", *words]
     return slurm.run(*argv, cwd=repo.parent, env=PYTHON, **kwargs)
@@ -71,16 +91,27 @@ def launch(slurm: Cluster, repo: Path, *words: str, **kwargs: Any) -> subprocess
 
 @contextlib.contextmanager
 def launched(
-    slurm: Cluster, repo: Path, log: Path, *words: str, recipe: str = "mnist", env: Mapping[str, str] | None = None
+    slurm: Cluster,
+    repo: Path,
+    log: Path,
+    *words: str,
+    recipe: str = "mnist",
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A launch.py that waits, its output in ``log``, and its job."""
     argv = [sys.executable, "launch.py", f"recipe={recipe}", "wait=true", *words]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_", "SBATCH_"))
+    }
     environ = {**clean, **PYTHON, **slurm.env, **(env or {})}
     with log.open("wb") as out:
         process = subprocess.Popen(argv, cwd=repo, env=environ, stdout=out, stderr=out)
     try:
-        found = wait_until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), START_S, "the job's id")
+        found = wait_until(
+            lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE),
+            START_S,
+            "the job's id",
+        )
         yield process, found[1]
     finally:
         process.kill()
@@ -91,8 +122,12 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0, step: int = 3) -> None:
-    """Until this attempt has done a step as high as ``step``; fails with the job's state where it ends before that."""
+def wait_for_training(
+    slurm: Cluster, job: str, run_dir: Path, attempt: int = 0, step: int = 3
+) -> None:
+    """Until this attempt has done a step as high as ``step``; fails with the job's state where it
+    ends before that.
+    """
 
     def trains() -> bool:
         state = slurm.jobs(job)[0]["JobState"]
@@ -102,16 +137,22 @@ def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0,
     wait_until(trains, START_S, f"step {step} of job {job}")
 
 
-def ranks(slurm: Cluster, job: str, recipe: str = "mnist") -> dict[int, tuple[Process, dict[str, str]]]:
+def ranks(
+    slurm: Cluster, job: str, recipe: str = "mnist"
+) -> dict[int, tuple[Process, dict[str, str]]]:
     """The processes of a job that are ranks of the recipe, with their environments, by rank."""
     found = {}
     for process in slurm.processes(job_id=job, command=f"-m recipes.{recipe}"):
         with contextlib.suppress(OSError):
-            pairs = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            pairs = (
+                Path(f"/proc/{process.pid}/environ")
+                .read_bytes()
+                .decode(errors="replace")
+                .split("\0")
+            )
             environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            if environ.get(
-                "SLURM_STEP_ID", ""
-            ).isdecimal():  # srun itself has none, or with Slurm 26.05 the batch script's -5
+            # srun itself has none, or with Slurm 26.05 the batch script's -5
+            if environ.get("SLURM_STEP_ID", "").isdecimal():
                 found[int(environ["SLURM_PROCID"])] = (process, environ)
     return found
 
@@ -140,7 +181,9 @@ def wait_requeued(slurm: Cluster, job: str, log: Path, timeout_s: float, restart
     try:
         wait_until(queued, timeout_s, f"restart {restarts} of job {job}")
     except AssertionError as error:
-        raise AssertionError(f"{error}: it is {slurm.jobs(job)[0]['JobState']}\n{tail(log)}") from None
+        raise AssertionError(
+            f"{error}: it is {slurm.jobs(job)[0]['JobState']}\n{tail(log)}"
+        ) from None
 
 
 def start_again(slurm: Cluster, job: str) -> None:

@@ -1,4 +1,6 @@
-"""What ``sacct`` shows for the jobs of recipes and programs, on a Slurm with accounting (slurmdbd and MariaDB)."""
+"""What ``sacct`` shows for the jobs of recipes and programs, on a Slurm with accounting (slurmdbd
+and MariaDB).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 from tests import helpers
 from tests.helpers import ROOT
 from tests.slurm import jobs
-from tests.slurm.cluster import Cluster, ClusterOptions, accounting_missing, cgroups_missing, running_cluster
+from tests.slurm.cluster import (
+    Cluster,
+    ClusterOptions,
+    accounting_missing,
+    cgroups_missing,
+    running_cluster,
+)
 from tests.slurm.jobs import PYTHON, TWO_BY_ONE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -32,19 +40,26 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def states(slurm: Cluster, job: str, count: int) -> list[tuple[str, str]]:
-    """State and exit status of ``count`` starts of a job, when the database has them all and none runs."""
+    """State and exit status of ``count`` starts of a job, when the database has them all and none
+    runs.
+    """
 
     def recorded() -> list[tuple[str, str]] | None:
         done = slurm.run("sacct", "-X", "-n", "-P", "-D", "-j", job, "-o", "State,ExitCode")
-        rows = [(line.split("|")[0].split()[0], line.split("|")[1]) for line in done.stdout.splitlines()]
+        rows = [
+            (line.split("|")[0].split()[0], line.split("|")[1]) for line in done.stdout.splitlines()
+        ]
         is_whole = len(rows) == count and not {"RUNNING", "PENDING"} & {state for state, _ in rows}
         return rows if is_whole else None
 
     return helpers.wait_until(recorded, 60, f"{count} starts of job {job} in sacct")
 
 
-def test_each_start_of_a_run_that_is_waited_for_is_accounted(accounted: Cluster, repo: Path, tmp_path: Path) -> None:
-    log, run_dir = tmp_path / "log", tmp_path / "run"
+def test_each_start_of_a_run_that_is_waited_for_is_accounted(
+    accounted: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    run_dir = tmp_path / "run"
     words = ("nodes=1", "ranks_per_node=1", *jobs.ENDLESS, f"run_dir={run_dir}")
     with jobs.launched(accounted, repo, log, *words) as (launcher, job):
         jobs.wait_for_training(accounted, job, run_dir)
@@ -69,9 +84,14 @@ def test_a_failed_program_has_its_own_status(
     """sacct subtracts 128 from a status above it, so it shows 137 as 9."""
     if fault == "memory":
         helpers.need(cgroups_missing())
-    log, run_dir = tmp_path / "log", tmp_path / "run"
+    log = tmp_path / "log"
+    run_dir = tmp_path / "run"
     keys = [f"script={PROGRAM}", "device=cpu", f"run_dir={run_dir}", "--", "--fault", fault]
-    job = jobs.sbatch(accounted, repo, log, *TWO_BY_ONE, "--mem=2000", "sbatch/script_2x8.sh", *keys)
+    job = jobs.sbatch(
+        accounted, repo, log, *TWO_BY_ONE, "--mem=2000", "sbatch/script_2x8.sh", *keys
+    )
     assert states(accounted, job, 1) == [("FAILED", status)], log.read_text()
-    done = accounted.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON)
+    done = accounted.run(
+        sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON
+    )
     assert done.stdout.startswith("rank 1 on node2 failed first: the program "), done.stdout

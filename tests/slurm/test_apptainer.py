@@ -1,7 +1,8 @@
 """Ranks in a real Apptainer image, on a real Slurm.
 
-$RECIPES_TEST_IMAGE names an image of env/apptainer.def that tests/image.py made; without it the tests are skipped.
-`make portability` makes one in Debian sid. Root needs --no-privs where it lacks a capability.
+$RECIPES_TEST_IMAGE names an image of env/apptainer.def that tests/image.py made; without it the
+tests are skipped. `make portability` makes one in Debian sid. Root needs --no-privs where it lacks
+a capability.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ IMAGE = os.environ.get("RECIPES_TEST_IMAGE", "")
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.long,
-    pytest.mark.skipif(not IMAGE, reason="RECIPES_TEST_IMAGE names no image: see tests/slurm/image.py"),
+    pytest.mark.skipif(
+        not IMAGE, reason="RECIPES_TEST_IMAGE names no image: see tests/slurm/image.py"
+    ),
 ]
 
 KEYS = ("device=cpu", "cpu_threads=1", "log_every_steps=1", "global_batch_size=60", "epochs=20")
 STEPS = 200
-QUOTED = """a "b" 'c' $HOME $(touch /oops) `touch /oops` \\n ! # é"""  # the inside's shell must not read it again
+# the inside's shell must not read it again
+QUOTED = """a "b" 'c' $HOME $(touch /oops) `touch /oops` \\n ! # é"""
 
 
 @dataclass(frozen=True)
 class Site:
-    """folder: in /, so that Apptainer mounts nothing of it without being asked. environ: of the user's shell."""
+    """folder: in /, so that Apptainer mounts nothing of it without being asked. environ: of the
+    user's shell.
+    """
 
     folder: Path
     environ: dict[str, str]
@@ -59,14 +65,25 @@ def site(slurm: Cluster) -> Iterator[Site]:
     here = Site(folder, {})
     try:
         jobs.copy_repository(here.clone)
-        for path in (here.tmpdir, here.run_dir.parent, folder / "site", folder / "fast", folder / "unnamed"):
+        for path in (
+            here.tmpdir,
+            here.run_dir.parent,
+            folder / "site",
+            folder / "fast",
+            folder / "unnamed",
+        ):
             path.mkdir()
         (folder / "fast/file").touch()
         (folder / "site/site.env").write_text("NCCL_IB_TIMEOUT=23\nNCCL_DEBUG=file\n")
         environ = {
-            **jobs.PYTHON, "APPTAINER_NO_PRIVS": "1", "APPTAINER_BIND": f"{folder}/fast:/own/fast", "TMPDIR": str(here.tmpdir),
-            "NCCL_DEBUG": "mine", "NCCL_QUOTED": QUOTED, "PYTHONPATH": "/nosuch",
-        }  # fmt: skip
+            **jobs.PYTHON,
+            "APPTAINER_NO_PRIVS": "1",
+            "APPTAINER_BIND": f"{folder}/fast:/own/fast",
+            "TMPDIR": str(here.tmpdir),
+            "NCCL_DEBUG": "mine",
+            "NCCL_QUOTED": QUOTED,
+            "PYTHONPATH": "/nosuch",
+        }
         yield Site(folder, environ)
         jobs.leave_no_job(slurm)
     finally:
@@ -75,12 +92,21 @@ def site(slurm: Cluster) -> Iterator[Site]:
 
 def submit(slurm: Cluster, site: Site, how: str, *words: str, mounts: str = "") -> tuple[str, Path]:
     """A job and its log: a rank on each of two nodes by launch.py; two and one by a ready script."""
-    mounts, log = mounts or f"{site.folder}/fast:/data/fast", site.folder / "log"
+    mounts = mounts or f"{site.folder}/fast:/data/fast"
+    log = site.folder / "log"
     words = (*words, f"run_dir={site.run_dir}", f"network={site.folder}/site/site.env")
     if how == "ready":
         environ = {**site.environ, "RECIPES_CONTAINER": IMAGE, "RECIPES_CONTAINER_MOUNTS": mounts}
-        size = ("--nodes=2", "--ntasks=3", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-        return jobs.sbatch(slurm, site.clone, log, *size, "sbatch/mnist_2x8.sh", *words, env=environ), log
+        size = (
+            "--nodes=2",
+            "--ntasks=3",
+            "--ntasks-per-node=2",
+            "--gpus-per-node=0",
+            "--cpus-per-task=1",
+        )
+        return jobs.sbatch(
+            slurm, site.clone, log, *size, "sbatch/mnist_2x8.sh", *words, env=environ
+        ), log
     words = ("nodes=2", f"container={IMAGE}", f"container_mounts={mounts}", *words)
     words = words if any(word.startswith("recipe=") for word in words) else ("recipe=mnist", *words)
     done = slurm.run(sys.executable, "launch.py", *words, cwd=site.clone, env=site.environ)
@@ -90,19 +116,28 @@ def submit(slurm: Cluster, site: Site, how: str, *words: str, mounts: str = "") 
 
 
 def inside(slurm: Cluster, job: str) -> dict[int, tuple[str, Path, Path, dict[str, str]]]:
-    """Of each rank: its node; the root of its files and its working directory, as this machine sees them; its variables."""
+    """Of each rank: its node; the root of its files and its working directory, as this machine sees
+    them; its variables.
+    """
     found = {}
     for process in slurm.processes(job_id=job, command="-m recipes.mnist"):
         seen = Path(f"/proc/{process.pid}")
         pairs = (seen / "environ").read_bytes().decode().split("\0")
         environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         if "APPTAINER_CONTAINER" in environ:
-            found[int(environ["SLURM_PROCID"])] = (process.node, seen / "root", seen / "cwd", environ)
+            found[int(environ["SLURM_PROCID"])] = (
+                process.node,
+                seen / "root",
+                seen / "cwd",
+                environ,
+            )
     return found
 
 
 @pytest.mark.parametrize(("how", "world_size"), [("slurm", 2), ("ready", 3)])
-def test_mnist_is_signalled_requeued_and_finished(slurm: Cluster, site: Site, how: str, world_size: int) -> None:
+def test_mnist_is_signalled_requeued_and_finished(
+    slurm: Cluster, site: Site, how: str, world_size: int
+) -> None:
     raw = site.folder / "data/MNIST/raw"
     helpers.write_mnist(raw)
     jobs.know(site.clone / "recipes/core/data/datasets.py", raw)
@@ -117,14 +152,22 @@ def test_mnist_is_signalled_requeued_and_finished(slurm: Cluster, site: Site, ho
     for node, root, cwd, environ in found.values():
         assert environ["APPTAINER_CONTAINER"] == IMAGE
         # The user's value wins over the env file's, and this over the image's.
-        values = [environ[name] for name in ("NCCL_DEBUG", "NCCL_IB_TIMEOUT", "IMAGE_ONLY", "NCCL_QUOTED")]
+        values = [
+            environ[name] for name in ("NCCL_DEBUG", "NCCL_IB_TIMEOUT", "IMAGE_ONLY", "NCCL_QUOTED")
+        ]
         assert values == ["mine", "23", "image", QUOTED]
         assert "PYTHONPATH" not in environ
+        # starts in the code, then works in the repository
         assert (environ["PWD"], cwd.samefile(site.clone)) == (
             code,
             True,
-        )  # starts in the code, then works in the repository
-        for path in ("data/fast/file", "own/fast/file", f"{raw}/train-images-idx3-ubyte", f"{site.tmpdir}"):
+        )
+        for path in (
+            "data/fast/file",
+            "own/fast/file",
+            f"{raw}/train-images-idx3-ubyte",
+            f"{site.tmpdir}",
+        ):
             assert (root / path.lstrip("/")).exists(), path
         assert not (root / f"{site.folder}/unnamed".lstrip("/")).exists()
         shared = Path(f"/proc/{slurm.node(node).pid}/root/dev/shm")
@@ -137,29 +180,53 @@ def test_mnist_is_signalled_requeued_and_finished(slurm: Cluster, site: Site, ho
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
     summary = jobs.read(site.run_dir / "summary.json")
     expected = {
-        "world_size": world_size, "num_nodes": 2, "steps": STEPS, "restarts": 1, "resumed_from_step": saved["step"],
+        "world_size": world_size,
+        "num_nodes": 2,
+        "steps": STEPS,
+        "restarts": 1,
+        "resumed_from_step": saved["step"],
         "val_samples": 100,
-    }  # fmt: skip
+    }
     assert {key: summary[key] for key in expected} == expected
     assert "/oops" not in log.read_text()
 
 
-def test_a_packed_copy_is_staged_to_the_nodes_tmpdir_and_loaded_by_workers(slurm: Cluster, site: Site) -> None:
-    images, packed = site.folder / "images", site.folder / "packed"
+def test_a_packed_copy_is_staged_to_the_nodes_tmpdir_and_loaded_by_workers(
+    slurm: Cluster, site: Site
+) -> None:
+    images = site.folder / "images"
+    packed = site.folder / "packed"
     helpers.image_sets(images)
-    words = ("-m", "recipes.prepare", "imagenet", f"source={images}", f"data_dir={packed}", "size=40")
+    words = (
+        "-m",
+        "recipes.prepare",
+        "imagenet",
+        f"source={images}",
+        f"data_dir={packed}",
+        "size=40",
+    )
     slurm.run(sys.executable, *words, cwd=site.clone, check=True)
     keys = (
-        "device=cpu", "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "num_workers=2", "global_batch_size=16", "max_steps=4",
-        f"data_dir={packed}", "stage_dir=$TMPDIR",
-    )  # fmt: skip
+        "device=cpu",
+        "arch=resnet18",
+        "px=32",
+        "val_px=32",
+        "val_resize=36",
+        "num_workers=2",
+        "global_batch_size=16",
+        "max_steps=4",
+        f"data_dir={packed}",
+        "stage_dir=$TMPDIR",
+    )
     job, log = submit(slurm, site, "slurm", "recipe=imagenet", *keys)
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
     assert list(site.tmpdir.glob("packed-*/index.json"))
 
 
 def test_the_doctor_examines_the_nodes_inside_the_image(slurm: Cluster, site: Site) -> None:
-    job, log = submit(slurm, site, "slurm", "recipe=toy", "device=cpu", "max_steps=3", "doctor=true")
+    job, log = submit(
+        slurm, site, "slurm", "recipe=toy", "device=cpu", "max_steps=3", "doctor=true"
+    )
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
     assert jobs.read(site.run_dir / "doctor/doctor.json")["healthy"]
 

@@ -14,7 +14,9 @@ CHECK = (sys.executable, "launch.py", "check", "device=cpu", "cpus_per_rank=1")
 def test_check_asks_the_controller_and_submits_no_job(slurm: Cluster, tmp_path: Path) -> None:
     repo = jobs.copy_repository(tmp_path / "clone")
     before = jobs.queue(slurm)
-    done = slurm.run(*CHECK, "recipe=toy", "nodes=2", "ranks_per_node=2", cwd=repo, env=jobs.PYTHON, timeout=120)
+    done = slurm.run(
+        *CHECK, "recipe=toy", "nodes=2", "ranks_per_node=2", cwd=repo, env=jobs.PYTHON, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "keys:   ok: toy, 4 ranks"
@@ -22,7 +24,9 @@ def test_check_asks_the_controller_and_submits_no_job(slurm: Cluster, tmp_path: 
     assert lines[2].startswith("disk:   ok: 5 checkpoints of ")
     assert any(line.startswith("slurm:  ok: to start at ") for line in lines)
     assert lines[-1] == "nothing was submitted"
-    done = slurm.run(*CHECK, "recipe=doctor", "partition=nosuch", cwd=repo, env=jobs.PYTHON, timeout=120)
+    done = slurm.run(
+        *CHECK, "recipe=doctor", "partition=nosuch", cwd=repo, env=jobs.PYTHON, timeout=120
+    )
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stderr.startswith("slurm:  failed: Slurm refuses this job: ")
     assert "nvalid partition" in done.stderr

@@ -1,4 +1,6 @@
-"""The test cluster itself: jobs are confined, nothing is left after its owner is killed, a daemon that does not start is named."""
+"""The test cluster itself: jobs are confined, nothing is left after its owner is killed, a daemon
+that does not start is named.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,17 @@ import pytest
 
 from tests.helpers import need, wait_until
 from tests.slurm import cluster as cluster_module
-from tests.slurm.cluster import ClusterError, ClusterOptions, cgroups_missing, running_cluster, start
+from tests.slurm.cluster import (
+    ClusterError,
+    ClusterOptions,
+    cgroups_missing,
+    running_cluster,
+    start,
+)
 
 SCRIPT = Path(cluster_module.__file__)
-# Prints the number of cores, what opening each device says, and the status of a process that uses 300 MB.
+# Prints the number of cores, what opening each device says, and the status of a process that uses
+# 300 MB.
 PROBE = """
 import errno, os, subprocess, sys
 print(len(os.sched_getaffinity(0)))
@@ -35,7 +44,9 @@ def left_over(root: Path, state: dict[str, Any]) -> list[str]:
     """What there still is of a cluster: folder, link, mounts, cgroups, processes."""
     found = [str(root)] if root.exists() else []
     found += [name for name in os.listdir("/sys/class/net") if name == state["link"]]
-    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(root) in line]
+    found += [
+        line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(root) in line
+    ]
     found += [cgroup for cgroup in state["cgroups"] if Path(cgroup).exists()]
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -70,10 +81,18 @@ def test_a_job_has_only_its_cores_memory_and_gpus(tmp_path: Path) -> None:
     with running_cluster(ClusterOptions(nodes=1, gpus=2)) as cluster:
         devices = [str(cluster.root / f"dev/nvidia{index}") for index in range(2)]
         command = shlex.join(["srun", sys.executable, str(tmp_path / "probe.py"), *devices])
-        job = cluster.submit(f"--output={tmp_path}/log", "--gpus=1", "--mem=100M", f"--wrap={command}")
+        job = cluster.submit(
+            f"--output={tmp_path}/log", "--gpus=1", "--mem=100M", f"--wrap={command}"
+        )
         cluster.wait_job(job)
     lines = (tmp_path / "log").read_text().splitlines()
-    assert lines[:4] == ["1", "ENXIO", "EPERM", "-9"]  # no driver has the GPU of the job; the other one is not allowed
+    # no driver has the GPU of the job; the other one is not allowed
+    assert lines[:4] == [
+        "1",
+        "ENXIO",
+        "EPERM",
+        "-9",
+    ]
 
 
 def test_a_daemon_that_does_not_come_up_is_named_with_its_log() -> None:

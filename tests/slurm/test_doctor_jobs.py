@@ -1,4 +1,6 @@
-"""doctor=true: a job examines its nodes first, and is requeued without the bad ones. On a real Slurm."""
+"""doctor=true: a job examines its nodes first, and is requeued without the bad ones. On a real
+Slurm.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bad_node(slurm: Cluster, repo: Path) -> Iterator[str]:
-    """A node whose shared memory is that of a container with the default size; Slurm takes it first."""
+    """A node whose shared memory is that of a container with the default size; Slurm takes it
+    first.
+    """
     assert slurm.on_node("node1", "mount", "-o", "remount,size=32m", "/dev/shm").returncode == 0
     yield "node1"
     (repo / "runs/bad-nodes.json").unlink(missing_ok=True)
@@ -42,7 +46,9 @@ def launched(slurm: Cluster, repo: Path, *words: str) -> tuple[str, Path]:
 
 def printed(slurm: Cluster, repo: Path, folder: Path, *typed: str) -> tuple[str, Path]:
     """The job of a script of launcher=print, and its log. typed: options of sbatch."""
-    done = slurm.run(sys.executable, "launch.py", *KEYS, "launcher=print", cwd=repo, env=jobs.PYTHON)
+    done = slurm.run(
+        sys.executable, "launch.py", *KEYS, "launcher=print", cwd=repo, env=jobs.PYTHON
+    )
     (folder / "job.sh").write_text(done.stdout)
     words = (*typed, str(folder / "job.sh"), f"run_dir={folder}/run")
     return jobs.sbatch(slurm, repo, folder / "log", *words), folder / "log"
@@ -53,7 +59,10 @@ def without(bad: str, slurm: Cluster, job: str, log: Path) -> None:
     jobs.wait_requeued(slurm, job, log, 60)
     jobs.start_again(slurm, job)
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
-    assert f"mnist: bad nodes: {bad}; requeued without them (requeues left: 1)" in log.read_text().splitlines()
+    assert (
+        f"mnist: bad nodes: {bad}; requeued without them (requeues left: 1)"
+        in log.read_text().splitlines()
+    )
     assert log.read_text().index("bad nodes: 1 of 1") < log.read_text().index("healthy: 1 node")
     assert (slurm.jobs(job)[0]["ExcNodeList"], slurm.jobs(job)[0]["NodeList"]) == (bad, "node2")
 
@@ -68,16 +77,27 @@ def test_a_job_is_requeued_without_the_bad_node(slurm: Cluster, repo: Path, bad_
     assert slurm.wait_job(second) == "COMPLETED"
 
 
-def test_a_task_of_an_array_with_a_printed_script(slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path) -> None:
+def test_a_task_of_an_array_with_a_printed_script(
+    slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path
+) -> None:
     job, log = printed(slurm, repo, tmp_path, "--array=3", "--time=7", "--mem=100", "--exclusive")
     without(bad_node, slurm, f"{job}_3", log)
     assert jobs.read(tmp_path / "run/job.yaml")["job_id"] == f"{job}_3"
 
 
-def test_without_enough_good_nodes_the_job_is_not_requeued(slurm: Cluster, repo: Path, bad_node: str) -> None:
+def test_without_enough_good_nodes_the_job_is_not_requeued(
+    slurm: Cluster, repo: Path, bad_node: str
+) -> None:
     words = [word for word in KEYS if word != "nodes=1"]
     done = slurm.run(
-        sys.executable, "launch.py", *words, "nodes=2", "wait=true", cwd=repo, env=jobs.PYTHON, timeout=200
+        sys.executable,
+        "launch.py",
+        *words,
+        "nodes=2",
+        "wait=true",
+        cwd=repo,
+        env=jobs.PYTHON,
+        timeout=200,
     )
     assert done.returncode == 3, done.stdout + done.stderr
     job = done.stdout.split(":", 1)[0].removeprefix("job ")

@@ -1,4 +1,6 @@
-"""`doctor explain` for a folder of runs of real jobs: one section for each run, with the state of its job."""
+"""`doctor explain` for a folder of runs of real jobs: one section for each run, with the state of
+its job.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def explained(slurm: Cluster, repo: Path, *paths: str) -> dict[str, list[str]]:
     """What `doctor explain` says of each run, by the run's id."""
-    done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", *paths, cwd=repo, env=PYTHON)
+    done = slurm.run(
+        sys.executable, "-m", "recipes.doctor", "explain", *paths, cwd=repo, env=PYTHON
+    )
     assert done.returncode == 0, done.stderr
     sections: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
@@ -37,15 +41,23 @@ def explained(slurm: Cluster, repo: Path, *paths: str) -> dict[str, list[str]]:
     return sections
 
 
-def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: Cluster, repo: Path) -> None:
+def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
+    slurm: Cluster, repo: Path
+) -> None:
     def submit(*words: str) -> str:
         return slurm.submit(*ONE, "sbatch/mnist_1x1.sh", *ENDLESS, *words, cwd=repo, env=PYTHON)
 
     runs = repo / "runs" / "mnist"
     try:
-        stopped, running = submit(), submit()
-        done, failed = submit("max_steps=3"), submit("lr=1e20")
-        waits = jobs.launch(slurm, repo, *ENDLESS, "extra=--hold").stdout.split(":")[0].removeprefix("job ")
+        stopped = submit()
+        running = submit()
+        done = submit("max_steps=3")
+        failed = submit("lr=1e20")
+        waits = (
+            jobs.launch(slurm, repo, *ENDLESS, "extra=--hold")
+            .stdout.split(":")[0]
+            .removeprefix("job ")
+        )
         for job in (stopped, running):
             jobs.wait_for_training(slurm, job, runs / job)
         for job in (done, failed):
@@ -57,7 +69,9 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: 
         assert set(found) == {stopped, running, done, failed, waits}
         step = read(runs / stopped / "status.json")["step"]
         saved = f"stopped by SIGUSR2, saved at step {step}"
-        assert found[stopped][0].startswith(f"{saved}; job {stopped} is pending (BeginTime), expected to start at 20")
+        assert found[stopped][0].startswith(
+            f"{saved}; job {stopped} is pending (BeginTime), expected to start at 20"
+        )
         assert len(found[stopped]) == 1
         [line] = found[running]
         assert line.startswith("it is running, at step ")
@@ -65,11 +79,16 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: 
         assert found[done] == ["status.json says done: nothing failed"]
         assert found[failed][0].startswith("rank 0 on node")
         assert " failed first: the loss at step " in found[failed][0]
-        assert not any(other in line for line in found[failed] for other in (stopped, running, done))
+        assert not any(
+            other in line for line in found[failed] for other in (stopped, running, done)
+        )
         assert found[waits] == [
             f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} lets it start"
         ]
-        assert [read(runs / job / "status.json")["kind"] for job in (stopped, failed)] == ["stopped", "error"]
+        assert [read(runs / job / "status.json")["kind"] for job in (stopped, failed)] == [
+            "stopped",
+            "error",
+        ]
         assert read(runs / stopped / "status.json")["next"] == "requeued"
 
         slurm.run("scontrol", "hold", stopped, check=True)
@@ -79,7 +98,9 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: 
         assert found[stopped] == [
             f"{saved}; job {stopped} is held (JobHeldAdmin): scontrol release {stopped} lets it start"
         ]
-        assert found[running][0].endswith(f"; job {running} is cancelled; the job was cancelled: {RESUME}")
+        assert found[running][0].endswith(
+            f"; job {running} is cancelled; the job was cancelled: {RESUME}"
+        )
         assert read(runs / running / "status.json")["next"] == "cancelled"
         assert f"; the job was cancelled: {RESUME};" in (repo / f"mnist-{running}.out").read_text()
 
@@ -87,23 +108,35 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: 
         jobs.leave_no_job(slurm)
 
 
-def test_messages_of_srun_in_the_batch_log_explain_a_killed_rank(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_messages_of_srun_in_the_batch_log_explain_a_killed_rank(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
     """A rank that is killed leaves no record, and no line in its own log."""
     try:
         log = tmp_path / "a log"
         run_dir = tmp_path / "run"
         job = jobs.sbatch(
-            slurm, repo, log, *jobs.TWO_BY_ONE, "sbatch/mnist_2x8.sh", *ENDLESS, "timeout_s=20", f"run_dir={run_dir}"
+            slurm,
+            repo,
+            log,
+            *jobs.TWO_BY_ONE,
+            "sbatch/mnist_2x8.sh",
+            *ENDLESS,
+            "timeout_s=20",
+            f"run_dir={run_dir}",
         )
         jobs.wait_for_training(slurm, job, run_dir)
         rank, _ = jobs.ranks(slurm, job)[1]
         os.kill(rank.pid, signal.SIGKILL)
         slurm.wait_job(job, 90)
-        done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON)
+        done = slurm.run(
+            sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON
+        )
         assert done.stdout.startswith("rank 1 on node2 exited without an error record"), done.stdout
         assert "killed (1 file)" in done.stdout, done.stdout
         assert f"{log}:" in done.stdout
         assert read(run_dir / "status.json")["kind"] == "killed"
-        assert read(run_dir / "job.yaml")["log"] == str(log)  # for when Slurm no longer knows the job
+        # for when Slurm no longer knows the job
+        assert read(run_dir / "job.yaml")["log"] == str(log)
     finally:
         jobs.leave_no_job(slurm)

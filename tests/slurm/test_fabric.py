@@ -1,7 +1,9 @@
-"""Faults of a cluster's network, made for real: the doctor reports each in time, and training works or reports the cause.
+"""Faults of a cluster's network, made for real: the doctor reports each in time, and training works
+or reports the cause.
 
-Slurm talks to its nodes over eth0; the ranks over a network of their own, fast0, to which the nodes' names point. Each node also
-has a docker0 of one and the same address, which stands before both in the alphabet, and is 127.0.1.1 by its own name.
+Slurm talks to its nodes over eth0; the ranks over a network of their own, fast0, to which the
+nodes' names point. Each node also has a docker0 of one and the same address, which stands before
+both in the alphabet, and is 127.0.1.1 by its own name.
 """
 
 from __future__ import annotations
@@ -26,11 +28,19 @@ pytestmark = pytest.mark.timeout(300)
 
 V4 = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 BOUND_S = 40
-PATIENT_S = 60  # where the findings are compared as a whole: on a busy machine torch's import alone can take a third of the bound
-TRAINING = ("recipes.mnist", "device=cpu", "dataset=digits", "max_steps=5", "epochs=1", "cpu_threads=1")
-LATE = (
-    "timeout_s=20"  # rank 1 waits 15 s: it may start 5 s after rank 0, and its line still comes before rank 0 ends it
+# where the findings are compared as a whole: on a busy machine torch's import alone can take a
+# third of the bound
+PATIENT_S = 60
+TRAINING = (
+    "recipes.mnist",
+    "device=cpu",
+    "dataset=digits",
+    "max_steps=5",
+    "epochs=1",
+    "cpu_threads=1",
 )
+# rank 1 waits 15 s: it may start 5 s after rank 0, and its line still comes before rank 0 ends it
+LATE = "timeout_s=20"
 
 
 @dataclass
@@ -54,7 +64,16 @@ class Fabric:
             self.on(node, f"printf '%s\\n' '{text}' > /etc/hosts")
 
     def srun(self, *words: str, **environ: str) -> helpers.Ended:
-        argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", sys.executable, "-u", "-m", *words]
+        argv = [
+            "srun",
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--kill-on-bad-exit=1",
+            sys.executable,
+            "-u",
+            "-m",
+            *words,
+        ]
         done = self.slurm.run(
             *argv,
             cwd=self.repo,
@@ -65,10 +84,18 @@ class Fabric:
         )
         return helpers.Ended(done.returncode, done.stdout)
 
-    def doctor(self, tmp_path: Path, seconds: int = BOUND_S, **environ: str) -> tuple[helpers.Ended, dict[str, object]]:
+    def doctor(
+        self, tmp_path: Path, seconds: int = BOUND_S, **environ: str
+    ) -> tuple[helpers.Ended, dict[str, object]]:
         """The doctor's verdict, which comes within its bound."""
         begin = time.monotonic()
-        ended = self.srun("recipes.doctor", "device=cpu", f"run_dir={tmp_path}/doctor", f"seconds={seconds}", **environ)
+        ended = self.srun(
+            "recipes.doctor",
+            "device=cpu",
+            f"run_dir={tmp_path}/doctor",
+            f"seconds={seconds}",
+            **environ,
+        )
         assert time.monotonic() - begin < seconds + 10, ended.out
         return ended, json.loads((tmp_path / "doctor/doctor.json").read_text())
 
@@ -78,7 +105,9 @@ class Fabric:
 
 @pytest.fixture(scope="module")
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fabric]:
-    helpers.need(missing() or ("" if shutil.which("nft") else "no nft on the PATH: apt-get install nftables"))
+    helpers.need(
+        missing() or ("" if shutil.which("nft") else "no nft on the PATH: apt-get install nftables")
+    )
     repo = jobs.copy_repository(tmp_path_factory.mktemp("repo") / "clone")
     with running_cluster(ClusterOptions()) as slurm:
         one, two = (slurm.node(name).pid for name in V4)
@@ -111,7 +140,9 @@ def trained(ended: helpers.Ended, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_network_with_a_misleading_interface_is_healthy_and_trains(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_network_with_a_misleading_interface_is_healthy_and_trains(
+    fabric: Fabric, tmp_path: Path
+) -> None:
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 0, ended.out
     assert verdict["healthy"] is True
@@ -122,7 +153,9 @@ def test_a_network_with_a_misleading_interface_is_healthy_and_trains(fabric: Fab
 
 @pytest.mark.long
 def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path) -> None:
-    """Why the interface is chosen by its route: gloo takes the first interface in alphabetical order."""
+    """Why the interface is chosen by its route: gloo takes the first interface in alphabetical
+    order.
+    """
     forced = {"GLOO_SOCKET_IFNAME": "docker0", "NCCL_SOCKET_IFNAME": "docker0"}
     ended, verdict = fabric.doctor(tmp_path, PATIENT_S, **forced)
     assert ended.status == 3, ended.out
@@ -185,26 +218,46 @@ def test_an_mtu_that_drops_large_packets_is_reported(fabric: Fabric, tmp_path: P
         "interface's (timed out; 2 of 2 links of node2 fail)"
     )
     assert verdict["exclude"] == ["node2"]
-    assert "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500" in ended.out
+    assert (
+        "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500"
+        in ended.out
+    )
     ended = fabric.train(tmp_path, "timeout_s=10")
     assert ended.status != 0
-    assert re.search(r"Timed out waiting for the other ranks for 10 s \(timeout_s\)", ended.out), ended.out
+    assert re.search(r"Timed out waiting for the other ranks for 10 s \(timeout_s\)", ended.out), (
+        ended.out
+    )
 
 
 @pytest.mark.parametrize("hangs", ["node1", "node2"])
 @pytest.mark.long
 def test_either_node_that_hangs_is_reported(fabric: Fabric, tmp_path: Path, hangs: str) -> None:
-    """Its process is stopped at its start. If it is that of the first node, the other node gives the verdict."""
-    stop = (
-        f"import os, signal, sys; os.environ['SLURMD_NODENAME'] == '{hangs}' and os.kill(os.getpid(), signal.SIGSTOP); "
-    )
+    """Its process is stopped at its start. If it is that of the first node, the other node gives
+    the verdict.
+    """
+    stop = f"import os, signal, sys; os.environ['SLURMD_NODENAME'] == '{hangs}' and os.kill(os.getpid(), signal.SIGSTOP); "
     run = "import runpy; sys.argv = ['doctor', *sys.argv[1:]]; runpy.run_module('recipes.doctor', run_name='__main__')"
     begin = time.monotonic()
-    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", sys.executable, "-c", stop + run]
+    argv = [
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=1",
+        sys.executable,
+        "-c",
+        stop + run,
+    ]
     done = fabric.slurm.run(
-        *argv, "device=cpu", f"run_dir={tmp_path}", f"seconds={BOUND_S}", cwd=fabric.repo, env=jobs.PYTHON,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
-    )  # fmt: skip
+        *argv,
+        "device=cpu",
+        f"run_dir={tmp_path}",
+        f"seconds={BOUND_S}",
+        cwd=fabric.repo,
+        env=jobs.PYTHON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+    )
     assert time.monotonic() - begin < BOUND_S + 10
     assert done.returncode != 0, done.stdout  # not 3: srun tells how the one that hung was ended
     assert f"{hangs}: did not answer: it hangs" in done.stdout

@@ -1,7 +1,8 @@
-"""Every launcher gives the same run as srun: model, optimiser and random states after 20 steps, to the last bit. On a real Slurm.
+"""Every launcher gives the same run as srun: model, optimiser and random states after 20 steps, to
+the last bit. On a real Slurm.
 
-accelerate comes with the extra ``test``; Open MPI is the distribution's, and where it is not installed its tests are skipped, or fail
-where Slurm is required.
+accelerate comes with the extra ``test``; Open MPI is the distribution's, and where it is not
+installed its tests are skipped, or fail where Slurm is required.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_nodes(slurm: Cluster, repo: Path, run_dir: Path, *argv: str, **env: str) -> str:
-    """What a command said that ran once on each of two nodes; $RUN in it is the run directory, $PY this Python."""
+    """What a command said that ran once on each of two nodes; $RUN in it is the run directory, $PY
+    this Python.
+    """
     named = {"RUN": f"run_dir={run_dir}", "PY": sys.executable, "KEYS": " ".join(KEYS), **env}
     done = slurm.run(*NODES, *argv, cwd=repo, env={**jobs.PYTHON, **named}, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,16 +60,34 @@ def accelerate() -> str:
     return str(Path(sys.executable).with_name("accelerate"))
 
 
-@pytest.mark.parametrize("command", ["torchrun", "torch.distributed.launch", "accelerate", "mpirun"])
+@pytest.mark.parametrize(
+    "command", ["torchrun", "torch.distributed.launch", "accelerate", "mpirun"]
+)
 @pytest.mark.long
 def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: Path) -> None:
-    run_dir, environ = f"run_dir={tmp_path}/run", {}
+    run_dir = f"run_dir={tmp_path}/run"
+    environ = {}
     if command == "torchrun":
         argv = [*TORCHRUN, "--standalone", "--nproc-per-node=2", *MODULE]
     elif command == "torch.distributed.launch":
-        argv = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--master-port", PORT, *MODULE]
+        argv = [
+            sys.executable,
+            "-m",
+            "torch.distributed.launch",
+            "--nproc-per-node=2",
+            "--master-port",
+            PORT,
+            *MODULE,
+        ]
     elif command == "accelerate":
-        argv = [accelerate(), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+        argv = [
+            accelerate(),
+            "launch",
+            "--multi_gpu",
+            "--num_processes=2",
+            "--num_machines=1",
+            "--mixed_precision=no",
+        ]
         argv += ["--dynamo_backend=no", *MODULE]
     else:
         argv = [jobs.mpirun(), "--oversubscribe", "-np", "2", sys.executable, *MODULE]
@@ -79,25 +100,36 @@ def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["IPv4", "IPv6", "name"])
-def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path, family: str) -> None:
+def test_torchrun_over_two_nodes(
+    slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path, family: str
+) -> None:
     first = slurm.nodes[0]
     endpoint = {"IPv4": first.address, "IPv6": f"[{first.address6}]", "name": first.name}[family]
-    # Which node serves the rendezvous is told: torchrun looks for its own name's addresses, and finds 127.0.1.1 on many machines.
-    line = "exec $PY -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d " \
-           "--rdzv-endpoint=$ENDPOINT --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.toy $KEYS $RUN"  # fmt: skip
+    # Which node serves the rendezvous is told: torchrun looks for its own name's addresses, and
+    # finds 127.0.1.1 on many machines.
+    line = (
+        "exec $PY -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
+        "--rdzv-endpoint=$ENDPOINT --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.toy $KEYS $RUN"
+    )
     said = on_nodes(slurm, repo, tmp_path, "sh", "-c", line, ENDPOINT=f"{endpoint}:{PORT}")
     assert "toy: 2 ranks on 2 nodes, cpu, gloo" in said
     assert state_of(tmp_path) == expected_state
 
 
 @pytest.mark.long
-def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
-    script = "#!/bin/sh\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1\n" \
-             f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"  # fmt: skip
+def test_mpirun_over_two_nodes(
+    slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path
+) -> None:
+    script = (
+        "#!/bin/sh\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1\n"
+        f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"
+    )
     (tmp_path / "job.sh").write_text(script)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     job = jobs.sbatch(slurm, repo, tmp_path / "log", str(tmp_path / "job.sh"), env=as_root)
-    assert jobs.ended(slurm, job, tmp_path / "log") == ("COMPLETED", "0:0"), jobs.tail(tmp_path / "log")
+    assert jobs.ended(slurm, job, tmp_path / "log") == ("COMPLETED", "0:0"), jobs.tail(
+        tmp_path / "log"
+    )
     assert "toy: 2 ranks on 2 nodes, cpu, gloo" in (tmp_path / "log").read_text()
     assert state_of(tmp_path / "run") == expected_state
 
@@ -113,21 +145,42 @@ def test_a_plain_process(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_restart_by_torchrun_resumes_from_the_last_checkpoint(expected_state: str, tmp_path: Path) -> None:
-    """A rank is killed. torchrun restarts all ranks, and they resume in the same run directory, to the same bits."""
+def test_a_restart_by_torchrun_resumes_from_the_last_checkpoint(
+    expected_state: str, tmp_path: Path
+) -> None:
+    """A rank is killed. torchrun restarts all ranks, and they resume in the same run directory, to
+    the same bits.
+    """
     # Checkpoints are slow, so that the kill comes between the second and the last step.
-    slow = "import time\nfrom recipes.core.train import checkpoint\nwrite = checkpoint.write\n" \
-           "def slowly(*args, **kwargs):\n    path = write(*args, **kwargs)\n    time.sleep(0.5)\n    return path\ncheckpoint.write = slowly\n" \
-           "import runpy, sys\nsys.argv[0] = 'toy'\nrunpy.run_module('recipes.toy', run_name='__main__')\n"  # fmt: skip
+    slow = (
+        "import time\nfrom recipes.core.train import checkpoint\nwrite = checkpoint.write\n"
+        "def slowly(*args, **kwargs):\n    path = write(*args, **kwargs)\n    time.sleep(0.5)\n    return path\ncheckpoint.write = slowly\n"
+        "import runpy, sys\nsys.argv[0] = 'toy'\nrunpy.run_module('recipes.toy', run_name='__main__')\n"
+    )
     (tmp_path / "slow.py").write_text(slow)
-    argv = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(tmp_path / "slow.py"), *KEYS]
+    argv = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        str(tmp_path / "slow.py"),
+        *KEYS,
+    ]
     environ = helpers.clean_environment(PYTHONPATH=str(helpers.ROOT))
-    process = helpers.start([*argv, "checkpoint_every_steps=2", f"run_dir={tmp_path}/run"], environ=environ)
+    process = helpers.start(
+        [*argv, "checkpoint_every_steps=2", f"run_dir={tmp_path}/run"], environ=environ
+    )
     try:
         latest = tmp_path / "run/checkpoints/latest"
-        helpers.wait_until(lambda: latest.exists() and latest.read_text() >= "step-00000004", helpers.START_S, "step 4")
+        helpers.wait_until(
+            lambda: latest.exists() and latest.read_text() >= "step-00000004",
+            helpers.START_S,
+            "step 4",
+        )
         ranks = [
-            pid for pid in helpers.children(process.pid) if b"slow.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid
+            for pid in helpers.children(process.pid)
+            if b"slow.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(ranks[1], 9)
         ended = helpers.finish(process)

@@ -1,7 +1,8 @@
-"""Programs of the users of Trainer, Lightning, accelerate and DDP keep their work when Slurm stops their job, on two real nodes.
+"""Programs of the users of Trainer, Lightning, accelerate and DDP keep their work when Slurm stops
+their job, on two real nodes.
 
-Each has two DataLoader workers per rank, and no line for this project. The steps that they record (tests/programs/protocol.py)
-show that the step of the stop was saved, and that none was repeated.
+Each has two DataLoader workers per rank, and no line for this project. The steps that they record
+(tests/programs/protocol.py) show that the step of the stop was saved, and that none was repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ STEPS = 10  # before the stop
 class Program:
     """file: in tests/programs. signal: that it gets. keys: of the job. args: of the program.
 
-    save_every: steps between regular saves, at most so many of which may be repeated; 0: it saves only at the stop, and repeats none.
+    save_every: steps between regular saves, at most so many of which may be repeated; 0: it saves
+    only at the stop, and repeats none.
     """
 
     file: str
@@ -46,23 +48,32 @@ PROGRAMS = {
     "shell": Program("run.sh", "SIGUSR2"),
     "accelerate": Program("accelerate_program.py", "SIGTERM"),
     "trainer": Program("trainer.py", "SIGTERM"),
-    # The ranks do not agree on the step. A signal that finds them in different steps is less likely with long steps.
+    # The ranks do not agree on the step. A signal that finds them in different steps is less likely
+    # with long steps.
     "lightning": Program("lightning_program.py", "SIGUSR1", args=("--pace", "1")),
     "torchrun": Program("plain_ddp.py", "SIGUSR2", ("through=torchrun",)),
     "accelerate launch": Program("accelerate_program.py", "SIGTERM", ("through=accelerate",)),
 }
-# A program whose ranks do not agree may hang at the stop. Then it continues from its last regular save.
+# A program whose ranks do not agree may hang at the stop. Then it continues from its last regular
+# save.
 WITH_REGULAR_SAVES = {
     "lightning, saves": Program("lightning_program.py", "SIGUSR1", save_every=5),
     "trainer, JIT, saves": Program("trainer.py", "SIGTERM", args=("--jit",), save_every=5),
 }
 EVENTS = ("time limit", "requeue", "preemption")
 FAST = {  # one cell of each program runs in `make test`
-    ("ddp", "preemption"), ("shell", "requeue"), ("accelerate", "requeue"), ("trainer", "requeue"),
-    ("lightning, saves", "requeue"), ("torchrun", "requeue"), ("accelerate launch", "requeue"),
-}  # fmt: skip
+    ("ddp", "preemption"),
+    ("shell", "requeue"),
+    ("accelerate", "requeue"),
+    ("trainer", "requeue"),
+    ("lightning, saves", "requeue"),
+    ("torchrun", "requeue"),
+    ("accelerate launch", "requeue"),
+}
 CELLS = [
-    pytest.param(name, event, id=f"{name}, {event}", marks=() if (name, event) in FAST else pytest.mark.long)
+    pytest.param(
+        name, event, id=f"{name}, {event}", marks=() if (name, event) in FAST else pytest.mark.long
+    )
     for name in PROGRAMS | WITH_REGULAR_SAVES
     for event in EVENTS
 ]
@@ -85,8 +96,12 @@ def test_a_program_is_saved_requeued_once_and_repeats_no_step(
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("event", EVENTS)
-def test_also_if_signals_reach_all_processes(linuxproc: Cluster, tmp_path: Path, name: str, event: str) -> None:
-    """Slurm's SIGTERM reaches Lightning too, which may end before it has saved: then it repeats the steps since its last regular save."""
+def test_also_if_signals_reach_all_processes(
+    linuxproc: Cluster, tmp_path: Path, name: str, event: str
+) -> None:
+    """Slurm's SIGTERM reaches Lightning too, which may end before it has saved: then it repeats the
+    steps since its last regular save.
+    """
     program = PROGRAMS[name]
     if name == "lightning" and event != "time limit":
         program = WITH_REGULAR_SAVES["lightning, saves"]
@@ -104,9 +119,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", ["raise", "kill", "memory", "exit"])
 @pytest.mark.parametrize(
-    "name", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS if name != "ddp")]
+    "name",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS if name != "ddp")],
 )
-def test_the_rank_that_failed_is_named(slurm: Cluster, tmp_path: Path, name: str, fault: str) -> None:
+def test_the_rank_that_failed_is_named(
+    slurm: Cluster, tmp_path: Path, name: str, fault: str
+) -> None:
     repo = jobs.copy_repository(tmp_path / "clone")
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
@@ -119,9 +137,13 @@ def test_the_rank_that_failed_is_named(slurm: Cluster, tmp_path: Path, name: str
     reason = FAULTS["kill in a shell" if (name, fault) == ("shell", "kill") else fault]
     assert log_lines(log)[-1].startswith(f"script: failed: {reason}")
     if fault == "memory":  # all ranks that a launcher starts on a node are one task
-        assert ("peak memory: task 0 " if PROGRAMS[name].keys else "peak memory: rank 1 ") in log_lines(log)[-1]
+        assert (
+            "peak memory: task 0 " if PROGRAMS[name].keys else "peak memory: rank 1 "
+        ) in log_lines(log)[-1]
     assert read(run_dir / "status.json")["first_failing_rank"] == 1
-    explained = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON)
+    explained = slurm.run(
+        sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON
+    )
     assert explained.stdout.startswith(reason)
 
 
@@ -136,7 +158,9 @@ def test_ray_runs_on_both_nodes(slurm: Cluster, tmp_path: Path, kill: bool) -> N
     try:
         if kill:
             [raylet] = helpers.wait_until(
-                lambda: slurm.processes(node="node2", command="raylet/raylet "), helpers.START_S, "Ray"
+                lambda: slurm.processes(node="node2", command="raylet/raylet "),
+                helpers.START_S,
+                "Ray",
             )
             os.kill(raylet.pid, signal.SIGKILL)
         state = ended(slurm, job, log, 200)
@@ -144,20 +168,40 @@ def test_ray_runs_on_both_nodes(slurm: Cluster, tmp_path: Path, kill: bool) -> N
         jobs.leave_no_job(slurm)
     if kill:
         assert state == ("FAILED", "1:0"), log.read_text()
-        assert log_lines(log)[-1].startswith("script: failed: rank 1 on node2 failed first: "), log.read_text()
+        assert log_lines(log)[-1].startswith("script: failed: rank 1 on node2 failed first: "), (
+            log.read_text()
+        )
     else:
         assert state == ("COMPLETED", "0:0"), log.read_text()
         assert (run_dir / "hosts.txt").read_text().split() == ["node1", "node2"]
 
 
-def submit(slurm: Cluster, repo: Path, log: Path, run_dir: Path, program: Program, time: str, *args: str) -> str:
-    """The ID of a job that runs the program on two nodes. time: its limit in minutes. args: of the program."""
-    words = ["nodes=2", "device=cpu", f"time={time}", "cpus_per_rank=4", f"run_dir={run_dir}", *program.keys]
+def submit(
+    slurm: Cluster, repo: Path, log: Path, run_dir: Path, program: Program, time: str, *args: str
+) -> str:
+    """The ID of a job that runs the program on two nodes. time: its limit in minutes. args: of the
+    program.
+    """
+    words = [
+        "nodes=2",
+        "device=cpu",
+        f"time={time}",
+        "cpus_per_rank=4",
+        f"run_dir={run_dir}",
+        *program.keys,
+    ]
     words += [] if "through=node" in program.keys else ["ranks_per_node=1"]
     script = slurm.run(
-        sys.executable, "launch.py", f"script={FOLDER / program.file}", "launcher=print", *words, "--", *args,
-        cwd=repo, env=PYTHON,
-    )  # fmt: skip
+        sys.executable,
+        "launch.py",
+        f"script={FOLDER / program.file}",
+        "launcher=print",
+        *words,
+        "--",
+        *args,
+        cwd=repo,
+        env=PYTHON,
+    )
     assert script.returncode == 0, script.stderr
     file = log.with_name("job.sh")
     file.write_text(script.stdout)
@@ -197,7 +241,9 @@ def stop(slurm: Cluster, job: str, event: str) -> None:
     if event == "requeue":
         slurm.run("scontrol", "requeue", job, check=True)
     elif event == "preemption":
-        slurm.submit("--partition=high", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 1")
+        slurm.submit(
+            "--partition=high", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 1"
+        )
 
 
 def steps(run_dir: Path, event: str) -> list[int]:

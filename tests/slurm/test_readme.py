@@ -29,7 +29,8 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.readme import BY_HAND, HERE, OWN_SLURM, SLURM, TABLE
 
 TIMEOUT_S = 240
-waits = pytest.mark.timeout(900)  # each for those that were started before it, the first for what all have in common
+# each for those that were started before it, the first for what all have in common
+waits = pytest.mark.timeout(900)
 
 
 def test_every_command_is_in_the_table() -> None:
@@ -45,10 +46,17 @@ def test_every_command_is_in_the_table() -> None:
 def test_commands_are_found_as_a_shell_reads_them() -> None:
     block = "```sh\n# none\nsrun sh -c 'a \\\n    #b' # don't\n\npython x#y  #z\n```\n"
     text = f"# Title\n{block}```text\nsrun: no\n```\n```console\n$ make a\nb\nc\n$ d\n```\n"
-    assert readme.fenced(text) == {"srun sh -c 'a #b'": "", "python x#y": "", "make a": "b\nc\n", "d": ""}
+    assert readme.fenced(text) == {
+        "srun sh -c 'a #b'": "",
+        "python x#y": "",
+        "make a": "b\nc\n",
+        "d": "",
+    }
     shown = "```python\n# a/b.py\nx = 1\n```\n```python\nx\n```\n"
     assert readme.files(shown) == {"a/b.py": "# a/b.py\nx = 1\n"}
-    assert readme.of_header('"""A.\n\n    python a  # b\n    words\n\npython c\n"""') == {"python a": ""}
+    assert readme.of_header('"""A.\n\n    python a  # b\n    words\n\npython c\n"""') == {
+        "python a": ""
+    }
     for wrong in (
         "```\na\n```\n",
         "```text\n$ make a\n```\n",
@@ -60,12 +68,15 @@ def test_commands_are_found_as_a_shell_reads_them() -> None:
             readme.fenced(wrong)
 
 
-# --- where the commands run --------------------------------------------------------------------------------------------
+# --- where the commands run
+# --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Site:
-    """A clone with data, an environment and old runs; the variables of the shell; Slurm, where there is one."""
+    """A clone with data, an environment and old runs; the variables of the shell; Slurm, where
+    there is one.
+    """
 
     clone: Path
     environ: Mapping[str, str]
@@ -73,12 +84,16 @@ class Site:
 
 
 def write_weights(folder: Path) -> Path:
-    """A folder for PYTHONPATH, with which torchvision takes a file in there for ResNet-50's weights."""
+    """A folder for PYTHONPATH, with which torchvision takes a file in there for ResNet-50's
+    weights.
+    """
     import torch
 
     folder.mkdir()
     torch.save({}, folder / "weights")
-    file = folder / f"resnet50-{hashlib.sha256((folder / 'weights').read_bytes()).hexdigest()[:8]}.pth"
+    file = (
+        folder / f"resnet50-{hashlib.sha256((folder / 'weights').read_bytes()).hexdigest()[:8]}.pth"
+    )
     (folder / "weights").rename(file)
     code = f"from torchvision.models import ResNet50_Weights\nResNet50_Weights.DEFAULT.value.url = {file.as_uri()!r}\n"
     (folder / "sitecustomize.py").write_text(code)
@@ -97,7 +112,9 @@ exec /usr/bin/srun "${words[@]}"
 
 
 def write_stand_ins(folder: Path) -> Path:
-    """A folder for PATH with images, and with programs that start what they are to start in an image outside of any."""
+    """A folder for PATH with images, and with programs that start what they are to start in an
+    image outside of any.
+    """
     folder.mkdir()
     for name, body in {"apptainer": RUNTIME, "docker": RUNTIME, "srun": SRUN}.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}")
@@ -112,7 +129,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("readme")
     clone = jobs.copy_repository(folder / "clone")
     (clone / "tests/slurm").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "tested-versions.txt", "tests/slurm/cluster.py", "tests/tables.py"):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "tested-versions.txt",
+        "tests/slurm/cluster.py",
+        "tests/tables.py",
+    ):
         shutil.copy(ROOT / name, clone / name)
     shutil.copytree(ROOT / "docs", clone / "docs")
     for name, text in readme.shown_files().items():
@@ -127,9 +150,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     data = helpers.image_sets(clone / "data")  # the default of data_dir=
     helpers.write_mnist(data / "MNIST/raw")
     jobs.know(clone / "recipes/core/data/datasets.py", data / "MNIST/raw")
-    variables = {"DATA": str(data), "PACKED": f"{folder}/packed", "WEIGHTS": str(write_weights(folder / "weights"))}
+    variables = {
+        "DATA": str(data),
+        "PACKED": f"{folder}/packed",
+        "WEIGHTS": str(write_weights(folder / "weights")),
+    }
     variables["IMAGES"] = str(write_stand_ins(folder / "images"))
-    variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     with socket.create_server(("", 0)) as free:  # torchrun's is 29500 for everybody on this machine
         variables["PET_MASTER_PORT"] = str(free.getsockname()[1])
     environ = helpers.clean_environment(**jobs.PYTHON, **variables)
@@ -156,30 +187,41 @@ def cluster(site: Site, slurm: Cluster) -> Iterator[Site]:
     slurm.run("scontrol", "delete", "PartitionName=gpu", check=True)
 
 
-# --- their results ----------------------------------------------------------------------------------------------
+# --- their results
+# ----------------------------------------------------------------------------------------------
 
 _port = threading.Lock()  # torchrun and accelerate listen on the same one in all their runs
 
 
 def check(site: Site, line: str) -> str:
-    """Types a command, waits for the jobs that it submits, and checks their results; returns its output."""
-    how, command, new = TABLE[line], readme.typed(line), Path(tempfile.mkdtemp(dir=site.clone.parent))
+    """Types a command, waits for the jobs that it submits, and checks their results; returns its
+    output.
+    """
+    how = TABLE[line]
+    command = readme.typed(line)
+    new = Path(tempfile.mkdtemp(dir=site.clone.parent))
     argv = ["bash", "-c", command]
     if how.within.startswith("sbatch"):
         (new / "job.sh").write_text(f"#!/bin/bash\n{command}\n")
         argv = [str(new / "job.sh")]
     with _port if re.search("torchrun|accelerate", command) else contextlib.nullcontext():
         process = helpers.start(
-            [*shlex.split(how.within), *argv], cwd=site.clone, environ={**site.environ, "NEW": str(new)}
+            [*shlex.split(how.within), *argv],
+            cwd=site.clone,
+            environ={**site.environ, "NEW": str(new)},
         )
         ended = helpers.finish(process, TIMEOUT_S)
     said = f"{command}\n{ended.out}"
     assert ended.status == how.status, said
     assert re.search(how.says, ended.out, re.MULTILINE), said
     if shown := readme.commands()[line]:
-        assert re.fullmatch(re.escape(shown).replace("…", ".*"), ended.out), f"{said}\ninstead of\n{shown}"
+        assert re.fullmatch(re.escape(shown).replace("…", ".*"), ended.out), (
+            f"{said}\ninstead of\n{shown}"
+        )
     started = "" if " logs " in command else ended.out  # `logs` shows the line of an earlier run
-    run_dirs = {Path(found) for found in re.findall(r"^run directory: (.+)$", started, re.MULTILINE)}
+    run_dirs = {
+        Path(found) for found in re.findall(r"^run directory: (.+)$", started, re.MULTILINE)
+    }
     for job in re.findall(r"^(?:Submitted batch )?job (\d+)", ended.out, re.MULTILINE):
         assert site.slurm
         state = site.slurm.wait_job(job, TIMEOUT_S)
@@ -192,14 +234,26 @@ def check(site: Site, line: str) -> str:
     assert list(states.values()) == ["done"] * how.runs, f"{said}\n{states}"
     runtime = re.search(r"docker run|recipes\.sif|recipes\.sqsh", line)
     if runtime and how.where == SLURM:
-        assert (new / {"recipes.sif": "apptainer", "recipes.sqsh": "pyxis"}[runtime[0]]).exists(), said
+        assert (new / {"recipes.sif": "apptainer", "recipes.sqsh": "pyxis"}[runtime[0]]).exists(), (
+            said
+        )
     return ended.out
 
 
-def at_once(site: Site, request: pytest.FixtureRequest, where: str) -> Iterator[dict[str, Future[str]]]:
-    """The commands of all tests that were chosen, three at a time: much of their time they wait for each other and for Slurm."""
-    chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
-    typed = [call.params["line"] for call in chosen if call and TABLE[call.params["line"]].where == where]
+def at_once(
+    site: Site, request: pytest.FixtureRequest, where: str
+) -> Iterator[dict[str, Future[str]]]:
+    """The commands of all tests that were chosen, three at a time: much of their time they wait for
+    each other and for Slurm.
+    """
+    chosen = [
+        getattr(item, "callspec", None)
+        for item in request.session.items
+        if item.path == Path(__file__)
+    ]
+    typed = [
+        call.params["line"] for call in chosen if call and TABLE[call.params["line"]].where == where
+    ]
     with ThreadPoolExecutor(3) as pool:
         yield {line: pool.submit(check, site, line) for line in typed}
         pool.shutdown(cancel_futures=True)
@@ -239,7 +293,9 @@ def test_a_command_on_slurm(on_slurm: dict[str, Future[str]], line: str) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("line", lines(BY_HAND))
-def test_a_command_typed_on_two_machines(cluster: Site, slurm: Cluster, line: str, tmp_path: Path) -> None:
+def test_a_command_typed_on_two_machines(
+    cluster: Site, slurm: Cluster, line: str, tmp_path: Path
+) -> None:
     """The two machines are the nodes of the cluster. The command on the second has node_rank=1."""
     command = f"cd {cluster.clone} && {readme.typed(line)}"
     assert command.count("node_rank=0") == 1
@@ -251,7 +307,10 @@ def test_a_command_typed_on_two_machines(cluster: Site, slurm: Cluster, line: st
         "stdout": subprocess.PIPE,
     }
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(slurm.on_node, name, "bash", "-c", words, **keywords) for name, words in typed.items()]
+        both = [
+            pool.submit(slurm.on_node, name, "bash", "-c", words, **keywords)
+            for name, words in typed.items()
+        ]
     first, second = (done.result() for done in both)
     assert (first.returncode, second.returncode) == (0, 0), first.stdout + second.stdout
     assert "mnist: 2 ranks on 2 nodes, cpu, gloo" in first.stdout

@@ -14,7 +14,14 @@ from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(400)
-KEYS = ("recipe=mnist", "dataset=fake", "device=cpu", "cpu_threads=1", "epochs=100000", "log_every_steps=5")
+KEYS = (
+    "recipe=mnist",
+    "dataset=fake",
+    "device=cpu",
+    "cpu_threads=1",
+    "epochs=100000",
+    "log_every_steps=5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,9 @@ def submit(slurm: Cluster, repo: Path, *words: str) -> str:
 
 
 def resume(slurm: Cluster, repo: Path, job: str, *words: str) -> str:
-    """Resumes a run; the number of the new job, whose log is named, and which the run's commands find at once."""
+    """Resumes a run; the number of the new job, whose log is named, and which the run's commands
+    find at once.
+    """
     told, log = launch(slurm, repo, "resume", job, *words).splitlines()
     again = told.rpartition(" ")[2]
     assert log == f"log: tail -F {slurm.jobs(again)[0]['StdOut']}"
@@ -68,11 +77,14 @@ def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo
     assert "is not running: cancelled" in launch(slurm, repo, "cancel", job)
     again = resume(slurm, repo, job, "log_every_steps=1")
     resumed = helpers.wait_until(
-        lambda: (found := state(slurm, repo, job))["step"] > stopped["step"] and found, 120, "the resumed run trains"
+        lambda: (found := state(slurm, repo, job))["step"] > stopped["step"] and found,
+        120,
+        "the resumed run trains",
     )
     assert (resumed["state"], resumed["starts"], resumed["job"]) == ("running", 2, again)
     assert (
-        f"resumed from {repo}/runs/mnist/{job}/checkpoints" in (repo / f"runs/mnist/{job}/logs/rank0.log").read_text()
+        f"resumed from {repo}/runs/mnist/{job}/checkpoints"
+        in (repo / f"runs/mnist/{job}/logs/rank0.log").read_text()
     )
     slurm.run("scontrol", "requeue", again, check=True)
     wait_for(slurm, repo, job, "requeued", stopped["step"])
@@ -82,7 +94,9 @@ def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo
 
 
 @pytest.mark.long
-def test_only_the_elements_of_a_sweep_that_were_killed_are_resumed(slurm: Cluster, repo: Path) -> None:
+def test_only_the_elements_of_a_sweep_that_were_killed_are_resumed(
+    slurm: Cluster, repo: Path
+) -> None:
     words = ("sweep.seed=1,2,3", "max_steps=40", "checkpoint_every_steps=5")
     job = launch(slurm, repo, *KEYS, "cpus_per_rank=1", *words).split()[1].rstrip(":")
     wait_for(slurm, repo, f"{job}_1", "running", 1)

@@ -1,4 +1,6 @@
-"""A program of the user on two real nodes: it is signalled once, requeued and continues; a rank of it that is killed is named."""
+"""A program of the user on two real nodes: it is signalled once, requeued and continues; a rank of
+it that is killed is named.
+"""
 
 from __future__ import annotations
 
@@ -47,39 +49,60 @@ def submit(slurm: Cluster, repo: Path, run_dir: Path) -> tuple[str, Path]:
     job = jobs.sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/script_2x8.sh", *keys)
     logs = [run_dir / f"logs/rank{rank}.log" for rank in range(2)]
     helpers.wait_until(
-        lambda: all(path.exists() and " from " in path.read_text() for path in logs), helpers.START_S, "the ranks"
+        lambda: all(path.exists() and " from " in path.read_text() for path in logs),
+        helpers.START_S,
+        "the ranks",
     )
     return job, log
 
 
 @pytest.mark.long
-def test_a_program_is_stopped_requeued_and_continues(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_a_program_is_stopped_requeued_and_continues(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     job, log = submit(slurm, repo, run_dir)
     try:
         slurm.run("scancel", "--signal=USR1", job, check=True)
         jobs.wait_requeued(slurm, job, log, 60)
-        assert [read(run_dir / "status.json")[name] for name in ("state", "reason")] == ["preempted", "SIGUSR1"]
+        assert [read(run_dir / "status.json")[name] for name in ("state", "reason")] == [
+            "preempted",
+            "SIGUSR1",
+        ]
         jobs.start_again(slurm, job)
         assert ended(slurm, job, log, 90) == ("COMPLETED", "0:0"), log.read_text()
     finally:
         jobs.leave_no_job(slurm)
     for rank in range(2):
-        lines = [line for line in log_lines(run_dir / f"logs/rank{rank}.log") if line.startswith(("[", "got"))]
+        lines = [
+            line
+            for line in log_lines(run_dir / f"logs/rank{rank}.log")
+            if line.startswith(("[", "got"))
+        ]
         own = f"['--lr', 'cluster=a'] rank {rank} on node{rank + 1} from"
-        assert [line for line in lines if not line.startswith("[W")] == [f"{own} False", "got 10", f"{own} True"]
-    assert f"script: stopped; requeued (restart 1 of at most 20); run directory {run_dir}" in log_lines(log)
+        assert [line for line in lines if not line.startswith("[W")] == [
+            f"{own} False",
+            "got 10",
+            f"{own} True",
+        ]
+    assert (
+        f"script: stopped; requeued (restart 1 of at most 20); run directory {run_dir}"
+        in log_lines(log)
+    )
     assert log_lines(log)[-1] == f"script: done; run directory {run_dir}"
     assert [read(run_dir / "status.json")[name] for name in ("state", "attempt")] == ["done", 1]
 
 
 @pytest.mark.long
-def test_a_program_that_does_not_end_at_the_time_limit_is_requeued(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_a_program_that_does_not_end_at_the_time_limit_is_requeued(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
     """Slurm would kill the job script with it, so that nobody could requeue the job."""
     (repo / "ignores.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, print)\nwhile True: time.sleep(0.1)\n"
     )
-    log, run_dir = tmp_path / "log", tmp_path / "run"
+    log = tmp_path / "log"
+    run_dir = tmp_path / "run"
     keys = ["script=ignores.py", "device=cpu", f"run_dir={run_dir}"]
     job = jobs.sbatch(slurm, repo, log, *TWO_BY_ONE, "--time=1", "sbatch/script_2x8.sh", *keys)
     try:
@@ -109,7 +132,12 @@ KILLED = {  # what is killed: (its node, words of its command, how the last line
 
 
 @pytest.mark.parametrize(
-    "victim", ["program", pytest.param("wrapper", marks=pytest.mark.long), pytest.param("srun", marks=pytest.mark.long)]
+    "victim",
+    [
+        "program",
+        pytest.param("wrapper", marks=pytest.mark.long),
+        pytest.param("srun", marks=pytest.mark.long),
+    ],
 )
 def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, victim: str) -> None:
     """The log, status.json, explain and Slurm agree."""
@@ -119,7 +147,9 @@ def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, vic
     try:
         processes = slurm.processes(job_id=job, node=node, command=command)
         killed = [
-            one for one in processes if "--lr" in one.command and one.command.startswith(("srun", sys.executable))
+            one
+            for one in processes
+            if "--lr" in one.command and one.command.startswith(("srun", sys.executable))
         ]
         for process in killed[: 1 if victim == "srun" else None]:
             os.kill(process.pid, signal.SIGKILL)
@@ -131,5 +161,7 @@ def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, vic
     status = read(run_dir / "status.json")
     assert status["state"] == "failed"
     assert status["reason"].startswith(reason)
-    done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=jobs.PYTHON)
+    done = slurm.run(
+        sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=jobs.PYTHON
+    )
     assert done.stdout.startswith(reason), done.stdout

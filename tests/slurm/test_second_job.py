@@ -1,4 +1,6 @@
-"""A second job on the run directory of a job that is running, suspended or pending. On a real Slurm."""
+"""A second job on the run directory of a job that is running, suspended or pending. On a real
+Slurm.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class First:
 
 @pytest.fixture
 def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
     job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, *jobs.ENDLESS, f"run_dir={run_dir}")
     try:
         jobs.wait_for_training(slurm, job, run_dir, step=1)
@@ -45,7 +48,9 @@ def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
         jobs.leave_no_job(slurm)
 
 
-def test_a_second_job_is_refused_until_the_first_ends(slurm: Cluster, repo: Path, first: First, tmp_path: Path) -> None:
+def test_a_second_job_is_refused_until_the_first_ends(
+    slurm: Cluster, repo: Path, first: First, tmp_path: Path
+) -> None:
     used = f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel {first.job})"
     log = tmp_path / "second"
     job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={first.run_dir}")
@@ -57,4 +62,6 @@ def test_a_second_job_is_refused_until_the_first_ends(slurm: Cluster, repo: Path
     assert f"job {first.job} (suspended) uses it" in jobs.log_lines(log)[-1]
     slurm.run("scontrol", "resume", first.job, check=True)
     step = helpers.rows(first.run_dir)[-1]["step"]
-    helpers.wait_until(lambda: helpers.rows(first.run_dir)[-1]["step"] > step, 60, "the first job to continue")
+    helpers.wait_until(
+        lambda: helpers.rows(first.run_dir)[-1]["step"] > step, 60, "the first job to continue"
+    )

@@ -1,6 +1,7 @@
 """Every way to submit a recipe, on a real Slurm: the command, and its results.
 
-Jobs run in a copy of the repository, so that nothing of theirs stays in runs/. Each starts as few ranks as it can.
+Jobs run in a copy of the repository, so that nothing of theirs stays in runs/. Each starts as few
+ranks as it can.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from tests.slurm.jobs import (
     read,
     sbatch,
     wait_for_training,
-)  # fmt: skip
+)
 
 MINI = ("device=cpu", "dataset=digits")
-# What an outer allocation's shell may hand down; each would spoil the job (srun takes them for options).
+# What an outer allocation's shell may hand down; each would spoil the job (srun takes them for
+# options).
 HOSTILE = {
     "SLURM_CPU_BIND": "map_cpu:99",
     "SLURM_CPU_BIND_TYPE": "map_cpu:",
@@ -57,12 +59,14 @@ def _no_job_left(slurm: Cluster) -> Iterator[None]:
     jobs.leave_no_job(slurm)
 
 
-# --- runs that succeed -----------------------------------------------------------------------------------------------
+# --- runs that succeed
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     keys = [*MINI, "epochs=2", f"run_dir={tmp_path}/run", "global_batch_size=127"]
-    log, run_dir = tmp_path / "log", tmp_path / "run"
+    log = tmp_path / "log"
+    run_dir = tmp_path / "run"
     job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *keys, env=HOSTILE)
     assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
 
@@ -72,21 +76,41 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
 
     text = log.read_text()
     assert "mnist: 4 ranks on 2 nodes, cpu, gloo" in text
-    # docker0 has the same address on both nodes, and a node's own name is 127.0.1.1: only the route tells
+    # docker0 has the same address on both nodes, and a node's own name is 127.0.1.1: only the route
+    # tells
     node2 = slurm.node("node2")
-    ways = [f"network: eth0 (route to node2 ({address}))" for address in (node2.address, node2.address6)]
+    ways = [
+        f"network: eth0 (route to node2 ({address}))" for address in (node2.address, node2.address6)
+    ]
     assert len({*ways} & {*log_lines(log)}) == 1, text
     assert "cpu binding" not in text  # what srun says of HOSTILE's
-    assert sorted(file.name for file in (run_dir / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(4)]
+    assert sorted(file.name for file in (run_dir / "logs").iterdir()) == [
+        f"rank{rank}.log" for rank in range(4)
+    ]
     assert "mnist: 4 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
-    assert log_lines(log)[-1] == f"mnist: done; val_top1 {summary['val_top1']:.4f}; run directory {run_dir}"
+    assert (
+        log_lines(log)[-1]
+        == f"mnist: done; val_top1 {summary['val_top1']:.4f}; run directory {run_dir}"
+    )
 
 
-def test_each_rank_sees_all_gpus_of_the_job_on_its_node(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """Variables of the shell that submits change nothing. The test cluster's GPUs do not exist: each rank reports how many it misses."""
-    log, size = tmp_path / "log", ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+def test_each_rank_sees_all_gpus_of_the_job_on_its_node(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    """Variables of the shell that submits change nothing. The test cluster's GPUs do not exist:
+    each rank reports how many it misses.
+    """
+    log = tmp_path / "log"
+    size = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
     job = sbatch(
-        slurm, repo, log, *size, "sbatch/mnist_2x8.sh", "dataset=digits", f"run_dir={tmp_path}/run", env=HOSTILE
+        slurm,
+        repo,
+        log,
+        *size,
+        "sbatch/mnist_2x8.sh",
+        "dataset=digits",
+        f"run_dir={tmp_path}/run",
+        env=HOSTILE,
     )
     assert ended(slurm, job, log) == ("FAILED", "3:0"), log.read_text()
     lines = {line for line in log_lines(log) if line.startswith("mnist: ")}
@@ -97,7 +121,8 @@ def test_each_rank_sees_all_gpus_of_the_job_on_its_node(slurm: Cluster, repo: Pa
 
 @pytest.mark.long
 def test_real_mnist_is_learnt_over_two_nodes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    log, data_dir = tmp_path / "log", helpers.real_data("mnist").parent
+    log = tmp_path / "log"
+    data_dir = helpers.real_data("mnist").parent
     keys = ["device=cpu", f"data_dir={data_dir}", "epochs=3", f"run_dir={tmp_path}/run"]
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys)
     assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
@@ -106,15 +131,30 @@ def test_real_mnist_is_learnt_over_two_nodes(slurm: Cluster, repo: Path, tmp_pat
     assert summary["val_top1"] >= 0.992
 
 
-# --- runs that fail --------------------------------------------------------------------------------------------------
+# --- runs that fail
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_a_run_directory_on_the_nodes_own_disks_is_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """A requeued job that starts on other nodes would not find its checkpoints there, and train from the beginning."""
-    log, run_dir = tmp_path / "log", f"/dev/shm/{tmp_path.name}"
+def test_a_run_directory_on_the_nodes_own_disks_is_refused(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    """A requeued job that starts on other nodes would not find its checkpoints there, and train
+    from the beginning.
+    """
+    log = tmp_path / "log"
+    run_dir = f"/dev/shm/{tmp_path.name}"
     options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-    job = sbatch(slurm, repo, log, *options, "sbatch/mnist_2x8.sh", *MINI, "timeout_s=10", f"run_dir={run_dir}")
+    job = sbatch(
+        slurm,
+        repo,
+        log,
+        *options,
+        "sbatch/mnist_2x8.sh",
+        *MINI,
+        "timeout_s=10",
+        f"run_dir={run_dir}",
+    )
     assert ended(slurm, job, log, 90) == ("FAILED", "3:0"), log.read_text()
     unseen = "this node does not see the files that rank 0 on node1 writes"
     line = f"node2: run_dir={run_dir}: {unseen}: give a folder that all nodes share"
@@ -126,7 +166,9 @@ def test_a_run_directory_on_the_nodes_own_disks_is_refused(slurm: Cluster, repo:
 
 def test_a_failure_on_one_node_names_that_node(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     """Data that was staged to one node's own memory, and not to the other's."""
-    log, run_dir, data_dir = tmp_path / "log", tmp_path / "run", Path("/dev/shm/staged")
+    log = tmp_path / "log"
+    run_dir = tmp_path / "run"
+    data_dir = Path("/dev/shm/staged")
     helpers.write_mnist(tmp_path / "MNIST/raw")
     slurm.on_node("node1", "mkdir", data_dir)
     slurm.on_node("node1", "cp", "-r", tmp_path / "MNIST", data_dir)
@@ -135,15 +177,23 @@ def test_a_failure_on_one_node_names_that_node(slurm: Cluster, repo: Path, tmp_p
     state = ended(slurm, job, log, 45)
     assert state == ("FAILED", "2:0"), log.read_text()
     status = read(run_dir / "status.json")
-    assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 1, "node2")
-    assert log_lines(log)[-1].startswith("mnist: failed: rank 1 on node2 failed first: "), log.read_text()
+    assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == (
+        "failed",
+        1,
+        "node2",
+    )
+    assert log_lines(log)[-1].startswith("mnist: failed: rank 1 on node2 failed first: "), (
+        log.read_text()
+    )
     assert f"python -m recipes.prepare mnist data_dir={data_dir}" in log_lines(log)[-1]
     assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture(scope="module")
 def image_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """cifar10/, packed, and train/ and val/ of files: two classes, 13 images to evaluate, which no number of ranks divides."""
+    """cifar10/, packed, and train/ and val/ of files: two classes, 13 images to evaluate, which no
+    number of ranks divides.
+    """
     folder = tmp_path_factory.mktemp("images")
     helpers.write_images(folder / "train", 2, 16, 40)
     helpers.write_images(folder / "val", 2, 7, 40, seed=1)
@@ -173,30 +223,56 @@ KEYS_OF = {
 VAL_SAMPLES = {"mnist": 359, "cifar": 13, "imagenet": 13, "finetune": 12}
 
 
-@pytest.mark.parametrize("script", [path.name for path in sorted((ROOT / "sbatch").glob("[!s]*x*.sh"))])  # not script
+@pytest.mark.parametrize(
+    "script", [path.name for path in sorted((ROOT / "sbatch").glob("[!s]*x*.sh"))]
+)  # not script
 @pytest.mark.long
-def test_each_ready_script_trains(slurm: Cluster, repo: Path, tmp_path: Path, script: str, image_folders: Path) -> None:
-    recipe, log = script.split("_")[0], tmp_path / "log"
+def test_each_ready_script_trains(
+    slurm: Cluster, repo: Path, tmp_path: Path, script: str, image_folders: Path
+) -> None:
+    recipe = script.split("_")[0]
+    log = tmp_path / "log"
     keys = ["device=cpu", *KEYS_OF[recipe], f"data_dir={image_folders}", f"run_dir={tmp_path}/run"]
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, f"sbatch/{script}", *keys)
     assert slurm.wait_job(job, 60) == "COMPLETED", log.read_text()
     summary = read(tmp_path / "run" / "summary.json")
-    assert (summary["recipe"], summary["world_size"], summary["num_nodes"], summary["steps"]) == (recipe, 2, 2, 2)
+    assert (summary["recipe"], summary["world_size"], summary["num_nodes"], summary["steps"]) == (
+        recipe,
+        2,
+        2,
+        2,
+    )
     assert summary.get("val_samples") == VAL_SAMPLES.get(recipe)
 
 
-# --- runs that are stopped -------------------------------------------------------------------------------------------
+# --- runs that are stopped
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_a_job_of_a_few_minutes_is_not_stopped_at_its_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_a_job_of_a_few_minutes_is_not_stopped_at_its_start(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
     """The signal of the script, 120 s before the limit, would come immediately."""
-    log, run_dir = tmp_path / "log", tmp_path / "run"
-    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "--time=5", "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
+    log = tmp_path / "log"
+    run_dir = tmp_path / "run"
+    job = sbatch(
+        slurm,
+        repo,
+        log,
+        *TWO_BY_ONE,
+        "--time=5",
+        "sbatch/mnist_2x8.sh",
+        *ENDLESS,
+        f"run_dir={run_dir}",
+    )
     wait_for_training(slurm, job, run_dir)
     slurm.run("scancel", "--signal=USR2", job)
     wait_for_training(slurm, job, run_dir, step=rows(run_dir)[-1]["step"] + 20)
-    assert any(line.startswith("mnist: this job has only a few minutes: it ignores SIGUSR2") for line in log_lines(log))
+    assert any(
+        line.startswith("mnist: this job has only a few minutes: it ignores SIGUSR2")
+        for line in log_lines(log)
+    )
     assert slurm.jobs(job)[0]["Restarts"] == "0"
     slurm.run("scancel", job)
     ended(slurm, job, log)

@@ -1,4 +1,6 @@
-"""A job runs the code of its submission: from inside another allocation, from another folder, with the source edited afterwards. On a real Slurm."""
+"""A job runs the code of its submission: from inside another allocation, from another folder, with
+the source edited afterwards. On a real Slurm.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BROKEN = "raise RuntimeError('edited after it was submitted')\n"
 
 def git(repo: Path, *words: str) -> str:
     named = ("-c", "user.name=a", "-c", "user.email=a@b")
-    return subprocess.run(["git", *named, *words], cwd=repo, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *named, *words], cwd=repo, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -35,7 +39,9 @@ def repo(tmp_path: Path) -> Path:
     git(repo, "add", ".")
     git(repo, "commit", "--quiet", "--message=all")
     recipe = repo / "recipes" / "toy.py"
-    recipe.write_text(recipe.read_text().replace("nn.Linear(64, 64)", "nn.Linear(64, 64, bias=True)"))
+    recipe.write_text(
+        recipe.read_text().replace("nn.Linear(64, 64)", "nn.Linear(64, 64, bias=True)")
+    )
     return repo
 
 
@@ -49,7 +55,10 @@ def break_all(repo: Path) -> None:
 
 def check_origin(repo: Path, run_dir: Path) -> None:
     assert jobs.read(run_dir / "status.json")["state"] == "done"
-    assert jobs.read(run_dir / "summary.json")["git_commit"] == git(repo, "rev-parse", "HEAD") + "-dirty"
+    assert (
+        jobs.read(run_dir / "summary.json")["git_commit"]
+        == git(repo, "rev-parse", "HEAD") + "-dirty"
+    )
     assert "+" in (run_dir / "code.diff").read_text()
     assert "bias=True" in (run_dir / "code.diff").read_text()
     code = Path(jobs.read(run_dir / "job.yaml")["code"])
@@ -57,7 +66,9 @@ def check_origin(repo: Path, run_dir: Path) -> None:
     assert "bias=True" in (code / "recipes" / "toy.py").read_text()
 
 
-def test_a_job_runs_the_code_of_its_submission_after_an_edit(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_a_job_runs_the_code_of_its_submission_after_an_edit(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     inner = f"{sys.executable} ../clone/launch.py recipe=toy nodes=2 {' '.join(KEYS)} run_dir=mine"
@@ -66,7 +77,11 @@ def test_a_job_runs_the_code_of_its_submission_after_an_edit(slurm: Cluster, rep
     argv = ["salloc", "--nodes=2", "--exclusive", "sh", "-c", hold]
     outer = helpers.start(argv, cwd=elsewhere, environ=os.environ | PYTHON | slurm.env)
     try:
-        helpers.wait_until(lambda: (elsewhere / "submitted").exists() or outer.poll() is not None, 60, "the submission")
+        helpers.wait_until(
+            lambda: (elsewhere / "submitted").exists() or outer.poll() is not None,
+            60,
+            "the submission",
+        )
         break_all(repo)
         assert git(repo, "status", "--porcelain")
     finally:
@@ -79,12 +94,19 @@ def test_a_job_runs_the_code_of_its_submission_after_an_edit(slurm: Cluster, rep
 
 
 @pytest.mark.long
-def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """PYTHONPATH names another clone, as if it were installed, and Python does not search the working directory."""
+def test_a_job_never_runs_the_code_of_another_clone(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    """PYTHONPATH names another clone, as if it were installed, and Python does not search the
+    working directory.
+    """
     break_all(jobs.copy_repository(tmp_path / "other"))
     elsewhere = {**PYTHON, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{tmp_path}/other"}
-    (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
-    log, options = tmp_path / "log", ("--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh")
+    (repo / "sbatch" / "toy.sh").write_text(
+        (repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy")
+    )
+    log = tmp_path / "log"
+    options = ("--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh")
     job = jobs.sbatch(slurm, repo, log, *options, *KEYS, "run_dir=ready", env=elsewhere)
     argv = (sys.executable, "launch.py", "recipe=toy", "cpus_per_rank=1", *KEYS)
     done = slurm.run(*argv, "wait=true", "run_dir=launched", cwd=repo, env=elsewhere, timeout=120)

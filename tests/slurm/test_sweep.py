@@ -1,4 +1,6 @@
-"""A sweep is one job array: a limited number of runs at a time, a run directory each, a table of their results. On a real Slurm."""
+"""A sweep is one job array: a limited number of runs at a time, a run directory each, a table of
+their results. On a real Slurm.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
     rates = ("0.01", "1e20", "0.02")
     words = (f"sweep.lr={','.join(rates)}", "parallel=2", "wait=true")
-    done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, timeout=300)
+    done = slurm.run(
+        sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, timeout=300
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     found = re.search(r"^job (\d+): ", done.stdout, re.MULTILINE)
     assert found, done.stdout
@@ -36,13 +40,30 @@ def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
         run_dir = repo / "runs/toy" / f"{job}_{number}"
         status = jobs.read(run_dir / "status.json")
         assert status["state"] == ("failed" if rate == "1e20" else "done"), status
-        [line] = [line for line in (run_dir / "config.yaml").read_text().splitlines() if line.startswith("lr: ")]
+        [line] = [
+            line
+            for line in (run_dir / "config.yaml").read_text().splitlines()
+            if line.startswith("lr: ")
+        ]
         assert float(line.removeprefix("lr: ")) == float(rate)
         assert (run_dir / "job.sh").exists()
         assert jobs.read(run_dir / "job.yaml")["arguments"][-1] == f"lr={rate}"
     assert all(record["ArrayTaskThrottle"] == "2" for record in slurm.jobs(job))
-    asked = next(line for line in done.stdout.splitlines() if line.startswith("table of the runs: "))
-    table = helpers.run(["sh", "-c", asked.partition(": ")[2].replace("python", sys.executable, 1)], cwd=repo).lines
-    assert table[0].split() == ["run", "state", "step", "lr", "val_loss", "loss", "samples_per_second", "note"]
+    asked = next(
+        line for line in done.stdout.splitlines() if line.startswith("table of the runs: ")
+    )
+    table = helpers.run(
+        ["sh", "-c", asked.partition(": ")[2].replace("python", sys.executable, 1)], cwd=repo
+    ).lines
+    assert table[0].split() == [
+        "run",
+        "state",
+        "step",
+        "lr",
+        "val_loss",
+        "loss",
+        "samples_per_second",
+        "note",
+    ]
     assert [line.split()[1] for line in table[1:]] == ["done", "failed", "done"]
     assert "the loss at step " in table[2]

@@ -1,4 +1,6 @@
-"""Rank 0 is found where a topology plugin orders the tasks: Slurm 26.05 gives rank 0 to another node than the first of its list."""
+"""Rank 0 is found where a topology plugin orders the tasks: Slurm 26.05 gives rank 0 to another
+node than the first of its list.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ def by_topology() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    "size", [("--nodes=4", "--ntasks-per-node=1"), ("--nodes=4", "--ntasks=6")], ids=["equal nodes", "uneven nodes"]
+    "size",
+    [("--nodes=4", "--ntasks-per-node=1"), ("--nodes=4", "--ntasks=6")],
+    ids=["equal nodes", "uneven nodes"],
 )
-def test_all_ranks_meet_at_rank_0(by_topology: Cluster, tmp_path: Path, size: tuple[str, ...]) -> None:
-    repo, log, run_dir = jobs.copy_repository(tmp_path / "clone"), tmp_path / "log", tmp_path / "run"
+def test_all_ranks_meet_at_rank_0(
+    by_topology: Cluster, tmp_path: Path, size: tuple[str, ...]
+) -> None:
+    repo = jobs.copy_repository(tmp_path / "clone")
+    log = tmp_path / "log"
+    run_dir = tmp_path / "run"
     words = (*size, "--gpus-per-node=0", "--cpus-per-task=1", "sbatch/mnist_2x8.sh")
     keys = ("device=cpu", "dataset=digits", "max_steps=3", "timeout_s=60", f"run_dir={run_dir}")
     job = jobs.sbatch(by_topology, repo, log, *words, *keys)

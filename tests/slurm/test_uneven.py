@@ -1,4 +1,6 @@
-"""Three ranks over a node of two GPUs and one of one, as Slurm places them. The GPUs are names only; the ranks train on the CPU."""
+"""Three ranks over a node of two GPUs and one of one, as Slurm places them. The GPUs are names
+only; the ranks train on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,24 @@ def test_gpus_are_taken_from_uneven_nodes(uneven: Cluster, repo: Path, tmp_path:
 
 @pytest.mark.long
 def test_the_doctor_sees_all_gpus_of_its_node(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
-    """The doctor's step has one task per node. Slurm would give it only the one GPU per task of the job."""
-    words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "doctor=true", "wait=true", f"run_dir={tmp_path}/run")
+    """The doctor's step has one task per node. Slurm would give it only the one GPU per task of the
+    job.
+    """
+    words = (
+        "recipe=toy",
+        "gpus=3",
+        "cpus_per_rank=1",
+        "doctor=true",
+        "wait=true",
+        f"run_dir={tmp_path}/run",
+    )
     done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=150)
     assert done.returncode == 3, done.stdout + done.stderr
     found = dict(
-        re.findall(r"(node\d): (?:Slurm granted|CUDA_VISIBLE_DEVICES names) (\d) GPUs and torch sees 0", done.stdout)
+        re.findall(
+            r"(node\d): (?:Slurm granted|CUDA_VISIBLE_DEVICES names) (\d) GPUs and torch sees 0",
+            done.stdout,
+        )
     )
     assert found == {name: str(count) for name, count in UNEVEN.items()}, done.stdout
 
@@ -73,8 +87,10 @@ def test_a_host_file(uneven: Cluster, repo: Path, tmp_path: Path, order: str) ->
     hosts = ["node1", "node1", "node2"] if order == "in turn" else ["node1", "node2", "node1"]
     (tmp_path / "hosts").write_text("\n".join(hosts) + "\n")
     recipe = f"{sys.executable} -m recipes.toy {' '.join(KEYS)} run_dir={tmp_path}/run"
-    script = "#!/bin/sh\n#SBATCH --nodes=2 --ntasks=3 --cpus-per-task=1\n" \
-             f"export SLURM_HOSTFILE={tmp_path}/hosts MASTER_ADDR=node1\nexec srun --distribution=arbitrary {recipe}\n"  # fmt: skip
+    script = (
+        "#!/bin/sh\n#SBATCH --nodes=2 --ntasks=3 --cpus-per-task=1\n"
+        f"export SLURM_HOSTFILE={tmp_path}/hosts MASTER_ADDR=node1\nexec srun --distribution=arbitrary {recipe}\n"
+    )
     run_job(uneven, repo, tmp_path, script)
     assert placed(tmp_path / "run") == UNEVEN
     assert attempts.facts(tmp_path / "run")["hosts"] == hosts

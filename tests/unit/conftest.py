@@ -27,7 +27,9 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path at which the test writes the profile of cluster=here. Its repository is a temporary folder."""
+    """The path at which the test writes the profile of cluster=here. Its repository is a temporary
+    folder.
+    """
     root = tmp_path / "repository"
     (root / "env/clusters").mkdir(parents=True)
     (root / "recipes").symlink_to(ROOT / "recipes")

@@ -1,4 +1,6 @@
-"""The documentation: its tables are those of the code, its links lead somewhere, and what it shows beside commands works."""
+"""The documentation: its tables are those of the code, its links lead somewhere, and what it shows
+beside commands works.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ def test_tables_are_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_links_lead_somewhere() -> None:
-    links = [(page, link) for page in PAGES for link in LINK.findall(page.read_text()) if "://" not in link]
+    links = [
+        (page, link)
+        for page in PAGES
+        for link in LINK.findall(page.read_text())
+        if "://" not in link
+    ]
     assert len(links) > 40
     for page, link in links:
         path, _, anchor = link.partition("#")
@@ -53,12 +60,18 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    named = [(page, name) for page in PAGES for name in re.findall(r"`([a-z_/]+\.(?:py|sh))`", page.read_text())]
+    named = [
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"`([a-z_/]+\.(?:py|sh))`", page.read_text())
+    ]
     assert len(named) > 20
     places = [ROOT, ROOT / "recipes", *(ROOT / "recipes/core").glob("**/")]
     written = {"job.sh", *readme.shown_files()}  # job.sh: in a run directory
     others = [(page.name, name) for page, name in named if name not in written]
-    assert [other for other in others if not any((place / other[1]).exists() for place in places)] == []
+    assert [
+        other for other in others if not any((place / other[1]).exists() for place in places)
+    ] == []
 
 
 def test_the_front_page_and_each_page_for_a_task() -> None:
@@ -68,13 +81,17 @@ def test_the_front_page_and_each_page_for_a_task() -> None:
     assert len(pages) > 10
     for page in pages:
         assert f"](docs/{page.name})" in front
-        assert re.match(r"# .+\n\n```sh\n", page.read_text()), f"{page.name} does not open with a command"
+        assert re.match(r"# .+\n\n```sh\n", page.read_text()), (
+            f"{page.name} does not open with a command"
+        )
 
 
 def test_the_keys_of_the_skeleton_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole skeleton runs in tests/slurm/test_readme.py."""
     shown = readme.files((ROOT / "docs/new-recipe.md").read_text())
-    assert set(shown) == {f"recipes/{name}.py" for name in ("conf/rings", "rings", "conf/words", "words")}
+    assert set(shown) == {
+        f"recipes/{name}.py" for name in ("conf/rings", "rings", "conf/words", "words")
+    }
     module = ModuleType("rings")
     monkeypatch.setitem(sys.modules, "rings", module)  # dataclasses look there
     exec(shown["recipes/conf/rings.py"], vars(module))
@@ -84,7 +101,8 @@ def test_the_keys_of_the_skeleton_are_read(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_scripts_become_the_recipe_beside_them() -> None:
     """Their lines without the indentation, which the difference leaves out."""
     page = (ROOT / "docs/your-script.md").read_text()
-    shown, (single, ddp) = readme.files(page), readme.differences(page)
+    shown = readme.files(page)
+    single, ddp = readme.differences(page)
     assert single[1] == ddp[1]
     for name, (before, _) in (("single.py", single), ("ddp.py", ddp)):
         words = [line.strip() for line in shown[name].splitlines()[1:]]
@@ -96,7 +114,14 @@ def test_the_scripts_become_the_recipe_beside_them() -> None:
 @pytest.mark.long
 def test_a_run_has_the_files_that_are_listed_and_the_notebook_reads_it(tmp_path: Path) -> None:
     page = (ROOT / "docs/run-directory.md").read_text()
-    words = ["-m", "recipes.mnist", "dataset=digits", "device=cpu", "max_steps=2", f"run_dir={tmp_path}/runs/demo"]
+    words = [
+        "-m",
+        "recipes.mnist",
+        "dataset=digits",
+        "device=cpu",
+        "max_steps=2",
+        f"run_dir={tmp_path}/runs/demo",
+    ]
     ended = helpers.run([sys.executable, *words])
     assert ended.status == 0, ended.out
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
@@ -104,8 +129,12 @@ def test_a_run_has_the_files_that_are_listed_and_the_notebook_reads_it(tmp_path:
     for path in (tmp_path / "runs/demo").iterdir():
         assert path.name + "/" * path.is_dir() in listed
     for name in ("status", "summary"):
-        assert [key for key in helpers.read(tmp_path / "runs/demo", name) if f"`{key}`" not in page] == []
+        assert [
+            key for key in helpers.read(tmp_path / "runs/demo", name) if f"`{key}`" not in page
+        ] == []
     [notebook] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     environ = helpers.clean_environment(PYTHONPATH=str(ROOT))
     ended = helpers.run([sys.executable, "-c", notebook], cwd=tmp_path, environ=environ)
-    assert (ended.status, ended.lines[-1].split(" ")[:2]) == (0, ["step-00000002.pt", "2"]), ended.out
+    assert (ended.status, ended.lines[-1].split(" ")[:2]) == (0, ["step-00000002.pt", "2"]), (
+        ended.out
+    )

@@ -1,4 +1,6 @@
-"""Figures in the documentation are those of their sources: measurements in docs/measured, constants, versions, the table of faults."""
+"""Figures in the documentation are those of their sources: measurements in docs/measured,
+constants, versions, the table of faults.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ FAST = FOUND["accuracy"]["fast"]
 PEER = statistics.fmean(H100["reference"]["airbench94_muon"]["accuracy"])
 PASSED = sum(one["result"] == "pass" for one in H100["checks"].values())
 CPU: dict[str, Any] = json.loads((ROOT / "docs/measured/cpu.json").read_text())
-DIGITS, LOSSES = [100 * found for found in CPU["mnist"]["val_top1"]], CPU["toy"]["loss"]
+DIGITS = [100 * found for found in CPU["mnist"]["val_top1"]]
+LOSSES = CPU["toy"]["loss"]
 USUAL = RunKeys()
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
@@ -33,43 +36,120 @@ def of_pyproject(name: str) -> str:
     return re.search(rf'{name}>=([0-9.]+)"', PROJECT)[1]
 
 
-PYTHON, TORCH = of_pyproject('requires-python = "'), of_pyproject('"torch')
+PYTHON = of_pyproject('requires-python = "')
+TORCH = of_pyproject('"torch')
 FIGURES = [
-    ("README.md", f"`variant=fast` reaches {100 * FOUND['accuracy']['mean']:.1f} % test accuracy in {FOUND['accuracy']['fast, seconds of training']:g} s of training. This is the mean of {len(FAST)} seeds"),
+    (
+        "README.md",
+        f"`variant=fast` reaches {100 * FOUND['accuracy']['mean']:.1f} % test accuracy in {FOUND['accuracy']['fast, seconds of training']:g} s of training. This is the mean of {len(FAST)} seeds",
+    ),
     ("recipes/cifar.py", f"variant=accurate {100 * FOUND['accuracy']['accurate']:.1f} %"),
     ("README.md", f"The loss falls from {LOSSES[0]:.2f} to {LOSSES[1]:.3f} in 20 epochs"),
-    ("README.md", f"Test accuracy {statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds)"),
-    ("recipes/mnist.py", f"{statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds, {min(DIGITS):.2f} to {max(DIGITS):.2f} %"),
+    (
+        "README.md",
+        f"Test accuracy {statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds)",
+    ),
+    (
+        "recipes/mnist.py",
+        f"{statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds, {min(DIGITS):.2f} to {max(DIGITS):.2f} %",
+    ),
     ("README.md", f"{CPU['gpt']['val_bpb']:.3f} bits per byte (1 seed)"),
     ("recipes/gpt.py", f"val_bpb {CPU['gpt']['val_bpb']:.3f} after {CPU['gpt']['steps']} steps"),
     ("README.md", f"{H100['reference']['gpt']['tokens/s']:,} tokens/s"),
-    *(("recipes/gpt.py", f"{rate:,}") for name, rate in H100["reference"]["gpt"].items() if name != "what"),
-    ("docs/data.md", f"Each process decoded {FOUND['decoding']['images/s a process']} images per second"),
-    ("docs/data.md", {"1.0": "A training step took as long as without decoding"}[f"{float(FOUND['decoding']['step']):.1f}"]),
-    ("docs/data.md", f"the GPU decoded {H100['reference']['jpeg']['GPU, batches of 64']:,} images per second"),
+    *(
+        ("recipes/gpt.py", f"{rate:,}")
+        for name, rate in H100["reference"]["gpt"].items()
+        if name != "what"
+    ),
+    (
+        "docs/data.md",
+        f"Each process decoded {FOUND['decoding']['images/s a process']} images per second",
+    ),
+    (
+        "docs/data.md",
+        {"1.0": "A training step took as long as without decoding"}[
+            f"{float(FOUND['decoding']['step']):.1f}"
+        ],
+    ),
+    (
+        "docs/data.md",
+        f"the GPU decoded {H100['reference']['jpeg']['GPU, batches of 64']:,} images per second",
+    ),
     ("docs/data.md", f"15 CPU threads decoded {H100['reference']['jpeg']['CPU, 15 threads']:,}."),
     ("recipes/cifar.py", f"airbench's own program: {100 * PEER:.1f} % (3 runs)"),
     ("README.md", f"batch 256): {H100['reference']['imagenet']['images/s']:,} images/s"),
-    ("docs/large-models.md", "{2:} with 65,536 tokens a step, {1:} with 16,384 and {0:} with 4,096".format(*CPU["nanogpt"]["ratio"])),
-    ("docs/large-models.md", "When neither is compiled, it is {2:}, {1:.2f} and {0:}.".format(*CPU["nanogpt"]["ratio, not compiled"])),
-    ("docs/large-models.md", "the ratio is {2:}, {1:.2f} and {0:} (compiled)".format(*CPU["nanogpt"]["ratio, same settings"])),
-    ("docs/large-models.md", "a compiled step of `gpt` took {} ms, and a compiled step of [nanoGPT](https://github.com/karpathy/nanoGPT) took {} ms".format(*H100["reference"]["nanogpt"]["compiled"])),
-    ("docs/large-models.md", "Muon, the optimiser of `gpt`, took {} ms of its step. Without compilation, the steps took {} and {} ms.".format(H100["reference"]["nanogpt"]["of gpt, compiled, the optimiser"], *H100["reference"]["nanogpt"]["milliseconds of a step, gpt and nanoGPT"])),
-    ("docs/data.md", "({} and {} images per second)".format(*(FOUND["packed_images"][name].partition(" ")[0] for name in ("real", "fake")))),
-    ("README.md", f"`make gpu` runs {len(checks.TOGETHER + checks.ALONE)} checks of the GPU code on one GPU. On an H100, all {PASSED} have passed"),
+    (
+        "docs/large-models.md",
+        "{2:} with 65,536 tokens a step, {1:} with 16,384 and {0:} with 4,096".format(
+            *CPU["nanogpt"]["ratio"]
+        ),
+    ),
+    (
+        "docs/large-models.md",
+        "When neither is compiled, it is {2:}, {1:.2f} and {0:}.".format(
+            *CPU["nanogpt"]["ratio, not compiled"]
+        ),
+    ),
+    (
+        "docs/large-models.md",
+        "the ratio is {2:}, {1:.2f} and {0:} (compiled)".format(
+            *CPU["nanogpt"]["ratio, same settings"]
+        ),
+    ),
+    (
+        "docs/large-models.md",
+        "a compiled step of `gpt` took {} ms, and a compiled step of [nanoGPT](https://github.com/karpathy/nanoGPT) took {} ms".format(
+            *H100["reference"]["nanogpt"]["compiled"]
+        ),
+    ),
+    (
+        "docs/large-models.md",
+        "Muon, the optimiser of `gpt`, took {} ms of its step. Without compilation, the steps took {} and {} ms.".format(
+            H100["reference"]["nanogpt"]["of gpt, compiled, the optimiser"],
+            *H100["reference"]["nanogpt"]["milliseconds of a step, gpt and nanoGPT"],
+        ),
+    ),
+    (
+        "docs/data.md",
+        "({} and {} images per second)".format(
+            *(FOUND["packed_images"][name].partition(" ")[0] for name in ("real", "fake"))
+        ),
+    ),
+    (
+        "README.md",
+        f"`make gpu` runs {len(checks.TOGETHER + checks.ALONE)} checks of the GPU code on one GPU. On an H100, all {PASSED} have passed",
+    ),
     ("README.md", f"Python ≥ {PYTHON}, torch ≥ {TORCH}"),
     ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
     ("docs/resume-and-failures.md", f"`checkpoint_every_s={USUAL.checkpoint_every_s:.0f}`"),
     ("docs/resume-and-failures.md", f"`keep_checkpoints={USUAL.keep_checkpoints}`"),
-    ("docs/resume-and-failures.md", f"{USUAL.stop_before_s:.0f} s before the job's end (`stop_before_s={USUAL.stop_before_s:.0f}`)"),
+    (
+        "docs/resume-and-failures.md",
+        f"{USUAL.stop_before_s:.0f} s before the job's end (`stop_before_s={USUAL.stop_before_s:.0f}`)",
+    ),
     ("docs/resume-and-failures.md", f"`timeout_s` + {watchdog.MARGIN_S:.0f} s"),
     ("docs/resume-and-failures.md", f"less than {queue.SHORT_S / 60:.0f} minutes"),
-    ("docs/doctor.md", f"`seconds=` (default {DoctorKeys().seconds:.0f}); it ends at most {doctor.OVER_S:.0f} s"),
-    ("docs/watching.md", f"for data for at least {efficiency.WAITS:.0%} of a step".replace("%", " %")),
-    ("docs/watching.md", f"needs at least {efficiency.SLOW_RANK} times as long per step as the median rank (after {efficiency.STEPS} steps)"),
-    ("docs/watching.md", f"idle for at least {efficiency.IDLE_GPU:.0%} of a step".replace("%", " %")),
-    ("docs/watching.md", f"gradients for at least {efficiency.COMMUNICATES:.0%} of a step".replace("%", " %")),
-]  # fmt: skip
+    (
+        "docs/doctor.md",
+        f"`seconds=` (default {DoctorKeys().seconds:.0f}); it ends at most {doctor.OVER_S:.0f} s",
+    ),
+    (
+        "docs/watching.md",
+        f"for data for at least {efficiency.WAITS:.0%} of a step".replace("%", " %"),
+    ),
+    (
+        "docs/watching.md",
+        f"needs at least {efficiency.SLOW_RANK} times as long per step as the median rank (after {efficiency.STEPS} steps)",
+    ),
+    (
+        "docs/watching.md",
+        f"idle for at least {efficiency.IDLE_GPU:.0%} of a step".replace("%", " %"),
+    ),
+    (
+        "docs/watching.md",
+        f"gradients for at least {efficiency.COMMUNICATES:.0%} of a step".replace("%", " %"),
+    ),
+]
 
 
 @pytest.mark.parametrize(("page", "text"), FIGURES)

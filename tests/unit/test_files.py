@@ -12,7 +12,9 @@ from recipes.core import errors, files
 from recipes.core.errors import DiskFull, MachineError
 
 
-def test_a_failed_write_json_keeps_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_json_keeps_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.json"
     files.write_json(path, {"a": 1})
 
@@ -32,7 +34,9 @@ def test_a_failed_write_json_keeps_the_old_file_and_no_other(tmp_path: Path, mon
     assert os.listdir(tmp_path) == ["x.json"]
 
 
-def test_write_json_flushes_before_it_replaces_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_json_flushes_before_it_replaces_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     files.write_json(tmp_path / "x.json", {"a": 1})
 
@@ -73,12 +77,18 @@ def test_limits_of_what_is_read_and_shown(tmp_path: Path) -> None:
 def test_a_full_disk_or_quota_is_told_from_other_errors(number: int) -> None:
     with pytest.raises(MachineError) as caught, files.writing_to(Path("/d"), "run_dir"):
         raise OSError(number, "x")
-    fix = "give another run_dir=" if number == errno.EACCES else "free some space there, or give another run_dir="
+    fix = (
+        "give another run_dir="
+        if number == errno.EACCES
+        else "free some space there, or give another run_dir="
+    )
     assert str(caught.value) == f"run_dir='/d': cannot be written (x): {fix}"
     assert isinstance(caught.value, DiskFull) == (number != errno.EACCES)
 
 
-@pytest.mark.parametrize("text", ["a\nb", "a\r\n\tb", "a\u2028b", "a\x85b", "a\x1b[31mb", "é ü", "", "x" * 5000])
+@pytest.mark.parametrize(
+    "text", ["a\nb", "a\r\n\tb", "a\u2028b", "a\x85b", "a\x1b[31mb", "é ü", "", "x" * 5000]
+)
 def test_an_error_is_shown_in_one_printable_line(text: str) -> None:
     line = errors.one_line(ValueError(text))
     assert line.startswith("ValueError")

@@ -12,7 +12,8 @@ from recipes.core import files
 from tests import helpers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guardians need Linux")
-# The daemon has neither an environment nor a parent that is of the session; root also mounts a disk and adds a network namespace.
+# The daemon has neither an environment nor a parent that is of the session; root also mounts a disk
+# and adds a network namespace.
 SESSION = """
 import os, subprocess, time
 from pathlib import Path
@@ -34,16 +35,28 @@ def test_daemon(tmp_path):
 
 def test_nothing_is_left_of_a_killed_session(tmp_path: Path) -> None:
     (tmp_path / "test_session.py").write_text(SESSION)
-    options = ("-n1", "-p", "tests.conftest", "-c", os.devnull, "-p", "no:cacheprovider", f"--basetemp={tmp_path}/temp")
+    options = (
+        "-n1",
+        "-p",
+        "tests.conftest",
+        "-c",
+        os.devnull,
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path}/temp",
+    )
     # Without the mark of the session that this test is in, which it would be part of.
     argv = ["prlimit", "--rss=unlimited", sys.executable, "-m", "pytest", *options, str(tmp_path)]
     session = helpers.start(argv, environ=helpers.clean_environment(PYTHONPATH=str(helpers.ROOT)))
     begun = [tmp_path / "ready", tmp_path / "daemon"]
     helpers.wait_until(
-        lambda: all(map(Path.exists, begun)) or session.poll() is not None, helpers.START_S, "the session's test"
+        lambda: all(map(Path.exists, begun)) or session.poll() is not None,
+        helpers.START_S,
+        "the session's test",
     )
     assert session.poll() is None, helpers.finish(session).out
-    daemon, root = int((tmp_path / "daemon").read_text()), (tmp_path / "cluster").resolve()
+    daemon = int((tmp_path / "daemon").read_text())
+    root = (tmp_path / "cluster").resolve()
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
     assert not Path("/run/netns", root.name).exists()
     assert helpers.alive(daemon), "the guardian has ended a session that runs"

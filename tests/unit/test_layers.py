@@ -11,13 +11,16 @@ from tests.helpers import ROOT
 
 
 class Room(NamedTuple):
-    """below: the rooms that its modules may import besides each other. packages: from PyPI; "*": any."""
+    """below: the rooms that its modules may import besides each other. packages: from PyPI; "*":
+    any.
+    """
 
     below: str
     packages: str = ""
 
 
-# The direction of imports. A room is a folder, or one module. An import that the table does not allow fails the test.
+# The direction of imports. A room is a folder, or one module. An import that the table does not
+# allow fails the test.
 BASE = "errors files trust place"
 ROOMS = {
     "recipes.core.errors": Room(BASE),
@@ -50,12 +53,17 @@ def room_of(module: str) -> str:
     return max((room for room in ROOMS if module == room or module.startswith(f"{room}.")), key=len)
 
 
-FILES = {module_name(path): path for path in (ROOT / "launch.py", *sorted((ROOT / "recipes").rglob("*.py")))}
+FILES = {
+    module_name(path): path
+    for path in (ROOT / "launch.py", *sorted((ROOT / "recipes").rglob("*.py")))
+}
 PACKAGES = {module_name(path) for path in (ROOT / "recipes").rglob("__init__.py")}
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of the modules that a file imports anywhere in it, in functions and for type checkers too."""
+    """Full names of the modules that a file imports anywhere in it, in functions and for type
+    checkers too.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -68,15 +76,20 @@ def imports(path: Path) -> set[str]:
 
 
 def is_allowed(module: str, other: str) -> bool:
-    room, there = room_of(module), room_of(other)
+    room = room_of(module)
+    there = room_of(other)
     if room == "recipes":  # a recipe imports no recipe, and of the keys its own alone
         own = f"recipes.conf.{module.removeprefix('recipes.')}"
         return there.removeprefix("recipes.core.") in ROOMS[room].below.split() or other == own
-    return room == there or there.removeprefix("recipes.core.").removeprefix("recipes.") in ROOMS[room].below.split()
+    return (
+        room == there
+        or there.removeprefix("recipes.core.").removeprefix("recipes.") in ROOMS[room].below.split()
+    )
 
 
 def test_imports_go_one_way() -> None:
-    against, foreign = set(), []
+    against = set()
+    foreign = []
     assert len(FILES) > 50
     for module in set(FILES) - PACKAGES:
         for other in imports(FILES[module]):
@@ -84,7 +97,8 @@ def test_imports_go_one_way() -> None:
                 if not is_allowed(module, other):
                     against.add((module, other))
             else:
-                top, packages = other.partition(".")[0], ROOMS[room_of(module)].packages
+                top = other.partition(".")[0]
+                packages = ROOMS[room_of(module)].packages
                 if packages != "*" and top not in (*packages.split(), *sys.stdlib_module_names):
                     foreign.append((module, top))
     assert not foreign
@@ -92,8 +106,13 @@ def test_imports_go_one_way() -> None:
 
 
 def test_files_do_not_import_each_other_in_a_circle() -> None:
-    """What is left when files that import no other file that is left are taken away, again and again, is in a circle."""
-    left = {module: imports(FILES[module]) & FILES.keys() - PACKAGES for module in FILES.keys() - PACKAGES}
+    """What is left when files that import no other file that is left are taken away, again and
+    again, is in a circle.
+    """
+    left = {
+        module: imports(FILES[module]) & FILES.keys() - PACKAGES
+        for module in FILES.keys() - PACKAGES
+    }
     while free := {module for module, others in left.items() if not others & left.keys()}:
         left = {module: others for module, others in left.items() if module not in free}
     assert sorted(left) == []
@@ -120,7 +139,9 @@ import recipes.export; check("export to=")
 
 
 def test_the_way_to_a_submission_never_loads_torch() -> None:
-    ran = subprocess.run([sys.executable, "-c", LOGIN], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", LOGIN], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -133,19 +154,36 @@ before = dict(os.environ)
 for name in sys.argv[1:]: importlib.import_module(name)
 print(json.dumps(sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k))))
 """
-    ran = subprocess.run([sys.executable, "-c", code, *FILES], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *FILES], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == []
 
 
 def test_a_recipe_imports_only_entry_before_it_begins() -> None:
-    """entry.begin sets variables that torch reads when it is imported, and other modules of core import torch."""
+    """entry.begin sets variables that torch reads when it is imported, and other modules of core
+    import torch.
+    """
     seen = []
     for path in (*(ROOT / "recipes").glob("*.py"), ROOT / "tests/faults/broken.py"):
         body = ast.parse(path.read_text()).body
         begins = [i for i, node in enumerate(body) if "entry.begin(" in ast.unparse(node)]
         if begins and isinstance(body[begins[0]], ast.Assign):
-            before = [ast.unparse(node) for node in body[: begins[0]] if isinstance(node, ast.Import | ast.ImportFrom)]
+            before = [
+                ast.unparse(node)
+                for node in body[: begins[0]]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+            ]
             assert before == ["from recipes.core.run import entry"], path
             seen.append(path.stem)
-    assert sorted(seen) == ["broken", "cifar", "collectives", "finetune", "gpt", "imagenet", "mnist", "toy"]
+    assert sorted(seen) == [
+        "broken",
+        "cifar",
+        "collectives",
+        "finetune",
+        "gpt",
+        "imagenet",
+        "mnist",
+        "toy",
+    ]

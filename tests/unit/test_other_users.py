@@ -1,4 +1,6 @@
-"""What another user of the machine has made, can change or sends is not executed, and nothing is written through it."""
+"""What another user of the machine has made, can change or sends is not executed, and nothing is
+written through it.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,15 @@ Change = Callable[[Path], object]
 CHANGES: dict[str, Change] = {
     "the file is of another user": lambda path: os.chown(path, STRANGER, STRANGER),
     "its folder is of another user": lambda path: os.chown(path.parent, STRANGER, STRANGER),
-    "a folder above it is of another user": lambda path: os.chown(path.parents[1], STRANGER, STRANGER),
+    "a folder above it is of another user": lambda path: os.chown(
+        path.parents[1], STRANGER, STRANGER
+    ),
     "all users can write to the file": lambda path: path.chmod(0o666),
     "all users can write to its folder": lambda path: path.parent.chmod(0o777),
-    "a group can write to its folder": lambda path: (os.chown(path.parent, -1, STRANGER), path.parent.chmod(0o775)),
+    "a group can write to its folder": lambda path: (
+        os.chown(path.parent, -1, STRANGER),
+        path.parent.chmod(0o775),
+    ),
     "a group can write to a folder above it": lambda path: (
         os.chown(path.parents[1], -1, STRANGER),
         path.parents[1].chmod(0o775),
@@ -83,7 +90,9 @@ def path(tmp_path: Path) -> Path:
         "a pipe",
     ],
 )
-def test_a_job_script_that_another_user_could_have_made_is_not_opened(path: Path, change: str) -> None:
+def test_a_job_script_that_another_user_could_have_made_is_not_opened(
+    path: Path, change: str
+) -> None:
     with trust.open_own(path) as file:
         assert file.read() == b"NCCL_DEBUG=INFO\n"
     if change == "a link":
@@ -92,11 +101,15 @@ def test_a_job_script_that_another_user_could_have_made_is_not_opened(path: Path
     elif change == "a group":
         os.chown(path, -1, STRANGER)
         path.chmod(0o664)
-    elif change == "an access control list":  # for one more user: the group's bits show the most that it allows
+    elif (
+        change == "an access control list"
+    ):  # for one more user: the group's bits show the most that it allows
         path.chmod(0o660)
         entries = [(1, 6, -1), (2, 6, STRANGER), (4, 4, -1), (16, 6, -1), (32, 0, -1)]
         os.setxattr(
-            path, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *e) for e in entries)
+            path,
+            "system.posix_acl_access",
+            struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *e) for e in entries),
         )
     elif change == "a pipe":
         path.unlink()
@@ -126,12 +139,17 @@ def test_a_job_script_is_own_whatever_the_umask_and_the_folder_allow(tmp_path: P
 def test_a_file_that_another_user_can_change_is_not_used(path: Path, change: str) -> None:
     assert trust.who_else_can_change(path) == ""
     CHANGES[change](path)
-    with pytest.raises(ConfigError, match=r"(another user|can write to it).*; or use a copy in env/ of your own clone"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(another user|can write to it).*; or use a copy in env/ of your own clone",
+    ):
         envfile.read(path)
 
 
 @as_root
-def test_a_link_to_such_a_file_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_link_to_such_a_file_is_not_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     helpers.use_root(monkeypatch, tmp_path / "clone")
     link = tmp_path / "clone/env/mine.env"
     link.parent.mkdir(parents=True)
@@ -143,14 +161,17 @@ def test_a_link_to_such_a_file_is_not_used(path: Path, monkeypatch: pytest.Monke
 
 
 @as_root
-def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_the_own_group_and_sticky_folders_are_trusted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (path.parents[1] / "link").symlink_to(path.parent)
     with pytest.raises(MachineError, match="must be a folder that belongs to you"):
         trust.private_folder(path.parents[1] / "link")
     path.parent.chmod(0o775)  # root's group
     path.parents[1].chmod(0o1777)
     assert trust.who_else_can_change(path) == ""
-    assert "every user can write to it" in trust.who_else_can_change(path.parents[1])  # others can add files to it
+    # others can add files to it
+    assert "every user can write to it" in trust.who_else_can_change(path.parents[1])
     os.chown(path.parent, -1, STRANGER)
     assert "RECIPES_TRUST_GROUP=1" in trust.who_else_can_change(path)
     monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
@@ -166,8 +187,16 @@ def shell_accepts(folder: Path) -> bool:
 
 
 def add_list(path: Path, permissions: int) -> None:
-    """An access control list that gives one more user ``permissions``, and root's group none to write."""
-    entries = [(1, 7, -1), (2, permissions, STRANGER), (4, 5, -1), (16, permissions, -1), (32, 5, -1)]
+    """An access control list that gives one more user ``permissions``, and root's group none to
+    write.
+    """
+    entries = [
+        (1, 7, -1),
+        (2, permissions, STRANGER),
+        (4, 5, -1),
+        (16, permissions, -1),
+        (32, 5, -1),
+    ]
     content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
     os.setxattr(path, "system.posix_acl_access", content)
 
@@ -182,7 +211,9 @@ def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) ->
 
 @as_root
 @pytest.mark.parametrize(("permissions", "is_accepted"), [(7, False), (5, True)])
-def test_the_shell_of_a_job_reads_access_control_lists(path: Path, permissions: int, is_accepted: bool) -> None:
+def test_the_shell_of_a_job_reads_access_control_lists(
+    path: Path, permissions: int, is_accepted: bool
+) -> None:
     add_list(path.parents[1], permissions)
     assert shell_accepts(path.parent) == is_accepted
     assert (trust.who_else_can_change(path.parent) == "") == is_accepted
@@ -190,7 +221,9 @@ def test_the_shell_of_a_job_reads_access_control_lists(path: Path, permissions: 
 
 @as_root
 @pytest.mark.parametrize("owner", [0, STRANGER])
-def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_enter(path: Path, owner: int) -> None:
+def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_enter(
+    path: Path, owner: int
+) -> None:
     path.parent.chmod(0o777)
     path.parents[1].chmod(0o700)
     os.chown(path.parents[1], owner, -1)
@@ -202,7 +235,14 @@ def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_ent
 def test_the_shell_of_a_job_checks_every_folder_up_to_the_clone(tmp_path: Path) -> None:
     code = tmp_path / "clone/runs/code/job"
     code.mkdir(parents=True)
-    command = ["bash", "-c", '. sbatch/job.sh; require_own "$1" "$2"', "bash", str(code), str(tmp_path / "clone")]
+    command = [
+        "bash",
+        "-c",
+        '. sbatch/job.sh; require_own "$1" "$2"',
+        "bash",
+        str(code),
+        str(tmp_path / "clone"),
+    ]
     # Who can change a folder above the clone can exchange the whole of it.
     for folder, status in (("", 0), ("clone/runs", errors.EXIT_MACHINE)):
         (tmp_path / folder).chmod(0o777)
@@ -222,13 +262,31 @@ def test_code_is_not_kept_where_others_can_exchange_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "INTEL_JIT_PROFILER64=/x.so", "NCCL_NET_PLUGIN=/x/libnet.so", "NCCL_NET_PLUGIN=libnet.so", "NCCL_TUNER_PLUGIN=./x.so", "NCCL_CONF_FILE=/x", "NCCL_DEBUG_FILE=/x",
-        "FI_PROVIDER_PATH=/x", "UCX_GDB_COMMAND=x", "UCX_STATS_DEST=x", "NCCL_TOPO_DUMP_FILE=Makefile", "UCX_MODULE_DIR=/x", "OMPI_MCA_mca_base_component_path=/x", "TRITON_HOME=/x", "TORCHINDUCTOR_CUTLASS_DIR=/x",
-        "XDG_CACHE_HOME=/x", "OMP_TOOL_LIBRARIES=x.so", "FOO=1",
+        "INTEL_JIT_PROFILER64=/x.so",
+        "NCCL_NET_PLUGIN=/x/libnet.so",
+        "NCCL_NET_PLUGIN=libnet.so",
+        "NCCL_TUNER_PLUGIN=./x.so",
+        "NCCL_CONF_FILE=/x",
+        "NCCL_DEBUG_FILE=/x",
+        "FI_PROVIDER_PATH=/x",
+        "UCX_GDB_COMMAND=x",
+        "UCX_STATS_DEST=x",
+        "NCCL_TOPO_DUMP_FILE=Makefile",
+        "UCX_MODULE_DIR=/x",
+        "OMPI_MCA_mca_base_component_path=/x",
+        "TRITON_HOME=/x",
+        "TORCHINDUCTOR_CUTLASS_DIR=/x",
+        "XDG_CACHE_HOME=/x",
+        "OMP_TOOL_LIBRARIES=x.so",
+        "FOO=1",
     ],
-)  # fmt: skip
+)
 def test_an_env_file_outside_env_cannot_choose_code_or_files(path: Path, line: str) -> None:
-    path.write_text(f"NCCL_DEBUG=INFO\nNCCL_NET_PLUGIN=aws\n{line}\n" if "NET_PLUGIN" not in line else f"{line}\n")
+    path.write_text(
+        f"NCCL_DEBUG=INFO\nNCCL_NET_PLUGIN=aws\n{line}\n"
+        if "NET_PLUGIN" not in line
+        else f"{line}\n"
+    )
     name = line.partition("=")[0]
     with pytest.raises(ConfigError, match=f"{name} (may choose|chooses) which code runs"):
         profiles.env_variables(str(path), "")
@@ -266,12 +324,17 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(MachineError, match="belongs to another user; give another run_dir="):
-        trust.own_folder(folder) if name == "logs" else attempts.open_next(tmp_path / "run", "toy", {})
+        trust.own_folder(folder) if name == "logs" else attempts.open_next(
+            tmp_path / "run", "toy", {}
+        )
 
 
 def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
     (tmp_path / "rank0.log").symlink_to(tmp_path / "authorized_keys")
-    with pytest.raises(MachineError, match=r"rank0\.log cannot be written"), logs.copied_to(tmp_path / "rank0.log"):
+    with (
+        pytest.raises(MachineError, match=r"rank0\.log cannot be written"),
+        logs.copied_to(tmp_path / "rank0.log"),
+    ):
         pass
     assert not (tmp_path / "authorized_keys").exists()
 
@@ -299,8 +362,10 @@ def test_what_a_rank_sends_is_not_executed(tmp_path: Path, monkeypatch: pytest.M
     torch.save(_Evil(), content)
     state: Any = SimpleNamespace(
         **dict.fromkeys(("model", "optimizer", "scheduler"), SimpleNamespace(state_dict=dict)),
-        ema=None, meta={}, step=0,
-    )  # fmt: skip
+        ema=None,
+        meta={},
+        step=0,
+    )
     with pytest.raises(pickle.UnpicklingError):
         checkpoint.content_of(state, {}, [content.getvalue()])
     assert not (tmp_path / "executed").exists()
@@ -310,8 +375,12 @@ def test_what_a_rank_sends_is_not_executed(tmp_path: Path, monkeypatch: pytest.M
 def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     """With run_dir= each rank knows its run directory."""
     settings = SimpleNamespace(run=SimpleNamespace(run_dir=f"{tmp_path}/run"), recipe="toy")
-    start = cast(Any, SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=1, run_id=None)))
-    world = cast(Any, SimpleNamespace(rank=1, from_rank_0=lambda what, work: [name, False, 3, False]))
+    start = cast(
+        Any, SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=1, run_id=None))
+    )
+    world = cast(
+        Any, SimpleNamespace(rank=1, from_rank_0=lambda what, work: [name, False, 3, False])
+    )
     attempt, _ = session.open_run_dir(start, world)
     assert attempt.folder == tmp_path / "run/attempts/0003"
     settings.run.run_dir = ""
@@ -322,8 +391,12 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["../x.pt", "/x/step-00000001.pt", "config.yaml"])
 def test_what_rank_0_sends_names_no_file(tmp_path: Path, name: str) -> None:
     settings = SimpleNamespace(run=SimpleNamespace(resume=f"{tmp_path}/mine.pt"))
-    context = cast(Any, SimpleNamespace(settings=settings, checkpoints=tmp_path / "run/checkpoints"))
-    assert resume.at(context, 0, "step-00000001.pt") == tmp_path / "run/checkpoints/step-00000001.pt"
+    context = cast(
+        Any, SimpleNamespace(settings=settings, checkpoints=tmp_path / "run/checkpoints")
+    )
+    assert (
+        resume.at(context, 0, "step-00000001.pt") == tmp_path / "run/checkpoints/step-00000001.pt"
+    )
     assert resume.at(context, 3, "mine.pt") == tmp_path / "mine.pt"
     with pytest.raises(InputError, match="which is not a checkpoint"):
         resume.at(context, 0, name)
@@ -334,7 +407,10 @@ def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) ->
     for place in (tmp_path / "mine", tmp_path / "theirs"):
         place.symlink_to(tmp_path / "target")
     os.chown(tmp_path / "theirs", STRANGER, STRANGER, follow_symlinks=False)
-    assert directory.choose(str(tmp_path / "mine/run"), "toy", None, tmp_path) == tmp_path / "target/run"
+    assert (
+        directory.choose(str(tmp_path / "mine/run"), "toy", None, tmp_path)
+        == tmp_path / "target/run"
+    )
     for path in ("theirs", "theirs/run"):
         with pytest.raises(MachineError, match=r"theirs: is a link of another user"):
             directory.choose(str(tmp_path / path), "toy", None, tmp_path)
@@ -345,7 +421,9 @@ def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize("line", ["recipe: script", "program: /x/evil.sh", "container: docker://evil", "cluster: x"])
+@pytest.mark.parametrize(
+    "line", ["recipe: script", "program: /x/evil.sh", "container: docker://evil", "cluster: x"]
+)
 def test_a_file_of_keys_does_not_choose_what_runs(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys.yaml").write_text(f"lr: 0.1\n{line}\n")
     name = line.partition(":")[0]
@@ -355,7 +433,9 @@ def test_a_file_of_keys_does_not_choose_what_runs(tmp_path: Path, line: str) -> 
 
 @as_root
 def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
-    run = runs.Run(str(tmp_path), "toy", "7", "running", 0, 0, None, {}, None, None, None, 1, "", "")
+    run = runs.Run(
+        str(tmp_path), "toy", "7", "running", 0, 0, None, {}, None, None, None, 1, "", ""
+    )
     os.chown(tmp_path, STRANGER, STRANGER)
     with pytest.raises(MachineError, match="belongs to another user"):
         runs.cancel(run)
@@ -364,7 +444,9 @@ def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
         runs.cancel(replace(run, job="--me"))
 
 
-def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(tmp_path: Path) -> None:
+def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
+    tmp_path: Path,
+) -> None:
     entries = [(1, 7, -1), (2, 7, STRANGER), (4, 7, -1), (16, 7, -1), (32, 0, -1)]
     access_list = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
     os.setxattr(tmp_path, "system.posix_acl_default", access_list)
@@ -374,7 +456,10 @@ def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(tm
         (tmp_path / "run/file").touch()
     finally:
         os.umask(before)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("run", "run/file")] == [0o700, 0o600]
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("run", "run/file")] == [
+        0o700,
+        0o600,
+    ]
     assert os.listxattr(tmp_path / "run") == []
 
 
@@ -408,7 +493,10 @@ def test_compiled_code_is_in_a_folder_that_others_cannot_change(
 
 
 def test_a_table_of_runs_has_no_control_characters() -> None:
-    assert table.aligned([["run", "\x1b]52;c;evil\x07"], ["a\nb", "1"]]) == [r"run   \x1b]52;c;evil\x07", r"a\nb  1"]
+    assert table.aligned([["run", "\x1b]52;c;evil\x07"], ["a\nb", "1"]]) == [
+        r"run   \x1b]52;c;evil\x07",
+        r"a\nb  1",
+    ]
 
 
 @pytest.mark.timeout(30)
@@ -472,7 +560,10 @@ def test_data_are_not_written_through_a_link_of_another_user(
     os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
     for split in ("train", "test"):
         (tmp_path / "source" / split / "a").mkdir(parents=True)
-    assert prepare.main(["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"]) == errors.EXIT_MACHINE
+    assert (
+        prepare.main(["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"])
+        == errors.EXIT_MACHINE
+    )
     assert "cifar10 belongs to another user; give another data_dir=" in capsys.readouterr().err
     assert (mine / "index.json").read_text() == "{}"
 
@@ -506,7 +597,9 @@ def test_keys_are_not_read_through_a_link(tmp_path: Path) -> None:
     assert table.keys(tmp_path / "run") == {}
 
 
-def test_a_run_that_cannot_be_read_costs_no_other_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_read_costs_no_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a", "b"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
     facts = tmp_path / "runs/a/attempts/0000/opened.json"
@@ -518,7 +611,9 @@ def test_a_run_that_cannot_be_read_costs_no_other_run(tmp_path: Path, capsys: py
 
 
 @as_root
-def test_a_log_of_another_user_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_another_user_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs/rank0.log"
     log.write_text("first\n\x1b]0;pwned\x07last\n")
@@ -528,12 +623,16 @@ def test_a_log_of_another_user_is_escaped(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", ["cancel", "resume", "compare"])
-def test_a_run_that_cannot_be_read_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_run_that_cannot_be_read_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
     for name in ("a", "b"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
     (tmp_path / "runs/b/attempts/0000/opened.json").write_text('{"process": "x", "recipe": "toy"}')
-    (tmp_path / "runs/b/status.json").write_text('{"state": "running", "step": 1, "updated": -1e300}')
+    (tmp_path / "runs/b/status.json").write_text(
+        '{"state": "running", "step": 1, "updated": -1e300}'
+    )
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
         runs.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path)
 
@@ -547,7 +646,10 @@ def test_a_log_cannot_keep_explain_busy(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- how groups set up their folders
 
-ME, HEAD, GROUP = 12345, 12346, 12345  # no such accounts need to exist
+# no such accounts need to exist
+ME = 12345
+HEAD = 12346
+GROUP = 12345
 
 
 @contextlib.contextmanager
@@ -589,7 +691,9 @@ def own_env_file(folder: Path, mode: int = 0o664) -> Path:
 
 
 def test_a_clone_that_its_group_shares_is_accepted(place: Path) -> None:
-    """A setgid folder of a project, with umask 002: the group can change all of the code, also without the files in runs/."""
+    """A setgid folder of a project, with umask 002: the group can change all of the code, also
+    without the files in runs/.
+    """
     clone = make(place / "clone", 0o2775)
     runs = make(clone / "runs", 0o2775)
     with account(ME):
@@ -618,17 +722,23 @@ def test_a_folder_for_runs_that_a_group_shares_is_refused_with_a_fix(
 
 
 def test_a_home_that_others_cannot_enter_is_accepted(place: Path) -> None:
-    """Its primary group is that of all users, so umask 002 lets them write to files which they cannot reach."""
+    """Its primary group is that of all users, so umask 002 lets them write to files which they
+    cannot reach.
+    """
     make(place / "clone", 0o755)
     home = make(place / "home", 0o700)
     file = own_env_file(make(home / "env", 0o775))
     with account(ME):
         assert envfile.read(file)
         home.chmod(0o710)
-        with pytest.raises(ConfigError, match=r"mine\.env: its group can write to it \(run chmod g-w on it"):
+        with pytest.raises(
+            ConfigError, match=r"mine\.env: its group can write to it \(run chmod g-w on it"
+        ):
             envfile.read(file)
         file.chmod(0o644)
-        with pytest.raises(ConfigError, match=r"home/env: its group can write to it \(run chmod g-w on it"):
+        with pytest.raises(
+            ConfigError, match=r"home/env: its group can write to it \(run chmod g-w on it"
+        ):
             envfile.read(file)
         file.parent.chmod(0o755)
         assert envfile.read(file)
@@ -643,7 +753,8 @@ def test_a_project_folder_of_the_head_of_the_group_holds_runs_but_no_env_file(pl
     with account(ME):
         trust.own_folder(project / "run")
         with pytest.raises(
-            ConfigError, match=r"project belongs to another user; or use a copy in env/ of your own clone$"
+            ConfigError,
+            match=r"project belongs to another user; or use a copy in env/ of your own clone$",
         ):
             envfile.read(file)
         shutil.copy(file, clone / "env")
@@ -658,7 +769,9 @@ def test_a_clone_of_root_that_users_can_only_read(place: Path) -> None:
     with account(ME):
         assert envfile.read(clone / "env/site.env")
         trust.own_folder(home / "run")
-        with pytest.raises(MachineError, match=r"cannot be created \(Permission denied\): use a clone of your own$"):
+        with pytest.raises(
+            MachineError, match=r"cannot be created \(Permission denied\): use a clone of your own$"
+        ):
             trust.private_folder(clone / "runs/code")
 
 
@@ -671,6 +784,7 @@ def test_a_list_for_one_more_user_is_refused_until_it_is_removed(place: Path) ->
         os.setxattr(file, "system.posix_acl_access", content)
         with pytest.raises(ConfigError, match=r"remove it with setfacl -b"):
             envfile.read(file)
-        os.removexattr(file, "system.posix_acl_access")  # as setfacl -b does, which also restores the group's bits
+        # as setfacl -b does, which also restores the group's bits
+        os.removexattr(file, "system.posix_acl_access")
         file.chmod(0o640)
         assert envfile.read(file)

@@ -20,8 +20,10 @@ except ModuleNotFoundError as missing:
 
 from recipes.core.errors import ConfigError, shown
 
-LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, but not be read back
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some programs, or controls a terminal
+# a larger whole number could be written into a checkpoint, but not be read back
+LARGEST = 2**63 - 1
+# ends a line for some programs, or controls a terminal
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
 NAME_FORM = "letters, digits and _ . + @ = : - only"
 NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
@@ -36,7 +38,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def choice(word: str, known: Iterable[str]) -> str:
     """The rule for a value that must be one of ``known``, with the one that is closest to ``word``."""
     names = list(known)
-    return f"must be {names[0]}" if len(names) == 1 else f"must be one of {', '.join(names)}{nearest(word, names)}"
+    return (
+        f"must be {names[0]}"
+        if len(names) == 1
+        else f"must be one of {', '.join(names)}{nearest(word, names)}"
+    )
 
 
 def key(
@@ -55,15 +61,24 @@ def key(
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
 
-    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text, which may be
-    empty if the default is. form: describes the pattern in a message, after "must be". values: the only valid texts.
-    path: the value is a path, which becomes absolute when a job is submitted. may_change: a resumed run may have another
-    value (so may paths). not_inherited: a resumed run does not inherit the value. sbatch: the same option of sbatch.
+    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a
+    text, which may be empty if the default is. form: describes the pattern in a message, after
+    "must be". values: the only valid texts. path: the value is a path, which becomes absolute when
+    a job is submitted. may_change: a resumed run may have another value (so may paths).
+    not_inherited: a resumed run does not inherit the value. sbatch: the same option of sbatch.
     """
     meta = {
-        "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "values": values, "path": path,
-        "may_change": may_change, "not_inherited": not_inherited, "sbatch": sbatch,
-    }  # fmt: skip
+        "help": help,
+        "low": low,
+        "high": high,
+        "pattern": pattern,
+        "form": form,
+        "values": values,
+        "path": path,
+        "may_change": may_change,
+        "not_inherited": not_inherited,
+        "sbatch": sbatch,
+    }
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -75,44 +90,65 @@ def default(cls: type, name: str, value: Any) -> Any:
 
 def may_change(keys: type) -> set[str]:
     """The keys of a dataclass that may have another value when a run is resumed."""
-    return declared(keys, "may_change") | declared(keys, "path") | {"num_workers"}  # of all recipes in earlier versions
+    # of all recipes in earlier versions
+    return declared(keys, "may_change") | declared(keys, "path") | {"num_workers"}
 
 
 def declared(keys: type, what: str) -> set[str]:
-    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`, such as ``path``."""
-    fields = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
+    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`,
+    such as ``path``.
+    """
+    fields = (
+        field
+        for base in keys.__mro__
+        if dataclasses.is_dataclass(base)
+        for field in dataclasses.fields(base)
+    )
     return {field.name for field in fields if field.metadata.get(what)}
 
 
 def check(keys: Any) -> None:
-    """Checks every field of a dataclass of keys against the range, pattern or values that it declares.
+    """Checks every field of a dataclass of keys against the range, pattern or values that it
+    declares.
 
     Raises ConfigError for the first that is outside.
     """
     for field in dataclasses.fields(keys):
-        value, meta = getattr(keys, field.name), field.metadata
+        value = getattr(keys, field.name)
+        meta = field.metadata
         given = f"{field.name}={shown(value)}"
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{given}: must be a finite number")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if meta.get("low") is not None and value < meta["low"]:
                 raise ConfigError(f"{given}: must be at least {meta['low']:g}")
-            high = LARGEST if meta.get("high") is None and isinstance(value, int) else meta.get("high")
+            high = (
+                LARGEST if meta.get("high") is None and isinstance(value, int) else meta.get("high")
+            )
             if high is not None and value > high:
                 raise ConfigError(f"{given}: must be at most {high:g}")
         if isinstance(value, str):
             if CONTROL.search(value):
-                raise ConfigError(f"{given}: contains a control character, such as a newline; remove it")
-            if (value or field.default) and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
+                raise ConfigError(
+                    f"{given}: contains a control character, such as a newline; remove it"
+                )
+            if (
+                (value or field.default)
+                and meta.get("pattern")
+                and not re.fullmatch(meta["pattern"], value, re.ASCII)
+            ):
                 raise ConfigError(f"{given}: must be {meta['form']}")
             if meta.get("values") and value not in meta["values"]:
                 raise ConfigError(f"{given}: {choice(value, meta['values'])}")
             if value.startswith("~") and os.path.expanduser(value) == value:
-                raise ConfigError(f"{given}: the home folder that ~ stands for is unknown; write the absolute path")
+                raise ConfigError(
+                    f"{given}: the home folder that ~ stands for is unknown; write the absolute path"
+                )
 
 
 def build(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass ``cls`` with those of ``values`` that are its keys. Raises ConfigError.
+    """An instance of the dataclass ``cls`` with those of ``values`` that are its keys. Raises
+    ConfigError.
 
     OmegaConf converts the values.
     """
@@ -128,7 +164,9 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
             OmegaConf.update(merged, field.name, value)
             converted[field.name] = merged[field.name]  # raises for ???, OmegaConf's missing value
         except (OmegaConfBaseException, RecursionError):
-            raise ConfigError(f"{field.name}={shown(given)}: {_expected(field, str(given))}") from None
+            raise ConfigError(
+                f"{field.name}={shown(given)}: {_expected(field, str(given))}"
+            ) from None
     built = cls(**converted)
     check(built)  # the recipe's __post_init__ may leave out super().__post_init__()
     return built
@@ -138,7 +176,11 @@ def _expected(field: "dataclasses.Field[Any]", text: str) -> str:
     kind = field.type if isinstance(field.type, type) else int
     if issubclass(kind, Enum):
         return choice(text, kind.__members__)
-    known = {bool: "must be true or false", int: "must be a whole number", float: "must be a number"}
+    known = {
+        bool: "must be true or false",
+        int: "must be a whole number",
+        float: "must be a number",
+    }
     return known.get(kind, "must be text")
 
 

@@ -1,7 +1,8 @@
-"""Env files: `NAME=value` lines with the same meaning for Python and for `set -a; . file` in dash and bash.
+"""Env files: `NAME=value` lines with the same meaning for Python and for `set -a; . file` in dash
+and bash.
 
-An env file says how a network is used, never which code runs. Nothing in it is evaluated. Text that a shell would expand,
-split or execute is refused with the file and the line.
+An env file says how a network is used, never which code runs. Nothing in it is evaluated. Text that
+a shell would expand, split or execute is refused with the file and the line.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from recipes.core.errors import ConfigError, shown
 MAX_BYTES = 64 * 1024
 PATH_SHOWN = 300  # characters of a path that a message shows
 
-# The part of POSIX.1-2017 (XCU 2.2, 2.6, 2.9.1) without expansion: a shell takes each character here literally.
+# The part of POSIX.1-2017 (XCU 2.2, 2.6, 2.9.1) without expansion: a shell takes each character
+# here literally.
 _SETTING = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_.,:/@%+=^-]*|"[ !#%-\[\]^_a-~]*")')
 _COMMENT = re.compile(r"[ \t]*(#.*)?")
 FORM = (
@@ -41,28 +43,32 @@ _REFUSED = re.compile(
 )
 
 
-# What a file outside env/ may set: variables of networks, threads and messages. Other names may choose which code runs. So may these
-# names if their value is a path.
+# What a file outside env/ may set: variables of networks, threads and messages. Other names may
+# choose which code runs. So may these names if their value is a path.
 _HARMLESS = re.compile(
     r"(?:NCCL|RCCL|OFI_NCCL|GLOO|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|TORCH_CPP|UCX|FI|PSM[23]?|HFI|MLX[45]|EFA|CXI|SHARP|OMP|MKL)_\w+"
     r"|TORCH_SHOW_CPP_STACKTRACES|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_LAUNCH_BLOCKING|MALLOC_ARENA_MAX|KMP_AFFINITY|(?:RDMAV|IBV)_FORK_SAFE"
     r"|PYTORCH_(?:CUDA_)?ALLOC_CONF"
 )
-_NAMES_A_FILE = re.compile(r"\w*(?:PLUGIN|LIB|PATH|DIR|DRIVER|MODULE|TOOL|CONF|COMPONENT)\w*")  # if the value is a path
+# if the value is a path
+_NAMES_A_FILE = re.compile(r"\w*(?:PLUGIN|LIB|PATH|DIR|DRIVER|MODULE|TOOL|CONF|COMPONENT)\w*")
 _NEVER = re.compile(r"\w*(?:COMMAND|CMD|DEST|MAIL|FILE|RAS_ADDR)\w*")
 
 
 def parse(text: str, name: str) -> dict[str, str]:
-    """Returns the settings in an env file's `text`, in the file's order. Nothing in it is expanded or executed.
+    """Returns the settings in an env file's `text`, in the file's order. Nothing in it is expanded
+    or executed.
 
-    `name` is the file's name for messages, which never show a value: it may be secret. Raises ConfigError at the first
-    line that is not a comment, a blank line or a permitted `NAME=value`.
+    `name` is the file's name for messages, which never show a value: it may be secret. Raises
+    ConfigError at the first line that is not a comment, a blank line or a permitted `NAME=value`.
     """
     settings: dict[str, str] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         where = f"{shown(name, PATH_SHOWN)}:{number}"
         if not line.replace("\t", " ").isprintable():
-            raise ConfigError(f"{where}: has an invisible character; save the file as plain UTF-8 with Unix line ends")
+            raise ConfigError(
+                f"{where}: has an invisible character; save the file as plain UTF-8 with Unix line ends"
+            )
         if _COMMENT.fullmatch(line):
             continue
         setting = _SETTING.fullmatch(line)
@@ -70,7 +76,9 @@ def parse(text: str, name: str) -> dict[str, str]:
             raise ConfigError(f"{where}: {FORM}")
         variable, value = setting.groups()
         if variable in settings:
-            raise ConfigError(f"{where}: {variable} is set on an earlier line too; keep one of them")
+            raise ConfigError(
+                f"{where}: {variable} is set on an earlier line too; keep one of them"
+            )
         if _REFUSED.fullmatch(variable):
             raise ConfigError(
                 f"{where}: {variable} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
@@ -86,8 +94,8 @@ def parse(text: str, name: str) -> dict[str, str]:
 def read(path: str | PathLike[str]) -> dict[str, str]:
     """Returns the settings in the env file at `path` (UTF-8, at most 64 KiB).
 
-    Raises ConfigError as `parse` does, and if the file is missing, unreadable, not an ordinary file, too large or not
-    UTF-8, or if another user can change it.
+    Raises ConfigError as `parse` does, and if the file is missing, unreadable, not an ordinary
+    file, too large or not UTF-8, or if another user can change it.
     """
     try:
         resolved = Path(os.path.realpath(path))
@@ -95,7 +103,9 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
         text = files.read_bounded(resolved, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{shown(path, PATH_SHOWN)}: cannot be read ({shown(reason)}); give an env file") from None
+        raise ConfigError(
+            f"{shown(path, PATH_SHOWN)}: cannot be read ({shown(reason)}); give an env file"
+        ) from None
     if problem:
         raise ConfigError(
             f"{shown(path, PATH_SHOWN)}: {shown(problem, PATH_SHOWN)}; or use a copy in env/ of your own clone"
@@ -104,7 +114,9 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
 
 
 def require_harmless(settings: Mapping[str, str], name: str) -> None:
-    """Raises ConfigError for a variable that only a file in env/ may set. name: the file's name for the message."""
+    """Raises ConfigError for a variable that only a file in env/ may set. name: the file's name for
+    the message.
+    """
     for variable, value in settings.items():
         is_path = _NAMES_A_FILE.fullmatch(variable) and re.search("[/.]", value)
         if not _HARMLESS.fullmatch(variable) or _NEVER.fullmatch(variable) or is_path:
@@ -130,16 +142,19 @@ def is_path(network: str) -> bool:
 
 
 def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[Path]:
-    """Returns the env files of a run, lowest precedence first: common, then the fabric's, then the site's.
+    """Returns the env files of a run, lowest precedence first: common, then the fabric's, then the
+    site's.
 
-    `root` is the folder of env files (`env/`). `network` is the name of a fabric (`root/<network>.env`), or a file if it
-    contains a `/` or ends in `.env` (relative to the current folder), or empty for no fabric. `site_files` are relative
-    to `root`. Raises ConfigError for a fabric that `root` does not have. The files themselves are checked by `read`.
+    `root` is the folder of env files (`env/`). `network` is the name of a fabric
+    (`root/<network>.env`), or a file if it contains a `/` or ends in `.env` (relative to the
+    current folder), or empty for no fabric. `site_files` are relative to `root`. Raises ConfigError
+    for a fabric that `root` does not have. The files themselves are checked by `read`.
     """
     fabrics = sorted({path.stem for path in root.glob("*.env")} - {"common"})
     of_network = []
     if is_path(network):
-        of_network = [Path(os.path.expanduser(network))]  # Path.expanduser would raise for an unknown user
+        # Path.expanduser would raise for an unknown user
+        of_network = [Path(os.path.expanduser(network))]
     elif network in fabrics:
         of_network = [root / f"{network}.env"]
     elif network:

@@ -14,18 +14,24 @@ INDENT = 28  # where the meanings begin
 
 
 def help_text(recipe: str = "", with_job_keys: bool = False) -> str:
-    """The keys of one recipe, or of launch.py where ``recipe`` is empty. with_job_keys: the recipe's keys and launch.py's job keys."""
+    """The keys of one recipe, or of launch.py where ``recipe`` is empty. with_job_keys: the
+    recipe's keys and launch.py's job keys.
+    """
     lines: list[str] = []
     groups: list[tuple[str, type]] = [("run keys", RunKeys)]
     if with_job_keys or not recipe:
         name = recipe or "NAME"
         lines.append(f"python launch.py recipe={name} key=value …         submits a job")
-        lines.append(f"python launch.py check recipe={name} key=value …   validates a job without submitting it")
+        lines.append(
+            f"python launch.py check recipe={name} key=value …   validates a job without submitting it"
+        )
         lines.append(
             "python launch.py runs | logs RUN | cancel RUN | resume RUN   manages runs (docs/run-directory.md)"
         )
         lines.append("python launch.py new NAME from=RECIPE           copies a recipe")
-        lines.append("python launch.py script=FILE key=value … -- ARGUMENT …   runs a program of your own")
+        lines.append(
+            "python launch.py script=FILE key=value … -- ARGUMENT …   runs a program of your own"
+        )
         groups.insert(0, ("job keys", JobKeys))
     else:
         lines.append(f"python -m recipes.{recipe} key=value …")
@@ -35,7 +41,9 @@ def help_text(recipe: str = "", with_job_keys: bool = False) -> str:
         datasets = recipe_conf.datasets(recipe)
         lines += _differences("variant", variants) + _differences("dataset", datasets)
     else:
-        lines.append(f"python launch.py recipe={name} --help              shows the keys of a recipe")
+        lines.append(
+            f"python launch.py recipe={name} --help              shows the keys of a recipe"
+        )
         lines.append(f"recipes: {', '.join(recipe_conf.names())}")
     for heading, cls in groups:
         lines += ["", f"{heading}:"]

@@ -25,98 +25,167 @@ DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|af
 class JobKeys:
     """What a job requests from Slurm, or from this machine. Only launch.py has these keys."""
 
-    recipe: str = key("", "recipe to run, a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name")
+    recipe: str = key(
+        "",
+        "recipe to run, a file recipes/NAME.py",
+        pattern=r"[a-z][a-z0-9_]*",
+        form="a recipe's name",
+    )
     launcher: Launcher = key(
-        Launcher.slurm, "slurm: submit; local: start the ranks on this machine; print: print the sbatch script"
+        Launcher.slurm,
+        "slurm: submit; local: start the ranks on this machine; print: print the sbatch script",
     )
     nodes: int | None = key(
-        None, "number of nodes; default: 1; with gpus=, Slurm chooses it", low=1, high=65536, sbatch="--nodes"
+        None,
+        "number of nodes; default: 1; with gpus=, Slurm chooses it",
+        low=1,
+        high=65536,
+        sbatch="--nodes",
     )
     gpus_per_node: int | None = key(
-        None, "GPUs per node, one rank per GPU; default: the profile's value, else 1", low=0, high=1024,
+        None,
+        "GPUs per node, one rank per GPU; default: the profile's value, else 1",
+        low=0,
+        high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
-    )  # fmt: skip
+    )
     gpu_type: str = key(
-        "", "type of GPU, if the site has several, such as a100", pattern=NAME, sbatch="--gpus-per-node=TYPE:NUMBER",
-    )  # fmt: skip
+        "",
+        "type of GPU, if the site has several, such as a100",
+        pattern=NAME,
+        sbatch="--gpus-per-node=TYPE:NUMBER",
+    )
     gpu_memory_gb: float = key(
-        0.0, "memory of each GPU in GB; launch.py check refuses a model whose training needs more; 0: not known", low=0
+        0.0,
+        "memory of each GPU in GB; launch.py check refuses a model whose training needs more; 0: not known",
+        low=0,
     )
     ranks_per_node: int | None = key(
-        None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
+        None,
+        "ranks per node, with device=cpu; default: 1",
+        low=1,
+        high=1024,
+        sbatch="--ntasks-per-node",
     )
     cpus_per_rank: int | None = key(
-        None, "CPUs per rank; default: the profile's value; without one, 8 on GPUs, and with device=cpu the sum of "
-        "cpu_threads= (0 counts as 1) and num_workers= (-1 counts as 6)", low=1, high=4096, sbatch="--cpus-per-task",
-    )  # fmt: skip
+        None,
+        "CPUs per rank; default: the profile's value; without one, 8 on GPUs, and with device=cpu the sum of "
+        "cpu_threads= (0 counts as 1) and num_workers= (-1 counts as 6)",
+        low=1,
+        high=4096,
+        sbatch="--cpus-per-task",
+    )
     gpus: str = key(
-        "", "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
-        form="a whole number, or several separated by commas, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
-    )  # fmt: skip
+        "",
+        "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2",
+        pattern=r"\d{1,4}(,\d{1,4})*",
+        form="a whole number, or several separated by commas, such as 8,2",
+        sbatch="--ntasks and --gpus-per-task=1",
+    )
     node_rank: int = key(
-        0, "index of this machine in gpus=, from 0, for launcher=local on several machines",
-        low=0, sbatch="leave it out under srun",
-    )  # fmt: skip
+        0,
+        "index of this machine in gpus=, from 0, for launcher=local on several machines",
+        low=0,
+        sbatch="leave it out under srun",
+    )
     master: str = key(
-        "", "HOST:PORT of the first machine, for launcher=local on several machines", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
-        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="leave it out under srun",
-    )  # fmt: skip
-    time: str = key("01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time")
+        "",
+        "HOST:PORT of the first machine, for launcher=local on several machines",
+        pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
+        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400",
+        sbatch="leave it out under srun",
+    )
+    time: str = key(
+        "01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time"
+    )
     partition: str = key("", "Slurm partition(s)", pattern=NAMES, sbatch="--partition")
     account: str = key("", "Slurm account", pattern=NAME, sbatch="--account")
     qos: str = key("", "Slurm quality of service", pattern=NAME, sbatch="--qos")
     constraint: str = key(
-        "", "node features", pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}", form="node features, combined with & | , * ( ) [ ]",
+        "",
+        "node features",
+        pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}",
+        form="node features, combined with & | , * ( ) [ ]",
         sbatch="--constraint",
-    )  # fmt: skip
+    )
     exclude: str = key(
-        "", "nodes to exclude, such as node[3-4],node7", pattern=r"([A-Za-z0-9_.,-]|\[[0-9,-]+\])+",
-        form="nodes such as node[3-4],node7", sbatch="--exclude",
-    )  # fmt: skip
+        "",
+        "nodes to exclude, such as node[3-4],node7",
+        pattern=r"([A-Za-z0-9_.,-]|\[[0-9,-]+\])+",
+        form="nodes such as node[3-4],node7",
+        sbatch="--exclude",
+    )
     reservation: str = key("", "Slurm reservation", pattern=NAMES, sbatch="--reservation")
     dependency: str = key(
-        "", "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton", pattern=DEPENDENCY,
+        "",
+        "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton",
+        pattern=DEPENDENCY,
         form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are separated by commas (all) or ? (any)",
         sbatch="--dependency",
-    )  # fmt: skip
-    mail: str = key(
-        "", "address that Slurm notifies when the job ends, fails or is requeued", pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
-        form="an address or a user name", sbatch="--mail-user",
-    )  # fmt: skip
-    extra: str = key(
-        "", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="give these options to sbatch"
     )
-    name: str = key("", "name of the job; default: the recipe's name", pattern=NAME, sbatch="--job-name")
+    mail: str = key(
+        "",
+        "address that Slurm notifies when the job ends, fails or is requeued",
+        pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
+        form="an address or a user name",
+        sbatch="--mail-user",
+    )
+    extra: str = key(
+        "",
+        "further options of sbatch, such as extra='--mem=0 --switches=1'",
+        sbatch="give these options to sbatch",
+    )
+    name: str = key(
+        "", "name of the job; default: the recipe's name", pattern=NAME, sbatch="--job-name"
+    )
     cluster: str = key(
-        "", "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
-        pattern=r"[A-Za-z0-9_-]{1,64}", form="letters, digits, _ and - only", sbatch="export RECIPES_CLUSTER",
-    )  # fmt: skip
+        "",
+        "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
+        pattern=r"[A-Za-z0-9_-]{1,64}",
+        form="letters, digits, _ and - only",
+        sbatch="export RECIPES_CLUSTER",
+    )
     container: str = key(
-        "", "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, such as docker://…",
-        pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}", form="a path or an address of letters, digits and _ . / : # @ + ~ -",
+        "",
+        "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, such as docker://…",
+        pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}",
+        form="a path or an address of letters, digits and _ . / : # @ + ~ -",
         sbatch="export RECIPES_CONTAINER",
-    )  # fmt: skip
+    )
     container_runtime: Runtime = key(
-        Runtime.auto, "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), apptainer, singularity or pyxis",
+        Runtime.auto,
+        "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), apptainer, singularity or pyxis",
         sbatch="export RECIPES_CONTAINER_RUNTIME",
-    )  # fmt: skip
+    )
     container_mounts: str = key(
-        "", "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are always mounted",
+        "",
+        "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are always mounted",
         pattern=MOUNT + f"(,{MOUNT})*",
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
         sbatch="export RECIPES_CONTAINER_MOUNTS",
-    )  # fmt: skip
-    snapshot: bool = key(True, "run a copy of the code, made at submission; false: run the repository's own files")
+    )
+    snapshot: bool = key(
+        True, "run a copy of the code, made at submission; false: run the repository's own files"
+    )
     parallel: int = key(
-        0, "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
-        low=0, high=100000, sbatch="--array=…%N",
-    )  # fmt: skip
-    doctor: bool = key(False, "examine the nodes first; if some are bad, requeue the job without them")
-    max_resubmits: int = key(2, "how often doctor=true may requeue the job without bad nodes", low=0, high=100)
+        0,
+        "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
+        low=0,
+        high=100000,
+        sbatch="--array=…%N",
+    )
+    doctor: bool = key(
+        False, "examine the nodes first; if some are bad, requeue the job without them"
+    )
+    max_resubmits: int = key(
+        2, "how often doctor=true may requeue the job without bad nodes", low=0, high=100
+    )
     forget: str = key(
-        "", "use this node again, although the doctor found it bad in the last 24 hours; all: every such node",
-        pattern=NAME, form="the name of a node, or all",
-    )  # fmt: skip
+        "",
+        "use this node again, although the doctor found it bad in the last 24 hours; all: every such node",
+        pattern=NAME,
+        form="the name of a node, or all",
+    )
     wait: bool = key(False, "wait for the job, print its log, and exit with the job's status")
 
     def __post_init__(self) -> None:
@@ -124,20 +193,48 @@ class JobKeys:
         minutes(self.time)
         extra_options(self.extra)
         if _is_missing_file(self.container):
-            raise ConfigError(f"container={shown(self.container)}: no such file; give an image's path or address")
+            raise ConfigError(
+                f"container={shown(self.container)}: no such file; give an image's path or address"
+            )
 
 
-# Further options of sbatch that extra= must not contain, as well as those that a key of JobKeys sets.
+# Further options of sbatch that extra= must not contain, as well as those that a key of JobKeys
+# sets.
 OUR_OPTIONS = (
-    "array", "cpus-per-gpu", "chdir", "clusters", "export", "export-file", "output", "error", "open-mode", "input",
-    "requeue", "no-requeue", "signal", "wait", "test-only", "wrap", "parsable", "help", "usage", "version", "quiet", "verbose",
-)  # fmt: skip
+    "array",
+    "cpus-per-gpu",
+    "chdir",
+    "clusters",
+    "export",
+    "export-file",
+    "output",
+    "error",
+    "open-mode",
+    "input",
+    "requeue",
+    "no-requeue",
+    "signal",
+    "wait",
+    "test-only",
+    "wrap",
+    "parsable",
+    "help",
+    "usage",
+    "version",
+    "quiet",
+    "verbose",
+)
 
 
 def extra_options(text: str) -> dict[str, str]:
-    """The options of sbatch in ``extra=``: values by long names without dashes, "" for an option without a value. Raises ConfigError."""
+    """The options of sbatch in ``extra=``: values by long names without dashes, "" for an option
+    without a value. Raises ConfigError.
+    """
     given = f"extra={shown(text)}"
-    options = {f.name: re.findall(r"--([a-z-]+)", f.metadata.get("sbatch", "")) for f in dataclasses.fields(JobKeys)}
+    options = {
+        f.name: re.findall(r"--([a-z-]+)", f.metadata.get("sbatch", ""))
+        for f in dataclasses.fields(JobKeys)
+    }
     ours = {option: f"give {name}=" for name, own in options.items() for option in own}
     ours |= dict.fromkeys(OUR_OPTIONS, "it is reserved for launch.py")
     found: dict[str, str] = {}
@@ -156,7 +253,9 @@ def extra_options(text: str) -> dict[str, str]:
 
 
 def minutes(time: str) -> int:
-    """The minutes, rounded up, of a time limit in one of Slurm's forms. Raises ConfigError for an empty text and for zero."""
+    """The minutes, rounded up, of a time limit in one of Slurm's forms. Raises ConfigError for an
+    empty text and for zero.
+    """
     seconds = durations.seconds(time)
     if not seconds:
         raise ConfigError(f"time={shown(time)}: must be more than 0; give minutes or HH:MM:SS")
@@ -168,5 +267,7 @@ def _is_missing_file(image: str) -> bool:
     if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
         return False
     path = os.path.expanduser(image)
-    is_file = os.path.isabs(path) or image.startswith(".") or image.endswith((".sif", ".sqsh", ".img"))
+    is_file = (
+        os.path.isabs(path) or image.startswith(".") or image.endswith((".sif", ".sqsh", ".img"))
+    )
     return is_file and not os.path.exists(path)

@@ -11,14 +11,26 @@ from recipes.core.errors import ConfigError, shown
 
 # A config= file is often another user's, and holds keys of an experiment.
 NOT_IN_FILE = {
-    "recipe", "script", "program", "args", "workdir", "through", "launcher_args", "container", "container_runtime",
-    "container_mounts", "extra", "cluster",
-}  # fmt: skip
+    "recipe",
+    "script",
+    "program",
+    "args",
+    "workdir",
+    "through",
+    "launcher_args",
+    "container",
+    "container_runtime",
+    "container_mounts",
+    "extra",
+    "cluster",
+}
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
 
 def read(argv: Sequence[str]) -> dict[str, str]:
-    """The values of the words and of the ``config=`` file, by their names. Raises ConfigError for a word that is not ``key=value``."""
+    """The values of the words and of the ``config=`` file, by their names. Raises ConfigError for a
+    word that is not ``key=value``.
+    """
     words = split(argv)
     if "config" not in words:
         return words
@@ -36,17 +48,23 @@ def read(argv: Sequence[str]) -> dict[str, str]:
 
 
 def read_yaml(file: Path, given: str) -> dict[str, str]:
-    """The keys of a ``config=`` file, or of a run's config.yaml, as words. given: names the file in a message. Raises ConfigError."""
+    """The keys of a ``config=`` file, or of a run's config.yaml, as words. given: names the file in
+    a message. Raises ConfigError.
+    """
     words = []
     for name, value in load_yaml(file, given).items():
         if isinstance(value, (dict, list)):
-            raise ConfigError(f"{given}: '{shown(name)}' must be one plain value; write keys side by side, not nested")
+            raise ConfigError(
+                f"{given}: '{shown(name)}' must be one plain value; write keys side by side, not nested"
+            )
         words.append(f"{name}={value}")
     return split(words)
 
 
 def split(argv: Sequence[str]) -> dict[str, str]:
-    """The values of ``key=value`` words by their names. Raises ConfigError for another word, and for a value that is not UTF-8."""
+    """The values of ``key=value`` words by their names. Raises ConfigError for another word, and
+    for a value that is not UTF-8.
+    """
     words: dict[str, str] = {}
     for word in argv:
         name, equals, value = word.partition("=")
@@ -55,7 +73,9 @@ def split(argv: Sequence[str]) -> dict[str, str]:
                 f"'{shown(word)}' is not key=value; write key=value, without dashes in the key or blanks around ="
             )
         if any("\ud800" <= c <= "\udfff" for c in value):
-            raise ConfigError(f"{name}={shown(value)}: is not UTF-8; write it in UTF-8, or set PYTHONUTF8=1")
+            raise ConfigError(
+                f"{name}={shown(value)}: is not UTF-8; write it in UTF-8, or set PYTHONUTF8=1"
+            )
         words[name] = value
     return words
 
@@ -71,9 +91,12 @@ def load_yaml(path: Path, given: str) -> dict[str, Any]:
 
     try:
         text = files.read_bounded(path, MAX_YAML).decode("utf-8")
-        root, content = yaml.compose(text, yaml.BaseLoader), yaml.load(text, yaml.BaseLoader)
+        root = yaml.compose(text, yaml.BaseLoader)
+        content = yaml.load(text, yaml.BaseLoader)
     except OSError as error:
-        raise ConfigError(f"{given}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+        raise ConfigError(
+            f"{given}: cannot be read ({error.strerror}); give the path of a YAML file"
+        ) from None
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"{given}: is not YAML ({shown(' '.join(str(error).split()), 120)}); write 'key: value' lines"

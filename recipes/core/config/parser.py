@@ -1,8 +1,9 @@
 """A checked command line of ``key=value`` words: `Settings`. Never imports torch.
 
-Precedence, from the lowest: the dataclass's default, the cluster's profile, the recipe's differences for the dataset, the keys of
-the run that is resumed, ``variant=NAME``, ``config=FILE.yaml``, ``key=value``. A variant or a ``config=`` file that is given on a
-resume counts as typed.
+Precedence, from the lowest: the dataclass's default, the cluster's profile, the recipe's
+differences for the dataset, the keys of the run that is resumed, ``variant=NAME``,
+``config=FILE.yaml``, ``key=value``. A variant or a ``config=`` file that is given on a resume
+counts as typed.
 """
 
 import contextlib
@@ -28,11 +29,15 @@ class Settings:
     job: JobKeys
     run: RunKeys
     config: Any  # the recipe's keys
-    typed: dict[str, str]  # run and recipe keys as given (in a ``config=`` file or as words), as text
-    saved: dict[str, Any]  # the keys for ``config.yaml``: all of the recipe's, and the run keys that were given
+    # run and recipe keys as given (in a ``config=`` file or as words), as text
+    typed: dict[str, str]
+    # the keys for ``config.yaml``: all of the recipe's, and the run keys that were given
+    saved: dict[str, Any]
     of_job: tuple[str, ...] = ()  # names of the job keys that were given
-    sweep: tuple[dict[str, str], ...] = ()  # the swept keys of each run; the other fields are those of the first run
-    from_run: dict[str, str] = dataclasses.field(default_factory=dict)  # keys that come from the run that is resumed
+    # the swept keys of each run; the other fields are those of the first run
+    sweep: tuple[dict[str, str], ...] = ()
+    # keys that come from the run that is resumed
+    from_run: dict[str, str] = dataclasses.field(default_factory=dict)
     resumes: Path | None = None  # the directory of that run
 
     def absolute(self, words: Mapping[str, str], base: Path) -> dict[str, str]:
@@ -40,38 +45,57 @@ class Settings:
         return absolute(words, type(self.config), base)
 
     def words_from_run(self) -> str:
-        """The keys that come from the run and differ from the recipe's defaults, as words; "" for none."""
-        of_dataset = recipe_conf.datasets(self.recipe).get(str(getattr(self.config, "dataset", "")), {})
+        """The keys that come from the run and differ from the recipe's defaults, as words; "" for
+        none.
+        """
+        of_dataset = recipe_conf.datasets(self.recipe).get(
+            str(getattr(self.config, "dataset", "")), {}
+        )
         usual = {**vars(RunKeys()), **vars(declare.build(type(self.config), of_dataset))}
         now = {**vars(self.run), **vars(self.config)}
-        return ", ".join(f"{name}={shown(text)}" for name, text in self.from_run.items() if now[name] != usual[name])
+        return ", ".join(
+            f"{name}={shown(text)}"
+            for name, text in self.from_run.items()
+            if now[name] != usual[name]
+        )
 
 
 Inherited = Callable[[RunKeys, str, type], tuple[Path | None, Mapping[str, str]]]
 
 
-def settings(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], inherited: Inherited) -> Settings:
+def settings(
+    words: Mapping[str, str], recipe: str, environ: Mapping[str, str], inherited: Inherited
+) -> Settings:
     """Checks ``words``, and finds the recipe, the variant and the profile.
 
-    recipe: "" for words of launch.py, which have ``recipe=`` and job keys. environ: read for ``$RECIPES_CLUSTER``,
-    ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA``. inherited: the directory and the keys of the run that is resumed, by the run keys, the
-    recipe and its dataclass. Raises ConfigError for the first thing that is invalid.
+    recipe: "" for words of launch.py, which have ``recipe=`` and job keys. environ: read for
+    ``$RECIPES_CLUSTER``, ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA``. inherited: the directory
+    and the keys of the run that is resumed, by the run keys, the recipe and its dataclass. Raises
+    ConfigError for the first thing that is invalid.
     """
     with_job_keys = not recipe
     recipe = recipe or words.get("recipe", "")
     if not recipe:
-        raise ConfigError(f"recipe= is missing: give one of {', '.join(recipe_conf.names())}, or script=FILE")
+        raise ConfigError(
+            f"recipe= is missing: give one of {', '.join(recipe_conf.names())}, or script=FILE"
+        )
     recipe_class, variants = recipe_conf.load(recipe)
     _check_names(words, recipe, recipe_class, with_job_keys)
     variant = words.get("variant", "")
     if variant and variant not in variants:
-        rule = declare.choice(variant, variants) if variants else f"recipe {recipe} has no variants; leave variant= out"
+        rule = (
+            declare.choice(variant, variants)
+            if variants
+            else f"recipe {recipe} has no variants; leave variant= out"
+        )
         raise ConfigError(f"variant={shown(variant)}: {rule}")
     cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
     profile = profiles.cluster_profile(cluster) if cluster else {}
     defaults = {k: v for k, v in profile.items() if k in profiles.DEFAULTS}
     defaults |= profiles.in_image(environ)
-    if "data_dir" in declare.names_of(recipe_class) & profile.keys() and not environ.get("RECIPES_DATA"):
+    if "data_dir" in declare.names_of(recipe_class) & profile.keys() and not environ.get(
+        "RECIPES_DATA"
+    ):
         defaults["data_dir"] = profile["data_dir"]
     given = {**(variants[variant] if variant else {}), **words}
     resumes, of_run = inherited(declare.build(RunKeys, {**defaults, **given}), recipe, recipe_class)
@@ -81,7 +105,8 @@ def settings(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], 
     chosen = {**defaults, **of_dataset, **from_run, **given}
     job = declare.build(JobKeys, chosen) if with_job_keys else JobKeys()
     run = declare.build(RunKeys, chosen)
-    profiles.env_variables(run.network, cluster)  # an invalid env file is refused before a job is submitted
+    # an invalid env file is refused before a job is submitted
+    profiles.env_variables(run.network, cluster)
     config = declare.build(recipe_class, chosen)
     job_names = declare.names_of(JobKeys)
     return Settings(
@@ -97,9 +122,13 @@ def settings(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], 
     )
 
 
-def _check_names(words: Mapping[str, str], recipe: str, recipe_class: type, with_job_keys: bool) -> None:
+def _check_names(
+    words: Mapping[str, str], recipe: str, recipe_class: type, with_job_keys: bool
+) -> None:
     """Raises ConfigError for a name that is no key here, and for two keys that exclude each other."""
-    job_names, run_names, own_names = (declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class))
+    job_names, run_names, own_names = (
+        declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class)
+    )
     known = run_names | own_names | (job_names if with_job_keys else set())
     for name, value in words.items():
         if name in job_names - known:
@@ -117,12 +146,18 @@ def _check_names(words: Mapping[str, str], recipe: str, recipe_class: type, with
 
 
 def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
-    """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are given or inherited."""
+    """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are
+    given or inherited.
+    """
     run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "not_inherited")
-    chosen = {**vars(config), **{name: value for name, value in vars(run).items() if name in run_keys}}
+    chosen = {
+        **vars(config),
+        **{name: value for name, value in vars(run).items() if name in run_keys},
+    }
     saved = {name: declare.plain(value) for name, value in chosen.items()}
     path_names = saved.keys() & (declare.declared(type(config), "path") | {"network"})
-    with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
+    # the current folder was removed: a relative path stays as typed
+    with contextlib.suppress(FileNotFoundError):
         saved |= absolute({name: str(saved[name]) for name in path_names}, type(config), Path())
     return saved
 
@@ -134,21 +169,30 @@ def _misplaced(name: str, value: str) -> str:
     if not options:
         return f"{given}: is a key of launch.py: python launch.py {given} …"
     if options.startswith("--"):
-        options = f"give sbatch or srun {options}" + ("" if set(" =") & set(options) else f"={shown(value)}")
+        options = f"give sbatch or srun {options}" + (
+            "" if set(" =") & set(options) else f"={shown(value)}"
+        )
     return f"{given}: is a job key, which only launch.py accepts; {options}, or use launch.py"
 
 
 def parse_keys(cls: type, argv: Sequence[str]) -> Any:
-    """An instance of one dataclass of keys from ``key=value`` words, for a command that is not a recipe. Raises ConfigError."""
-    words, known = key_value.split(argv), declare.names_of(cls)
+    """An instance of one dataclass of keys from ``key=value`` words, for a command that is not a
+    recipe. Raises ConfigError.
+    """
+    words = key_value.split(argv)
+    known = declare.names_of(cls)
     for name, value in words.items():
         if name not in known:
-            raise ConfigError(f"{shown(name)}={shown(value)}: the key {declare.choice(name, sorted(known))}")
+            raise ConfigError(
+                f"{shown(name)}={shown(value)}: the key {declare.choice(name, sorted(known))}"
+            )
     return declare.build(cls, words)
 
 
 def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[str, str]:
-    """``words`` with every path made absolute against ``base``, so that a job finds it from any folder. Raises ConfigError."""
+    """``words`` with every path made absolute against ``base``, so that a job finds it from any
+    folder. Raises ConfigError.
+    """
     paths = declare.declared(RunKeys, "path") | declare.declared(recipe_class, "path")
     found = dict(words)
     for name, value in words.items():

@@ -1,4 +1,6 @@
-"""The recipes that exist, and the keys, variants and data sets that recipes/conf/NAME.py declares for each."""
+"""The recipes that exist, and the keys, variants and data sets that recipes/conf/NAME.py declares
+for each.
+"""
 
 import importlib
 from collections.abc import Mapping
@@ -12,7 +14,11 @@ from recipes.core.files import ROOT
 
 def names() -> list[str]:
     """The names of all recipes: files recipes/NAME.py that have a file recipes/conf/NAME.py."""
-    twins = (p.stem for p in (ROOT / "recipes" / "conf").glob("*.py") if (ROOT / "recipes" / p.name).is_file())
+    twins = (
+        p.stem
+        for p in (ROOT / "recipes" / "conf").glob("*.py")
+        if (ROOT / "recipes" / p.name).is_file()
+    )
     return sorted(name for name in twins if name != "__init__")
 
 
@@ -22,13 +28,16 @@ Differences = Mapping[str, Mapping[str, Any]]
 def require(recipe: str, given: str) -> None:
     """Raises ConfigError unless the recipe exists. given: names it in the message."""
     if recipe not in names():
-        raise ConfigError(f"{given}: {declare.choice(recipe, names())} (recipes with a file recipes/conf/NAME.py)")
+        raise ConfigError(
+            f"{given}: {declare.choice(recipe, names())} (recipes with a file recipes/conf/NAME.py)"
+        )
 
 
 def load(recipe: str) -> tuple[type, Differences]:
     """The ``Config`` dataclass and the ``VARIANTS`` of recipes/conf/RECIPE.py.
 
-    Raises ConfigError for an unknown recipe, and if a variant or a data set in the file sets an unknown key.
+    Raises ConfigError for an unknown recipe, and if a variant or a data set in the file sets an
+    unknown key.
     """
     require(recipe, f"recipe={shown(recipe)}")
     module = importlib.import_module(f"recipes.conf.{recipe}")
@@ -45,5 +54,9 @@ def load(recipe: str) -> tuple[type, Differences]:
 
 
 def datasets(recipe: str) -> Differences:
-    """The keys that recipes/conf/RECIPE.py sets for each of its data sets that has any (``DATASETS``)."""
-    return cast(Differences, getattr(importlib.import_module(f"recipes.conf.{recipe}"), "DATASETS", {}))
+    """The keys that recipes/conf/RECIPE.py sets for each of its data sets that has any
+    (``DATASETS``).
+    """
+    return cast(
+        Differences, getattr(importlib.import_module(f"recipes.conf.{recipe}"), "DATASETS", {})
+    )

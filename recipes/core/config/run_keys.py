@@ -1,4 +1,6 @@
-"""The keys that every recipe has: how a run is run (`RunKeys`), and what it trains (`RecipeKeys`, `TrainKeys`)."""
+"""The keys that every recipe has: how a run is run (`RunKeys`), and what it trains (`RecipeKeys`,
+`TrainKeys`).
+"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -21,18 +23,35 @@ class RunKeys:
     """How a recipe runs, whatever it trains. Keys of launch.py and of every recipe."""
 
     run_dir: str = key(
-        "", "run directory; default: runs/RECIPE/ID, where ID is the job id, or a time stamp outside Slurm",
-        path=True, not_inherited=True,
-    )  # fmt: skip
-    variant: str = key("", "named preset of recipe keys, from recipes/conf/RECIPE.py", pattern=NAME, not_inherited=True)
-    config: str = key("", "a YAML file of keys; the command line takes precedence", path=True, not_inherited=True)
-    network: str = key("", "network settings: NAME for env/NAME.env, or the path of your own env file")
-    device: Device = key(Device.auto, "auto (GPUs; outside Slurm, the CPU if there is no GPU), cuda or cpu")
-    backend: Backend = key(Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo")
+        "",
+        "run directory; default: runs/RECIPE/ID, where ID is the job id, or a time stamp outside Slurm",
+        path=True,
+        not_inherited=True,
+    )
+    variant: str = key(
+        "",
+        "named preset of recipe keys, from recipes/conf/RECIPE.py",
+        pattern=NAME,
+        not_inherited=True,
+    )
+    config: str = key(
+        "", "a YAML file of keys; the command line takes precedence", path=True, not_inherited=True
+    )
+    network: str = key(
+        "", "network settings: NAME for env/NAME.env, or the path of your own env file"
+    )
+    device: Device = key(
+        Device.auto, "auto (GPUs; outside Slurm, the CPU if there is no GPU), cuda or cpu"
+    )
+    backend: Backend = key(
+        Backend.auto, "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo"
+    )
     cpu_threads: int = key(
-        0, "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
-        low=0, high=4096,
-    )  # fmt: skip
+        0,
+        "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
+        low=0,
+        high=4096,
+    )
     resume: str = key(
         "auto",
         "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a "
@@ -50,17 +69,26 @@ class RunKeys:
     checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: off", low=0)
     checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: off", low=0)
     keep_checkpoints: int = key(3, "number of newest checkpoints to keep; 0: all", low=0)
-    keep_every_steps: int = key(0, "steps between checkpoints that are never deleted; 0: off", low=0)
-    keep_best: bool = key(True, "keep the checkpoint with the best best_metric; checkpoints/best names it")
-    max_requeues: int = key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
+    keep_every_steps: int = key(
+        0, "steps between checkpoints that are never deleted; 0: off", low=0
+    )
+    keep_best: bool = key(
+        True, "keep the checkpoint with the best best_metric; checkpoints/best names it"
+    )
+    max_requeues: int = key(
+        20, "maximum number of times that a preempted job is requeued", low=0, high=10000
+    )
     stop_before_s: float = key(
         60.0,
         "how many seconds before the time limit the ranks save and stop, at most a quarter of the limit; 0: off; "
         "programs of script=: 120 by default",
         low=0,
-    )  # fmt: skip
+    )
     timeout_s: float = key(
-        600.0, "seconds that a rank waits for the other ranks in a collective before the run fails", low=1, high=86400
+        600.0,
+        "seconds that a rank waits for the other ranks in a collective before the run fails",
+        low=1,
+        high=86400,
     )
     debug: bool = key(
         False,
@@ -68,10 +96,11 @@ class RunKeys:
         not_inherited=True,
     )
     umask: str = key(
-        "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
+        "077",
+        "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
         pattern="0?0[2367][2367]",
         form="three octal digits: 0, then two digits, each 2, 3, 6 or 7 (so that only you can write), such as 077 or 027",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         declare.check(self)
@@ -85,11 +114,16 @@ class RunKeys:
 class RecipeKeys:
     """The base of the keys of a recipe. A recipe that trains uses `TrainKeys`.
 
-    starts_a_run: whether `recipes.core.train.session` runs it, so that `launch.py check` can start it up to its first step.
+    starts_a_run: whether `recipes.core.train.session` runs it, so that `launch.py check` can start
+    it up to its first step.
     """
 
     starts_a_run: ClassVar[bool] = True
-    epochs, seed, evaluate, deterministic = 0, 0, False, False  # no keys, since they have no annotation
+    # no keys, since they have no annotation
+    epochs = 0
+    seed = 0
+    evaluate = False
+    deterministic = False
 
     def __post_init__(self) -> None:
         declare.check(self)
@@ -99,9 +133,10 @@ class RecipeKeys:
 class TrainKeys(RecipeKeys):
     """Keys of every training recipe. A recipe's own dataclass adds to them.
 
-    prepared: values of ``dataset`` whose files `recipes.prepare` puts into ``data_dir``; launch.py looks for them before it submits
-    a job. lr_depends_on_length: whether the learning rate depends on ``epochs`` or ``max_steps``. small_part: with fewer samples in a
-    forward pass, starting a GPU's kernels takes longer than computing. A recipe may override each.
+    prepared: values of ``dataset`` whose files `recipes.prepare` puts into ``data_dir``; launch.py
+    looks for them before it submits a job. lr_depends_on_length: whether the learning rate depends
+    on ``epochs`` or ``max_steps``. small_part: with fewer samples in a forward pass, starting a
+    GPU's kernels takes longer than computing. A recipe may override each.
     """
 
     prepared: ClassVar[tuple[str, ...]] = ()
@@ -111,19 +146,25 @@ class TrainKeys(RecipeKeys):
     data_dir: str = key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
     max_steps: int = key(
-        0, "maximum number of optimiser steps; the learning-rate schedule ends there too; 0: no limit",
-        low=0, may_change=True,
-    )  # fmt: skip
+        0,
+        "maximum number of optimiser steps; the learning-rate schedule ends there too; 0: no limit",
+        low=0,
+        may_change=True,
+    )
     global_batch_size: int = key(
-        128, "samples per optimiser step over all ranks; need not be divisible by the number of ranks",
-        low=1, high=2**30,
-    )  # fmt: skip
+        128,
+        "samples per optimiser step over all ranks; need not be divisible by the number of ranks",
+        low=1,
+        high=2**30,
+    )
     lr: float = key(0.1, "peak learning rate", low=0)
     seed: int = key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
     accumulate: int = key(
-        1, "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
-        low=1, may_change=True,
-    )  # fmt: skip
+        1,
+        "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
+        low=1,
+        may_change=True,
+    )
     dtype: Dtype = key(
         Dtype.float32,
         "float32; tf32: float32, but GPUs round the factors of products to 10 bits of mantissa; "
@@ -131,38 +172,60 @@ class TrainKeys(RecipeKeys):
         "auto: bfloat16 if all GPUs support it, else float32",
     )
     clip_grad_norm: float = key(
-        0.0, "maximum norm of all gradients together; larger ones are scaled down to it; 0: off", low=0, may_change=True
+        0.0,
+        "maximum norm of all gradients together; larger ones are scaled down to it; 0: off",
+        low=0,
+        may_change=True,
     )
     best_metric: str = key(
-        "", "name of the evaluation result by which checkpoints are compared; empty: val_top1 (if the recipe has it)",
-        pattern=NAME, may_change=True,
-    )  # fmt: skip
-    best_mode: Mode = key(Mode.max, "max: a larger best_metric is better; min: a smaller one (a loss)", may_change=True)
-    patience: int = key(
-        0, "early stopping: end the run after this number of epochs without a better best_metric; 0: off",
-        low=0, may_change=True,
-    )  # fmt: skip
-    deterministic: bool = key(
-        False, "use deterministic algorithms only; on GPUs, equal runs then have results that are equal to the bit, but are slower",
+        "",
+        "name of the evaluation result by which checkpoints are compared; empty: val_top1 (if the recipe has it)",
+        pattern=NAME,
         may_change=True,
-    )  # fmt: skip
+    )
+    best_mode: Mode = key(
+        Mode.max,
+        "max: a larger best_metric is better; min: a smaller one (a loss)",
+        may_change=True,
+    )
+    patience: int = key(
+        0,
+        "early stopping: end the run after this number of epochs without a better best_metric; 0: off",
+        low=0,
+        may_change=True,
+    )
+    deterministic: bool = key(
+        False,
+        "use deterministic algorithms only; on GPUs, equal runs then have results that are equal to the bit, but are slower",
+        may_change=True,
+    )
     strategy: str = key(
-        "ddp", "ddp: each rank has the whole model; fsdp: weights, gradients and optimiser state are divided over the ranks",
-        values=("ddp", "fsdp"), may_change=True,
-    )  # fmt: skip
+        "ddp",
+        "ddp: each rank has the whole model; fsdp: weights, gradients and optimiser state are divided over the ranks",
+        values=("ddp", "fsdp"),
+        may_change=True,
+    )
     shard_size: int = key(
-        0, "with strategy=fsdp, number of ranks that share one copy of the model, such as those of a node; 0: all",
-        low=0, may_change=True,
-    )  # fmt: skip
+        0,
+        "with strategy=fsdp, number of ranks that share one copy of the model, such as those of a node; 0: all",
+        low=0,
+        may_change=True,
+    )
     compile: bool = key(False, "compile the model with torch.compile", may_change=True)
     evaluate: bool = key(
-        False, "evaluate the newest checkpoint (or resume=PATH) without training", may_change=True,
+        False,
+        "evaluate the newest checkpoint (or resume=PATH) without training",
+        may_change=True,
         not_inherited=True,
-    )  # fmt: skip
+    )
     profile: int = key(
-        0, "record this number of steps of rank 0 with torch's profiler, into profile/ of the run directory; 0: off",
-        low=0, high=1000, may_change=True, not_inherited=True,
-    )  # fmt: skip
+        0,
+        "record this number of steps of rank 0 with torch's profiler, into profile/ of the run directory; 0: off",
+        low=0,
+        high=1000,
+        may_change=True,
+        not_inherited=True,
+    )
     tensorboard: bool = key(
         False,
         "write events for TensorBoard to tensorboard/ in the run directory at each checkpoint",

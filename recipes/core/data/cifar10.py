@@ -1,6 +1,7 @@
 """CIFAR-10 as IDX files, made from torchvision's copy or from class folders.
 
-The IDX files are read when a run starts: no image is decoded then. Only torchvision's copy needs torch.
+The IDX files are read when a run starts: no image is decoded then. Only torchvision's copy needs
+torch.
 """
 
 import contextlib
@@ -13,7 +14,9 @@ from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX
 from recipes.core.errors import InputError
 
-BATCHES, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"  # torchvision's
+# torchvision's
+BATCHES = "cifar-10-batches-py"
+ARCHIVE = "cifar-10-python.tar.gz"
 URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"
 Images = tuple[bytes, bytes]  # labels, and as many images of 3072 bytes: red, green and blue plane
 
@@ -29,32 +32,50 @@ def made_from(folder: Path) -> str:
 
 
 def local_source(source: str) -> Path:
-    """torchvision's folder or archive, or class folders, in ``source``. Raises InputError if it has none."""
+    """torchvision's folder or archive, or class folders, in ``source``. Raises InputError if it has
+    none.
+    """
     root = Path(source).expanduser().absolute()
     if datasets.kind(root / BATCHES, "source") == "folder":
         return root / BATCHES
     if datasets.kind(root / ARCHIVE, "source") == "file":
         return root / ARCHIVE
-    if datasets.kind(root / "train", "source") == datasets.kind(root / "test", "source") == "folder":
+    if (
+        datasets.kind(root / "train", "source")
+        == datasets.kind(root / "test", "source")
+        == "folder"
+    ):
         return root
     fix = f"give a folder that has {BATCHES}/, {ARCHIVE}, or train/<class>/*.jpg and test/<class>/…"
     raise InputError(f"source={source!r} has no copy of CIFAR-10: {fix}")
 
 
 def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
-    """Writes the four IDX files and then index.json to ``folder``. scratch: an empty folder. name: of the source. Raises InputError."""
+    """Writes the four IDX files and then index.json to ``folder``. scratch: an empty folder. name:
+    of the source. Raises InputError.
+    """
     classes: tuple[str, ...] = CIFAR10_CLASSES
     if source.name in (ARCHIVE, BATCHES):
         found = _from_torchvision(source, scratch)
     else:
         train = classfolder.scan(source / "train")
         if len(train.classes) > len(CIFAR10_CLASSES):
-            raise InputError(f"source={str(source)!r}: train/ has {len(train.classes)} classes, but CIFAR-10 has ten")
+            raise InputError(
+                f"source={str(source)!r}: train/ has {len(train.classes)} classes, but CIFAR-10 has ten"
+            )
         classes = train.classes
-        found = {"train": _from_listing(train), "test": _from_listing(classfolder.scan(source / "test", classes))}
+        found = {
+            "train": _from_listing(train),
+            "test": _from_listing(classfolder.scan(source / "test", classes)),
+        }
     for split, (labels, pixels) in found.items():
-        files.write_bytes(folder / f"{split}-images-idx4-ubyte", datasets.idx_header(len(labels), 3, 32, 32) + pixels)
-        files.write_bytes(folder / f"{split}-labels-idx1-ubyte", datasets.idx_header(len(labels)) + labels)
+        files.write_bytes(
+            folder / f"{split}-images-idx4-ubyte",
+            datasets.idx_header(len(labels), 3, 32, 32) + pixels,
+        )
+        files.write_bytes(
+            folder / f"{split}-labels-idx1-ubyte", datasets.idx_header(len(labels)) + labels
+        )
     index = {
         "source": name,
         "classes": classes,
@@ -65,9 +86,11 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
 
 
 def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
-    """From torchvision's archive or folder. torchvision verifies the MD5 of every file before it unpickles one.
+    """From torchvision's archive or folder. torchvision verifies the MD5 of every file before it
+    unpickles one.
 
-    It opens each file twice. The owner of the folder could exchange a file between, so this reads a copy.
+    It opens each file twice. The owner of the folder could exchange a file between, so this reads a
+    copy.
     """
     from torchvision.datasets import CIFAR10, utils
 
@@ -76,7 +99,9 @@ def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
         if copy != source:  # it was downloaded here
             shutil.copyfile(source, copy)
         if not utils.check_integrity(str(copy), CIFAR10.tgz_md5):
-            raise InputError(f"{source} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
+            raise InputError(
+                f"{source} is damaged (its MD5 is not torchvision's): remove it, or give another source="
+            )
         utils.extract_archive(str(copy), str(scratch))
     else:
         copy.mkdir()
@@ -84,17 +109,25 @@ def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(source / name, copy / name)
     try:
-        parts = {split: CIFAR10(str(scratch), train=split == "train") for split in ("train", "test")}
+        parts = {
+            split: CIFAR10(str(scratch), train=split == "train") for split in ("train", "test")
+        }
     except RuntimeError:
         raise InputError(f"{source} is incomplete or damaged (MD5): give another source=") from None
-    return {split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes()) for split, part in parts.items()}
+    return {
+        split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes())
+        for split, part in parts.items()
+    }
 
 
 def _from_listing(listing: Listing) -> Images:
-    """The images of a class folder in its order, other sizes cropped to the centre and resized. Raises InputError."""
+    """The images of a class folder in its order, other sizes cropped to the centre and resized.
+    Raises InputError.
+    """
     from PIL import Image, ImageOps
 
-    labels, pixels = bytearray(), bytearray()
+    labels = bytearray()
+    pixels = bytearray()
     for i in range(len(listing)):
         path = listing.folder / listing.name(i)
         try:

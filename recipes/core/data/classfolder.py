@@ -1,4 +1,5 @@
-"""Lists class folders, ``FOLDER/<class>/*.jpg``, compactly: 1.28 M files take about 45 MB. Standard library only.
+"""Lists class folders, ``FOLDER/<class>/*.jpg``, compactly: 1.28 M files take about 45 MB. Standard
+library only.
 
 `walk` and `say_left_out` also serve folders of text.
 """
@@ -20,7 +21,9 @@ COMPRESSED = (b".gz", b".bz2", b".xz", b".zst")
 
 
 class Listing:
-    """The images below ``folder``, sorted by class, then by name, both as bytes. No Python object is kept for a sample."""
+    """The images below ``folder``, sorted by class, then by name, both as bytes. No Python object
+    is kept for a sample.
+    """
 
     kind = "files"  # for the log, as ``place`` is for error messages
 
@@ -39,7 +42,9 @@ class Listing:
         return self._labels[i]
 
     def name(self, i: int) -> str:
-        """The sample's path below ``folder``: ``<class>/<file>``; bytes that are not UTF-8 are decoded as by `os.fsdecode`."""
+        """The sample's path below ``folder``: ``<class>/<file>``; bytes that are not UTF-8 are
+        decoded as by `os.fsdecode`.
+        """
         file = self._names[self._ends[i] : self._ends[i + 1]]
         return f"{self.classes[self._labels[i]]}/{os.fsdecode(bytes(file))}"
 
@@ -62,10 +67,14 @@ class Listing:
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """The classes of ``folder``: its folders that are not hidden, sorted as bytes. Raises InputError if there is none."""
+    """The classes of ``folder``: its folders that are not hidden, sorted as bytes. Raises
+    InputError if there is none.
+    """
     _, folders, _ = next(walk(os.fsencode(folder)))
     if not folders:
-        raise InputError(f"{str(folder)!r} has no class folders: put the images of each class into a folder <class>/")
+        raise InputError(
+            f"{str(folder)!r} has no class folders: put the images of each class into a folder <class>/"
+        )
     return tuple(map(os.fsdecode, folders))
 
 
@@ -75,20 +84,24 @@ def scan(
     report: Callable[[object], None] = lambda done: None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Listing:
-    """Lists ``folder``. Folders below a class belong to it; hidden files and folders are skipped; links are followed.
+    """Lists ``folder``. Folders below a class belong to it; hidden files and folders are skipped;
+    links are followed.
 
     A folder that is reached twice is read once, and never as a part of another class.
 
-    classes: labels are positions in these (for a validation set, the training set's); default: the folder's own.
-    report: called with the number of classes done, at each class. say: gets a line if files are left out.
-    Raises InputError (one line) when there is no folder or class, a class without an image, or one not in ``classes``.
+    classes: labels are positions in these (for a validation set, the training set's); default: the
+    folder's own. report: called with the number of classes done, at each class. say: gets a line if
+    files are left out. Raises InputError (one line) when there is no folder or class, a class
+    without an image, or one not in ``classes``.
     """
     own = class_names(folder)
     known = own if classes is None else tuple(classes)
     positions = {name: i for i, name in enumerate(known)}
     if strange := [name for name in own if name not in positions]:
         fix = "add it there, or remove it here"
-        raise InputError(f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: {fix}")
+        raise InputError(
+            f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: {fix}"
+        )
     listing = Listing(folder, known)
     _, _, others = next(walk(os.fsencode(folder)))
     places = [os.path.join(os.fsencode(folder), os.fsencode(name)) for name in own]
@@ -99,7 +112,9 @@ def scan(
         report(done)
         files = sorted(images(places[done], seen, others))
         if not files:
-            raise InputError(f"{str(folder)!r} has no image in the class folder {name!r}: fill or remove it")
+            raise InputError(
+                f"{str(folder)!r} has no image in the class folder {name!r}: fill or remove it"
+            )
         for file in files:
             listing.add(positions[name], file)
     say_left_out(listing.place, others, say)
@@ -107,7 +122,9 @@ def scan(
 
 
 def images(folder: bytes, seen: set[bytes], others: list[bytes]) -> Iterator[bytes]:
-    """Paths, relative to ``folder``, of the images in it and below. Adds the names of other files to ``others``."""
+    """Paths, relative to ``folder``, of the images in it and below. Adds the names of other files
+    to ``others``.
+    """
     for place, _, files in walk(folder, seen):
         below = place[len(folder) + 1 :]
         for name in files:
@@ -118,7 +135,9 @@ def images(folder: bytes, seen: set[bytes], others: list[bytes]) -> Iterator[byt
 
 
 def say_left_out(place: str, names: Sequence[bytes], say: Callable[[str], object]) -> None:
-    """Says the number of files of each ending, such as .heic or .txt.gz, in one line, unless there are none."""
+    """Says the number of files of each ending, such as .heic or .txt.gz, in one line, unless there
+    are none.
+    """
     endings = list[str]()
     for name in names:
         stem, ending = os.path.splitext(name.lower())
@@ -131,17 +150,23 @@ def say_left_out(place: str, names: Sequence[bytes], say: Callable[[str], object
         say(f"{place!r}: left out: {errors.shown(listed, 1000)}")
 
 
-def walk(folder: bytes, seen: set[bytes] | None = None) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
-    """As `os.walk`, through links, without hidden files and folders. Raises InputError if a folder cannot be read.
+def walk(
+    folder: bytes, seen: set[bytes] | None = None
+) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+    """As `os.walk`, through links, without hidden files and folders. Raises InputError if a folder
+    cannot be read.
 
-    Links to a folder that contains ``folder``, or to one in ``seen``, are not followed. Adds the folders to ``seen``.
+    Links to a folder that contains ``folder``, or to one in ``seen``, are not followed. Adds the
+    folders to ``seen``.
     """
     seen = set() if seen is None else seen
     top = os.path.realpath(folder)
 
     def refuse(error: OSError) -> None:
         fix = "make it readable, or give another folder"
-        raise InputError(f"{os.fsdecode(error.filename)!r} cannot be read ({error.strerror}): {fix}") from None
+        raise InputError(
+            f"{os.fsdecode(error.filename)!r} cannot be read ({error.strerror}): {fix}"
+        ) from None
 
     for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(place)

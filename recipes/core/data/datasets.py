@@ -1,4 +1,6 @@
-"""The files of each dataset: names, sizes, SHA-256, the folders in which they are searched, and the IDX format. Standard library only."""
+"""The files of each dataset: names, sizes, SHA-256, the folders in which they are searched, and the
+IDX format. Standard library only.
+"""
 
 import gzip
 import hashlib
@@ -25,51 +27,93 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of files below data_dir, in ``folder``. names: training images and labels, test images and labels, and others."""
+    """A dataset of files below data_dir, in ``folder``. names: training images and labels, test
+    images and labels, and others.
+    """
 
     name: str
     folder: str
     names: tuple[str, ...]
 
 
-# The names and the URL are torchvision 0.30's (datasets/mnist.py); yann.lecun.com has no working https copy. The hashes are
-# of the unpacked files, since the same content can be compressed to different bytes.
+# The names and the URL are torchvision 0.30's (datasets/mnist.py); yann.lecun.com has no working
+# https copy. The hashes are of the unpacked files, since the same content can be compressed to
+# different bytes.
 MNIST_FILES = (
-    DataFile("train-images-idx3-ubyte", 47040016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
-    DataFile("train-labels-idx1-ubyte", 60008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-    DataFile("t10k-images-idx3-ubyte", 7840016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-    DataFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+    DataFile(
+        "train-images-idx3-ubyte",
+        47040016,
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    ),
+    DataFile(
+        "train-labels-idx1-ubyte",
+        60008,
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    ),
+    DataFile(
+        "t10k-images-idx3-ubyte",
+        7840016,
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    ),
+    DataFile(
+        "t10k-labels-idx1-ubyte",
+        10008,
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
 )
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST = Dataset("mnist", "MNIST/raw", tuple(file.name for file in MNIST_FILES))
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 # The files that prepare writes: images of shape (N, 3, 32, 32).
-CIFAR10_IDX = ("train-images-idx4-ubyte", "train-labels-idx1-ubyte", "test-images-idx4-ubyte", "test-labels-idx1-ubyte")
+CIFAR10_IDX = (
+    "train-images-idx4-ubyte",
+    "train-labels-idx1-ubyte",
+    "test-images-idx4-ubyte",
+    "test-labels-idx1-ubyte",
+)
 # index.json (source, classes, samples, sha256) is written last.
 CIFAR10 = Dataset("cifar10", "cifar10", (*CIFAR10_IDX, "index.json"))
 TEXT = Dataset("text", "text", ("index.json",))
 
 
 def folder_of(data_dir: str | Path) -> Path:
-    """The folder that a ``data_dir`` key means: empty is ``$RECIPES_DATA``, otherwise ``data`` in the working directory."""
+    """The folder that a ``data_dir`` key means: empty is ``$RECIPES_DATA``, otherwise ``data`` in
+    the working directory.
+    """
     return Path(data_dir or os.environ.get("RECIPES_DATA") or "data").expanduser()
 
 
 def kind(path: Path, key: str = "data_dir") -> str:
-    """``file`` or ``folder``, links followed; "" for neither. Raises InputError with ``key`` if permission is missing."""
+    """``file`` or ``folder``, links followed; "" for neither. Raises InputError with ``key`` if
+    permission is missing.
+    """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    except OSError as error:  # Path.is_file and its like raise it unchanged, and return False from Python 3.14 on
+    # Path.is_file and its like raise it unchanged, and return False from Python 3.14 on
+    except OSError as error:
         fix = f"make it readable, or give another {key}="
         raise InputError(f"{key}: {str(path)!r} cannot be read ({error.strerror}): {fix}") from None
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
 
 
 def fault_of(path: Path, file: DataFile) -> str | None:
-    """The fault of the file at ``path`` as a clause for a message. None if its size and SHA-256 are correct."""
+    """The fault of the file at ``path`` as a clause for a message. None if its size and SHA-256 are
+    correct.
+    """
     try:
         with path.open("rb") as opened:
             return content_fault(opened.read(file.size + 1), file)
@@ -79,9 +123,14 @@ def fault_of(path: Path, file: DataFile) -> str | None:
 
 def content_fault(content: bytes, file: DataFile) -> str | None:
     """As `fault_of`, for the content of a file."""
-    size, sha256 = len(content), hashlib.sha256(content).hexdigest()
+    size = len(content)
+    sha256 = hashlib.sha256(content).hexdigest()
     if size != file.size:
-        return f"has more than {file.size} bytes" if size > file.size else f"has {size} bytes instead of {file.size}"
+        return (
+            f"has more than {file.size} bytes"
+            if size > file.size
+            else f"has {size} bytes instead of {file.size}"
+        )
     if sha256 != file.sha256:
         return f"has invalid content (SHA-256 {sha256[:8]}… instead of {file.sha256[:8]}…)"
     return None
@@ -93,54 +142,73 @@ def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
 
 
 def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
-    """The dataset's files below ``data_dir``, unverified, in the order of its names. Raises InputError if one is missing."""
+    """The dataset's files below ``data_dir``, unverified, in the order of its names. Raises
+    InputError if one is missing.
+    """
     base = folder_of(data_dir)
     found = {name: find_file(base, dataset, name) for name in dataset.names}
     if missing := [name for name, path in found.items() if not path]:
         command = prepare_command(dataset.name, base)
         how = "on a machine with internet (elsewhere, add source=FOLDER, which has the data)"
         if dataset is TEXT:  # it is not downloaded
-            command, how = f"{command} source=FOLDER", "with the folder of your text"
+            command = f"{command} source=FOLDER"
+            how = "with the folder of your text"
         where = f"plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself"
-        raise InputError(f"data_dir={str(base)!r} lacks {', '.join(missing)} ({where}): run this {how}: {command}")
+        raise InputError(
+            f"data_dir={str(base)!r} lacks {', '.join(missing)} ({where}): run this {how}: {command}"
+        )
     return [path for path in found.values() if path]
 
 
 def find_file(base: Path, dataset: Dataset, name: str, key: str = "data_dir") -> Path | None:
-    """The file ``name`` below ``base``, plain or .gz: in the dataset's folder, in one with its name, or in ``base`` itself."""
+    """The file ``name`` below ``base``, plain or .gz: in the dataset's folder, in one with its
+    name, or in ``base`` itself.
+    """
     folders = (base / dataset.folder, base / dataset.name, base)
-    return next((p for f in folders for p in (f / name, f / f"{name}.gz") if kind(p, key) == "file"), None)
+    return next(
+        (p for f in folders for p in (f / name, f / f"{name}.gz") if kind(p, key) == "file"), None
+    )
 
 
 def find_imagenet(data_dir: str | Path) -> Path:
-    """The folder ``data_dir``, or ``imagenet`` in it, that has ``train/`` and ``val/`` or a packed copy. Raises InputError if none has."""
+    """The folder ``data_dir``, or ``imagenet`` in it, that has ``train/`` and ``val/`` or a packed
+    copy. Raises InputError if none has.
+    """
     base = folder_of(data_dir)
     for folder in (base, base / "imagenet"):
-        if kind(folder / "index.json") or all(kind(folder / split) == "folder" for split in ("train", "val")):
+        if kind(folder / "index.json") or all(
+            kind(folder / split) == "folder" for split in ("train", "val")
+        ):
             return folder
     either = "neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json"
     fix = f"give the folder that has them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
     raise InputError(f"data_dir={str(base)!r} has {either}: {fix}")
 
 
-# The IDX format, in which MNIST is published and `recipes.prepare` stores CIFAR-10 (http://yann.lecun.com/exdb/mnist/, "THE IDX
-# FILE FORMAT"): two zero bytes, the type, the number of dimensions, the dimensions as big-endian uint32, the data.
-# Only the type uint8 is used here.
+# The IDX format, in which MNIST is published and `recipes.prepare` stores CIFAR-10
+# (http://yann.lecun.com/exdb/mnist/, "THE IDX FILE FORMAT"): two zero bytes, the type, the number
+# of dimensions, the dimensions as big-endian uint32, the data. Only the type uint8 is used here.
 UINT8 = 0x08
 
 
 def idx_header(*shape: int) -> bytes:
     """The bytes of an IDX file before the data of an array of ``shape``."""
-    return bytes([0, 0, UINT8, len(shape)]) + b"".join(length.to_bytes(4, "big") for length in shape)
+    return bytes([0, 0, UINT8, len(shape)]) + b"".join(
+        length.to_bytes(4, "big") for length in shape
+    )
 
 
 def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
-    """Shape and payload (row-major uint8) of an IDX file, plain or gzip. Raises InputError (one line: file, fault, fix)."""
+    """Shape and payload (row-major uint8) of an IDX file, plain or gzip. Raises InputError (one
+    line: file, fault, fix).
+    """
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
         if content[:3] != bytes([0, 0, UINT8]):
-            raise InputError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
+            raise InputError(
+                f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})"
+            )
         end = 4 + 4 * content[3] if len(content) > 3 else 0
         shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, end, 4))
         if not shape or len(content) != end + math.prod(shape):

@@ -1,4 +1,6 @@
-"""Decodes JPEGs by torchcodec, torchvision or OpenCV, and what these cannot read by Pillow; crops as torchvision's transforms do."""
+"""Decodes JPEGs by torchcodec, torchvision or OpenCV, and what these cannot read by Pillow; crops
+as torchvision's transforms do.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +17,12 @@ from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line, require
 
-FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
+# JPEG markers that are followed by the image's size
+FRAMES = frozenset(range(0xC0, 0xD0)) - {
+    0xC4,
+    0xC8,
+    0xCC,
+}
 ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # JPEG markers without a length
 MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
 RATIOS = [3 / 4, 4 / 3]  # width to height of a random crop, from torchvision's RandomResizedCrop
@@ -24,7 +31,8 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Decoder:
-    """decode: returns a JPEG's upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for other content.
+    """decode: returns a JPEG's upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for
+    other content.
 
     resize: scales an image to a height and a width; returns new memory.
     """
@@ -35,10 +43,12 @@ class Decoder:
 
 
 def make_decoder(name: str) -> Decoder:
-    """torchcodec, torchvision: the same pixels as Pillow and torchvision's transforms, within 1. opencv: faster, but other pixels.
+    """torchcodec, torchvision: the same pixels as Pillow and torchvision's transforms, within 1.
+    opencv: faster, but other pixels.
 
-    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. auto: torchcodec if it is installed, else
-    torchvision, whose decoders are deprecated since 0.29. Raises InputError if a library is missing.
+    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. auto: torchcodec if
+    it is installed, else torchvision, whose decoders are deprecated since 0.29. Raises InputError
+    if a library is missing.
     """
     if name == "auto":
         try:
@@ -51,9 +61,15 @@ def make_decoder(name: str) -> Decoder:
 def _torchcodec() -> Decoder:
     try:
         from torchcodec.decoders import decode_jpeg
-    except (ImportError, OSError, RuntimeError) as error:  # not installed, or made for another torch
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # not installed, or made for another torch
         fix = "pip install 'torchcodec>=0.16', or leave decoder= out"
-        raise InputError(f"decoder=torchcodec: cannot be loaded ({one_line(error, 80)}): {fix}") from None
+        raise InputError(
+            f"decoder=torchcodec: cannot be loaded ({one_line(error, 80)}): {fix}"
+        ) from None
     return _of_torch("torchcodec", decode_jpeg)  # RGB, with EXIF's orientation
 
 
@@ -61,26 +77,35 @@ def _torchvision() -> Decoder:
     import torchvision.io  # noqa: F401 (it registers the operator)
 
     try:
-        # torchvision.io.decode_jpeg itself warns at each call from torchvision 0.29 on, and is not made for threads.
+        # torchvision.io.decode_jpeg itself warns at each call from torchvision 0.29 on, and is not
+        # made for threads.
         decode_jpeg = torch.ops.image.decode_jpeg
     except AttributeError:
         fix = "pip install 'torchvision<0.30', or give decoder=opencv"
-        raise InputError(f"decoder=torchvision: this torchvision cannot decode JPEGs: {fix}") from None
-    return _of_torch("torchvision", lambda content: decode_jpeg(content, 3, True))  # 3: RGB; True: EXIF's orientation
+        raise InputError(
+            f"decoder=torchvision: this torchvision cannot decode JPEGs: {fix}"
+        ) from None
+    # 3: RGB; True: EXIF's orientation
+    return _of_torch("torchvision", lambda content: decode_jpeg(content, 3, True))
 
 
 def _of_torch(name: str, decode_jpeg: Callable[[Tensor], Any]) -> Decoder:
     """decode_jpeg: from a file's bytes, a uint8 tensor, to one of pixels, (3, H, W)."""
 
     def decode(data: bytes) -> Pixels:
-        return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0).numpy()
+        return (
+            decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            .permute(1, 2, 0)
+            .numpy()
+        )
 
     return Decoder(name, decode, _resize)
 
 
 def _resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    # Contiguous: torch would otherwise copy with its own threads. Writable: torch would otherwise warn.
-    # Made a batch of one before the axes are permuted: torch then sees channels_last, and its result needs no transposing.
+    # Contiguous: torch would otherwise copy with its own threads. Writable: torch would otherwise
+    # warn. Made a batch of one before the axes are permuted: torch then sees channels_last, and its
+    # result needs no transposing.
     source = torch.from_numpy(np.require(pixels, None, ["C", "W"]))[None].permute(0, 3, 1, 2)
     done = interpolate(source, size=(height, width), mode="bilinear", antialias=True)
     return done[0].permute(1, 2, 0).numpy()
@@ -114,20 +139,26 @@ def decode_any(decoder: Decoder, data: bytes) -> Pixels:
 
 
 def _announced(data: bytes) -> int:
-    """The number of pixels that a JPEG's header states; 0 without a header. A decoder allocates memory for so many before it reads on."""
+    """The number of pixels that a JPEG's header states; 0 without a header. A decoder allocates
+    memory for so many before it reads on.
+    """
     at = data.find(b"\xff", 2)
     while 0 <= at <= len(data) - 9:
         if data[at + 1] in FRAMES:
-            return int.from_bytes(data[at + 5 : at + 7], "big") * int.from_bytes(data[at + 7 : at + 9], "big")
+            return int.from_bytes(data[at + 5 : at + 7], "big") * int.from_bytes(
+                data[at + 7 : at + 9], "big"
+            )
         at += 1 if data[at + 1] in ALONE else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         at = data.find(b"\xff", at)
     return 0
 
 
 def random_crop(decoder: Decoder, pixels: Pixels, side: int, least: float, flip: bool) -> Pixels:
-    """The box of torchvision's RandomResizedCrop, resized; with ``flip``, mirrored in half of the cases.
+    """The box of torchvision's RandomResizedCrop, resized; with ``flip``, mirrored in half of the
+    cases.
 
-    least: smallest fraction of the image's area. The random numbers are those of torch's global generator.
+    least: smallest fraction of the image's area. The random numbers are those of torch's global
+    generator.
     """
     shape = torch.empty(()).expand(3, *pixels.shape[:2])
     y, x, h, w = RandomResizedCrop.get_params(shape, [least, 1.0], RATIOS)
@@ -136,12 +167,17 @@ def random_crop(decoder: Decoder, pixels: Pixels, side: int, least: float, flip:
 
 
 def centre_crop(decoder: Decoder, pixels: Pixels, side: int, shorter: int) -> Pixels:
-    """The centre of the image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
+    """The centre of the image after its shorter side is resized to ``shorter``, as torchvision's
+    Resize and CenterCrop.
+    """
     height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
     if height * width > MOST_PIXELS:
-        raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long")
+        raise Unreadable(
+            f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long"
+        )
     if (height, width) != pixels.shape[:2]:
         pixels = decoder.resize(pixels, height, width)
     # round() as in torchvision's center_crop, which prefers the even one of two centres
-    y, x = round((height - side) / 2), round((width - side) / 2)
+    y = round((height - side) / 2)
+    x = round((width - side) / 2)
     return pixels[y : y + side, x : x + side].copy()  # Pillow's pixels are read-only

@@ -1,4 +1,6 @@
-"""Sets of images too large for memory: class folders, packed copies, and random images for benchmarks; and their crops."""
+"""Sets of images too large for memory: class folders, packed copies, and random images for
+benchmarks; and their crops.
+"""
 
 import functools
 import io
@@ -25,7 +27,8 @@ _decoder = functools.cache(decode.make_decoder)  # for each process
 class Fake:
     """dataset=fake: a few JPEGs of smooth noise, repeated, that are decoded like real ones."""
 
-    kind, place = "random images, 256 px", "dataset=fake"
+    kind = "random images, 256 px"
+    place = "dataset=fake"
 
     def __init__(self, samples: int, classes: int = 1000) -> None:
         from PIL import Image
@@ -58,11 +61,15 @@ class Fake:
 Images = Listing | Packed | Fake
 
 
-def open_images(folder: Path, split: str, report: Callable[[object], None] = lambda done: None) -> Images:
-    """``train`` or ``val`` of ``folder``: a packed copy, or class folders ``train/<class>/*.JPEG`` and ``val/…``.
+def open_images(
+    folder: Path, split: str, report: Callable[[object], None] = lambda done: None
+) -> Images:
+    """``train`` or ``val`` of ``folder``: a packed copy, or class folders ``train/<class>/*.JPEG``
+    and ``val/…``.
 
-    Opens the files and checks their sizes, reads no image. A validation set's labels are positions in its training set's
-    classes. report: called during long listings to show progress. Raises InputError (one line: file, fault, fix).
+    Opens the files and checks their sizes, reads no image. A validation set's labels are positions
+    in its training set's classes. report: called during long listings to show progress. Raises
+    InputError (one line: file, fault, fix).
     """
     if datasets.kind(folder / format.INDEX):
         return Packed(folder, format.read_index(folder), split)
@@ -73,11 +80,14 @@ def open_images(folder: Path, split: str, report: Callable[[object], None] = lam
 class Crops(Dataset[tuple[Tensor, int]]):
     """The images of a set, decoded and cropped, uint8 (S, S, 3), and their labels.
 
-    decoder: as in `make_decoder`, which may raise InputError. crop: called with the decoder, the image's pixels and the epoch (-1 in an
-    evaluation); returns the crop. An image that cannot be read is black, and its label is IGNORE.
+    decoder: as in `make_decoder`, which may raise InputError. crop: called with the decoder, the
+    image's pixels and the epoch (-1 in an evaluation); returns the crop. An image that cannot be
+    read is black, and its label is IGNORE.
     """
 
-    def __init__(self, images: Images, decoder: str, crop: Callable[[Decoder, Pixels, int], Pixels]) -> None:
+    def __init__(
+        self, images: Images, decoder: str, crop: Callable[[Decoder, Pixels, int], Pixels]
+    ) -> None:
         self.images, self.decoder, self._crop, self._epoch = images, _decoder(decoder).name, crop, 0
 
     def __len__(self) -> int:
@@ -92,13 +102,17 @@ class Crops(Dataset[tuple[Tensor, int]]):
             pixels = decode.decode_any(decoder, self.images.read(i))
             return torch.from_numpy(self._crop(decoder, pixels, self._epoch)), self.images.label(i)
         except (OSError, Unreadable) as error:
-            black = torch.from_numpy(self._crop(decoder, np.zeros((1, 1, 3), np.uint8), self._epoch))
+            black = torch.from_numpy(
+                self._crop(decoder, np.zeros((1, 1, 3), np.uint8), self._epoch)
+            )
             why = (isinstance(error, OSError) and error.strerror) or str(error)
             name = f"{Path(self.images.place).name}/{self.images.name(i)}"  # the same on all nodes
             raise SkippedSample(name, why, (black, IGNORE)) from None
 
 
 def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Makes a batch of samples of `Crops`: uint8 (B, 3, S, S) in channels_last, and labels, int64 (B,)."""
+    """Makes a batch of samples of `Crops`: uint8 (B, 3, S, S) in channels_last, and labels, int64
+    (B,).
+    """
     images, labels = default_collate(samples)
     return images.permute(0, 3, 1, 2), labels

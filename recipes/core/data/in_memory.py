@@ -17,7 +17,9 @@ from recipes.core.errors import InputError
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A small set in memory. images: uint8 (N, C, H, W). labels: int64 (N,). Both on the rank's device."""
+    """A small set in memory. images: uint8 (N, C, H, W). labels: int64 (N,). Both on the rank's
+    device.
+    """
 
     images: Tensor
     labels: Tensor
@@ -37,18 +39,23 @@ class ImageSet:
 
 
 def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """The training and the test set of MNIST or CIFAR-10. data_dir: as in `datasets.folder_of`. Raises InputError with the prepare command."""
+    """The training and the test set of MNIST or CIFAR-10. data_dir: as in `datasets.folder_of`.
+    Raises InputError with the prepare command.
+    """
 
     def tensor(path: Path) -> Tensor:
         shape, payload = datasets.read_idx(path)
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).reshape(shape)
 
     def part(images_path: Path, labels_path: Path) -> ImageSet:
-        images, labels = tensor(images_path), tensor(labels_path).long()
+        images = tensor(images_path)
+        labels = tensor(labels_path).long()
         if len(images) != len(labels):
             raise InputError(f"{labels_path}: {len(labels)} labels for {len(images)} images")
         if len(labels) and int(labels.max()) > 9:
-            raise InputError(f"{labels_path}: is damaged (it has label {int(labels.max())}, but there are ten classes)")
+            raise InputError(
+                f"{labels_path}: is damaged (it has label {int(labels.max())}, but there are ten classes)"
+            )
         return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
     paths = datasets.find_files(dataset, data_dir)
@@ -56,10 +63,16 @@ def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
-    """scikit-learn's 1,797 real digits, 8x8 resized to 28x28; every fifth is in the test set. Raises InputError without scikit-learn."""
+    """scikit-learn's 1,797 real digits, 8x8 resized to 28x28; every fifth is in the test set.
+    Raises InputError without scikit-learn.
+    """
     found = errors.require("sklearn.datasets", "digits", "dataset=digits: ").load_digits()
     small = torch.from_numpy(found.images).float().unsqueeze(1) / 16
-    images = (functional.interpolate(small, size=28, mode="bilinear", antialias=True) * 255).round().to(torch.uint8)
+    images = (
+        (functional.interpolate(small, size=28, mode="bilinear", antialias=True) * 255)
+        .round()
+        .to(torch.uint8)
+    )
     labels = torch.from_numpy(found.target).long()
     test = torch.arange(len(labels)) % 5 == 4
     return ImageSet(images[~test], labels[~test]), ImageSet(images[test], labels[test])
@@ -79,11 +92,13 @@ def fake(train: int, test: int, shape: tuple[int, int, int]) -> tuple[ImageSet, 
 class AugmentedImages:
     """Images of a set with random shifts, flips and cutouts, drawn for each image and epoch.
 
-    reach: largest shift in pixels; the border is padded with 0, or with the mirrored image (``reflect``).
-    flip: half of the images are mirrored left to right. cutout: side, in pixels, of a square that is replaced by ``fill``.
+    reach: largest shift in pixels; the border is padded with 0, or with the mirrored image
+    (``reflect``). flip: half of the images are mirrored left to right. cutout: side, in pixels, of
+    a square that is replaced by ``fill``.
 
-    A shifted image is one contiguous run of bytes of the padded set; the start of the run sets the shift. Copying complete rows is
-    fastest. Everything is drawn from (seed, epoch) for the whole set, so it does not depend on the number of ranks.
+    A shifted image is one contiguous run of bytes of the padded set; the start of the run sets the
+    shift. Copying complete rows is fastest. Everything is drawn from (seed, epoch) for the whole
+    set, so it does not depend on the number of ranks.
     """
 
     def __init__(
@@ -98,11 +113,17 @@ class AugmentedImages:
     ) -> None:
         count, self._channels, self._height, self._width = images.shape
         assert images.dtype == torch.uint8
-        self._reach, self._flip, self._cutout, self._fill = reach, flip, cutout, fill
+        self._reach = reach
+        self._flip = flip
+        self._cutout = cutout
+        self._fill = fill
         self._row = (self._width + 2 * reach) * self._channels
         self._stride = (self._height + 2 * reach) * self._row
         if reflect:  # torch's own reflection does not support uint8
-            rows, columns = (torch.from_numpy(np.pad(np.arange(side), reach, "reflect")) for side in images.shape[2:])
+            rows, columns = (
+                torch.from_numpy(np.pad(np.arange(side), reach, "reflect"))
+                for side in images.shape[2:]
+            )
             padded = images[:, :, rows][..., columns]
         else:
             padded = functional.pad(images, (reach,) * 4)
@@ -110,7 +131,8 @@ class AugmentedImages:
         padded = padded.permute(0, 2, 3, 1).flatten()
         # Makes room for the last image's lowest, rightmost run.
         padded = functional.pad(padded, (0, 2 * reach * self._channels))
-        self._runs = padded.unfold(0, self._height * self._row, 1)  # a view: run i is the bytes from i on
+        # a view: run i is the bytes from i on
+        self._runs = padded.unfold(0, self._height * self._row, 1)
         self._starts = torch.arange(count, device=images.device) * self._stride
         self._flips = torch.zeros(count, dtype=torch.bool, device=images.device)
         self._holes = torch.zeros(2, count, dtype=torch.int64, device=images.device)
@@ -121,7 +143,9 @@ class AugmentedImages:
         if self._drawn == (seed, epoch):
             return
         self._drawn = (seed, epoch)
-        count, device, random = len(self._starts), self._starts.device, sampling.generator(seed, epoch, stream=1)
+        count = len(self._starts)
+        device = self._starts.device
+        random = sampling.generator(seed, epoch, stream=1)
         y, x = torch.randint(0, 2 * self._reach + 1, (2, count), generator=random)
         base = torch.arange(count) * self._stride
         self._starts = (base + y * self._row + x * self._channels).to(device, non_blocking=True)
@@ -129,7 +153,9 @@ class AugmentedImages:
             first = torch.rand(count, generator=sampling.generator(seed, 0, stream=3)) < 0.5
             self._flips = (first ^ bool(epoch % 2)).to(device, non_blocking=True)
         if self._cutout:  # its centre is anywhere in the image, so it can extend over the border
-            middle = torch.rand(2, count, generator=random) * torch.tensor([[self._height], [self._width]])
+            middle = torch.rand(2, count, generator=random) * torch.tensor(
+                [[self._height], [self._width]]
+            )
             self._holes = (middle.floor().long() - self._cutout // 2).to(device, non_blocking=True)
 
     def take(self, indices: Tensor) -> Tensor:
@@ -141,7 +167,8 @@ class AugmentedImages:
             images = torch.where(self._flips[indices][:, None, None, None], images.flip(2), images)
         if self._cutout:
             images = images.masked_fill(self._covered(indices)[..., None], self._fill)
-        # With one channel, the strides alone tell the memory format, and convolutions select their kernels by them.
+        # With one channel, the strides alone tell the memory format, and convolutions select their
+        # kernels by them.
         return images.permute(0, 3, 1, 2) if self._channels > 1 else images.squeeze(3).unsqueeze(1)
 
     def _covered(self, indices: Tensor) -> Tensor:
@@ -154,9 +181,11 @@ class AugmentedImages:
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 (B, C, H, W) to float in channels_last, minus ``mean``, divided by ``std``, each (C,) in units of a pixel.
+    """uint8 (B, C, H, W) to float in channels_last, minus ``mean``, divided by ``std``, each (C,)
+    in units of a pixel.
 
-    Each row of pixels is one vector: on CPUs this is eight times as fast as broadcasting C values over H and W.
+    Each row of pixels is one vector: on CPUs this is eight times as fast as broadcasting C values
+    over H and W.
     """
     _, channels, _, width = images.shape
     rows = images.permute(0, 2, 3, 1).flatten(2).float()

@@ -1,4 +1,6 @@
-"""One's own labelled images: class folders, or a CSV of files and labels. Opened for training and validation, as torch data sets."""
+"""One's own labelled images: class folders, or a CSV of files and labels. Opened for training and
+validation, as torch data sets.
+"""
 
 import csv
 import hashlib
@@ -37,9 +39,11 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a CSV with the columns ``file``, ``label`` and perhaps ``split`` (train or val). Files are relative to ``folder``.
+    """The rows of a CSV with the columns ``file``, ``label`` and perhaps ``split`` (train or val).
+    Files are relative to ``folder``.
 
-    several: whether an image may have several labels; its label is then a float tensor (classes,) of 0 and 1.
+    several: whether an image may have several labels; its label is then a float tensor (classes,)
+    of 0 and 1.
     """
 
     folder: Path
@@ -56,7 +60,9 @@ class Table:
     def label(self, i: int) -> Any:
         if not self.several:
             return self.labels[i][0]
-        return torch.zeros(len(self.classes)).index_fill_(0, torch.tensor(self.labels[i], dtype=torch.int64), 1)
+        return torch.zeros(len(self.classes)).index_fill_(
+            0, torch.tensor(self.labels[i], dtype=torch.int64), 1
+        )
 
     def name(self, i: int) -> str:
         return self.files[i]
@@ -72,7 +78,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Pictures(Dataset[Any]):
-    """The images ``positions`` of ``source``: ``transform`` of the upright RGB image, and its label."""
+    """The images ``positions`` of ``source``: ``transform`` of the upright RGB image, and its
+    label.
+    """
 
     source: Listing | Table | Fake
     positions: Sequence[int]
@@ -88,7 +96,9 @@ class Pictures(Dataset[Any]):
             image = pillow.decode(self.source.read(at))
         except (OSError, Unreadable) as error:
             why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
-            raise InputError(f"{self.source.place}: {self.source.name(at)!r} {why}: remove it, or replace it") from None
+            raise InputError(
+                f"{self.source.place}: {self.source.name(at)!r} {why}: remove it, or replace it"
+            ) from None
         return self.transform(image), self.source.label(at)
 
     def counts(self) -> torch.Tensor:
@@ -114,8 +124,9 @@ def open_parts(
 ) -> tuple[Part, Part]:
     """Training and validation set, each with the positions of its images.
 
-    table: a CSV, or "" for class folders. If these or the CSV have no validation part, the share ``fraction`` of the images is for
-    validation, drawn from ``seed``. say: gets lines about how the folders are read. Raises InputError (one line: file, fault, fix).
+    table: a CSV, or "" for class folders. If these or the CSV have no validation part, the share
+    ``fraction`` of the images is for validation, drawn from ``seed``. say: gets lines about how the
+    folders are read. Raises InputError (one line: file, fault, fix).
     """
     if dataset == "fake":
         return _divided(Fake(*FAKE), fraction, seed)
@@ -137,7 +148,9 @@ def open_parts(
 
 
 def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
-    """The folders for training and validation, in any usual spelling. Without them, the folders are classes."""
+    """The folders for training and validation, in any usual spelling. Without them, the folders are
+    classes.
+    """
     names = classfolder.class_names(folder)
     splits = dict[str, str]()
     for name in names:
@@ -146,22 +159,30 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
             both = f"the folders {splits[split]!r} and {name!r} for the same split"
             raise InputError(f"{str(folder)!r} has {both}: remove or rename one")
     if not splits:
-        say(f"{str(folder)!r}: its folders are the classes: {len(names)}, {names[0]!r} to {names[-1]!r}")
+        say(
+            f"{str(folder)!r}: its folders are the classes: {len(names)}, {names[0]!r} to {names[-1]!r}"
+        )
         return {}
     if "train" not in splits:
         fix = "add train/<class>/; if it is a class, give a CSV with labels="
-        raise InputError(f"{str(folder)!r} has the folder {min(splits.values())!r} without a folder train: {fix}")
+        raise InputError(
+            f"{str(folder)!r} has the folder {min(splits.values())!r} without a folder train: {fix}"
+        )
 
     unread = sorted({*names} - {splits["train"], splits.get("val")})
     warning = "" if all(split == name for split, name in splits.items()) else "warning: "
     val = repr(splits["val"]) if "val" in splits else "a part of it"
     rest = ", ".join(map(repr, unread)) or "nothing"
-    say(f"{warning}{str(folder)!r}: for training {splits['train']!r}, for validation {val}, left out {rest}")
+    say(
+        f"{warning}{str(folder)!r}: for training {splits['train']!r}, for validation {val}, left out {rest}"
+    )
     return {split: folder / name for split, name in splits.items()}
 
 
 def _check_classes(source: Listing | Table, say: Say) -> None:
-    """Raises InputError for a single class, and warns of classes whose names differ only in spelling."""
+    """Raises InputError for a single class, and warns of classes whose names differ only in
+    spelling.
+    """
     if len(source.classes) == 1 and not (isinstance(source, Table) and source.several):
         fix = "give images of at least two classes"
         inner = Path(source.place, source.classes[0])
@@ -185,10 +206,11 @@ def _spelling(name: str) -> str | float:
 
 
 def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: None) -> Table:
-    """The rows of a CSV, without those of the split test. Raises InputError with the line and the fix.
+    """The rows of a CSV, without those of the split test. Raises InputError with the line and the
+    fix.
 
-    The files must exist, in ``folder``. Rows of the same file must have the same labels and the same split, so that no
-    image is in both parts.
+    The files must exist, in ``folder``. Rows of the same file must have the same labels and the
+    same split, so that no image is in both parts.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -196,26 +218,42 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
             rows = list(reader)
             columns = reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"labels={str(path)!r}: cannot be read ({error}): give a CSV in UTF-8") from None
+        raise InputError(
+            f"labels={str(path)!r}: cannot be read ({error}): give a CSV in UTF-8"
+        ) from None
     if not rows or not {"file", "label"} <= {*columns}:
-        raise InputError(f"labels={str(path)!r}: must have a first line with the columns file,label and rows below it")
+        raise InputError(
+            f"labels={str(path)!r}: must have a first line with the columns file,label and rows below it"
+        )
     if twice := [name for name in COLUMNS if columns.count(name) > 1]:
-        raise InputError(f"labels={str(path)!r}: has the column {twice[0]} twice: remove or rename one")
+        raise InputError(
+            f"labels={str(path)!r}: has the column {twice[0]} twice: remove or rename one"
+        )
     if unread := [name for name in columns if name not in COLUMNS]:
         say(f"labels={str(path)!r}: columns that are not read: {', '.join(map(repr, unread))}")
-    files, names, splits = list[str](), list[list[str]](), list[str]()
+    files = list[str]()
+    names = list[list[str]]()
+    splits = list[str]()
     first_rows = dict[tuple[int, int], tuple[int, list[str], str]]()
     left_out = 0
     for number, row in enumerate(rows, 2):
         name, label, split = (str(row.get(key) or "").strip() for key in ("file", "label", "split"))
         line = f"labels={str(path)!r}: line {number}"
         if any(row.get(None) or ()):  # not for commas at the end
-            raise InputError(f"{line}: has more values than the first line: put a value with commas in quotes")
-        labels = sorted({one.strip() for one in label.split(SEPARATOR)} - {""}) if several else [label]
+            raise InputError(
+                f"{line}: has more values than the first line: put a value with commas in quotes"
+            )
+        labels = (
+            sorted({one.strip() for one in label.split(SEPARATOR)} - {""}) if several else [label]
+        )
         if not os.path.isfile(folder / name):
-            raise InputError(f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir=")
+            raise InputError(
+                f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir="
+            )
         if not several and (not label or SEPARATOR in label):
-            raise InputError(f"{line}: label {label!r} must be one class: give one, or multi_label=true")
+            raise InputError(
+                f"{line}: label {label!r} must be one class: give one, or multi_label=true"
+            )
         if split and split.lower() not in SPLITS:
             raise InputError(f"{line}: split {split!r} must be train, val or test")
         split = SPLITS.get(split.lower(), "")
@@ -241,24 +279,37 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
 def _of_table(table: Table, fraction: float, seed: int) -> tuple[Part, Part]:
     if not any(table.splits):
         return _divided(table, fraction, seed)
-    train, val = ([i for i, split in enumerate(table.splits) if (split == "val") == is_val] for is_val in (False, True))
+    train, val = (
+        [i for i, split in enumerate(table.splits) if (split == "val") == is_val]
+        for is_val in (False, True)
+    )
     for name, part in (("train", train), ("val", val)):
         if not part:
-            raise InputError(f"labels={table.place!r}: no row has split {name}: add such rows, or remove the column")
+            raise InputError(
+                f"labels={table.place!r}: no row has split {name}: add such rows, or remove the column"
+            )
     known = {label for i in train for label in table.labels[i]}
     for i in val:
         if strange := set(table.labels[i]) - known:
-            images = f"all images of class {table.classes[min(strange)]!r}, such as {table.name(i)!r},"
-            raise InputError(f"labels={table.place!r}: {images} have split val: give some of them the split train")
+            images = (
+                f"all images of class {table.classes[min(strange)]!r}, such as {table.name(i)!r},"
+            )
+            raise InputError(
+                f"labels={table.place!r}: {images} have split val: give some of them the split train"
+            )
     return (table, train), (table, val)
 
 
 def _divided(source: Listing | Table | Fake, fraction: float, seed: int) -> tuple[Part, Part]:
-    """The share ``fraction`` of each class (of all images, if they have several labels) for validation, at least one image; the rest for training."""
-    of_class, several = defaultdict(list), isinstance(source, Table) and source.several
+    """The share ``fraction`` of each class (of all images, if they have several labels) for
+    validation, at least one image; the rest for training.
+    """
+    of_class = defaultdict(list)
+    several = isinstance(source, Table) and source.several
     for i in range(len(source)):
         of_class[0 if several else source.label(i)].append(i)
-    random, val = sampling.generator(seed, 0, SPLIT), set[int]()
+    random = sampling.generator(seed, 0, SPLIT)
+    val = set[int]()
     for _, positions in sorted(of_class.items()):
         count = min(len(positions) - 1, max(1, round(fraction * len(positions))))
         chosen = torch.randperm(len(positions), generator=random)[:count]

@@ -1,4 +1,5 @@
-"""Images through Pillow: decoding every format and colour mode to upright RGB, and encoding for a packed copy.
+"""Images through Pillow: decoding every format and colour mode to upright RGB, and encoding for a
+packed copy.
 
 Pillow is imported inside the functions: `python -m recipes.prepare` must start without it.
 """
@@ -31,7 +32,9 @@ def read_file(path: Path) -> bytes:
 
 
 def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
-    """An image for a packed copy: payload, height, width. An upright RGB JPEG of at most ``size`` is unchanged. Raises Unreadable."""
+    """An image for a packed copy: payload, height, width. An upright RGB JPEG of at most ``size``
+    is unchanged. Raises Unreadable.
+    """
     from PIL import Image
 
     small = image = decode(data)
@@ -40,10 +43,12 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
         small = image.resize((width, height), Image.Resampling.LANCZOS)
     if max(small.size) > LONGEST:
         raise Unreadable(f"is {image.width} x {image.height} pixels: its longer side is too long")
-    if small is image and image.format == "JPEG":  # Pillow gives a format only to an image that needed no conversion
+    # Pillow gives a format only to an image that needed no conversion
+    if small is image and image.format == "JPEG":
         return data, image.height, image.width
     small.info = {}  # comments and profiles would be stored too
-    with tempfile.TemporaryFile() as file:  # only for a file does Pillow release the interpreter's lock
+    # only for a file does Pillow release the interpreter's lock
+    with tempfile.TemporaryFile() as file:
         small.save(file, "JPEG", quality=quality, subsampling="4:2:0")
         file.seek(0)
         return file.read(), small.height, small.width
@@ -80,14 +85,18 @@ def upright(image: "Image.Image") -> "Image.Image":
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """The image in RGB. Raises Unreadable for 16-bit and float values, which Pillow's conversion would clip at 0 and 255."""
+    """The image in RGB. Raises Unreadable for 16-bit and float values, which Pillow's conversion
+    would clip at 0 and 255.
+    """
     if image.mode.startswith(("I", "F")):
         raise Unreadable("has more than 8 bits per value")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def resized(height: int, width: int, shorter: int) -> tuple[int, int]:
-    """Height and width of an image after its shorter side is resized to ``shorter``, as torchvision's Resize."""
+    """Height and width of an image after its shorter side is resized to ``shorter``, as
+    torchvision's Resize.
+    """
     if height <= width:
         return shorter, int(shorter * width / height)
     return int(shorter * height / width), shorter

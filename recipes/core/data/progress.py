@@ -1,4 +1,6 @@
-"""Lines about long work, such as a download: how much of it is done, and how long the rest takes. Standard library only."""
+"""Lines about long work, such as a download: how much of it is done, and how long the rest takes.
+Standard library only.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,10 +10,15 @@ EVERY_S = 10.0
 
 
 class Progress:
-    """Says a line at most every 10 s. total: amount of work in ``unit``; 0 if unknown. say: gets the lines."""
+    """Says a line at most every 10 s. total: amount of work in ``unit``; 0 if unknown. say: gets
+    the lines.
+    """
 
     def __init__(self, name: str, total: int, unit: str, say: Callable[[str], None]) -> None:
-        self._name, self._total, self._unit, self._say = name, total, unit, say
+        self._name = name
+        self._total = total
+        self._unit = unit
+        self._say = say
         self._began = self._said = time.monotonic()
 
     def at(self, done: int) -> None:

@@ -18,8 +18,9 @@ S_co = TypeVar("S_co", bound="Shard", covariant=True)
 class Shard:
     """One rank's part of one global batch.
 
-    epoch, batch: from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
-    A subclass adds tensors, or tuples, lists and dicts of them, with one row for each sample.
+    epoch, batch: from 0. indices: this rank's samples, int64. global_size: samples of the batch
+    over all ranks. A subclass adds tensors, or tuples, lists and dicts of them, with one row for
+    each sample.
     """
 
     epoch: int
@@ -28,21 +29,27 @@ class Shard:
     global_size: int
 
     def pieces(self: S, count: int, empty: bool = False) -> list[S]:
-        """The shard in ``count`` parts, for gradient accumulation. If it has fewer samples: one for each, or with ``empty`` also empty parts."""
+        """The shard in ``count`` parts, for gradient accumulation. If it has fewer samples: one for
+        each, or with ``empty`` also empty parts.
+        """
         count = count if empty else max(1, min(count, len(self.indices)))
         if count == 1:
             return [self]
         leaves, structure = tree_flatten(vars(self))
-        cut = [leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+        cut = [
+            leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count
+            for leaf in leaves
+        ]
         pieces = (tree_unflatten(list(parts), structure) for parts in zip(*cut, strict=True))
         return [type(self)(**piece) for piece in pieces]
 
 
 class Source(Protocol[S_co]):
-    """This rank's shards of the batches of each epoch, for the step loop: `GlobalBatches`, or a `TorchLoader` of them.
+    """This rank's shards of the batches of each epoch, for the step loop: `GlobalBatches`, or a
+    `TorchLoader` of them.
 
-    per_epoch: batches of an epoch. order: the values that determine the order of samples; a checkpoint keeps them, and
-    a run with other values does not resume from it.
+    per_epoch: batches of an epoch. order: the values that determine the order of samples; a
+    checkpoint keeps them, and a run with other values does not resume from it.
     """
 
     @property
@@ -55,7 +62,9 @@ class Source(Protocol[S_co]):
 
 
 def share(count: int, rank: int, world_size: int) -> slice:
-    """Rank's contiguous part of ``count`` items; the first ``count % world_size`` ranks take one more."""
+    """Rank's contiguous part of ``count`` items; the first ``count % world_size`` ranks take one
+    more.
+    """
     each, more = divmod(count, world_size)
     begin = rank * each + min(rank, more)
     return slice(begin, begin + each + (rank < more))
@@ -63,11 +72,13 @@ def share(count: int, rank: int, world_size: int) -> slice:
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The batches of an epoch: a permutation drawn from (seed, epoch), the same on any number of ranks.
+    """The batches of an epoch: a permutation drawn from (seed, epoch), the same on any number of
+    ranks.
 
-    Every sample occurs once in an epoch. The last two batches share the samples that do not fill a batch, so that neither is
-    so small that a rank has no sample of it, or that batch normalisation has too few. data, validation_data: digests of the set and
-    of the one that evaluations use, by which a resumed run detects other ones.
+    Every sample occurs once in an epoch. The last two batches share the samples that do not fill a
+    batch, so that neither is so small that a rank has no sample of it, or that batch normalisation
+    has too few. data, validation_data: digests of the set and of the one that evaluations use, by
+    which a resumed run detects other ones.
     """
 
     num_samples: int
@@ -96,11 +107,14 @@ class GlobalBatches:
         return (both + 1) // 2 if from_end == 2 else both // 2
 
     def require_full(self, ranks: int, accumulate: int) -> None:
-        """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
+        """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of
+        some batch.
 
-        Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
+        Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not
+        call the same number of collectives.
         """
-        smallest, least = self.size(self.per_epoch - 1), ranks * accumulate
+        smallest = self.size(self.per_epoch - 1)
+        least = ranks * accumulate
         if smallest < least:
             needed = f"{least}, one for each {'of the parts (accumulate=) of each rank' if accumulate > 1 else 'rank'}"
             why = f"with {self.num_samples} samples, the last batch has {smallest}, but it needs {needed}"
@@ -108,7 +122,9 @@ class GlobalBatches:
             raise InputError(f"global_batch_size={self.global_batch_size}: {why}; {fix}")
 
     def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Shard]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on. in_order: without the permutation."""
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on. in_order: without the
+        permutation.
+        """
         order = torch.arange(self.num_samples)
         if not in_order:
             order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
@@ -136,5 +152,7 @@ class OfBatches:
 
 
 def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:
-    """A generator for each (seed, epoch, stream), the same on every rank. stream: 0 order, 1 augmentation, 2 recipes, 3 flips."""
+    """A generator for each (seed, epoch, stream), the same on every rank. stream: 0 order, 1
+    augmentation, 2 recipes, 3 flips.
+    """
     return torch.Generator().manual_seed(((seed * 1_000_003 + epoch) * 1_000_003 + stream) % 2**63)

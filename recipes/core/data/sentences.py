@@ -1,4 +1,6 @@
-"""A text that is made in memory, the same in each run. To predict it, a model must learn the order of letters and attend to far ones."""
+"""A text that is made in memory, the same in each run. To predict it, a model must learn the order
+of letters and attend to far ones.
+"""
 
 import hashlib
 import random
@@ -8,25 +10,46 @@ import numpy as np
 from recipes.core.data.text import Text, open_tokenizer
 
 SIZE = 1_000_000  # characters
-NOUNS = ("bird", "dog", "queen", "farmer", "girl", "boy", "king", "ship", "tree", "lamp", "cat", "river")
+NOUNS = (
+    "bird",
+    "dog",
+    "queen",
+    "farmer",
+    "girl",
+    "boy",
+    "king",
+    "ship",
+    "tree",
+    "lamp",
+    "cat",
+    "river",
+)
 VERBS = ("see", "hear", "like", "follow", "help", "find", "need", "meet")
 ADJECTIVES = ("old", "small", "red", "quiet", "tall", "young", "green", "brave")
 BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
 
 
 def made() -> Text:
-    """Documents of sentences such as ``Tovaki says the old dogs [that the bird sees] help the king.``
+    """Documents of sentences such as ``Tovaki says the old dogs [that the bird sees] help the
+    king.``
 
-    Names are drawn for each document and occur again in it; brackets are nested; a verb agrees with a noun that can be far before it.
+    Names are drawn for each document and occur again in it; brackets are nested; a verb agrees with
+    a noun that can be far before it.
     """
-    draw, (encode, vocabulary, end), tokens = random.Random(0), open_tokenizer("bytes"), list[int]()
+    draw = random.Random(0)
+    encode, vocabulary, end = open_tokenizer("bytes")
+    tokens = list[int]()
     while len(tokens) < SIZE:
         names = [
-            "".join(draw.choice("BDKLMNRSTVbdklmnrstv") + draw.choice("aeiou") for _ in range(3)).title() for _ in "ab"
+            "".join(
+                draw.choice("BDKLMNRSTVbdklmnrstv") + draw.choice("aeiou") for _ in range(3)
+            ).title()
+            for _ in "ab"
         ]
         sentences = []
         for _ in range(8):
-            (subject, verb), (thing, _) = _noun(draw, 3), _noun(draw, 1)
+            subject, verb = _noun(draw, 3)
+            thing, _ = _noun(draw, 1)
             sentences.append(f"{draw.choice(names)} says {subject} {verb} {thing}.")
         tokens += [*encode(" ".join(sentences)), end]
     array = np.array(tokens, np.uint16)
@@ -34,10 +57,17 @@ def made() -> Text:
 
 
 def _noun(draw: random.Random, depth: int) -> tuple[str, str]:
-    """A noun, perhaps with an adjective and a clause in brackets of up to ``depth`` levels, and a verb that agrees with it."""
+    """A noun, perhaps with an adjective and a clause in brackets of up to ``depth`` levels, and a
+    verb that agrees with it.
+    """
     plural = draw.random() < 0.5
-    words = ["the", *([draw.choice(ADJECTIVES)] if draw.random() < 0.5 else []), draw.choice(NOUNS) + "s" * plural]
+    words = [
+        "the",
+        *([draw.choice(ADJECTIVES)] if draw.random() < 0.5 else []),
+        draw.choice(NOUNS) + "s" * plural,
+    ]
     if depth and draw.random() < 0.5:
-        (opening, closing), (other, verb) = draw.choice(BRACKETS), _noun(draw, depth - 1)
+        opening, closing = draw.choice(BRACKETS)
+        other, verb = _noun(draw, depth - 1)
         words.append(f"{opening}that {other} {verb}{closing}")
     return " ".join(words), draw.choice(VERBS) + "s" * (not plural)

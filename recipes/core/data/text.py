@@ -1,4 +1,5 @@
-"""Text as token ids: shards that are mapped into memory, and how ``recipes.prepare text`` writes them. Without torch.
+"""Text as token ids: shards that are mapped into memory, and how ``recipes.prepare text`` writes
+them. Without torch.
 
 NNNNN.bin    a shard: the ids of its documents, each document with an end-of-text token behind it
 NNNNN.json   its number of tokens, its SHA-256, and a digest of what it was made from
@@ -34,24 +35,35 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
 class Text:
-    """Token ids, numbered over all shards. vocabulary: the bytes of each token. end: the end-of-text token, which has no bytes."""
+    """Token ids, numbered over all shards. vocabulary: the bytes of each token. end: the
+    end-of-text token, which has no bytes.
+    """
 
-    def __init__(self, shards: Sequence[Tokens], vocabulary: Sequence[bytes], end: int, digest: str) -> None:
-        self.vocabulary, self.end, self.digest, self._shards = vocabulary, end, digest, shards
+    def __init__(
+        self, shards: Sequence[Tokens], vocabulary: Sequence[bytes], end: int, digest: str
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.end = end
+        self.digest = digest
+        self._shards = shards
         self._starts = [0, *itertools.accumulate(map(len, shards))]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def split(self, seq_len: int) -> tuple[range, range]:
-        """The sequences to train on, and those to evaluate: the last 1 %, at least one sequence. Raises InputError.
+        """The sequences to train on, and those to evaluate: the last 1 %, at least one sequence.
+        Raises InputError.
 
-        Sequence i predicts the ``seq_len`` tokens after token ``i * seq_len``. All but the first and the last few are predicted, once.
+        Sequence i predicts the ``seq_len`` tokens after token ``i * seq_len``. All but the first
+        and the last few are predicted, once.
         """
         count = (len(self) - 1) // seq_len
         training = count - max(1, min(len(self) // 100, MOST_VALIDATION) // seq_len)
         if training < 1:
-            raise InputError(f"seq_len={seq_len}: the text has {len(self)} tokens: give a smaller seq_len=")
+            raise InputError(
+                f"seq_len={seq_len}: the text has {len(self)} tokens: give a smaller seq_len="
+            )
         return range(training), range(training, count)
 
     def take(self, sequences: Sequence[int], seq_len: int) -> Tokens:
@@ -72,10 +84,14 @@ class Text:
         return found if rest == end else np.append(found, self._tokens(rest, end))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a short text, by byte-pair merges. They can differ from tiktoken's at line breaks and repeated spaces."""
+        """The tokens of a short text, by byte-pair merges. They can differ from tiktoken's at line
+        breaks and repeated spaces.
+        """
         ids = {token: i for i, token in enumerate(self.vocabulary) if token}
         parts = [bytes([byte]) for byte in text.encode()]
-        while pairs := [(ids[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids]:
+        while pairs := [
+            (ids[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids
+        ]:
             _, at = min(pairs)
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         return [ids[part] for part in parts]
@@ -85,52 +101,87 @@ class Text:
 
 
 def open_text(data_dir: str) -> Text:
-    """The text in ``data_dir``. Checks the sizes of its shards, but not their SHA-256, as it would read all of them. Raises InputError."""
+    """The text in ``data_dir``. Checks the sizes of its shards, but not their SHA-256, as it would
+    read all of them. Raises InputError.
+    """
     folder = datasets.find_files(datasets.TEXT, data_dir)[0].parent
     again = f"run {datasets.prepare_command('text', folder.parent)} source=FOLDER again"
-    index, shards = files.read_json(folder / "index.json") or {}, []
+    index = files.read_json(folder / "index.json") or {}
+    shards = []
     try:
-        vocabulary, end = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")], int(index["end"])
-        dtype, facts = index["dtype"], [(int(shard["tokens"]), str(shard["sha256"])) for shard in index["shards"]]
-        if not VERSION.items() <= index.items() or dtype not in ("<u2", "<u4") or not 0 <= end < len(vocabulary):
+        vocabulary = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")]
+        end = int(index["end"])
+        dtype = index["dtype"]
+        facts = [(int(shard["tokens"]), str(shard["sha256"])) for shard in index["shards"]]
+        if (
+            not VERSION.items() <= index.items()
+            or dtype not in ("<u2", "<u4")
+            or not 0 <= end < len(vocabulary)
+        ):
             raise ValueError
     except (KeyError, ValueError, TypeError, AttributeError):
-        raise InputError(f"{str(folder / 'index.json')!r} is damaged, or does not describe a text: {again}") from None
+        raise InputError(
+            f"{str(folder / 'index.json')!r} is damaged, or does not describe a text: {again}"
+        ) from None
     for number, (tokens, _) in enumerate(facts):
-        path, size = folder / f"{number:05d}.bin", tokens * np.dtype(dtype).itemsize
+        path = folder / f"{number:05d}.bin"
+        size = tokens * np.dtype(dtype).itemsize
         if not path.is_file() or path.stat().st_size != size:
             raise InputError(f"{str(path)!r} is not a file of {size} bytes: {again}")
         shards.append(np.memmap(path, dtype, "r") if size else np.empty(0, dtype))
     return Text(shards, vocabulary, end, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
 
 
-def write(source: str, folder: Path, tokenizer: str, workers: int, say: Callable[[str], None]) -> None:
-    """Writes ``source``, a folder, a file or a pattern, into ``folder``. Shards that are there and valid are kept.
+def write(
+    source: str, folder: Path, tokenizer: str, workers: int, say: Callable[[str], None]
+) -> None:
+    """Writes ``source``, a folder, a file or a pattern, into ``folder``. Shards that are there and
+    valid are kept.
 
     workers: number of processes, 0: one for each CPU. Raises InputError and MachineError.
     """
     _, vocabulary, end = open_tokenizer(tokenizer)
     dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
-    tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(_groups(source, say))]
-    count, shards = min(workers or len(os.sched_getaffinity(0)), len(tasks)), []
+    tasks = [
+        (folder / f"{i:05d}.bin", group, tokenizer, dtype)
+        for i, group in enumerate(_groups(source, say))
+    ]
+    count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
+    shards = []
     with files.writing_to(folder, "data_dir"):
         trust.own_folder(folder, "data_dir")
         with files.locked(folder / "preparing.lock"):
-            if (files.read_json(folder / "index.json") or {}).get("tokenizer", tokenizer) != tokenizer:
+            if (files.read_json(folder / "index.json") or {}).get(
+                "tokenizer", tokenizer
+            ) != tokenizer:
                 made = f"{str(folder)!r} was made with another tokenizer"
                 raise InputError(f"tokenizer={tokenizer}: {made}: give another data_dir=")
-            (folder / "index.json").unlink(missing_ok=True)  # an unfinished text must not look complete
+            # an unfinished text must not look complete
+            (folder / "index.json").unlink(missing_ok=True)
             files.remove_temporary(folder)
             try:
                 # An error or Ctrl-C ends map(), which cancels what has not begun.
-                with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),)) as pool:
+                with ProcessPoolExecutor(
+                    count, multiprocessing.get_context("spawn"), _start, (os.getpid(),)
+                ) as pool:
                     for shard in pool.map(write_shard, *zip(*tasks, strict=True)):
                         shards.append(shard)
                         say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
             except BrokenProcessPool:
-                raise MachineError("a worker process died, probably for lack of memory: reduce workers=") from None
-            index = {**VERSION, "tokenizer": tokenizer, "dtype": dtype, "end": end, "shards": shards}
-            files.write_json(folder / "index.json", {**index, "vocabulary": " ".join(t.hex() for t in vocabulary)})
+                raise MachineError(
+                    "a worker process died, probably for lack of memory: reduce workers="
+                ) from None
+            index = {
+                **VERSION,
+                "tokenizer": tokenizer,
+                "dtype": dtype,
+                "end": end,
+                "shards": shards,
+            }
+            files.write_json(
+                folder / "index.json",
+                {**index, "vocabulary": " ".join(t.hex() for t in vocabulary)},
+            )
 
 
 def _start(parent: int) -> None:
@@ -150,21 +201,34 @@ def _groups(source: str, say: Callable[[str], None]) -> list[list[Path]]:
             files_of_source.append(path)
 
     paths = sorted(path.absolute() for path in files_of_source if path.suffix.lower() in ENDINGS)
-    others = [os.fsencode(path.name) for path in files_of_source if path.suffix.lower() not in ENDINGS]
+    others = [
+        os.fsencode(path.name) for path in files_of_source if path.suffix.lower() not in ENDINGS
+    ]
     classfolder.say_left_out(source, others, say)
     if not paths:
-        raise InputError(f"source={source!r} has no .txt, .jsonl or .parquet: give a folder, a file or a pattern")
+        raise InputError(
+            f"source={source!r} has no .txt, .jsonl or .parquet: give a folder, a file or a pattern"
+        )
     ends = itertools.accumulate(path.stat().st_size for path in paths)
     numbered = zip((end // SHARD_BYTES for end in ends), paths, strict=True)
-    return [[path for _, path in group] for _, group in itertools.groupby(numbered, lambda pair: pair[0])]
+    return [
+        [path for _, path in group]
+        for _, group in itertools.groupby(numbered, lambda pair: pair[0])
+    ]
 
 
 def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str) -> dict[str, Any]:
-    """Writes the documents of ``sources`` and, beside them, their part of index.json, unless both exist. Raises InputError."""
+    """Writes the documents of ``sources`` and, beside them, their part of index.json, unless both
+    exist. Raises InputError.
+    """
     facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in sources]
     identity = hashlib.sha256(json.dumps([tokenizer, facts]).encode()).hexdigest()
     record = files.read_json(path.with_suffix(".json")) or {}
-    if record.get("source") == identity and path.is_file() and files.sha256(path) == record["sha256"]:
+    if (
+        record.get("source") == identity
+        and path.is_file()
+        and files.sha256(path) == record["sha256"]
+    ):
         return record
     encode, _, end = open_tokenizer(tokenizer)
     digest = hashlib.sha256()
@@ -184,9 +248,15 @@ def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str)
 
 
 def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
-    """The function that encodes a document, the bytes of each token, and the end-of-text token. Raises InputError, MachineError."""
+    """The function that encodes a document, the bytes of each token, and the end-of-text token.
+    Raises InputError, MachineError.
+    """
     if name == "bytes":
-        return lambda text: np.frombuffer(text.encode(), np.uint8), [*(bytes([i]) for i in range(256)), b""], 256
+        return (
+            lambda text: np.frombuffer(text.encode(), np.uint8),
+            [*(bytes([i]) for i in range(256)), b""],
+            256,
+        )
     tiktoken = errors.require("tiktoken", "text", f"tokenizer={name}: ")
     try:
         found = tiktoken.get_encoding(name)
@@ -194,7 +264,11 @@ def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
         fix = "run this on a machine with internet, or set TIKTOKEN_CACHE_DIR to a folder with the tokenizer's file"
         raise MachineError(f"tokenizer={name}: {errors.one_line(error)}: {fix}") from None
     tokens = {found.encode_single_token(token): token for token in found.token_byte_values()}
-    return found.encode_ordinary, [tokens.get(i, b"") for i in range(found.n_vocab)], found.eot_token
+    return (
+        found.encode_ordinary,
+        [tokens.get(i, b"") for i in range(found.n_vocab)],
+        found.eot_token,
+    )
 
 
 def _documents(path: Path) -> Iterator[str]:

@@ -1,7 +1,9 @@
-"""Any torch data set or stream of samples, read by the worker processes of a torch `DataLoader`: `Source`s for the step loop.
+"""Any torch data set or stream of samples, read by the worker processes of a torch `DataLoader`:
+`Source`s for the step loop.
 
-Which rank takes which sample follows from `GlobalBatches`, and the random numbers of a sample from (seed, epoch, sample). So the samples
-are the same on any number of ranks and workers, and after a resume in the middle of an epoch. Slurm's signals do not end the workers.
+Which rank takes which sample follows from `GlobalBatches`, and the random numbers of a sample from
+(seed, epoch, sample). So the samples are the same on any number of ranks and workers, and after a
+resume in the middle of an epoch. Slurm's signals do not end the workers.
 """
 
 import contextlib
@@ -32,16 +34,22 @@ from recipes.core.place import processes
 Collate = Callable[[list[Any]], Any]
 Index = tuple[int, Sequence[int]]  # the epoch and the samples of a batch
 EVALUATION = -1  # in place of an epoch
-# A rank ends the run if it skips more than MOST_SKIPPED samples, and more than FRACTION of all that it has read in an epoch or evaluation.
-MOST_SKIPPED, FRACTION = 10, 0.01
-# Bytes. If a worker fails with fewer free bytes in /dev/shm (it holds the batches), the message says so.
+# A rank ends the run if it skips more than MOST_SKIPPED samples, and more than FRACTION of all that
+# it has read in an epoch or evaluation.
+MOST_SKIPPED = 10
+FRACTION = 0.01
+# Bytes. If a worker fails with fewer free bytes in /dev/shm (it holds the batches), the message
+# says so.
 LITTLE_SHM = 256 << 20
-# Bytes. Linux limits the path of a socket to 107; Python's multiprocessing (3.10 to 3.13) adds /pymp-XXXXXXXX/listener-XXXXXXXX.
+# Bytes. Linux limits the path of a socket to 107; Python's multiprocessing (3.10 to 3.13) adds
+# /pymp-XXXXXXXX/listener-XXXXXXXX.
 LONGEST_TMPDIR = 107 - 32
 
 
 class SkippedSample(Exception):
-    """Raised by ``dataset[i]`` for a sample that cannot be read. The batch has ``instead``: give it a label that the loss ignores."""
+    """Raised by ``dataset[i]`` for a sample that cannot be read. The batch has ``instead``: give it
+    a label that the loss ignores.
+    """
 
     def __init__(self, name: str, reason: str, instead: Any) -> None:
         super().__init__(name, reason)
@@ -54,28 +62,43 @@ def unchanged(sample: Any) -> Any:  # not a lambda: workers that are spawned unp
 
 @dataclass(frozen=True)
 class LoadedBatch(Shard):
-    """A shard with its samples. data: what ``collate`` has made of them, on the rank's device, with one row for each sample."""
+    """A shard with its samples. data: what ``collate`` has made of them, on the rank's device, with
+    one row for each sample.
+    """
 
     data: Any
 
     def pieces(self, count: int, empty: bool = False) -> list["LoadedBatch"]:
-        """As `Shard.pieces`. Raises InputError if ``data`` has anything but tensors and would be cut."""
-        others = {type(leaf).__name__ for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)}
+        """As `Shard.pieces`. Raises InputError if ``data`` has anything but tensors and would be
+        cut.
+        """
+        others = {
+            type(leaf).__name__ for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)
+        }
         if count > 1 and others:
             named = ", ".join(sorted(others))
-            raise InputError(f"accumulate={count}: {named} cannot be divided: collate= must return tensors")
+            raise InputError(
+                f"accumulate={count}: {named} cannot be divided: collate= must return tensors"
+            )
         return super().pieces(count, empty)
 
 
 class _Loaded(OfBatches):
     """A `Source` that puts its batches on a device."""
 
-    def __init__(self, batches: GlobalBatches, num_workers: int, device: torch.device, collate: Collate) -> None:
-        self._batches, self._workers, self._device, self._collate = batches, num_workers, device, collate
+    def __init__(
+        self, batches: GlobalBatches, num_workers: int, device: torch.device, collate: Collate
+    ) -> None:
+        self._batches = batches
+        self._workers = num_workers
+        self._device = device
+        self._collate = collate
         folder = tempfile.gettempdir()
         if num_workers and len(os.fsencode(folder)) > LONGEST_TMPDIR:
             fix = f"set TMPDIR to a folder of at most {LONGEST_TMPDIR} bytes, such as /tmp, or give num_workers=0"
-            raise InputError(f"TMPDIR={folder}: too long for the sockets of the worker processes: {fix}")
+            raise InputError(
+                f"TMPDIR={folder}: too long for the sockets of the worker processes: {fix}"
+            )
 
     def _loaded(self, shards: Iterable[Shard], found: Iterable[Any]) -> Iterator[LoadedBatch]:
         for shard, data in zip(shards, found, strict=True):
@@ -86,13 +109,16 @@ class _Loaded(OfBatches):
 
 
 class TorchLoader(_Loaded):
-    """The samples of a map-style ``dataset`` that ``batches`` selects, in worker processes that last as long as the loader.
+    """The samples of a map-style ``dataset`` that ``batches`` selects, in worker processes that
+    last as long as the loader.
 
-    Within ``dataset[i]``, the global generators of torch, Python and NumPy are seeded for the sample: random transforms repeat exactly.
-    An InputError there ends the run with its line. A `SkippedSample` is counted and replaced; the run fails if there are too many.
-    ``dataset.set_epoch``, if it exists, is called with the epoch (-1 in an evaluation) before each batch. num_workers: processes per rank,
-    which also end with the thread that took the first batch; 0 reads in the main process. collate: makes a batch of a list of samples.
-    warn: gets a line if a sample differs between two reads, and for each skipped one.
+    Within ``dataset[i]``, the global generators of torch, Python and NumPy are seeded for the
+    sample: random transforms repeat exactly. An InputError there ends the run with its line. A
+    `SkippedSample` is counted and replaced; the run fails if there are too many.
+    ``dataset.set_epoch``, if it exists, is called with the epoch (-1 in an evaluation) before each
+    batch. num_workers: processes per rank, which also end with the thread that took the first
+    batch; 0 reads in the main process. collate: makes a batch of a list of samples. warn: gets a
+    line if a sample differs between two reads, and for each skipped one.
     """
 
     def __init__(
@@ -110,38 +136,59 @@ class TorchLoader(_Loaded):
         self.skipped: set[str] = set()  # names of the samples that this rank could not read
         count = len(dataset)  # type: ignore[arg-type]
         if count != batches.num_samples:
-            raise InputError(f"the data set has {count} samples: give GlobalBatches() this, not {batches.num_samples}")
+            raise InputError(
+                f"the data set has {count} samples: give GlobalBatches() this, not {batches.num_samples}"
+            )
         self._training = self._reader(dataset)
         self._evaluation: _Reader | None = None
         if batches.rank == 0 and not self._training.repeats():
             fix = "draw random numbers only from the global generators of torch, random and numpy"
-            warn(f"dataset[0] differs between two reads with the same seed, so a resumed run sees other samples; {fix}")
+            warn(
+                f"dataset[0] differs between two reads with the same seed, so a resumed run sees other samples; {fix}"
+            )
 
     def _reader(self, dataset: Dataset[Any]) -> "_Reader":
-        return _Reader(_Collated(dataset, self._batches.seed, self._collate), self._workers, self._device)
+        return _Reader(
+            _Collated(dataset, self._batches.seed, self._collate), self._workers, self._device
+        )
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's shards of ``epoch``, from ``first_batch`` on. Raises InputError: that of a sample, or if too many are skipped."""
+        """This rank's shards of ``epoch``, from ``first_batch`` on. Raises InputError: that of a
+        sample, or if too many are skipped.
+        """
         shards = list(self._batches.epoch(epoch, first_batch))
         wanted = ((epoch, shard.indices.tolist() or [0]) for shard in shards)
         yield from self._loaded(shards, self._read(self._training, wanted))
 
     def in_order(self, dataset: Dataset[Any], part: slice, batch_size: int) -> Iterator[Any]:
-        """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device. Raises as `epoch` does."""
+        """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device.
+        Raises as `epoch` does.
+        """
         if not self._evaluation or self._evaluation.batches.dataset is not dataset:
             self._evaluation = self._reader(dataset)
         samples = range(len(dataset))[part]  # type: ignore[arg-type]
-        wanted = ((EVALUATION, samples[at : at + batch_size]) for at in range(0, len(samples), batch_size))
+        wanted = (
+            (EVALUATION, samples[at : at + batch_size]) for at in range(0, len(samples), batch_size)
+        )
         for data in self._read(self._evaluation, wanted):
             yield _on(self._device, data)
 
     def skipped_on_all(self, gather: Callable[[bytes], list[bytes]]) -> int:
-        """Number of samples that some rank could not read, each counted once. gather: `World.gather`. Collective."""
-        return len({name for found in gather(json.dumps(sorted(self.skipped)).encode()) for name in json.loads(found)})
+        """Number of samples that some rank could not read, each counted once. gather:
+        `World.gather`. Collective.
+        """
+        return len(
+            {
+                name
+                for found in gather(json.dumps(sorted(self.skipped)).encode())
+                for name in json.loads(found)
+            }
+        )
 
     def _read(self, reader: "_Reader", wanted: Iterable[Index]) -> Iterator[Any]:
         """The batches on the CPU. Raises InputError if too many samples are skipped."""
-        seen, bad = 0, set[str]()
+        seen = 0
+        bad = set[str]()
         for data, size, skipped in reader.read(wanted):
             seen += size
             for name, why in skipped:
@@ -150,16 +197,20 @@ class TorchLoader(_Loaded):
                     self.skipped.add(name)
                     self._warn(f"{name!r} cannot be read ({why}) and is skipped")
             if skipped and len(bad) > max(MOST_SKIPPED, FRACTION * seen):
-                found = "{} of {} samples cannot be read ({!r}: {})".format(len(bad), seen, *skipped[-1])
+                found = "{} of {} samples cannot be read ({!r}: {})".format(
+                    len(bad), seen, *skipped[-1]
+                )
                 raise InputError(f"{found}: check that the data is complete")
             yield data
 
 
 class StreamLoader(_Loaded):
-    """The samples of a stream, such as a file that is read from its beginning: each worker passes over all, and keeps its own.
+    """The samples of a stream, such as a file that is read from its beginning: each worker passes
+    over all, and keeps its own.
 
-    samples: called with the epoch; returns the stream, the same on all ranks and at each call. ``batches.num_samples`` is its length.
-    transform: for the samples that this rank keeps, seeded as in `TorchLoader`; decode here. A resumed run passes over what it has trained on.
+    samples: called with the epoch; returns the stream, the same on all ranks and at each call.
+    ``batches.num_samples`` is its length. transform: for the samples that this rank keeps, seeded
+    as in `TorchLoader`; decode here. A resumed run passes over what it has trained on.
     """
 
     def __init__(
@@ -173,10 +224,13 @@ class StreamLoader(_Loaded):
         collate: Collate = default_collate,
     ) -> None:
         super().__init__(batches, num_workers, device, collate)
-        self._samples, self._transform = samples, transform
+        self._samples = samples
+        self._transform = transform
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError if the stream ends early."""
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError if the
+        stream ends early.
+        """
         shards = list(self._batches.epoch(epoch, first_batch, in_order=True))
         part = _Part(self, epoch, [shard.indices.tolist() for shard in shards])
         yield from self._loaded(shards, _results(_whole_batches(part, self._workers, self._device)))
@@ -184,7 +238,8 @@ class StreamLoader(_Loaded):
 
 @dataclass
 class _Part(IterableDataset[Any]):
-    """This rank's batches of one epoch of a stream. With n workers, each makes every n-th batch, and `DataLoader` takes them in turn.
+    """This rank's batches of one epoch of a stream. With n workers, each makes every n-th batch,
+    and `DataLoader` takes them in turn.
 
     lists: the positions of the samples of each batch, in the order of the stream.
     """
@@ -199,13 +254,17 @@ class _Part(IterableDataset[Any]):
             yield batch
 
     def _own_batches(self) -> Iterator[Any]:
-        worker, count = get_worker_info(), self.of._batches.num_samples
-        stream, passed = iter(self.of._samples(self.epoch)), 0
+        worker = get_worker_info()
+        count = self.of._batches.num_samples
+        stream = iter(self.of._samples(self.epoch))
+        passed = 0
         for part in self.lists[worker.id :: worker.num_workers] if worker else self.lists:
             mine = part or [passed]  # a sample for its shape
             found = list(islice(stream, mine[0] - passed, mine[-1] + 1 - passed))
             if len(found) < len(mine):
-                raise InputError(f"the stream has fewer than {count} samples: give GlobalBatches() their number")
+                raise InputError(
+                    f"the stream has fewer than {count} samples: give GlobalBatches() their number"
+                )
             passed = mine[-1] + 1
             yield self.of._collate([self._made(*pair) for pair in zip(mine, found, strict=True)])
 
@@ -216,7 +275,9 @@ class _Part(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class _Collated(Dataset[Any]):
-    """The batches of ``dataset``. The random numbers of a sample are those of (seed, epoch, sample)."""
+    """The batches of ``dataset``. The random numbers of a sample are those of (seed, epoch,
+    sample).
+    """
 
     dataset: Dataset[Any]
     seed: int
@@ -229,7 +290,8 @@ class _Collated(Dataset[Any]):
     def _batch(self, epoch: int, numbers: Sequence[int]) -> tuple[Any, int, list[Any]]:
         if set_epoch := getattr(self.dataset, "set_epoch", None):
             set_epoch(epoch)
-        samples, skipped = [], []
+        samples = []
+        skipped = []
         with _kept_generators():  # once for all samples, since it takes 0.1 ms
             for i in numbers:
                 _seed(self.seed, epoch, i)
@@ -252,7 +314,9 @@ class _Wanted:
 
 
 class _Reader:
-    """Reads the batches whose indices `read` gets. Its worker processes stay alive between two calls."""
+    """Reads the batches whose indices `read` gets. Its worker processes stay alive between two
+    calls.
+    """
 
     def __init__(self, batches: _Collated, workers: int, device: torch.device) -> None:
         self.batches, self._workers, self._wanted = batches, workers, _Wanted()
@@ -263,22 +327,37 @@ class _Reader:
         return _results(self._loader)
 
     def repeats(self) -> bool:
-        """Whether two reads of the first sample are equal. With workers, one reads it: they would share a file that this process opens."""
-        twice = _whole_batches(self.batches, min(1, self._workers), torch.device("cpu"), [(0, [0]), (0, [0])])
+        """Whether two reads of the first sample are equal. With workers, one reads it: they would
+        share a file that this process opens.
+        """
+        twice = _whole_batches(
+            self.batches, min(1, self._workers), torch.device("cpu"), [(0, [0]), (0, [0])]
+        )
         return all(map(_equal, *map(tree_leaves, twice)))
 
 
 def _whole_batches(
     dataset: Dataset[Any], workers: int, device: torch.device, wanted: Iterable[Index] | None = None
 ) -> DataLoader[Any]:
-    """A `DataLoader` of a data set whose items are batches. wanted: the indices of the batches; None for a stream."""
+    """A `DataLoader` of a data set whose items are batches. wanted: the indices of the batches;
+    None for a stream.
+    """
     # Each rank would repeat its advice on the number of workers.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.utils\.data\.dataloader")
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, module=r"torch\.utils\.data\.dataloader"
+    )
     # With a generator, DataLoader draws nothing from torch's own, whose state a checkpoint keeps.
     return DataLoader(
-        dataset, batch_size=None, sampler=wanted, num_workers=workers, collate_fn=unchanged, pin_memory=device.type == "cuda",
-        persistent_workers=workers > 0 and wanted is not None, generator=torch.Generator(), worker_init_fn=partial(_end_with, os.getpid()),
-    )  # fmt: skip
+        dataset,
+        batch_size=None,
+        sampler=wanted,
+        num_workers=workers,
+        collate_fn=unchanged,
+        pin_memory=device.type == "cuda",
+        persistent_workers=workers > 0 and wanted is not None,
+        generator=torch.Generator(),
+        worker_init_fn=partial(_end_with, os.getpid()),
+    )
 
 
 def _end_with(rank: int, worker: int) -> None:
@@ -296,7 +375,9 @@ def _results(found: Iterable[Any]) -> Iterator[Any]:
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
-    """The result of ``make``, or its error in one line, since `DataLoader` would add a traceback to an error that a worker raises."""
+    """The result of ``make``, or its error in one line, since `DataLoader` would add a traceback to
+    an error that a worker raises.
+    """
     try:
         return make()
     except InputError as error:
@@ -315,13 +396,17 @@ def _or_error(make: Callable[[], Any]) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool((one == other).logical_or((one != one) & (other != other)).all())
+        return one.shape == other.shape and bool(
+            (one == other).logical_or((one != one) & (other != other)).all()
+        )
     return not isinstance(one, int | float | str) or one == other
 
 
 @contextlib.contextmanager
 def seeded(seed: int, epoch: int, number: int) -> Iterator[None]:
-    """Seeds the global generators of torch (CPU), Python and NumPy within the ``with`` block. Afterwards they continue as before."""
+    """Seeds the global generators of torch (CPU), Python and NumPy within the ``with`` block.
+    Afterwards they continue as before.
+    """
     with _kept_generators():
         _seed(seed, epoch, number)
         yield
@@ -336,7 +421,9 @@ def _seed(seed: int, epoch: int, number: int) -> None:
 
 @contextlib.contextmanager
 def _kept_generators() -> Iterator[None]:
-    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    of_torch = torch.get_rng_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
     try:
         yield
     finally:

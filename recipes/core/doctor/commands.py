@@ -14,18 +14,30 @@ _starting = threading.RLock()  # held from a command's start until the command i
 
 
 def run(
-    command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
+    command: Sequence[str],
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    descriptors: Sequence[int] = (),
 ) -> tuple[str, str]:
     """A command's stdout, and why it failed ("" if it did not). It is killed after ``timeout_s``.
 
-    environ: its variables; None for those of this process. descriptors: open files that it inherits.
+    environ: its variables; None for those of this process. descriptors: open files that it
+    inherits.
     """
     try:
         with _starting:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-                start_new_session=True, env=environ, pass_fds=descriptors, cwd=ROOT,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                env=environ,
+                pass_fds=descriptors,
+                cwd=ROOT,
+            )
             _running.add(process)
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
@@ -46,8 +58,9 @@ def run(
 
 
 def kill_all() -> None:
-    """Kills the commands that still run, and prevents further ones. Called when this process ends, since each command has its own
-    session and would outlive it."""
+    """Kills the commands that still run, and prevents further ones. Called when this process ends,
+    since each command has its own session and would outlive it.
+    """
     _starting.acquire(timeout=2)  # never released
     for process in list(_running):
         if process.returncode is None:

@@ -1,4 +1,5 @@
-"""An examination: one process on each node checks it and the links to some others, and one process judges all reports.
+"""An examination: one process on each node checks it and the links to some others, and one process
+judges all reports.
 
 In a batch job, the shell judges after srun has ended (`judge_later`). Under a
 bare srun, the first node judges, or if it is silent, the lowest node that reported.
@@ -28,17 +29,25 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 
 # Shares of ``seconds`` after which each part is abandoned.
-CHECKS, REACH, GO, LINKS, VERDICT, STAND_IN = 0.4, 0.55, 0.6, 0.85, 0.92, 0.96
+CHECKS = 0.4
+REACH = 0.55
+GO = 0.6
+LINKS = 0.85
+VERDICT = 0.92
+STAND_IN = 0.96
 SLACK_S = 3.0  # the other nodes wait so much longer than the limit of the first one
 LEAVE_S = 2.0  # time for the other nodes to end before the node that gave the verdict
 
 
 def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
-    """Examines this node, and judges all nodes if this process is the judge. Returns its exit status: 3 from the judge if a node is bad.
+    """Examines this node, and judges all nodes if this process is the judge. Returns its exit
+    status: 3 from the judge if a node is bad.
 
-    Only the first rank of a node does anything. seconds: the time limit of the whole. judge_later: another process judges the reports.
+    Only the first rank of a node does anything. seconds: the time limit of the whole. judge_later:
+    another process judges the reports.
     """
-    info, begin = here.info, time.monotonic()
+    info = here.info
+    begin = time.monotonic()
     if info.local_rank:
         return errors.EXIT_DONE
 
@@ -54,7 +63,11 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
     reports.write(mine, Stage.listening)
     facts, findings = probes.run_all(here, CHECKS * seconds)
-    mine |= {"host": socket.gethostname(), "facts": facts, "findings": [asdict(finding) for finding in findings]}
+    mine |= {
+        "host": socket.gethostname(),
+        "facts": facts,
+        "findings": [asdict(finding) for finding in findings],
+    }
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * seconds)
     reports.write(mine, Stage.examined)
     if info.node_rank == 0:
@@ -82,34 +95,61 @@ def _interface(info: RankInfo) -> network.Choice | None:
     return None
 
 
-def _probe_peers(reports: Reports, info: RankInfo, end: float, timeout_s: float) -> list[dict[str, Any]]:
-    """The links to some other nodes, as `reach.peers` chooses them. timeout_s: of a step of a probe."""
+def _probe_peers(
+    reports: Reports, info: RankInfo, end: float, timeout_s: float
+) -> list[dict[str, Any]]:
+    """The links to some other nodes, as `reach.peers` chooses them. timeout_s: of a step of a
+    probe.
+    """
     wanted = reach.peers(info.node_rank, info.num_nodes)
     listening = reports.collect(wanted, Stage.listening, end - 4 * timeout_s)
-    pool = ThreadPoolExecutor(max(1, len(listening)))  # not as a context manager: the resolver has no time limit
+    # not as a context manager: the resolver has no time limit
+    pool = ThreadPoolExecutor(max(1, len(listening)))
     answers = {}
     for peer, report in listening.items():
-        host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else report["address"]
+        host = (
+            info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else report["address"]
+        )
         answers[peer] = pool.submit(reach.probe, host, report["port"], timeout_s)
     done, _ = wait(answers.values(), max(0.0, end - time.monotonic()))
     pool.shutdown(wait=False)
-    found = {peer: one.result() if one in done else ("connect", "timed out") for peer, one in answers.items()}
+    found = {
+        peer: one.result() if one in done else ("connect", "timed out")
+        for peer, one in answers.items()
+    }
     return [{"peer": peer, "fault": fault, "why": why} for peer, (fault, why) in found.items()]
 
 
 def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -> dict[str, Any]:
-    """``measure`` in the first node's report: the nodes that measure bandwidth answered and are not bad. None do if node 0 is bad."""
-    examined = {node: report for node, report in sorted(reports.items()) if stage_of(report) >= Stage.examined}
+    """``measure`` in the first node's report: the nodes that measure bandwidth answered and are not
+    bad. None do if node 0 is bad.
+    """
+    examined = {
+        node: report
+        for node, report in sorted(reports.items())
+        if stage_of(report) >= Stage.examined
+    }
     bad = judge.verdict_of(_hosts(info), examined).bad_nodes
     nodes = [node for node in examined if node not in bad]
     if len(nodes) < 2 or 0 not in nodes:
         nodes = []
-    gpus = min((len(examined[node]["facts"].get("gpus", {}).get("gpus", [])) for node in nodes), default=0)
-    return {"nodes": nodes, "port": port, "backend": "nccl" if gpus else "gloo", "gpus": max(1, gpus)}
+    gpus = min(
+        (len(examined[node]["facts"].get("gpus", {}).get("gpus", [])) for node in nodes), default=0
+    )
+    return {
+        "nodes": nodes,
+        "port": port,
+        "backend": "nccl" if gpus else "gloo",
+        "gpus": max(1, gpus),
+    }
 
 
-def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: float) -> dict[str, Any]:
-    """Runs this node's part of the bandwidth test in a process, at most until ``end``. Returns its last step and what it measured."""
+def _measure(
+    members: Mapping[str, Any], info: RankInfo, listener: int, end: float
+) -> dict[str, Any]:
+    """Runs this node's part of the bandwidth test in a process, at most until ``end``. Returns its
+    last step and what it measured.
+    """
     nodes = members.get("nodes", [])
     if info.node_rank not in nodes:
         return {}
@@ -117,11 +157,22 @@ def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: flo
     if choice := _interface(info):
         environ.update(network.settings(choice, environ))
     environ.update(
-        RANK=str(nodes.index(info.node_rank)), WORLD_SIZE=str(len(nodes)), NODES=json.dumps(nodes), GPUS=str(members["gpus"]),
-        MASTER_ADDR=info.master_addr, MASTER_PORT=str(members["port"]),
-    )  # fmt: skip
+        RANK=str(nodes.index(info.node_rank)),
+        WORLD_SIZE=str(len(nodes)),
+        NODES=json.dumps(nodes),
+        GPUS=str(members["gpus"]),
+        MASTER_ADDR=info.master_addr,
+        MASTER_PORT=str(members["port"]),
+    )
     left = end - time.monotonic()
-    command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", members["backend"], str(listener), f"{left:.0f}"]
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.core.doctor.linkcheck",
+        members["backend"],
+        str(listener),
+        f"{left:.0f}",
+    ]
     out, why = commands.run(command, left, environ, (listener,) if listener >= 0 else ())
     found: dict[str, Any] = {"at": "its start", "pairs": []}
     for line in out.splitlines():
@@ -143,7 +194,9 @@ def _hosts(info: RankInfo) -> tuple[str, ...]:
 
 
 def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: float) -> int:
-    """Waits for all final reports until ``end``, writes and prints the verdict, and removes the reports. Returns the exit status."""
+    """Waits for all final reports until ``end``, writes and prints the verdict, and removes the
+    reports. Returns the exit status.
+    """
     collected = reports.collect(range(len(hosts)), Stage.final, end)
     seen = {
         node: {**report, "early": stage_of(report) < Stage.final}
@@ -158,7 +211,8 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
     code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
     worst = next((entry.what for entry in found.entries if entry.bad), "")
     attempt = attempts.given(os.environ)
-    if attempt and attempt.run_dir == run_dir:  # that of recipe=doctor, which its batch script judges
+    # that of recipe=doctor, which its batch script judges
+    if attempt and attempt.run_dir == run_dir:
         if code:
             attempts.refuse(os.environ, code, worst)
         else:
@@ -166,23 +220,32 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
     print("\n".join(verdict.lines(found)), flush=True)
     reports.remove()
     if code and len(hosts) > 1 and ranks.in_step(os.environ):
-        # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others and reports their status.
+        # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others
+        # and reports their status.
         time.sleep(LEAVE_S)
         if any(stage_of(collected.get(node)) < Stage.final for node in range(len(hosts))):
-            # Slurm ends this step one second later. Otherwise srun waits forever for a process that hangs.
+            # Slurm ends this step one second later. Otherwise srun waits forever for a process that
+            # hangs.
             step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
             with contextlib.suppress(OSError):
-                subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)
+                subprocess.Popen(
+                    ["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step],
+                    start_new_session=True,
+                )
     return code
 
 
 def _stand_by(reports: Reports, info: RankInfo, run_dir: Path, deadline: float, end: float) -> int:
-    """Waits for the verdict while the server runs. If there is none at ``deadline``, the lowest node that reported gives it."""
+    """Waits for the verdict while the server runs. If there is none at ``deadline``, the lowest
+    node that reported gives it.
+    """
     while not reports.are_judged() and time.monotonic() < end:
         if time.monotonic() > deadline:
             deadline = end
             alive = reports.collect(range(info.num_nodes), Stage.final, 0)
-            if info.node_rank == min(node for node, report in alive.items() if stage_of(report) >= Stage.final):
+            if info.node_rank == min(
+                node for node, report in alive.items() if stage_of(report) >= Stage.final
+            ):
                 return give_verdict(reports, _hosts(info), run_dir, 0)
         time.sleep(POLL_S)
     return errors.EXIT_DONE

@@ -1,4 +1,6 @@
-"""Explains why runs ended, or their current state: by their own records, their jobs in Slurm, and their logs. Never torch."""
+"""Explains why runs ended, or their current state: by their own records, their jobs in Slurm, and
+their logs. Never torch.
+"""
 
 import contextlib
 import os
@@ -17,7 +19,9 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, source, table
 from recipes.core.run import queue as slurm_queue
 
-QUIET_S = 120.0  # if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so long
+# if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so
+# long
+QUIET_S = 120.0
 MOST_EXPLAINED = 3  # patterns
 MOST_BYTES = 8 << 20  # of each log; the part before its last bytes is not read
 LONGEST_LINE = 2000  # characters of a line that is shown
@@ -25,14 +29,17 @@ TAIL = 6  # last lines of a log that are shown
 SUFFIXES = (".log", ".out", ".err", ".txt")
 PRUNED = {"checkpoints", "node_modules", "__pycache__", directory.EVALUATION}
 ATTEMPT = "\f"  # the writer of a log begins each attempt with it
-# The source code in a traceback, which may contain a text that nothing has printed. srun -l and torchrun put the rank before each line.
+# The source code in a traceback, which may contain a text that nothing has printed. srun -l and
+# torchrun put the rank before each line.
 _SOURCE = re.compile(r'^(.{0,100})(  File "[^"\n]+", line \d+.*\n)(?:\1    .*\n)+', re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 
 @dataclass(frozen=True)
 class Log:
-    """The newest attempt in a log file. known: for each pattern the first line that contains a text of it. tail: the last lines."""
+    """The newest attempt in a log file. known: for each pattern the first line that contains a text
+    of it. tail: the last lines.
+    """
 
     name: str
     known: dict[Pattern, str]
@@ -40,7 +47,8 @@ class Log:
 
 
 def explain(paths: Sequence[Path]) -> list[tuple[str, list[str]]]:
-    """Name and lines of each run in ``paths``: run directories, folders of them, folders or files of logs, IDs of jobs, `table.LAST`.
+    """Name and lines of each run in ``paths``: run directories, folders of them, folders or files
+    of logs, IDs of jobs, `table.LAST`.
 
     Raises InputError for a path that cannot be read, or holds neither a run nor a log.
     """
@@ -51,7 +59,9 @@ def in_one(found: Sequence[tuple[str, list[str]]]) -> list[str]:
     """The lines of all runs of `explain`, each below its name if there are several."""
     if len(found) == 1:
         return found[0][1]
-    return [line for name, lines in found for line in (f"{name}:", *(f"  {line}" for line in lines))]
+    return [
+        line for name, lines in found for line in (f"{name}:", *(f"  {line}" for line in lines))
+    ]
 
 
 def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
@@ -63,26 +73,36 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
         every = source.home(ROOT) / "runs"
         if str(path) == table.LAST and (last := table.last(every)):
             return (yield from _sections(last[0]))
-        if re.fullmatch(r"\d+(_\d+)?", path.name):  # a job ID, or a run directory that does not exist yet
+        # a job ID, or a run directory that does not exist yet
+        if re.fullmatch(r"\d+(_\d+)?", path.name):
             if named := table.of_job(every, path.name):
                 return (yield from (section for folder in named for section in _sections(folder)))
             with contextlib.suppress(MachineError):
                 if job := slurm_queue.find(path.name):
-                    return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])
+                    return (
+                        yield (
+                            str(path),
+                            [f"it has no run directory yet: {slurm_queue.describe(job)}"],
+                        )
+                    )
     except OSError as error:
         raise _unreadable(path, error) from None
     if runs == [path]:
         yield shown(_short(path), LONGEST_LINE), table.read_one(path, of_run)
     else:
-        yield from table.read_each(runs, lambda run_dir: (shown(_short(run_dir), LONGEST_LINE), of_run(run_dir)))
+        yield from table.read_each(
+            runs, lambda run_dir: (shown(_short(run_dir), LONGEST_LINE), of_run(run_dir))
+        )
     if not runs:
         yield shown(path, LONGEST_LINE), of_logs(path)
 
 
 def of_run(run_dir: Path) -> list[str]:
     """Lines on the state of a run, or why it ended. Reads its logs if it failed."""
-    status, not_begun = directory.read_status(run_dir) or {}, judge.why_not_begun(run_dir)
-    state, notes = status.get("state"), list[str]()
+    status = directory.read_status(run_dir) or {}
+    not_begun = judge.why_not_begun(run_dir)
+    state = status.get("state")
+    notes = list[str]()
     if not_begun and state == "running":
         notes.append(f"a later launch did not begin: {not_begun}")
     elif not_begun:
@@ -91,8 +111,10 @@ def of_run(run_dir: Path) -> list[str]:
         return ["status.json says done: nothing failed"]
     if state == "preempted":
         return _shown(slurm_queue.after_stop(run_dir, status))
-    slurm, (reason, rank) = slurm_queue.of_run(run_dir), _judgement(run_dir, status)
-    quiet_s = max(0.0, time.time() - status.get("updated", 0.0))  # since the run last updated its status
+    slurm = slurm_queue.of_run(run_dir)
+    reason, rank = _judgement(run_dir, status)
+    # since the run last updated its status
+    quiet_s = max(0.0, time.time() - status.get("updated", 0.0))
     if state == "running":
         where = f"at step {table.read_run(run_dir, time.time()).step}, status written {table.ago(quiet_s)} ago"
         if not reason and _is_alive(run_dir, slurm, quiet_s):
@@ -110,7 +132,9 @@ def of_run(run_dir: Path) -> list[str]:
 
 
 def _judgement(run_dir: Path, status: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Why a run failed, "" if that is unknown, and the first rank to fail, according to the records of the run."""
+    """Why a run failed, "" if that is unknown, and the first rank to fail, according to the records
+    of the run.
+    """
     if status.get("state") in ("failed", "incomplete"):
         return str(status.get("reason") or ""), status.get("first_failing_rank")
     attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
@@ -121,7 +145,8 @@ def _judgement(run_dir: Path, status: Mapping[str, Any]) -> tuple[str, int | Non
 
 
 def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool:
-    """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its status.
+    """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its
+    status.
 
     An interactive job (salloc) outlives its steps.
     """
@@ -131,13 +156,17 @@ def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool
     if in_use.is_running(attempts.facts(run_dir)) is False:
         return False
     owner = attempts.owner(run_dir)
-    return min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
+    return (
+        min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
+    )
 
 
 def batch_logs(run_dir: Path, slurm: slurm_queue.Outlook) -> list[Path]:
-    """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm, which no rank's log has.
+    """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm,
+    which no rank's log has.
 
-    With sbatch's --error there are two logs. job.yaml names one, and Slurm names the other as long as it knows the job.
+    With sbatch's --error there are two logs. job.yaml names one, and Slurm names the other as long
+    as it knows the job.
     """
     described = read_json(run_dir / "job.yaml") or {}
     named = [described.get("log")] if slurm.id and described.get("job_id") == slurm.id else []
@@ -145,16 +174,21 @@ def batch_logs(run_dir: Path, slurm: slurm_queue.Outlook) -> list[Path]:
     return [Path(name) for name in named if name and Path(name).is_file()]
 
 
-def of_logs(path: Path, reason: str = "", rank: int | None = None, more: Sequence[Path] = ()) -> list[str]:
+def of_logs(
+    path: Path, reason: str = "", rank: int | None = None, more: Sequence[Path] = ()
+) -> list[str]:
     """Lines on a failed run, by its logs in a run directory, any folder of logs, or one file.
 
-    reason: why it failed, if that is known. rank: the first to fail. more: further logs of the run's job. Raises InputError for a path
-    that cannot be read or holds no log.
+    reason: why it failed, if that is known. rank: the first to fail. more: further logs of the
+    run's job. Raises InputError for a path that cannot be read or holds no log.
     """
-    is_folder, read = path.is_dir(), list[Log]()
+    is_folder = path.is_dir()
+    read = list[Log]()
     why: object = f"holds no log (*{', *'.join(SUFFIXES)})"
     for file in dict.fromkeys((*(_logs_in(path) if is_folder else [path]), *more)):
-        name = str(file.relative_to(path)) if file.is_relative_to(path) and is_folder else _short(file)
+        name = (
+            str(file.relative_to(path)) if file.is_relative_to(path) and is_folder else _short(file)
+        )
         try:
             read.append(read_log(file, name))
         except (OSError, ValueError) as error:
@@ -180,10 +214,15 @@ def read_log(path: Path, name: str) -> Log:
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
         data = file.read(MOST_BYTES)
-    # Without colours, which may separate words of a text. A progress bar ends its lines with a carriage return.
-    text = _COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r", "\n").rpartition(ATTEMPT)[2]
+    # Without colours, which may separate words of a text. A progress bar ends its lines with a
+    # carriage return.
+    text = (
+        _COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r", "\n").rpartition(ATTEMPT)[2]
+    )
     lines = [line for line in text.split("\n") if line.strip()]
-    texts = [(one, pattern) for pattern in PATTERNS for one in pattern.texts.split(" | ") if one in text]
+    texts = [
+        (one, pattern) for pattern in PATTERNS for one in pattern.texts.split(" | ") if one in text
+    ]
     known: dict[Pattern, str] = {}
     for line in _SOURCE.sub(r"\1\2", text).split("\n") if texts else []:
         if pattern := next((pattern for one, pattern in texts if one in line), None):
@@ -192,22 +231,37 @@ def read_log(path: Path, name: str) -> Log:
 
 
 def _lines(reason: str, rank: int | None, read: Sequence[Log]) -> list[str]:
-    """The reason, the known lines with their fixes, and the end of the log of the first rank to fail."""
+    """The reason, the known lines with their fixes, and the end of the log of the first rank to
+    fail.
+    """
     own = f"logs/rank{rank}.log"
     read = sorted(read, key=lambda log: log.name != own)
     by_pattern: dict[Pattern, list[Log]] = {}
     for log in read:
         for pattern in log.known:
             by_pattern.setdefault(pattern, []).append(log)
-    patterns = sorted(by_pattern, key=lambda pattern: pattern.level)  # of one level, the own ones of that rank first
+    # of one level, the own ones of that rank first
+    patterns = sorted(by_pattern, key=lambda pattern: pattern.level)
     files = f"{len(read)} file{'s' * (len(read) != 1)}"
-    lines = [reason or (f"best clue in the logs: {patterns[0].name}" if patterns else f"no known cause in {files}")]
+    lines = [
+        reason
+        or (
+            f"best clue in the logs: {patterns[0].name}"
+            if patterns
+            else f"no known cause in {files}"
+        )
+    ]
     for pattern in patterns[:MOST_EXPLAINED]:
-        log, count = by_pattern[pattern][0], len(by_pattern[pattern])
-        lines.append(f"{pattern.level.name}: {pattern.name} ({count} file{'s' * (count != 1)}): {pattern.means}")
+        log = by_pattern[pattern][0]
+        count = len(by_pattern[pattern])
+        lines.append(
+            f"{pattern.level.name}: {pattern.name} ({count} file{'s' * (count != 1)}): {pattern.means}"
+        )
         lines += [f"  do: {pattern.fix}", f"  {log.name}: {log.known[pattern]}"]
     if read:
-        last = read[0] if read[0].name == own else by_pattern[patterns[0]][0] if patterns else read[-1]
+        last = (
+            read[0] if read[0].name == own else by_pattern[patterns[0]][0] if patterns else read[-1]
+        )
         lines += [f"{last.name} ends:", *(f"  | {line}" for line in last.tail)] if last.tail else []
     return lines
 
@@ -222,4 +276,6 @@ def _shown(*lines: str) -> list[str]:
 
 def _unreadable(path: Path, error: object) -> InputError:
     why = getattr(error, "strerror", None) or error
-    return InputError(shown(f"{path}: {why}: give a run directory, or a folder or file of logs", LONGEST_LINE))
+    return InputError(
+        shown(f"{path}: {why}: give a run directory, or a folder or file of logs", LONGEST_LINE)
+    )

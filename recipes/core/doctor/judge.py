@@ -40,16 +40,30 @@ FAULTS = {
 
 
 def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-    """The verdict on the reports, sorted by node_rank, of the nodes that have examined themselves (`examine.run`).
+    """The verdict on the reports, sorted by node_rank, of the nodes that have examined themselves
+    (`examine.run`).
 
     hosts: the host of each node that was started, by node_rank; "" if unknown.
     """
-    verdict = Verdict(hosts=[host or reports.get(node, {}).get("host", "") for node, host in enumerate(hosts)])
-    rules = (_missing, _own_findings, _compare, _slow_gpus, _slow_copies, _links, _speeds, _collectives)
+    verdict = Verdict(
+        hosts=[host or reports.get(node, {}).get("host", "") for node, host in enumerate(hosts)]
+    )
+    rules = (
+        _missing,
+        _own_findings,
+        _compare,
+        _slow_gpus,
+        _slow_copies,
+        _links,
+        _speeds,
+        _collectives,
+    )
     for rule in rules:  # `_links` uses what the rules before it have found
         rule(reports, verdict)
     verdict.entries.sort(key=lambda entry: (not entry.bad, len(entry.nodes), entry.nodes[:1]))
-    out = {node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes}
+    out = {
+        node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes
+    }
     verdict.exclude = [verdict.hosts[node] for node in sorted(out) if verdict.hosts[node]]
     bad = verdict.bad_nodes
     for node, host in enumerate(verdict.hosts):
@@ -70,7 +84,9 @@ def _missing(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
         verdict.add([node], what, fix, leave_out=is_shared)
     if gone := [node for node, report in reports.items() if report.get("early")]:
         what = "answered at first, but not after the bandwidth test: it hangs, or has died"
-        verdict.add(gone, what, "log in to the node, or exclude it", leave_out=not len(gone) == count > 1)
+        verdict.add(
+            gone, what, "log in to the node, or exclude it", leave_out=not len(gone) == count > 1
+        )
 
 
 def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -78,11 +94,14 @@ def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) ->
     found: dict[Finding, list[int]] = {}
     for node, report in reports.items():
         for one in report["findings"]:
-            found.setdefault(Finding(one["what"], one["fix"], one["bad"], one["leave_out"]), []).append(node)
+            found.setdefault(
+                Finding(one["what"], one["fix"], one["bad"], one["leave_out"]), []
+            ).append(node)
     for finding, nodes in found.items():
         # A fault that all nodes have is not fixed by leaving all of them out.
         is_shared = len(nodes) == len(reports) > 1
-        what, fix = shown(finding.what, LONG), shown(finding.fix, LONG)
+        what = shown(finding.what, LONG)
+        fix = shown(finding.fix, LONG)
         verdict.add(nodes, what, fix, finding.bad, finding.leave_out and not is_shared)
 
 
@@ -95,7 +114,11 @@ def _compare(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
             continue
         usual, often = counted[0]
         is_majority = often > counted[1][1]
-        others = f"but {shown(usual)} on {often} others" if is_majority else "and no value has a majority of the nodes"
+        others = (
+            f"but {shown(usual)} on {often} others"
+            if is_majority
+            else "and no value has a majority of the nodes"
+        )
         fix = "use the same on all nodes: NCCL can fail on nodes that differ"
         for value, _ in counted[is_majority:]:
             nodes = [node for node, one in values.items() if one == value]
@@ -112,15 +135,15 @@ def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> No
     middle = median(gpu["tflops"] for _, gpu in tested) if tested else 0.0
     for node, gpu in tested:
         if gpu["tflops"] < SLOW * middle:
-            what = (
-                f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s; the median is {middle:.0f}"
-            )
+            what = f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s; the median is {middle:.0f}"
             fix = "run nvidia-smi -q -d PERFORMANCE there: look for heat, a power cap, or another process"
             verdict.add([node], what, fix)
 
 
 def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """GPUs that copy to the next GPU of their node more slowly than the GPU of the same number on other nodes. Needs at least three nodes."""
+    """GPUs that copy to the next GPU of their node more slowly than the GPU of the same number on
+    other nodes. Needs at least three nodes.
+    """
     of_index: dict[int, dict[int, float]] = {}
     for node, report in reports.items():
         for gpu in _gpus(report):
@@ -138,7 +161,9 @@ def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
 
 
 def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """Links that fail. The bad node of a link is the one with the larger share of failing links; if both are equal, the later one."""
+    """Links that fail. The bad node of a link is the one with the larger share of failing links; if
+    both are equal, the later one.
+    """
     tried: Counter[int] = Counter()
     failed: Counter[int] = Counter()
     faults: list[tuple[int, Mapping[str, Any]]] = []
@@ -150,7 +175,8 @@ def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
             if link["fault"]:
                 failed.update((node, link["peer"]))
                 faults.append((node, link))
-    known_bad, named = verdict.bad_nodes, set[int]()
+    known_bad = verdict.bad_nodes
+    named = set[int]()
     for node, link in faults:
         peer = link["peer"]
         # The first node is the master: it is accused last.
@@ -160,15 +186,18 @@ def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         named.add(bad)
         what, fix = FAULTS[link["fault"]]
         count = f"{failed[bad]} of {tried[bad]} links of {verdict.host(bad)} fail"
-        what = f"{verdict.host(node)} {what.format(peer=verdict.host(peer))} ({link['why']}; {count})"
+        what = (
+            f"{verdict.host(node)} {what.format(peer=verdict.host(peer))} ({link['why']}; {count})"
+        )
         verdict.add([bad], what, fix)
 
 
 def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """The bandwidth of all nodes together, and nodes whose network is slow from one of their GPUs at least.
+    """The bandwidth of all nodes together, and nodes whose network is slow from one of their GPUs
+    at least.
 
-    Each GPU is compared with the GPU of the same number on the other nodes. It is slow if the median of its pairs is, since one slow node
-    makes one pair of every other node slow.
+    Each GPU is compared with the GPU of the same number on the other nodes. It is slow if the
+    median of its pairs is, since one slow node makes one pair of every other node slow.
     """
     speeds: dict[int, list[float]] = {}
     of_node: dict[tuple[int, int], list[float]] = {}
@@ -182,20 +211,26 @@ def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
                 of_node.setdefault((node, gpu), []).append(speed)
     if not speeds:
         return
-    verdict.figures["pairs_median_gb_per_s"] = median(speed for of_gpu in speeds.values() for speed in of_gpu)
+    verdict.figures["pairs_median_gb_per_s"] = median(
+        speed for of_gpu in speeds.values() for speed in of_gpu
+    )
     for (node, gpu), values in of_node.items():
         usual = median(speeds[gpu])
         if len(values) > 1 and median(values) < SLOW * usual:
             of_which = f" from its GPU {gpu}" if len(speeds) > 1 else ""
-            what = (
-                f"its network is slow{of_which}: {median(values):.3g} GB/s with other nodes; the median is {usual:.3g}"
+            what = f"its network is slow{of_which}: {median(values):.3g} GB/s with other nodes; the median is {usual:.3g}"
+            verdict.add(
+                [node], what, "run ethtool DEV or ibstat there: check link speed, errors and cable"
             )
-            verdict.add([node], what, "run ethtool DEV or ibstat there: check link speed, errors and cable")
 
 
 def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """Findings of the bandwidth test of all nodes: wrong sums and, if it did not end, the nodes that are behind the others."""
-    measured = {node: report["bandwidth"] for node, report in reports.items() if report.get("bandwidth")}
+    """Findings of the bandwidth test of all nodes: wrong sums and, if it did not end, the nodes
+    that are behind the others.
+    """
+    measured = {
+        node: report["bandwidth"] for node, report in reports.items() if report.get("bandwidth")
+    }
     for node, found in measured.items():
         if found.get("correct") is False:
             fix = "exclude the node, whose memory or link corrupts data"
@@ -216,7 +251,8 @@ def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
 
 def _facts(report: Mapping[str, Any]) -> dict[str, str]:
     """What the table shows of a node."""
-    facts, gpus = report["facts"], _gpus(report)
+    facts = report["facts"]
+    gpus = _gpus(report)
     count = len(facts.get("gpus", {}).get("gpus", []))
     return {
         "gpus": f"{sum(gpu['correct'] for gpu in gpus)}/{count}" if count else "-",

@@ -1,12 +1,14 @@
-"""One node's part of the doctor's bandwidth test: an all_reduce over one rank of each node, and exchanges between pairs of nodes.
+"""One node's part of the doctor's bandwidth test: an all_reduce over one rank of each node, and
+exchanges between pairs of nodes.
 
 It repeats both with each GPU of the nodes in turn, since each may have its own way to the network.
 
-``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the environment, as torchrun sets them, and
-GPUS, the number of GPUs to test on each node (the smallest number of all nodes), or 1 on CPUs.
-LISTENER: rank 0's listening socket, -1 on others. It prints a line of JSON after each step, so that the doctor knows where it hangs.
-It does not measure as `recipes.collectives` does, which needs the World of a training run, and collectives to agree on repetitions;
-this test sends as little as possible over a network that may be broken.
+``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the
+environment, as torchrun sets them, and GPUS, the number of GPUs to test on each node (the smallest
+number of all nodes), or 1 on CPUs. LISTENER: rank 0's listening socket, -1 on others. It prints a
+line of JSON after each step, so that the doctor knows where it hangs. It does not measure as
+`recipes.collectives` does, which needs the World of a training run, and collectives to agree on
+repetitions; this test sends as little as possible over a network that may be broken.
 """
 
 import datetime
@@ -30,18 +32,26 @@ def say(**found: Any) -> None:
 
 
 def main(backend: str, listener: int, timeout_s: float) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     nodes: list[int] = json.loads(os.environ["NODES"])  # node_rank of each rank
     gpus = int(os.environ["GPUS"])
-    timeout, half_time = datetime.timedelta(seconds=timeout_s), time.monotonic() + timeout_s / 2
+    timeout = datetime.timedelta(seconds=timeout_s)
+    half_time = time.monotonic() + timeout_s / 2
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0, timeout=timeout,
-        wait_for_workers=False, master_listen_fd=listener if rank == 0 else None,
-    )  # fmt: skip
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener if rank == 0 else None,
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     say(at="the creation of the process group")
     for gpu in range(gpus):
-        device, of_gpu = torch.device("cpu"), f" with GPU {gpu} of each node" if gpus > 1 else ""
+        device = torch.device("cpu")
+        of_gpu = f" with GPU {gpu} of each node" if gpus > 1 else ""
         if backend == "nccl":
             device = torch.device("cuda", gpu)
             torch.cuda.set_device(device)
@@ -51,7 +61,11 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
             break  # a job so large that there is no time for all GPUs
         say(at=f"the first collective{of_gpu}")
         seconds, is_correct = all_reduce(device, rank, size)
-        say(at=f"an all_reduce{of_gpu}", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, correct=is_correct)
+        say(
+            at=f"an all_reduce{of_gpu}",
+            busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9,
+            correct=is_correct,
+        )
         for mask in masks(size):
             pair(nodes, rank, mask, device, gpu)
             say(at=f"the exchange between nodes {mask} apart in the list of nodes{of_gpu}")
@@ -65,7 +79,8 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
 
 def all_reduce(device: torch.device, rank: int, size: int) -> tuple[float, bool]:
     """The shortest time of several, in seconds, and whether the sum is correct. A collective."""
-    data, taken = torch.zeros(SIZE // 4, device=device), []
+    data = torch.zeros(SIZE // 4, device=device)
+    taken = []
     for _ in range(TRIES):
         dist.barrier()
         begin = time.perf_counter()
@@ -78,7 +93,8 @@ def all_reduce(device: torch.device, rank: int, size: int) -> tuple[float, bool]
 
 
 def masks(count: int) -> list[int]:
-    """The masks of the rounds: in each, i and i ^ mask are partners. At most four, in a job of any size.
+    """The masks of the rounds: in each, i and i ^ mask are partners. At most four, in a job of any
+    size.
 
     The highest bit is always included, so that each node has a partner in some round.
     """
@@ -87,14 +103,18 @@ def masks(count: int) -> list[int]:
 
 
 def pair(nodes: list[int], rank: int, mask: int, device: torch.device, gpu: int) -> None:
-    """Exchanges data with the partner of this round, in both directions at once. The lower rank prints the bandwidth."""
+    """Exchanges data with the partner of this round, in both directions at once. The lower rank
+    prints the bandwidth.
+    """
     if (peer := rank ^ mask) >= len(nodes):
         return
     data, received = (torch.zeros(SIZE, dtype=torch.uint8, device=device) for _ in range(2))
     taken = []
     for _ in range(TRIES):
         begin = time.perf_counter()
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, data, peer), dist.P2POp(dist.irecv, received, peer)])
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, data, peer), dist.P2POp(dist.irecv, received, peer)]
+        )
         for work in works:
             work.wait()
         synchronize(device)

@@ -1,4 +1,5 @@
-"""The checks of one node: each returns facts, some of which are compared between nodes, and findings. Never torch.
+"""The checks of one node: each returns facts, some of which are compared between nodes, and
+findings. Never torch.
 
 Whatever can hang (a file system, a driver, a resolver) runs in a separate process.
 """
@@ -25,10 +26,14 @@ SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 LOCKED_BYTES = 1 << 30  # of memory that RDMA may lock
 FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
 # A field that a GPU or driver does not support is [N/A].
-SMI = ("nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
+SMI = (
+    "nvidia-smi",
+    "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total",
+    "--format=csv,noheader,nounits",
+)
 
-# The first version that can hang, the first version with the fix, the processor ("": any), when. Source: the notes of NCCL's releases
-# 2.28.9 (10 November 2025) and 2.29.3 (3 February 2026).
+# The first version that can hang, the first version with the fix, the processor ("": any), when.
+# Source: the notes of NCCL's releases 2.28.9 (10 November 2025) and 2.29.3 (3 February 2026).
 HANGS = (
     ((2, 28, 3), (2, 28, 9), "", "in large jobs"),
     ((2, 29, 2), (2, 29, 3), "aarch64", "on ARM"),
@@ -50,24 +55,30 @@ class Surroundings:
 
     @property
     def has_others(self) -> bool:
-        """Whether there are other nodes. A node alone cannot be compared: what looks like its fault may be a mistyped key."""
+        """Whether there are other nodes. A node alone cannot be compared: what looks like its fault
+        may be a mistyped key.
+        """
         return self.info.num_nodes > 1
 
 
 def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], list[Finding]]:
-    """Runs all checks at once, each for at most ``deadline_s`` seconds: the facts of each, and the findings of all.
+    """Runs all checks at once, each for at most ``deadline_s`` seconds: the facts of each, and the
+    findings of all.
 
     A check that does not end is a finding.
     """
     facts: dict[str, Facts] = {}
     findings: list[Finding] = []
-    pool = ThreadPoolExecutor(len(CHECKS))  # not as a context manager, which waits for threads that hang
+    # not as a context manager, which waits for threads that hang
+    pool = ThreadPoolExecutor(len(CHECKS))
     answers = {name: pool.submit(check, here) for name, check in CHECKS.items()}
     done, _ = wait(answers.values(), deadline_s)
     for name, answer in answers.items():
         if answer not in done:
             fix = "log in there and find what hangs; if it is only slow, raise seconds="
-            findings.append(Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix))
+            findings.append(
+                Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix)
+            )
             continue
         try:
             facts[name], found = answer.result()
@@ -84,13 +95,17 @@ def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
     if why:
         fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
-        return {}, [Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)]
+        return {}, [
+            Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)
+        ]
     versions = json.loads(out.splitlines()[-1])
     return versions, known_hangs(versions["nccl"] or "", platform.machine())
 
 
 def known_hangs(nccl: str, machine: str) -> list[Finding]:
-    """A finding if this version of NCCL is in `HANGS`. nccl: "" without GPUs. machine: as of `platform.machine`, such as "aarch64"."""
+    """A finding if this version of NCCL is in `HANGS`. nccl: "" without GPUs. machine: as of
+    `platform.machine`, such as "aarch64".
+    """
     number = tuple(int(part) for part in nccl.split(".") if part.isdecimal())
     for first, fixed, on, when in HANGS:
         if first <= number < fixed and on in ("", machine):
@@ -100,13 +115,25 @@ def known_hangs(nccl: str, machine: str) -> list[Finding]:
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """/dev/shm, the run directory, TMPDIR and the data folder, each in a separate process: a file system may not answer."""
+    """/dev/shm, the run directory, TMPDIR and the data folder, each in a separate process: a file
+    system may not answer.
+    """
     temporary = here.environ.get("TMPDIR") or "/tmp"
     folders = [
         ("/dev/shm", "/dev/shm", "write", "check that file system"),
-        (f"run_dir={here.run_dir}", str(here.run_dir), "write", "check that file system, or give another run_dir="),
+        (
+            f"run_dir={here.run_dir}",
+            str(here.run_dir),
+            "write",
+            "check that file system, or give another run_dir=",
+        ),
         (f"TMPDIR={temporary}", temporary, "write", "set TMPDIR to a folder that is on every node"),
-        (f"data_dir={here.data_dir}", here.data_dir, "read", "check the name, and that it is mounted on that node"),
+        (
+            f"data_dir={here.data_dir}",
+            here.data_dir,
+            "read",
+            "check the name, and that it is mounted on that node",
+        ),
     ]
     findings = []
     for name, folder, use, fix in folders if here.data_dir else folders[:-1]:
@@ -119,7 +146,9 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
         free = json.loads(out)
         if name == "/dev/shm" and free is not None and free < SHM_BYTES:
             fix = "delete files there, or use docker run --ipc=host; loader processes and NCCL need that space"
-            findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20))
+            findings.append(
+                Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20)
+            )
     return {}, findings
 
 
@@ -144,7 +173,11 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
     try:
         chosen = network.choose(here.info)
     except network.NetworkError as error:
-        down = [folder.name for folder in sorted(folders.glob("*")) if _text(folder / "operstate") == "down"]
+        down = [
+            folder.name
+            for folder in sorted(folders.glob("*"))
+            if _text(folder / "operstate") == "down"
+        ]
         what = f"{error.what}; interfaces that are down: {', '.join(down)}" if down else error.what
         return {}, [Finding(what, error.fix)]
     if not chosen:
@@ -152,13 +185,20 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
     findings = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = here.environ.get(name, "")
-        # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact names.
+        # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact
+        # names.
         is_listed = any(chosen.interface.startswith(one) for one in value.lstrip("^=").split(","))
         if value and here.has_others and is_listed == value.startswith("^"):
             what = f"{name}={value}, but the route to {chosen.peer} uses {chosen.interface}"
-            findings.append(Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False))
+            findings.append(
+                Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False)
+            )
     own = _mbit_per_s(folders / chosen.interface)
-    cards = [one for one in folders.glob("*") if (one / "device").exists() and _text(one / "operstate") == "up"]
+    cards = [
+        one
+        for one in folders.glob("*")
+        if (one / "device").exists() and _text(one / "operstate") == "up"
+    ]
     fastest = max(cards, key=_mbit_per_s, default=None)
     if fastest and here.has_others and _mbit_per_s(fastest) > own > 0 and not _ports(here):
         name = fastest.name
@@ -194,7 +234,8 @@ def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
         return {}, []
     findings = []
     for folder in ports:
-        port, state = f"{folder.parts[-3]}:{folder.name}", _text(folder / "state").rpartition(": ")[2]
+        port = f"{folder.parts[-3]}:{folder.name}"
+        state = _text(folder / "state").rpartition(": ")[2]
         if state not in ("ACTIVE", ""):
             fix = f"check its cable, switch and subnet manager; if NCCL should not use it, set NCCL_IB_HCA=^{port}"
             findings.append(Finding(f"InfiniBand port {port} is {state}", fix, bad=False))
@@ -244,7 +285,12 @@ def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
     if not gpu["correct"]:
         found.append(Finding(f"{name} returns a wrong matrix product", fix))
     if errors.isdecimal() and int(errors):
-        found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
+        found.append(
+            Finding(
+                f"{name} has had {errors} uncorrected memory errors since the driver was loaded",
+                fix,
+            )
+        )
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
         fix = "find the process that uses it, possibly of an ended job, with nvidia-smi there"

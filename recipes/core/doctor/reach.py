@@ -1,4 +1,5 @@
-"""Checks whether this node reaches others over TCP, as the ranks will: a small server on each node, and probes of it.
+"""Checks whether this node reaches others over TCP, as the ranks will: a small server on each node,
+and probes of it.
 
 A node probes a fixed number of others (`peers`), so its cost is the same in a job of any size.
 """
@@ -14,18 +15,23 @@ QUIET_S = 20.0  # after which the server closes a silent connection
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:
-    """The nodes that a node probes: the first, the next, and the node num_nodes/2 places further on. Some node probes each node."""
+    """The nodes that a node probes: the first, the next, and the node num_nodes/2 places further
+    on. Some node probes each node.
+    """
     chosen = (0, (node_rank + 1) % num_nodes, (node_rank + num_nodes // 2) % num_nodes)
     return sorted(set(chosen) - {node_rank})
 
 
 def serve() -> int:
-    """Answers each connection with the bytes that it has sent, until this process ends. Returns the port. Raises OSError."""
+    """Answers each connection with the bytes that it has sent, until this process ends. Returns the
+    port. Raises OSError.
+    """
     listening = network.listener()
 
     def accept() -> None:
         while True:
-            with contextlib.suppress(OSError):  # the other side is gone, or a default timeout has passed
+            # the other side is gone, or a default timeout has passed
+            with contextlib.suppress(OSError):
                 threading.Thread(target=_answer, args=(listening.accept()[0],), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
@@ -39,9 +45,11 @@ def _answer(connection: socket.socket) -> None:
 
 
 def probe(host: str, port: int, timeout_s: float) -> tuple[str, str]:
-    """The fault of the way to the server of another node, and the reason of the fault; both are "" if there is none.
+    """The fault of the way to the server of another node, and the reason of the fault; both are ""
+    if there is none.
 
-    The fault: connect; small (a connection, but no answer); large (small messages pass and large ones do not). timeout_s: of each step.
+    The fault: connect; small (a connection, but no answer); large (small messages pass and large
+    ones do not). timeout_s: of each step.
     """
     for fault, size in (("small", 1), ("large", LARGE)):
         step = "connect"
@@ -58,7 +66,9 @@ def probe(host: str, port: int, timeout_s: float) -> tuple[str, str]:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """What the other side sends until it closes its side, up to about `LARGE` bytes. Raises OSError."""
+    """What the other side sends until it closes its side, up to about `LARGE` bytes. Raises
+    OSError.
+    """
     data = bytearray()
     while len(data) <= LARGE and (part := connection.recv(1 << 16)):
         data += part

@@ -1,4 +1,5 @@
-"""The reports of an examination: one file of each node in the run directory, since the network may be broken.
+"""The reports of an examination: one file of each node in the run directory, since the network may
+be broken.
 
 A node writes its file again after each stage. Nothing in a report names a file.
 """
@@ -34,7 +35,8 @@ class Reports:
     """The folder of an examination's reports, for one node, or for a judge (node -1)."""
 
     def __init__(self, folder: Path, node: int = -1) -> None:
-        self.folder, self._file = folder, f"{node}.json"
+        self.folder = folder
+        self._file = f"{node}.json"
 
     def write(self, report: Mapping[str, Any], stage: Stage) -> None:
         """Writes the report of this node. Raises OSError."""
@@ -42,7 +44,9 @@ class Reports:
         write_json(self.folder / self._file, {**report, "stage": stage})
 
     def collect(self, nodes: Iterable[int], stage: Stage, end: float) -> dict[int, dict[str, Any]]:
-        """The reports of ``nodes``, when all have reached ``stage``; at ``end`` (time.monotonic), those that exist."""
+        """The reports of ``nodes``, when all have reached ``stage``; at ``end`` (time.monotonic),
+        those that exist.
+        """
         wanted = {f"{node}.json": node for node in nodes}
         found: dict[int, dict[str, Any]] = {}
         read_at: dict[str, int] = {}
@@ -53,14 +57,18 @@ class Reports:
                         read_at[entry.name] = entry.stat().st_mtime_ns
                         report = read_json(Path(entry.path))
                         found |= {wanted[entry.name]: report} if report else {}
-            if all(stage_of(found.get(node)) >= stage for node in wanted.values()) or time.monotonic() > end:
+            if (
+                all(stage_of(found.get(node)) >= stage for node in wanted.values())
+                or time.monotonic() > end
+            ):
                 return found
             time.sleep(POLL_S)
 
     def are_judged(self) -> bool:
         """Whether the reports were removed, which the judge does after its verdict."""
         with contextlib.suppress(FileNotFoundError):
-            return self._file not in os.listdir(self.folder)  # a listing makes NFS refresh its cache
+            # a listing makes NFS refresh its cache
+            return self._file not in os.listdir(self.folder)
         return True
 
     def remove(self) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from recipes.core.doctor.verdict import Finding
 from recipes.core.errors import shown
 
-CUTOFF = 0.9  # of difflib. With less, a valid name that is not in the list is taken for a misspelt one
+# of difflib. With less, a valid name that is not in the list is taken for a misspelt one
+CUTOFF = 0.9
 # Names that users set, and the names that resemble them.
 _KNOWN = """
     GLOO_SOCKET_IFNAME NCCL_ALGO NCCL_BUFFSIZE NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG
@@ -32,15 +33,29 @@ _KNOWN = """
 KNOWN = tuple(_KNOWN.split())
 # NCCL refuses to start with other elements of these lists.
 _ELEMENTS = {
-    "NCCL_ALGO": ("Tree", "Ring", "CollNetDirect", "CollNetChain", "CollNet", "NVLS", "NVLSTree", "PAT"),
+    "NCCL_ALGO": (
+        "Tree",
+        "Ring",
+        "CollNetDirect",
+        "CollNetChain",
+        "CollNet",
+        "NVLS",
+        "NVLSTree",
+        "PAT",
+    ),
     "NCCL_PROTO": ("LL", "LL128", "Simple"),
 }
 
 
 def problems(environ: Mapping[str, str]) -> list[Finding]:
-    """The problems in a process's environment. Interfaces and devices are not looked up: `probes.interfaces` does that."""
+    """The problems in a process's environment. Interfaces and devices are not looked up:
+    `probes.interfaces` does that.
+    """
     # A misspelt name, which is not in KNOWN, does not stop a run.
-    return [Finding(f"{name}: {what}", fix, name in KNOWN, leave_out=False) for name, what, fix in _found(environ)]
+    return [
+        Finding(f"{name}: {what}", fix, name in KNOWN, leave_out=False)
+        for name, what, fix in _found(environ)
+    ]
 
 
 def _found(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -48,10 +63,16 @@ def _found(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     family = re.compile(r"(?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|GLOO|FI)_\w{1,60}")
     for name in (name for name in environ if name not in KNOWN and family.fullmatch(name)):
         if nearest := difflib.get_close_matches(name, KNOWN, n=1, cutoff=CUTOFF):
-            yield name, "is not a known variable and probably has no effect", f"did you mean {nearest[0]}?"
+            yield (
+                name,
+                "is not a known variable and probably has no effect",
+                f"did you mean {nearest[0]}?",
+            )
     for name, elements in _ELEMENTS.items():
         # `Ring,Tree`, `^NVLS`, `allreduce:tree;broadcast:ring` (graph/tuning.cc)
-        lists = [part.rpartition(":")[2].removeprefix("^") for part in environ.get(name, "").split(";")]
+        lists = [
+            part.rpartition(":")[2].removeprefix("^") for part in environ.get(name, "").split(";")
+        ]
         items = [item for one in lists for item in one.split(",") if item]
         if invalid := [item for item in items if item.lower() not in map(str.lower, elements)]:
             what = f"{shown(invalid[0])} must be one of {', '.join(elements)}"

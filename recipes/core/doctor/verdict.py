@@ -8,15 +8,20 @@ from recipes.core.run import table
 
 LONGEST = 2000  # characters of a line
 MANY = 8  # hosts that are named in a line
-FIGURES = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per_s": "pairs of nodes, median"}
+FIGURES = {
+    "all_reduce_busbw_gb_per_s": "all_reduce busbw",
+    "pairs_median_gb_per_s": "pairs of nodes, median",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of one node or several. what: one line that can stand after a host name. fix: what to type or do.
+    """A fault of one node or several. what: one line that can stand after a host name. fix: what to
+    type or do.
 
-    bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it; false if the job itself is at fault.
-    nodes: those that have it, by node_rank; none in the report of a node, and if no single node is to blame.
+    bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it; false if the
+    job itself is at fault. nodes: those that have it, by node_rank; none in the report of a node,
+    and if no single node is to blame.
     """
 
     what: str
@@ -28,7 +33,9 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """entries: the findings, bad ones first. exclude: hosts of the nodes to leave out. hosts: of all nodes. table: a row per node."""
+    """entries: the findings, bad ones first. exclude: hosts of the nodes to leave out. hosts: of
+    all nodes. table: a row per node.
+    """
 
     entries: list[Finding] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
@@ -44,7 +51,9 @@ class Verdict:
     def bad_nodes(self) -> set[int]:
         return {node for entry in self.entries if entry.bad for node in entry.nodes}
 
-    def add(self, nodes: list[int], what: str, fix: str, bad: bool = True, leave_out: bool = True) -> None:
+    def add(
+        self, nodes: list[int], what: str, fix: str, bad: bool = True, leave_out: bool = True
+    ) -> None:
         self.entries.append(Finding(what, fix, bad, leave_out, nodes))
 
     def host(self, node: int) -> str:
@@ -52,28 +61,43 @@ class Verdict:
 
 
 def lines(verdict: Verdict) -> list[str]:
-    """The verdict as text: a table of all nodes (of many, only the bad ones), a line for each finding and its fix, and the option to type."""
+    """The verdict as text: a table of all nodes (of many, only the bad ones), a line for each
+    finding and its fix, and the option to type.
+    """
     rows = verdict.table
     if len(rows) > 2 * MANY:
         rows = [rows[node] for node in sorted(verdict.bad_nodes)]
     found = table.aligned([list(verdict.table[0]), *(list(row.values()) for row in rows)])
     for entry in verdict.entries:
-        found.append(f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}")
+        found.append(
+            f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}"
+        )
     if verdict.figures:
-        found.append("; ".join(f"{FIGURES[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()))
+        found.append(
+            "; ".join(
+                f"{FIGURES[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()
+            )
+        )
     return [shown(line, LONGEST) for line in (*found, _summary(verdict))]
 
 
 def _summary(verdict: Verdict) -> str:
-    count, bad = len(verdict.hosts), len(verdict.bad_nodes)
+    count = len(verdict.hosts)
+    bad = len(verdict.bad_nodes)
     if verdict.healthy:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
     what = f"bad nodes: {bad} of {count}" if bad else "not healthy, and no single node is to blame"
-    return f"{what}; to exclude: sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else what
+    return (
+        f"{what}; to exclude: sbatch --exclude={','.join(verdict.exclude)}"
+        if verdict.exclude
+        else what
+    )
 
 
 def _names(nodes: Sequence[int], verdict: Verdict) -> str:
     if len(nodes) == len(verdict.hosts) and len(nodes) > 1:
         return f"all {len(nodes)} nodes"
     named = ", ".join(verdict.host(node) for node in nodes[:MANY])
-    return (named + (f" and {len(nodes) - MANY} more" if len(nodes) > MANY else "")) or "the nodes together"
+    return (
+        named + (f" and {len(nodes) - MANY} more" if len(nodes) > MANY else "")
+    ) or "the nodes together"

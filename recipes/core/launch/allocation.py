@@ -1,4 +1,6 @@
-"""The variables that an outer allocation left in the environment, and how a step gets all GPUs of its job."""
+"""The variables that an outer allocation left in the environment, and how a step gets all GPUs of
+its job.
+"""
 
 import contextlib
 import re
@@ -7,11 +9,20 @@ from collections.abc import Container, Mapping
 from recipes.core.errors import MachineError
 from recipes.core.run import queue
 
-# Variables that users and sites set for sbatch, with the option of sbatch that each stands for ("" for none). Such a
-# variable takes precedence over a directive in a script.
+# Variables that users and sites set for sbatch, with the option of sbatch that each stands for (""
+# for none). Such a variable takes precedence over a directive in a script.
 SET_FOR_SBATCH = {"SLURM_CONF": "", "SLURM_CLUSTERS": "clusters", "SBATCH_MEM_PER_NODE": "mem"} | {
     f"SBATCH_{name.upper().replace('-', '_')}": name
-    for name in ("account", "clusters", "constraint", "mem-per-cpu", "mem-per-gpu", "partition", "qos", "reservation")
+    for name in (
+        "account",
+        "clusters",
+        "constraint",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "partition",
+        "qos",
+        "reservation",
+    )
 }
 # Variables of an allocation or a launcher, which must not reach a job that is submitted in it.
 OF_LAUNCHERS = re.compile(
@@ -21,11 +32,13 @@ OF_LAUNCHERS = re.compile(
 
 
 def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:
-    """The variables of an array, a heterogeneous job or a requeue that belong to the outer job, not to this job.
+    """The variables of an array, a heterogeneous job or a requeue that belong to the outer job, not
+    to this job.
 
-    The outer job is the job in which this job was submitted. sbatch passes these variables on (seen with Slurm 22.05).
-    With them, this job would use the run directory of the outer job and would not be requeued, or its step would not
-    start. fields: the fields of this job, by scontrol's names; {} if they are not known.
+    The outer job is the job in which this job was submitted. sbatch passes these variables on (seen
+    with Slurm 22.05). With them, this job would use the run directory of the outer job and would
+    not be requeued, or its step would not start. fields: the fields of this job, by scontrol's
+    names; {} if they are not known.
     """
     found = []
     if fields and "ArrayJobId" not in fields:
@@ -33,39 +46,59 @@ def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str
     if fields.get("Restarts") == "0":
         found += [name for name in environ if name == "SLURM_RESTART_COUNT"]
     if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ.get("SLURM_JOB_ID"):
-        found += [name for name in environ if re.fullmatch(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+", name)]
+        found += [
+            name
+            for name in environ
+            if re.fullmatch(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+", name)
+        ]
     return found
 
 
 def all_gpus(fields: Mapping[str, str]) -> str:
-    """The value of ``--gpus`` that gives a step all GPUs of a job that requested them per task; "" for any other job.
+    """The value of ``--gpus`` that gives a step all GPUs of a job that requested them per task; ""
+    for any other job.
 
-    Without this option, a step with fewer tasks has only the GPUs of its own tasks (seen with Slurm 22.05, 24.11 and
-    26.05).
+    Without this option, a step with fewer tasks has only the GPUs of its own tasks (seen with Slurm
+    22.05, 24.11 and 26.05).
     """
     tasks, tasks_per_gpu = (fields.get(name, "") for name in ("NumTasks", "NtasksPerTRES"))
     if not tasks.isdecimal():
         return ""
     per_task = (one.rpartition(":") for one in queue.gpus(fields.get("TresPerTask", "")).split(","))
-    gpus = [f"{kind}{colon}{int(count) * int(tasks)}" for kind, colon, count in per_task if count.isdecimal()]
+    gpus = [
+        f"{kind}{colon}{int(count) * int(tasks)}"
+        for kind, colon, count in per_task
+        if count.isdecimal()
+    ]
     if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
         gpus = [str(-(-int(tasks) // int(tasks_per_gpu)))]
     return ",".join(gpus)
 
 
 def fields_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The fields of this job, by scontrol's names; {} outside a job, or if the controller does not answer."""
-    job = environ.get("SLURM_JOB_ID")  # not the variables of the array, which may belong to another job
+    """The fields of this job, by scontrol's names; {} outside a job, or if the controller does not
+    answer.
+    """
+    # not the variables of the array, which may belong to another job
+    job = environ.get("SLURM_JOB_ID")
     if job:
         with contextlib.suppress(MachineError):
-            return next((found.fields for found in queue.show(job) if found.fields.get("JobId") == job), {})
+            return next(
+                (found.fields for found in queue.show(job) if found.fields.get("JobId") == job), {}
+            )
     return {}
 
 
 def clean_environment(environ: Mapping[str, str], options: Container[str] = ()) -> dict[str, str]:
-    """``environ`` without the variables of an outer allocation or of a launcher in it. The variables in `SET_FOR_SBATCH` remain.
+    """``environ`` without the variables of an outer allocation or of a launcher in it. The
+    variables in `SET_FOR_SBATCH` remain.
 
-    options: the options of sbatch that the job sets itself; a variable for such an option is removed.
+    options: the options of sbatch that the job sets itself; a variable for such an option is
+    removed.
     """
     kept = {name for name, option in SET_FOR_SBATCH.items() if option not in options}
-    return {name: value for name, value in environ.items() if name in kept or not OF_LAUNCHERS.fullmatch(name)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in kept or not OF_LAUNCHERS.fullmatch(name)
+    }

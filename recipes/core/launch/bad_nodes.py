@@ -1,4 +1,6 @@
-"""The nodes that the doctor found bad. New jobs leave them out for a day. They are in runs/bad-nodes.json, by cluster."""
+"""The nodes that the doctor found bad. New jobs leave them out for a day. They are in
+runs/bad-nodes.json, by cluster.
+"""
 
 import dataclasses
 import time
@@ -15,8 +17,11 @@ KEPT_S = 24 * 3600.0
 
 
 def known(root: Path, cluster: str) -> dict[str, float]:
-    """The time, as time.time(), at which each node of a cluster was found bad, without those of more than a day ago."""
-    found, now = (files.read_json(root / FILE) or {}).get(cluster), time.time()
+    """The time, as time.time(), at which each node of a cluster was found bad, without those of
+    more than a day ago.
+    """
+    found = (files.read_json(root / FILE) or {}).get(cluster)
+    now = time.time()
     times = found.items() if isinstance(found, dict) else ()
     return {node: at for node, at in times if isinstance(at, float) and now - KEPT_S < at <= now}
 
@@ -34,7 +39,11 @@ def forget(root: Path, node: str) -> None:
     """Removes ``node``; ``all`` removes every node of this cluster. Raises MachineError."""
     cluster = queue.cluster_name()
     try:
-        _write(root, cluster, {name: at for name, at in known(root, cluster).items() if node not in ("all", name)})
+        _write(
+            root,
+            cluster,
+            {name: at for name, at in known(root, cluster).items() if node not in ("all", name)},
+        )
     except OSError as error:
         raise MachineError(
             f"forget={node}: cannot write {root / FILE} ({error.strerror}): check its permissions and the free space"
@@ -42,16 +51,27 @@ def forget(root: Path, node: str) -> None:
 
 
 def exclude(job: Job) -> Job:
-    """``job`` without the bad nodes, except those that forget= names. Prints a line that names them."""
+    """``job`` without the bad nodes, except those that forget= names. Prints a line that names
+    them.
+    """
     cluster = queue.cluster_name() if (job.root / FILE).exists() else ""
-    found = {node: at for node, at in known(job.root, cluster).items() if job.keys.forget not in ("all", node)}
-    there = queue.nodes() if found else ()  # Slurm refuses to exclude a node that has left the cluster
+    found = {
+        node: at
+        for node, at in known(job.root, cluster).items()
+        if job.keys.forget not in ("all", node)
+    }
+    # Slurm refuses to exclude a node that has left the cluster
+    there = queue.nodes() if found else ()
     bad = {node: at for node, at in found.items() if node in there}
     if not bad:
         return job
     excluded = ",".join(filter(None, (job.directives.get("exclude"), *sorted(bad))))
-    named = ", ".join(f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(at))})" for node, at in bad.items())
+    named = ", ".join(
+        f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(at))})"
+        for node, at in bad.items()
+    )
     print(
-        f"nodes:  the job excludes {named}, which the doctor found bad; give forget=NODE to use one again", flush=True
+        f"nodes:  the job excludes {named}, which the doctor found bad; give forget=NODE to use one again",
+        flush=True,
     )
     return dataclasses.replace(job, directives={**job.directives, "exclude": excluded})

@@ -1,9 +1,12 @@
 """The steps of a batch script before and after srun. Never imports torch.
 
 python -m recipes.core.launch.batch begin RECIPE WORD…               `begin`, before any rank starts
-python -m recipes.core.launch.batch examine RECIPE RESUBMITS WORD…   `examination.examine`, with doctor=true
-python -m recipes.core.launch.batch stop RECIPE SIGNAL WORD…         `ask_to_stop`, when the batch shell gets a signal
-python -m recipes.core.launch.batch finish RECIPE STATUS WORD…       `finish`, with the status of srun
+python -m recipes.core.launch.batch examine RECIPE RESUBMITS WORD…   `examination.examine`, with
+                                                                     doctor=true
+python -m recipes.core.launch.batch stop RECIPE SIGNAL WORD…         `ask_to_stop`, when the batch
+                                                                     shell gets a signal
+python -m recipes.core.launch.batch finish RECIPE STATUS WORD…       `finish`, with the status of
+                                                                     srun
 """
 
 import contextlib
@@ -38,10 +41,12 @@ EARLY_S = 60.0  # Slurm may send the signal before the time limit this much earl
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
-    """Checks the keys, records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
+    """Checks the keys, records what was submitted, and writes lines for the script's shell to the
+    file descriptor $RECIPES_LINES.
 
-    These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the ranks.
-    Returns 0. Raises ConfigError if a key is invalid or the job is refused, MachineError if the run directory cannot be written.
+    These lines change to the folder of the snapshot, and set the words with absolute paths and the
+    command prefix of the ranks. Returns 0. Raises ConfigError if a key is invalid or the job is
+    refused, MachineError if the run directory cannot be written.
     """
     fields = allocation.fields_of_job(environ)
     left_over = allocation.left_over(environ, fields)
@@ -58,7 +63,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     run_dir = directory.choose(settings.run.run_dir, recipe, job, ROOT)
     attempt = None
     if job:
-        folder = directory.inside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
+        folder = (
+            directory.inside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
+        )
         attempt = attempts.open_next(folder, recipe, environ)
         if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
             problem = (
@@ -75,38 +82,64 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     code = _code(environ, folder) if job else ROOT
     given = [f"{name}={value}" for name, value in typed.items()]
     if job and (script := environ.get("RECIPES_SCRIPT")):
-        with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
-            text, log, options = Path(script).read_bytes(), fields.get("StdOut"), jobs.options_of(fields)
+        # the recipe reports a run directory that cannot be written
+        with contextlib.suppress(OSError):
+            text = Path(script).read_bytes()
+            log = fields.get("StdOut")
+            options = jobs.options_of(fields)
             jobs.record(
-                run_dir, text, job, recipe, given, root=str(repository), code=str(code), log=log, options=options
+                run_dir,
+                text,
+                job,
+                recipe,
+                given,
+                root=str(repository),
+                code=str(code),
+                log=log,
+                options=options,
             )
     lines = [f"cd {shlex.quote(str(code))} || exit", shlex.join(["set", "--", *given])]
     lines += [
-        f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}" if attempt else f"unset {attempts.VARIABLE}"
+        f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}"
+        if attempt
+        else f"unset {attempts.VARIABLE}"
     ]
     lines += _clock_lines(recipe, settings, fields)
-    lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]  # bash cannot hold others
+    # bash cannot hold others
+    lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
     if image:
         step, inside = container.step(image, code, environ)
         lines += container.exports(image)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
-    lines += _program_lines(recipe, settings, attempt, fields) if attempt and _program(settings) else []
+    lines += (
+        _program_lines(recipe, settings, attempt, fields) if attempt and _program(settings) else []
+    )
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return errors.EXIT_DONE
 
 
-def _is_of_earlier_job(attempt: Attempt, fields: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether the attempts before this one are older than this job: its ID was used before, and it was never requeued."""
+def _is_of_earlier_job(
+    attempt: Attempt, fields: Mapping[str, str], environ: Mapping[str, str]
+) -> bool:
+    """Whether the attempts before this one are older than this job: its ID was used before, and it
+    was never requeued.
+    """
     started = fields.get("StartTime", "")
-    if not attempt.number or environ.get("SLURM_RESTART_COUNT", "0") != "0" or not started[:1].isdecimal():
+    if (
+        not attempt.number
+        or environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        or not started[:1].isdecimal()
+    ):
         return False
     first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
     return float(first) < time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S")) - SKEW_S
 
 
 def _restrict_log(fields: Mapping[str, str], umask: int) -> None:
-    """Applies the umask to the log of the job, which Slurm has made with the umask of the user's shell."""
+    """Applies the umask to the log of the job, which Slurm has made with the umask of the user's
+    shell.
+    """
     for name in ("StdOut", "StdErr"):
         path = Path(fields.get(name, ""))
         with contextlib.suppress(OSError):
@@ -119,8 +152,11 @@ def _program(settings: Settings) -> str:
     return str(getattr(settings.config, "program", ""))
 
 
-def _program_lines(recipe: str, settings: Settings, attempt: Attempt, fields: Mapping[str, str]) -> list[str]:
-    """Lines for the shell of a program's job, whose ranks need not end together. Writes the stop note and what is saved.
+def _program_lines(
+    recipe: str, settings: Settings, attempt: Attempt, fields: Mapping[str, str]
+) -> list[str]:
+    """Lines for the shell of a program's job, whose ranks need not end together. Writes the stop
+    note and what is saved.
 
     Raises ConfigError if the keys do not fit the tasks.
     """
@@ -132,7 +168,9 @@ def _program_lines(recipe: str, settings: Settings, attempt: Attempt, fields: Ma
 
 
 def _check_tasks(settings: Settings, fields: Mapping[str, str]) -> None:
-    """Raises ConfigError if a ready script starts several tasks on a node for a program that starts its own ranks."""
+    """Raises ConfigError if a ready script starts several tasks on a node for a program that starts
+    its own ranks.
+    """
     through = settings.config.through.name
     per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
     if through != "rank" and per_node.isdecimal() and int(per_node) > 1:
@@ -143,9 +181,11 @@ def _check_tasks(settings: Settings, fields: Mapping[str, str]) -> None:
 
 
 def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, str]) -> int:
-    """Leaves a stop note for the wrappers of a program, since the batch shell has received a signal. name: such as USR2.
+    """Leaves a stop note for the wrappers of a program, since the batch shell has received a
+    signal. name: such as USR2.
 
-    Slurm may send the signal before the time limit up to a minute early. The note then says when it is time.
+    Slurm may send the signal before the time limit up to a minute early. The note then says when it
+    is time.
     """
     attempt = attempts.given(environ)
     if not attempt:
@@ -165,7 +205,8 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
 
 
 def _clock_lines(recipe: str, settings: Settings, fields: Mapping[str, str]) -> list[str]:
-    """Lines for the shell: whether the ranks stop by the clock. The script's signal would stop a job of a few minutes at its start.
+    """Lines for the shell: whether the ranks stop by the clock. The script's signal would stop a
+    job of a few minutes at its start.
 
     A program of the user receives that signal itself.
     """
@@ -180,7 +221,9 @@ def _clock_lines(recipe: str, settings: Settings, fields: Mapping[str, str]) -> 
 
 
 def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
-    """The snapshot that this job runs; the repository itself with ``snapshot=false`` or if no snapshot can be made."""
+    """The snapshot that this job runs; the repository itself with ``snapshot=false`` or if no
+    snapshot can be made.
+    """
     if environ.get("RECIPES_SNAPSHOT") == "false":
         return ROOT
     try:
@@ -193,13 +236,16 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
-    """Judges the run after its step, prints how it ended, and requeues a preempted job. Returns the exit status of the run.
+    """Judges the run after its step, prints how it ended, and requeues a preempted job. Returns the
+    exit status of the run.
 
     srun_status: may be masked, so the run's own records decide.
     """
     try:
         settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except errors.ConfigError as error:  # the keys were valid when the job began: an env file was removed since then
+    except (
+        errors.ConfigError
+    ) as error:  # the keys were valid when the job began: an env file was removed since then
         say(f"{recipe}: ended with status {srun_status} and is not requeued: {error}")
         return srun_status or errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
@@ -209,7 +255,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         return srun_status
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
-    by_slurm = None  # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
+    # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
+    by_slurm = None
     with contextlib.suppress(errors.MachineError):
         if not attempt.has_begun and (found := queue.find(str(directory.job_id(environ)))):
             by_slurm = found.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
@@ -222,7 +269,9 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         line = requeue(attempt, outcome.step, most, environ)
         say(f"{recipe}: {what}; {line}; run directory {run_dir}", 1)
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
-        next_text = queue.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value if by_slurm else ''} by Slurm")
+        next_text = queue.NOT_REQUEUED.get(
+            by_slurm, f"{by_slurm.value if by_slurm else ''} by Slurm"
+        )
         after = f"; {next_text}" if outcome.kind is Kind.stopped else ""
         say(f"{recipe}: {outcome.line}{after}")
     else:
@@ -232,20 +281,30 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
 
 
 def _max_requeues(settings: Settings, attempt: Attempt) -> int:
-    """The value of ``max_requeues``. The default is UNSAVED_REQUEUES for a program that catches no signal and has saved nothing."""
+    """The value of ``max_requeues``. The default is UNSAVED_REQUEUES for a program that catches no
+    signal and has saved nothing.
+    """
     catches = files.read_json(attempt.folder / attempts.CATCHES) or {"signals": ["unknown"]}
     is_unsaved = not catches["signals"] and saves.has_changed(attempt) is None
-    return UNSAVED_REQUEUES if is_unsaved and "max_requeues" not in settings.typed else settings.run.max_requeues
+    return (
+        UNSAVED_REQUEUES
+        if is_unsaved and "max_requeues" not in settings.typed
+        else settings.run.max_requeues
+    )
 
 
 def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:
     """Requeues this job if it may be requeued. step: at which the attempt was saved.
 
-    Records what happens next in ``status.json``, and returns it as a short phrase. If Slurm has already decided, the
-    function does not requeue: a cancelled job stays cancelled, and Slurm itself requeues a preempted job.
+    Records what happens next in ``status.json``, and returns it as a short phrase. If Slurm has
+    already decided, the function does not requeue: a cancelled job stays cancelled, and Slurm
+    itself requeues a preempted job.
     """
-    job, restarts = directory.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
-    run_dir, number, facts = attempt.run_dir, attempt.number, attempt.facts()
+    job = directory.job_id(environ)
+    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    run_dir = attempt.run_dir
+    number = attempt.number
+    facts = attempt.facts()
     if facts.get("of_program"):  # it counts no steps
         has_progress = saves.has_changed(attempt) is not False
     else:
@@ -259,7 +318,8 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
             decided = Next.max_requeues
         elif not decided and restarts and number and not has_progress:
             decided = Next.no_progress
-        # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
+        # Recorded before the requeue, since the requeue ends this job and the next attempt may
+        # begin a moment later.
         directory.note_next(run_dir, decided or Next.requeued, number)
         if not decided:
             queue.requeue(str(job), restarts)
@@ -275,7 +335,8 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
 def main(argv: list[str]) -> int:
     source.go_home(ROOT)
     if argv[:1] != ["begin"]:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed
+        # sent by a requeue, before its result is recorded and printed
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     step, recipe, *words = argv
     try:
         if step == "begin":

@@ -22,12 +22,23 @@ from recipes.core.run import command_line, directory, source
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
-    "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master", *IN_IMAGE,
-)  # fmt: skip
+    "recipe",
+    "launcher",
+    "cluster",
+    "nodes",
+    "gpus_per_node",
+    "ranks_per_node",
+    "gpus",
+    "node_rank",
+    "master",
+    *IN_IMAGE,
+)
 
 
 def main(argv: list[str], python: str) -> int:
-    """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
+    """Runs one command line of launch.py and returns its exit status. python: the Python of the
+    job.
+    """
     if argv[:1] == ["runs"]:  # a line of JSON for each run
         return _main(argv, python, {})
     return command_line.with_json(argv, lambda words, told: _main(words, python, told))
@@ -40,7 +51,9 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
         own = command_line.before_dashes(argv)
         if not argv or {"-h", "--help", "help"} & set(own):
             given = dict(word.partition("=")[::2] for word in own)
-            recipe = command_line.SCRIPT if command_line.SCRIPT in given else given.get("recipe", "")
+            recipe = (
+                command_line.SCRIPT if command_line.SCRIPT in given else given.get("recipe", "")
+            )
             print(help.help_text(recipe, with_job_keys=True))
             return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         if argv[0] == "new":
@@ -51,11 +64,14 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
             return runs.command(argv, source.home(ROOT))
         settings = command_line.parse(argv[1:] if checked else argv)
         if (home := source.home(ROOT)) != ROOT:
-            raise ConfigError(f"{ROOT} is a snapshot of the code for a job: use launch.py in {home}")
+            raise ConfigError(
+                f"{ROOT} is a snapshot of the code for a job: use launch.py in {home}"
+            )
         os.umask(int(settings.run.umask, 8))
         if words := settings.words_from_run():
             print(f"keys from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
-        if cluster := os.environ.get("SBATCH_CLUSTERS"):  # the other commands of Slurm read SLURM_CLUSTERS
+        # the other commands of Slurm read SLURM_CLUSTERS
+        if cluster := os.environ.get("SBATCH_CLUSTERS"):
             os.environ.setdefault("SLURM_CLUSTERS", cluster)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(os.environ["RECIPES_DATA"])
@@ -80,8 +96,11 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
 
 
 def check(settings: Settings, told: dict[str, Any]) -> int:
-    """Prints one line per part of the job, and adds it to the ``parts`` of ``told``. Returns 0, or the exit status of the first failed part."""
-    base, parts = Path.cwd(), told.setdefault("parts", [])
+    """Prints one line per part of the job, and adds it to the ``parts`` of ``told``. Returns 0, or
+    the exit status of the first failed part.
+    """
+    base = Path.cwd()
+    parts = told.setdefault("parts", [])
     job = None
     if settings.job.launcher is not Launcher.local:
         job = bad_nodes.exclude(jobs.describe(settings, ROOT, base))
@@ -92,15 +111,20 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
-    place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
-    recipe, found = 0, None
+    place = directory.choose(run_dir, settings.recipe, None, ROOT)
+    keep = settings.run.keep_checkpoints
+    recipe = 0
+    found = None
     if settings.job.container and job:
         print("recipe: not checked: the job uses the Python of the container's image", flush=True)
     elif program := getattr(settings.config, "program", ""):
         print(f"script: not checked: launch.py check does not start {program}", flush=True)
     else:
-        recipe, found = checks.part(parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
-    memory, gpu_gb = 0, settings.job.gpu_memory_gb
+        recipe, found = checks.part(
+            parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base)
+        )
+    memory = 0
+    gpu_gb = settings.job.gpu_memory_gb
     on_gpus = settings.run.device is not Device.cpu and (job or gpus.visible_gpus(os.environ))
     if gpu_gb and on_gpus and found and found.rank_bytes:
         is_divided = settings.config.strategy == "fsdp" and ranks > 1
@@ -115,23 +139,32 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
 
 
 def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
-    """Submits the job, and prints its run directory and log, also into ``told``. Returns 0, or the exit status of the job with ``wait=true``."""
+    """Submits the job, and prints its run directory and log, also into ``told``. Returns 0, or the
+    exit status of the job with ``wait=true``.
+    """
     job = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()))
     not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
-        job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
+        job = dataclasses.replace(
+            job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))}
+        )
     if settings.job.forget:
         bad_nodes.forget(ROOT, settings.job.forget)
     runs = submit.submit(job, python, settings.run.run_dir)
     job_id = runs[0].job_id.partition("_")[0]
     print(f"job {job_id}: submitted")
-    told |= {"job": job_id, "runs": [{"job": run.job_id, "run_dir": run.run_dir, "log": run.log} for run in runs]}
+    told |= {
+        "job": job_id,
+        "runs": [{"job": run.job_id, "run_dir": run.run_dir, "log": run.log} for run in runs],
+    }
     if job.elements:
         for run, words in zip(runs, job.elements, strict=True):
             print(f"{run.job_id}: {shlex.join(words)}")
-        print(f"table of the runs: python -m recipes.report {shlex.join(str(run.run_dir) for run in runs)}")
+        print(
+            f"table of the runs: python -m recipes.report {shlex.join(str(run.run_dir) for run in runs)}"
+        )
     else:
         print(f"run directory: {runs[0].run_dir}")
         print(f"log: tail -F {shlex.quote(str(runs[0].log))}")
@@ -146,7 +179,9 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
 
 
 def run_here(settings: Settings) -> int:
-    """launcher=local: runs one process per rank on this machine. Returns the exit status of the run."""
+    """launcher=local: runs one process per rank on this machine. Returns the exit status of the
+    run.
+    """
     layout = local_layout(settings)
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
     if settings.job.container:  # perhaps from the site's profile
@@ -154,18 +189,41 @@ def run_here(settings: Settings) -> int:
     if unused:
         print(f"launch.py: launcher=local does not use {', '.join(unused)}", file=sys.stderr)
     words = settings.absolute(settings.typed, Path.cwd()) | jobs.own_words(settings)
-    run_dir = None if layout.node_rank else directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
-    environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
+    run_dir = (
+        None
+        if layout.node_rank
+        else directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
+    )
+    environ = (
+        dict(os.environ, RECIPES_CLUSTER=settings.job.cluster)
+        if settings.job.cluster
+        else dict(os.environ)
+    )
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
     words |= {"run_dir": str(run_dir)} if run_dir else {}
-    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
-    folder = directory.inside(run_dir, directory.EVALUATION) if run_dir and settings.config.evaluate else run_dir
-    return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        f"recipes.{settings.recipe}",
+        *(f"{k}={v}" for k, v in words.items()),
+    ]
+    folder = (
+        directory.inside(run_dir, directory.EVALUATION)
+        if run_dir and settings.config.evaluate
+        else run_dir
+    )
+    return local.run(
+        command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ
+    )
 
 
 def local_layout(settings: Settings) -> Layout:
-    """The ranks of each machine, by the keys and the GPUs of this machine. Raises ConfigError or MachineError."""
-    job, on_cpu = settings.job, settings.run.device is Device.cpu
+    """The ranks of each machine, by the keys and the GPUs of this machine. Raises ConfigError or
+    MachineError.
+    """
+    job = settings.job
+    on_cpu = settings.run.device is Device.cpu
     if settings.sweep:
         name = next(iter(settings.sweep[0]))
         fix = f"give one value in {name}=, and start each run separately"
@@ -200,7 +258,9 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
     """The number of ranks of each machine from gpus=8,2. Raises ConfigError."""
     ranks = tuple(int(n) for n in job.gpus.split(","))
     if 0 in ranks:
-        raise ConfigError(f"gpus={job.gpus}: each machine must have at least one rank; leave out the 0")
+        raise ConfigError(
+            f"gpus={job.gpus}: each machine must have at least one rank; leave out the 0"
+        )
     if job.node_rank >= len(ranks):
         limit = f"{len(ranks)}, the number of machines in gpus={job.gpus}"
         raise ConfigError(f"node_rank={job.node_rank}: must be less than {limit}")

@@ -1,8 +1,10 @@
-"""Ranks in a container: options of srun and of the runtime that give it the code, the data and the variables.
+"""Ranks in a container: options of srun and of the runtime that give it the code, the data and the
+variables.
 
-``apptainer`` (or ``singularity``) is a prefix of a rank's command. pyxis is used through options of srun. Neither of
-them changes Slurm's variables. If the image sets a variable too, the image's value takes precedence unless the variable
-is passed by name. The variables that configure the network are passed by name.
+``apptainer`` (or ``singularity``) is a prefix of a rank's command. pyxis is used through options of
+srun. Neither of them changes Slurm's variables. If the image sets a variable too, the image's value
+takes precedence unless the variable is passed by name. The variables that configure the network are
+passed by name.
 """
 
 import os
@@ -18,11 +20,13 @@ from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.files import ROOT
 from recipes.core.run import source
 
-PYTHON = "python3"  # of the image; it needs torch, torchvision, omegaconf, and submitit for launch.py with pyxis
-# Modules on the host set the first two variables for another Python. Without the third, Python imports from the working
-# directory first.
+# of the image; it needs torch, torchvision, omegaconf, and submitit for launch.py with pyxis
+PYTHON = "python3"
+# Modules on the host set the first two variables for another Python. Without the third, Python
+# imports from the working directory first.
 WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH")
-# Each rank runs this on its node, where Slurm's prolog may have created a $TMPDIR for the job. $0 is the runtime.
+# Each rank runs this on its node, where Slurm's prolog may have created a $TMPDIR for the job. $0
+# is the runtime.
 EXEC = '[ ! -d "${TMPDIR-}" ] || set -- --bind "$TMPDIR" "$@"; exec "$0" exec "$@"'
 # Prefixes of the variables that take precedence over the image's values.
 PASSED_BY_NAME = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
@@ -39,7 +43,8 @@ class Container:
     runtime: str
     mounts: tuple[str, ...] = ()  # HOST or HOST:INSIDE
     gpus: bool = True  # whether the ranks may use GPUs
-    variables: Mapping[str, str] = field(default_factory=dict)  # passed to the ranks; those of the user take precedence
+    # passed to the ranks; those of the user take precedence
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def absolute_image(image: str, base: Path) -> str:
@@ -48,14 +53,20 @@ def absolute_image(image: str, base: Path) -> str:
     return os.path.realpath(path) if image and path.exists() else image
 
 
-def step(container: Container, code: Path, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def step(
+    container: Container, code: Path, environ: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """The options of srun, and the command before a rank's Python arguments.
 
-    code: the folder to start in. environ: its variables that configure the network are passed to the container too.
+    code: the folder to start in. environ: its variables that configure the network are passed to
+    the container too.
     """
     if container.runtime == "pyxis":
         mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts)
-        named = {*container.variables, *(name for name in environ if name.startswith(PASSED_BY_NAME))}
+        named = {
+            *container.variables,
+            *(name for name in environ if name.startswith(PASSED_BY_NAME)),
+        }
         return [
             f"--container-image={container.image}",
             f"--container-mounts={','.join(mounts)}",
@@ -65,42 +76,68 @@ def step(container: Container, code: Path, environ: Mapping[str, str]) -> tuple[
     binds = [word for mount in container.mounts for word in ("--bind", mount)]
     of_gpus = ["--rocm" if os.path.exists(AMD) else "--nv"] if container.gpus else []
     return [], [
-        *WITHOUT_MODULES, "sh", "-c", EXEC, container.runtime, *of_gpus, *binds, "--pwd", str(code), container.image, PYTHON,
-    ]  # fmt: skip
+        *WITHOUT_MODULES,
+        "sh",
+        "-c",
+        EXEC,
+        container.runtime,
+        *of_gpus,
+        *binds,
+        "--pwd",
+        str(code),
+        container.image,
+        PYTHON,
+    ]
 
 
 def exports(container: Container) -> list[str]:
-    """Lines of bash that give the container's variables, and those of the user, precedence over those of the image."""
+    """Lines of bash that give the container's variables, and those of the user, precedence over
+    those of the image.
+    """
     variables = sorted(container.variables.items())
-    lines = [f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in variables]
+    lines = [
+        f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in variables
+    ]
     if container.runtime != "pyxis":
         prefix = f"{container.runtime.upper()}ENV_"
-        every = " ".join([*(f'"${{!{start}@}}"' for start in PASSED_BY_NAME), *sorted(container.variables)])
+        every = " ".join(
+            [*(f'"${{!{start}@}}"' for start in PASSED_BY_NAME), *sorted(container.variables)]
+        )
         lines += [
             f'for name in {every}; do there={prefix}$name; [ -n "${{!there+x}}" ] || export "$there=${{!name}}"; done',
             # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
             f"export {container.runtime.upper()}_NO_EVAL=1",
-            f"export {prefix}PYTHONNOUSERSITE=1",  # packages of pip in the home folder are for another Python
+            # packages of pip in the home folder are for another Python
+            f"export {prefix}PYTHONNOUSERSITE=1",
             f'command -v {container.runtime} >/dev/null || stop "container=: $(hostname) has no {container.runtime}: '
             'if an environment module provides it, list that module under modules: in the profile" 3',
         ]
     return lines
 
 
-def of_job(settings: Settings, words: Mapping[str, str], environ: Mapping[str, str]) -> Container | None:
-    """The container of a job's ranks, from the environment, else from the site's profile; None for none. Raises ConfigError.
+def of_job(
+    settings: Settings, words: Mapping[str, str], environ: Mapping[str, str]
+) -> Container | None:
+    """The container of a job's ranks, from the environment, else from the site's profile; None for
+    none. Raises ConfigError.
 
-    It gets the folders that the run needs, and the variables of the env files. words: the given keys, with absolute paths.
+    It gets the folders that the run needs, and the variables of the env files. words: the given
+    keys, with absolute paths.
     """
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster) if cluster else {}
-    values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
+    values = {
+        name: profile[name] for name in job_keys.IN_IMAGE if name in profile
+    } | profiles.in_image(environ)
     keys = declare.build(JobKeys, values)
     if not keys.container:
         return None
-    repository, on_gpus = source.home(ROOT), settings.run.device is not Device.cpu
-    image, runtime = absolute_image(keys.container, repository), keys.container_runtime.name
-    if runtime == "auto":  # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
+    repository = source.home(ROOT)
+    on_gpus = settings.run.device is not Device.cpu
+    image = absolute_image(keys.container, repository)
+    runtime = keys.container_runtime.name
+    # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
+    if runtime == "auto":
         runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
     mounts = [f"{folder}:{folder}" for folder in folders_of_run(settings, words, repository)]
     mounts += [os.path.expanduser(mount) for mount in keys.container_mounts.split(",") if mount]
@@ -110,19 +147,29 @@ def of_job(settings: Settings, words: Mapping[str, str], environ: Mapping[str, s
 
 
 def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
-    """The folders that the container of a run needs: the repository and the absolute paths that the run names.
+    """The folders that the container of a run needs: the repository and the absolute paths that the
+    run names.
 
-    A path that is not an existing folder is replaced by its nearest parent that is one, since a runtime refuses other
-    paths. A folder inside another folder of the result is omitted. words: the given keys, with absolute paths.
+    A path that is not an existing folder is replaced by its nearest parent that is one, since a
+    runtime refuses other paths. A folder inside another folder of the result is omitted. words: the
+    given keys, with absolute paths.
     """
-    links = [os.path.realpath(root / name) for name in ("runs", "data")]  # these may be links to other disks
+    # these may be links to other disks
+    links = [os.path.realpath(root / name) for name in ("runs", "data")]
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
-    around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile
+    # it may come from the site profile
+    around["data_dir"] = getattr(settings.config, "data_dir", "")
     values = {**around, **settings.from_run, **words}
     keys = declare.declared(RunKeys, "path") | declare.declared(type(settings.config), "path")
     keys |= {"network", "resume", "program", *around}
-    paths = [Path(path) for path in (str(root), *links, *(values.get(key, "") for key in keys)) if path.startswith("/")]
-    folders = {next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in paths}
+    paths = [
+        Path(path)
+        for path in (str(root), *links, *(values.get(key, "") for key in keys))
+        if path.startswith("/")
+    ]
+    folders = {
+        next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in paths
+    }
     found: list[str] = []
     for folder in sorted(folders - {Path("/")}, key=lambda path: (len(path.parts), path)):
         if not any(folder.is_relative_to(other) for other in found):

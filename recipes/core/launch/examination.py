@@ -19,22 +19,25 @@ from recipes.core.run.logs import say
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
-# Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they are in no script.
+# Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they
+# are in no script.
 OPTIONS = {"qos": "QOS", "constraint": "Features", "time": "TimeLimit", "nodes": "NumNodes"} | {
     name: name.capitalize() for name in ("partition", "account", "reservation")
 }
-COUNT = "doctor/requeues.json"  # in the run directory: how often the job was requeued without bad nodes
+# in the run directory: how often the job was requeued without bad nodes
+COUNT = "doctor/requeues.json"
 
 
 def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:
     """Runs the doctor on the nodes of the job.
 
-    resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are healthy; else 3, after
-    requeueing the job without the bad nodes if it may.
+    resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are
+    healthy; else 3, after requeueing the job without the bad nodes if it may.
     """
     settings = command_line.parse(words, recipe=recipe, to_start=False)
     run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
-    (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
+    # an older verdict is not valid for these nodes
+    (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)
     shutil.rmtree(run_dir / "doctor" / "reports", ignore_errors=True)
     _run_doctor(settings, run_dir / "doctor", environ)
     subprocess.run([*JUDGE, f"run_dir={run_dir / 'doctor'}"], cwd=ROOT, env=dict(environ))
@@ -48,7 +51,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     else:
         bad = ",".join(verdict["exclude"])
         with contextlib.suppress(OSError):
-            bad_nodes.remember(source.home(ROOT), environ.get("SLURM_CLUSTER_NAME", ""), verdict["exclude"])
+            bad_nodes.remember(
+                source.home(ROOT), environ.get("SLURM_CLUSTER_NAME", ""), verdict["exclude"]
+            )
         line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
     attempts.refuse(environ, errors.EXIT_MACHINE, line)
     say(f"{recipe}: {line}")
@@ -56,19 +61,27 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
 
 
 def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -> None:
-    """Runs the doctor with one task on each node of the job, with the keys of the run that concern the nodes."""
+    """Runs the doctor with one task on each node of the job, with the keys of the run that concern
+    the nodes.
+    """
     keys = {"device": settings.run.device.name, "network": settings.run.network}
     keys["data_dir"] = getattr(settings.config, "data_dir", "")
     options: list[str] = []
     inside = [sys.executable]
     if image := container.of_job(settings, settings.typed, environ):
         options, inside = container.step(image, ROOT, environ)
-    if gpus := allocation.all_gpus(allocation.fields_of_job(environ)):  # each task tests all GPUs of its node
+    # each task tests all GPUs of its node
+    if gpus := allocation.all_gpus(allocation.fields_of_job(environ)):
         options = [*options, f"--gpus={gpus}"]
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
     command = [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
-        *("--export=ALL", "--wait=60", "--mem=0", f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}"),
+        *(
+            "--export=ALL",
+            "--wait=60",
+            "--mem=0",
+            f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}",
+        ),
         *options,
         *(*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"),
         *(f"{name}={value}" for name, value in keys.items() if value),
@@ -78,18 +91,23 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
 
 
 def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
-    """How often this job was requeued because its nodes were bad. ``max_requeues=`` does not count these requeues."""
+    """How often this job was requeued because its nodes were bad. ``max_requeues=`` does not count
+    these requeues.
+    """
     noted = files.read_json(run_dir / COUNT)
     return int(noted["count"]) if noted and noted["job_id"] == directory.job_id(environ) else 0
 
 
 def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, str]) -> str:
-    """Requeues this job without the nodes ``bad``, at most ``most`` times. Returns a short phrase on the result.
+    """Requeues this job without the nodes ``bad``, at most ``most`` times. Returns a short phrase
+    on the result.
 
-    Slurm accepts another list of excluded nodes only for a pending job. It does not start the job before this process
-    has ended. The requeue sends SIGTERM to this process, which ignores it.
+    Slurm accepts another list of excluded nodes only for a pending job. It does not start the job
+    before this process has ended. The requeue sends SIGTERM to this process, which ignores it.
     """
-    job, count, fields = str(directory.job_id(environ)), requeues(run_dir, environ), allocation.fields_of_job(environ)
+    job = str(directory.job_id(environ))
+    count = requeues(run_dir, environ)
+    fields = allocation.fields_of_job(environ)
     before = fields.get("ExcNodeList", "(null)")
     excluded = bad if before == "(null)" else f"{before},{bad}"
     by_hand = f"submit the job with exclude={excluded} (sbatch: --exclude={excluded})"
@@ -105,16 +123,24 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
     return f"requeued without them (requeues left: {most - count - 1})"
 
 
-def _require_other_nodes(script: Path, excluded: str, fields: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job would stay pending.
+def _require_other_nodes(
+    script: Path, excluded: str, fields: Mapping[str, str], environ: Mapping[str, str]
+) -> None:
+    """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job
+    would stay pending.
 
     fields: the fields of this job, by scontrol's names. Raises OSError or SubprocessError.
     """
-    text = re.sub(r"^#SBATCH --dependency=.*\n", "", script.read_text(), flags=re.MULTILINE)  # it was met
+    # it was met
+    text = re.sub(r"^#SBATCH --dependency=.*\n", "", script.read_text(), flags=re.MULTILINE)
     options = {name: fields[field] for name, field in OPTIONS.items() if field in fields}
     if re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE):
         del options["nodes"]  # Slurm may choose another number of nodes
-    known = [f"--{name}={value}" for name, value in options.items() if value not in ("(null)", "N/A")]
+    known = [
+        f"--{name}={value}" for name, value in options.items() if value not in ("(null)", "N/A")
+    ]
     command = ["sbatch", "--test-only", *known, f"--exclude={excluded}"]
     clean = allocation.clean_environment(environ)
-    subprocess.run(command, input=text, env=clean, capture_output=True, text=True, timeout=120, check=True)
+    subprocess.run(
+        command, input=text, env=clean, capture_output=True, text=True, timeout=120, check=True
+    )

@@ -1,6 +1,7 @@
 """The job that is submitted to Slurm, made from the settings of a launch, and its script.
 
-The values are checked where the keys are declared (recipes/core/config), and are quoted in `sbatch_script`.
+The values are checked where the keys are declared (recipes/core/config), and are quoted in
+`sbatch_script`.
 """
 
 import contextlib
@@ -23,12 +24,13 @@ from recipes.core.run import queue
 
 GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
-# Slurm signals the ranks SIGNAL_S seconds before the time limit. In a short job this time is at most SIGNAL_SHARE of
-# the time limit. Slurm may send the signal up to 60 s early.
-SIGNAL_S, SIGNAL_SHARE = 120, 0.25
-# --kill-on-bad-exit=1: one failed rank ends the step. --export=ALL: the ranks have the environment of the script, even
-# if the site's sbatch exports nothing. --mem=0: the step has all memory of the job, whatever variables an outer
-# allocation has left.
+# Slurm signals the ranks SIGNAL_S seconds before the time limit. In a short job this time is at
+# most SIGNAL_SHARE of the time limit. Slurm may send the signal up to 60 s early.
+SIGNAL_S = 120
+SIGNAL_SHARE = 0.25
+# --kill-on-bad-exit=1: one failed rank ends the step. --export=ALL: the ranks have the environment
+# of the script, even if the site's sbatch exports nothing. --mem=0: the step has all memory of the
+# job, whatever variables an outer allocation has left.
 SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
 
 
@@ -41,28 +43,39 @@ class Job:
     keys: JobKeys
     ranks: int
     root: Path  # the repository, where the job runs
-    directives: Mapping[str, str]  # options of sbatch by their long names without dashes; "" for one without a value
+    # options of sbatch by their long names without dashes; "" for one without a value
+    directives: Mapping[str, str]
     elements: tuple[tuple[str, ...], ...]  # further arguments of each element of a job array
-    # Exported for sbatch/job.sh: the site, the container, and the code and the Python of the job if they are chosen at submission.
+    # Exported for sbatch/job.sh: the site, the container, and the code and the Python of the job if
+    # they are chosen at submission.
     variables: Mapping[str, str]
 
 
-def record(run_dir: Path, script: bytes, job_id: str, recipe: str, arguments: Sequence[str], **more: object) -> None:
-    """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises OSError, and MachineError if the run directory is another user's.
+def record(
+    run_dir: Path, script: bytes, job_id: str, recipe: str, arguments: Sequence[str], **more: object
+) -> None:
+    """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises
+    OSError, and MachineError if the run directory is another user's.
 
-    more: ``root`` (the repository), ``code`` (its snapshot), ``log``, and ``options`` of sbatch with which the script is submitted again.
+    more: ``root`` (the repository), ``code`` (its snapshot), ``log``, and ``options`` of sbatch
+    with which the script is submitted again.
     """
     trust.own_folder(run_dir)
     # The atomic rename replaces a symbolic link that another user may have planted.
     trust.write_own(run_dir / "job.sh", script)
     real = os.path.realpath(run_dir)
-    write_description(run_dir, {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real, **more})
+    write_description(
+        run_dir,
+        {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real, **more},
+    )
     if "root" in more:
         _add_link(Path(str(more["root"])) / "runs", job_id, Path(real))
 
 
 def _add_link(runs: Path, job_id: str, run_dir: Path) -> None:
-    """Makes ``runs/jobs/<job>`` a link to a run directory that is not in ``runs``, so that the job is found by its ID. Raises OSError."""
+    """Makes ``runs/jobs/<job>`` a link to a run directory that is not in ``runs``, so that the job
+    is found by its ID. Raises OSError.
+    """
     if run_dir.is_relative_to(runs.resolve()):
         return
     link = runs / "jobs" / job_id
@@ -78,7 +91,8 @@ def write_description(run_dir: Path, description: Mapping[str, object]) -> None:
 
 
 def options_of(fields: Mapping[str, str]) -> list[str]:
-    """Options of sbatch that submit a ready script again as this job, from `queue.Job.fields`: its size, time and partition.
+    """Options of sbatch that submit a ready script again as this job, from `queue.Job.fields`: its
+    size, time and partition.
 
     [] for a job of launch.py, whose script has them.
     """
@@ -87,21 +101,27 @@ def options_of(fields: Mapping[str, str]) -> list[str]:
     per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
     found = {
         "nodes": fields.get("NumNodes"),
-        **({"ntasks": fields.get("NumTasks")} if per_node == "0" else {"ntasks-per-node": per_node}),
+        **(
+            {"ntasks": fields.get("NumTasks")} if per_node == "0" else {"ntasks-per-node": per_node}
+        ),
         "gpus-per-node": queue.gpus(fields.get("TresPerNode", "")) or "0",
         "cpus-per-task": fields.get("CPUs/Task"),
         "time": fields.get("TimeLimit"),
         **{name: fields.get(name.capitalize()) for name in ("partition", "account")},
         "qos": fields.get("QOS"),
     }
-    return [f"--{name}={value}" for name, value in found.items() if value not in (None, "", "(null)", "N/A")]
+    return [
+        f"--{name}={value}"
+        for name, value in found.items()
+        if value not in (None, "", "(null)", "N/A")
+    ]
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
     """The number of ranks on each node: one per GPU.
 
-    On the CPU it is ``ranks_per_node``, else the value of ``gpus_per_node``. Raises ConfigError if the keys contradict
-    each other.
+    On the CPU it is ``ranks_per_node``, else the value of ``gpus_per_node``. Raises ConfigError if
+    the keys contradict each other.
     """
     if device is Device.cpu:
         return job.ranks_per_node or job.gpus_per_node or 1
@@ -110,24 +130,33 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
             f"ranks_per_node={job.ranks_per_node}: there is one rank per GPU; give gpus_per_node= alone, or device=cpu"
         )
     if job.gpus_per_node == 0:
-        raise ConfigError("gpus_per_node=0: there is one rank per GPU; without GPUs give device=cpu ranks_per_node=1")
+        raise ConfigError(
+            "gpus_per_node=0: there is one rank per GPU; without GPUs give device=cpu ranks_per_node=1"
+        )
     return job.gpus_per_node or job.ranks_per_node or 1
 
 
 def through(settings: Settings) -> str:
-    """What starts the ranks of a user's program on a node, instead of the job; "" if the job starts the ranks."""
+    """What starts the ranks of a user's program on a node, instead of the job; "" if the job starts
+    the ranks.
+    """
     name = getattr(getattr(settings.config, "through", None), "name", "rank")
     return "" if name == "rank" else name
 
 
 def tasks_per_node(settings: Settings) -> int:
-    """The tasks that the job starts on each node: one per rank, or a single one that starts the ranks. Raises ConfigError."""
+    """The tasks that the job starts on each node: one per rank, or a single one that starts the
+    ranks. Raises ConfigError.
+    """
     return 1 if through(settings) else ranks_per_node(settings.job, settings.run.device)
 
 
 def own_words(settings: Settings) -> dict[str, str]:
-    """Keys of a program that starts its own ranks, which follow from job keys. Raises ConfigError for those that do not fit."""
-    job, by = settings.job, through(settings)
+    """Keys of a program that starts its own ranks, which follow from job keys. Raises ConfigError
+    for those that do not fit.
+    """
+    job = settings.job
+    by = through(settings)
     if not by:
         return {}
     if job.gpus:
@@ -141,8 +170,12 @@ def own_words(settings: Settings) -> dict[str, str]:
         )
     if job.ranks_per_node and not on_cpu:
         fix = f"give gpus_per_node={job.ranks_per_node}"
-        raise ConfigError(f"ranks_per_node={job.ranks_per_node}: through={by} starts one rank per GPU: {fix}")
-    given = settings.config.nproc_per_node or (ranks_per_node(job, Device.cpu) if on_cpu and by != "node" else 0)
+        raise ConfigError(
+            f"ranks_per_node={job.ranks_per_node}: through={by} starts one rank per GPU: {fix}"
+        )
+    given = settings.config.nproc_per_node or (
+        ranks_per_node(job, Device.cpu) if on_cpu and by != "node" else 0
+    )
     return {"nproc_per_node": str(given)} if given else {}
 
 
@@ -188,30 +221,49 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
         fix = f"give the total, gpus={total}, since Slurm chooses the nodes"
         raise ConfigError(f"gpus={job.gpus}: a list is for launcher=local: {fix}")
     if job.gpus and int(job.gpus) < max(1, job.nodes or 0):
-        raise ConfigError(f"gpus={job.gpus}: must be at least nodes={max(1, job.nodes or 0)}, one GPU per node")
+        raise ConfigError(
+            f"gpus={job.gpus}: must be at least nodes={max(1, job.nodes or 0)}, one GPU per node"
+        )
     if job.parallel and not settings.sweep:
-        raise ConfigError(f"parallel={job.parallel}: requires a sweep of several runs: sweep.KEY=A,B,C")
-    if job.gpus and gpus_by not in ("", "--gpus-per-task") and settings.run.device is not Device.cpu:
-        raise ConfigError(f"gpus={job.gpus}: cluster={job.cluster} requires {gpus_by}: give nodes= and gpus_per_node=")
+        raise ConfigError(
+            f"parallel={job.parallel}: requires a sweep of several runs: sweep.KEY=A,B,C"
+        )
+    if (
+        job.gpus
+        and gpus_by not in ("", "--gpus-per-task")
+        and settings.run.device is not Device.cpu
+    ):
+        raise ConfigError(
+            f"gpus={job.gpus}: cluster={job.cluster} requires {gpus_by}: give nodes= and gpus_per_node="
+        )
 
 
 def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> dict[str, str]:
-    """The options of sbatch: those of the keys, then of the profile's `extra`, then of extra=. runs: of a sweep; 0 for a single run."""
-    job, on_cpu, minutes = settings.job, settings.run.device is Device.cpu, job_keys.minutes(settings.job.time)
+    """The options of sbatch: those of the keys, then of the profile's `extra`, then of extra=.
+    runs: of a sweep; 0 for a single run.
+    """
+    job = settings.job
+    on_cpu = settings.run.device is Device.cpu
+    minutes = job_keys.minutes(settings.job.time)
     workers = getattr(settings.config, "num_workers", 0)
     workers = CPU_WORKERS if workers < 0 else workers
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
     options = {"job-name": job.name or settings.recipe}
     if job.gpus:
         ranks = 1
-        options |= {"nodes": str(job.nodes or f"1-{int(job.gpus)}")}  # without it, submitit 1.5 writes --nodes=1
+        # without it, submitit 1.5 writes --nodes=1
+        options |= {"nodes": str(job.nodes or f"1-{int(job.gpus)}")}
         options |= {"ntasks": str(int(job.gpus))}
     else:
         ranks = ranks_per_node(job, settings.run.device)
         options |= {"nodes": str(job.nodes or 1), "ntasks-per-node": str(tasks_per_node(settings))}
     gpus_by = profile.get("gpus") or ("--gpus-per-task" if job.gpus else "--gpus-per-node")
     kind = f"{job.gpu_type}:" if job.gpu_type else ""
-    ways = {"--gpus-per-task": f"{kind}1", "--gpus-per-node": f"{kind}{ranks}", "--gres": f"gpu:{kind}{ranks}"}
+    ways = {
+        "--gpus-per-task": f"{kind}1",
+        "--gpus-per-node": f"{kind}{ranks}",
+        "--gres": f"gpu:{kind}{ranks}",
+    }
     options |= {} if on_cpu else {gpus_by.removeprefix("--"): ways[gpus_by]}
     cpus *= ranks // tasks_per_node(settings) if not job.gpus else 1
     options |= {"cpus-per-task": str(cpus), "time": str(minutes)}
@@ -235,39 +287,60 @@ def is_program(settings: Settings) -> bool:
 
 
 def signal_s(settings: Settings) -> float:
-    """How many seconds before the time limit a job of hours is signalled: SIGNAL_S, or stop_before_s= for a program of the user."""
+    """How many seconds before the time limit a job of hours is signalled: SIGNAL_S, or
+    stop_before_s= for a program of the user.
+    """
     is_set = is_program(settings) and "stop_before_s" in settings.typed
     return settings.run.stop_before_s if is_set else SIGNAL_S
 
 
 def notice_s(settings: Settings, limit_s: float | None) -> float | None:
-    """`signal_s`, at most SIGNAL_SHARE of the time limit; None if there is no limit, or no signal. limit_s: inf means no limit."""
+    """`signal_s`, at most SIGNAL_SHARE of the time limit; None if there is no limit, or no signal.
+    limit_s: inf means no limit.
+    """
     if not limit_s or math.isinf(limit_s) or not signal_s(settings):
         return None
     return min(signal_s(settings), SIGNAL_SHARE * limit_s)
 
 
 def sbatch_script(job: Job) -> str:
-    """The sbatch script of ``job``, as launcher=print shows it. sbatch/job.sh has what all scripts share."""
-    # The log is in the folder in which the job starts. A job whose log folder is missing fails without a message
-    # (sbatch, 0:53).
+    """The sbatch script of ``job``, as launcher=print shows it. sbatch/job.sh has what all scripts
+    share.
+    """
+    # The log is in the folder in which the job starts. A job whose log folder is missing fails
+    # without a message (sbatch, 0:53).
     options = {**job.directives, "output": "%x-%A_%a.out" if job.elements else "%x-%j.out"}
-    lines = ["#!/bin/bash", "# Made by launch.py. Options of sbatch before the script's name override these."]
-    lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    lines = [
+        "#!/bin/bash",
+        "# Made by launch.py. Options of sbatch before the script's name override these.",
+    ]
+    lines += [
+        f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
+        for name, value in options.items()
+    ]
     lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())]
-    lines += [f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"]
+    lines += [
+        f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"
+    ]
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     if job.elements:  # the arguments of this element of the array
         lines += ["case ${SLURM_ARRAY_TASK_ID:-} in"]
-        lines += [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
-        lines += [f'    *) echo "{job.recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;']
+        lines += [
+            f'    {number}) set -- "$@" {shlex.join(words)} ;;'
+            for number, words in enumerate(job.elements)
+        ]
+        lines += [
+            f'    *) echo "{job.recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
+        ]
         lines += ["esac"]
     lines += [f'begin {job.recipe} "$@"']
     if job.keys.doctor:
         lines += [f"examine {job.recipe} {job.keys.max_resubmits}"]
     # If each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
-    of_srun = (*SRUN_OPTIONS, "--gpu-bind=none") if "gpus-per-task" in job.directives else SRUN_OPTIONS
+    of_srun = (
+        (*SRUN_OPTIONS, "--gpu-bind=none") if "gpus-per-task" in job.directives else SRUN_OPTIONS
+    )
     lines += [
         f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(of_srun)} "${{step[@]}}" \\',
         f'    "${{inside[@]}}" -u -m recipes.{job.recipe} "${{words[@]}}"',
@@ -279,8 +352,8 @@ def sbatch_script(job: Job) -> str:
 def require_printable(*folders: Path) -> None:
     """Raises ConfigError for a folder with an unprintable character in its name.
 
-    A line break in a folder's name could end a line of a script, and the shell would run the rest of the name as a
-    command.
+    A line break in a folder's name could end a line of a script, and the shell would run the rest
+    of the name as a command.
     """
     for folder in folders:
         if not str(folder).isprintable():

@@ -1,4 +1,6 @@
-"""Runs the ranks of one machine without Slurm. If a rank fails, it ends all ranks and reports the first failure."""
+"""Runs the ranks of one machine without Slurm. If a rank fails, it ends all ranks and reports the
+first failure.
+"""
 
 import contextlib
 import os
@@ -21,7 +23,8 @@ from recipes.core.run.judge import End
 from recipes.core.run.logs import say
 from recipes.core.run.watchdog import RunningClock
 
-PEERS_GRACE_S = 20.0  # time for the other ranks to complete a checkpoint and end after the first failure
+# time for the other ranks to complete a checkpoint and end after the first failure
+PEERS_GRACE_S = 20.0
 STOP_GRACE_S = 600.0  # time for the ranks to save and end after a requested stop
 
 Rank = subprocess.Popen[bytes]
@@ -38,7 +41,9 @@ class Layout:
 
 
 def listen(layout: Layout) -> socket.socket:
-    """The socket on which rank 0 accepts its peers, bound before any rank starts: no two runs get the same port. Raises MachineError."""
+    """The socket on which rank 0 accepts its peers, bound before any rank starts: no two runs get
+    the same port. Raises MachineError.
+    """
     try:
         if layout.master_port == 0:
             return socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -48,7 +53,9 @@ def listen(layout: Layout) -> socket.socket:
         raise MachineError(f"port {layout.master_port}: {error.strerror}: {fix}") from None
 
 
-def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(
+    layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]
+) -> dict[str, str]:
     """The environment of one rank, with the same variable names as torchrun."""
     before = sum(layout.ranks[: layout.node_rank])
     return {
@@ -64,13 +71,24 @@ def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mappin
     }
 
 
-def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: str, environ: Mapping[str, str]) -> int:
-    """Runs ``command`` once per rank of this machine, in the repository, and returns the exit status of the run.
+def run(
+    command: Sequence[str],
+    layout: Layout,
+    run_dir: Path | None,
+    recipe: str,
+    environ: Mapping[str, str],
+) -> int:
+    """Runs ``command`` once per rank of this machine, in the repository, and returns the exit
+    status of the run.
 
-    Each rank has its own session and ends with this process. run_dir: the run directory of ``recipe``; None on a machine
-    that is not the first, since rank 0 is on another machine. Raises MachineError if the run directory cannot be written.
+    Each rank has its own session and ends with this process. run_dir: the run directory of
+    ``recipe``; None on a machine that is not the first, since rank 0 is on another machine. Raises
+    MachineError if the run directory cannot be written.
     """
-    environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
+    environ = {
+        **environ,
+        "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}",
+    }
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
     attempt = None
@@ -87,9 +105,13 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
             if handed:
                 variables["RECIPES_LISTEN_FD"] = str(handed[0])
             rank = subprocess.Popen(
-                command, env=variables, cwd=ROOT, pass_fds=handed, start_new_session=True,
+                command,
+                env=variables,
+                cwd=ROOT,
+                pass_fds=handed,
+                start_new_session=True,
                 preexec_fn=processes.die_with(os.getpid()),
-            )  # fmt: skip
+            )
             ranks.append(rank)
         if listener:
             listener.close()
@@ -97,14 +119,21 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
         end = _end(ranks, first, early, stop, layout)
         if attempt:
             return _report_end(attempt, end)
-        # The run is judged elsewhere: rank 0 is on another machine, or the recipe has no run directory.
-        if end.first and end.exit_status not in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
+        # The run is judged elsewhere: rank 0 is on another machine, or the recipe has no run
+        # directory.
+        if end.first and end.exit_status not in (
+            errors.EXIT_CONFIG,
+            errors.EXIT_MACHINE,
+            errors.EXIT_REQUEUE,
+        ):
             say(f"failed: {end.reason}")
         return end.exit_status
 
 
 class _Stop:
-    """Counts the signals to stop (`signals.handled`) from now on. Signals at about the same time count as one."""
+    """Counts the signals to stop (`signals.handled`) from now on. Signals at about the same time
+    count as one.
+    """
 
     def __init__(self) -> None:
         self.count, self.number, self._last = 0, signal.SIGTERM, float("-inf")
@@ -112,24 +141,34 @@ class _Stop:
             signal.signal(number, self._note)
 
     def _note(self, number: int, *_: object) -> None:
-        repeated = self.count and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
+        # both the kernel and the ending shell send SIGHUP
+        repeated = self.count and number == signal.SIGHUP
         if time.monotonic() - self._last > signals.TOGETHER_S and not repeated:
-            self.count, self.number, self._last = self.count + 1, signal.Signals(number), time.monotonic()
+            self.count, self.number, self._last = (
+                self.count + 1,
+                signal.Signals(number),
+                time.monotonic(),
+            )
 
 
 def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
     """Waits until every rank has ended.
 
-    Ends ranks that take too long. Returns the local ranks of the first rank that failed by itself, and of a rank that
-    had exited with status 0 before that, which is an error. Each is None if there is no such rank.
+    Ends ranks that take too long. Returns the local ranks of the first rank that failed by itself,
+    and of a rank that had exited with status 0 before that, which is an error. Each is None if
+    there is no such rank.
     """
     first: int | None = None
     early: int | None = None
-    stops, deadline = 0, float("inf")
+    stops = 0
+    deadline = float("inf")
     now = RunningClock().now
-    while [rank for rank in ranks if not has_ended(rank)]:  # a list, so that has_ended is called for every rank
+    # a list, so that has_ended is called for every rank
+    while [rank for rank in ranks if not has_ended(rank)]:
         if first is None and not stops:
-            first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
+            first = next(
+                (i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None
+            )
             if first is None:
                 early = next((i for i, rank in enumerate(ranks) if rank.returncode == 0), None)
             else:
@@ -139,7 +178,9 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
             _signal(ranks, stop.number if stops == 1 else signal.SIGKILL)
             deadline = now() + STOP_GRACE_S
             if stops == 1:
-                say(f"{stop.number.name}: the ranks save and end; a second signal ends them at once")
+                say(
+                    f"{stop.number.name}: the ranks save and end; a second signal ends them at once"
+                )
         if now() > deadline:
             _signal(ranks, signal.SIGKILL)
             deadline = float("inf")
@@ -150,18 +191,25 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
 
 
 def has_ended(rank: Rank) -> bool:
-    """Whether a rank has ended. Kills its remaining processes, for example of a loader, or of what a user's program has started."""
+    """Whether a rank has ended. Kills its remaining processes, for example of a loader, or of what
+    a user's program has started.
+    """
     if rank.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if not found:  # do not poll here: poll would reap a rank that has just ended, before its session is killed
+            # do not poll here: poll would reap a rank that has just ended, before its session is
+            # killed
+            if not found:
                 return False
-            os.killpg(rank.pid, signal.SIGKILL)  # not reaped yet, so the ID is still that of its session
+            # not reaped yet, so the ID is still that of its session
+            os.killpg(rank.pid, signal.SIGKILL)
     return rank.poll() is not None
 
 
 def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
-    """Sends a signal to every rank that runs. SIGKILL goes to the rank's whole session, including loader processes."""
+    """Sends a signal to every rank that runs. SIGKILL goes to the rank's whole session, including
+    loader processes.
+    """
     for rank in ranks:
         if not has_ended(rank):
             with contextlib.suppress(ProcessLookupError):
@@ -174,17 +222,28 @@ def _kill(ranks: Sequence[Rank]) -> None:
         rank.wait()
 
 
-def _end(ranks: Sequence[Rank], first: int | None, early: int | None, stop: _Stop, layout: Layout) -> End:
+def _end(
+    ranks: Sequence[Rank], first: int | None, early: int | None, stop: _Stop, layout: Layout
+) -> End:
     """How the ranks of this machine ended. first, early: the results of `_watch`."""
     if first is None:
         stopped = stop.count > 0 and any(rank.returncode == -stop.number for rank in ranks)
-        return End(next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.count else 0, stopped=stopped)
+        return End(
+            next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.count else 0,
+            stopped=stopped,
+        )
     code = _status(ranks[first])
     killed = ranks[first].returncode < 0
     kind = Kind.killed if killed else Kind.error
-    ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
+    ended = (
+        f"was killed by {signal.Signals(code - 128).name}"
+        if killed
+        else f"ended with status {code}"
+    )
     if early is not None and not killed:  # the other ranks failed because they lost this rank
-        first, kind, ended = early, Kind.exited, "ended with status 0 before the run's end"
+        first = early
+        kind = Kind.exited
+        ended = "ended with status 0 before the run's end"
     number = sum(layout.ranks[: layout.node_rank]) + first
     failing = {"rank": number, "host": socket.gethostname(), "exit_status": code}
     return End(code, failing, f"rank {number} on {failing['host']} {ended}", kind)
@@ -205,5 +264,7 @@ def _report_end(attempt: Attempt, end: End) -> int:
 
 
 def _status(rank: Rank) -> int:
-    """The exit status in the shell's convention: 128 plus the number of the signal if a signal ended the rank."""
+    """The exit status in the shell's convention: 128 plus the number of the signal if a signal
+    ended the rank.
+    """
     return 128 - rank.returncode if rank.returncode < 0 else rank.returncode

@@ -1,4 +1,6 @@
-"""``launch.py runs``, ``logs``, ``cancel``, ``resume`` and ``compare``: one's runs by their folders or jobs, with their state in Slurm. Never torch."""
+"""``launch.py runs``, ``logs``, ``cancel``, ``resume`` and ``compare``: one's runs by their folders
+or jobs, with their state in Slurm. Never torch.
+"""
 
 import contextlib
 import functools
@@ -35,7 +37,9 @@ UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
 
 @dataclass(frozen=True)
 class Run:
-    """One run. state: one of the words of `word`. steps: of the whole run, 0 if unknown. left_s: until the time limit; None if unknown."""
+    """One run. state: one of the words of `word`. steps: of the whole run, 0 if unknown. left_s:
+    until the time limit; None if unknown.
+    """
 
     folder: str
     recipe: str
@@ -54,14 +58,21 @@ class Run:
 
 
 def word(
-    status: Mapping[str, Any], job: Line | None, refused: str, alive: bool | None, has_job: bool, asked: bool = True
+    status: Mapping[str, Any],
+    job: Line | None,
+    refused: str,
+    alive: bool | None,
+    has_job: bool,
+    asked: bool = True,
 ) -> tuple[str, str]:
     """The state of a run, and a note.
 
-    job: its line in the queue; None if it is not there. refused: why its newest launch did not begin. alive: whether its process on this
-    machine runs, None if that cannot be seen. has_job: whether it was submitted to Slurm. asked: whether Slurm answered.
+    job: its line in the queue; None if it is not there. refused: why its newest launch did not
+    begin. alive: whether its process on this machine runs, None if that cannot be seen. has_job:
+    whether it was submitted to Slurm. asked: whether Slurm answered.
     """
-    state, reason = status.get("state"), str(status.get("reason") or "")
+    state = status.get("state")
+    reason = str(status.get("reason") or "")
     if job and job.state in queue.WAITING:
         start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
         name = "held" if job.held else "requeued" if state else "pending"
@@ -74,7 +85,12 @@ def word(
         return "refused", refused
     if state in ("failed", "incomplete"):
         return "failed", reason
-    if state == "preempted" and has_job and not asked and next_of(status) in (None, Next.requeued, Next.held):
+    if (
+        state == "preempted"
+        and has_job
+        and not asked
+        and next_of(status) in (None, Next.requeued, Next.held)
+    ):
         return "unknown", "Slurm does not answer"
     if state == "preempted":
         note = f"saved at step {status['step']}" if status.get("step") else f"stopped by {reason}"
@@ -86,15 +102,23 @@ def word(
     if state == "running" and job and job.state == "CANCELLED":
         return "cancelled", "it ended before it wrote its final status"
     if state == "running":
-        return "lost", "it ended without a final status" if alive is False or has_job else "see recipes.doctor explain"
+        return (
+            "lost",
+            "it ended without a final status"
+            if alive is False or has_job
+            else "see recipes.doctor explain",
+        )
     if job and job.state == "CANCELLED":
         return "cancelled", "before it began"
     return ("cancelled" if has_job else "lost"), "it never began"
 
 
 def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Run:
-    """Reads one run directory. jobs: the lines of the queue; None without Slurm. cluster: its name; "" if it is unknown."""
-    status, described = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
+    """Reads one run directory. jobs: the lines of the queue; None without Slurm. cluster: its name;
+    "" if it is unknown.
+    """
+    status = directory.read_status(folder) or {}
+    described = files.read_json(folder / "job.yaml") or {}
     done = status.get("state") == "done"
     facts = {} if done and described else attempts.facts(folder)
     summary = (files.read_json(folder / "summary.json") or {}) if done else {}
@@ -117,9 +141,18 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
         note = "; ".join(filter(None, (note, f"a copy of {original}")))
     elif name == "unknown" and elsewhere:
         note = f"its job is on cluster {elsewhere}"
-    hint, so_far = str(summary.get("efficiency") or ""), None
-    if name in ("running", "starting", "requeued", "stopped", "cancelled"):  # of others, only the last row is read
-        keys, found = table.keys(folder), rows.rows(folder)
+    hint = str(summary.get("efficiency") or "")
+    so_far = None
+    # of others, only the last row is read
+    if name in (
+        "running",
+        "starting",
+        "requeued",
+        "stopped",
+        "cancelled",
+    ):
+        keys = table.keys(folder)
+        found = rows.rows(folder)
         so_far = rows.best(found, keys)
         hint = efficiency.verdict(found, facts, keys) if name == "running" else ""
     best = (
@@ -135,7 +168,11 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
         step=_whole(row.get("step") or status.get("step")) or 0,
         steps=_whole(summary.get("steps") or row.get("total_steps")) or 0,
         epoch=_whole(row.get("epoch")),
-        best={key: number for key, value in best.items() if key != "step" and (number := _finite(value)) is not None},
+        best={
+            key: number
+            for key, value in best.items()
+            if key != "step" and (number := _finite(value)) is not None
+        },
         samples_per_second=_finite((row | summary).get("samples_per_second")),
         updated=_finite(status.get("updated")),
         left_s=job.left_s if job and name == "running" else None,
@@ -157,17 +194,21 @@ def _whole(value: object) -> int | None:
 
 
 def find(words: Sequence[str], root: Path) -> list[Path]:
-    """The run directories that ``words`` name: folders, job IDs, array elements or ``last``; all of ``runs/`` without words.
+    """The run directories that ``words`` name: folders, job IDs, array elements or ``last``; all of
+    ``runs/`` without words.
 
     Raises InputError for a word that names none.
     """
-    every, found = root / "runs", list[Path]()
+    every = root / "runs"
+    found = list[Path]()
     for one in words or [str(every)]:
         if not one:
             raise InputError(
                 f"'': names no run (is a variable not set?): give a run directory, a job ID, or {table.LAST}"
             )
-        folder, is_job, job = Path(one), one.replace("_", "").isdecimal(), None
+        folder = Path(one)
+        is_job = one.replace("_", "").isdecimal()
+        job = None
         if one == table.LAST:
             named = table.last(every)
         elif folder.is_dir():
@@ -178,17 +219,25 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
             if is_job:
                 with contextlib.suppress(MachineError):  # without Slurm
                     job = queue.find(one, timeout_s=1.0)
-            where = f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
-            raise InputError(f"{shown(one)}: {where}: give a run directory, a job ID, or {table.LAST}")
+            where = (
+                f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
+            )
+            raise InputError(
+                f"{shown(one)}: {where}: give a run directory, a job ID, or {table.LAST}"
+            )
         found += named
     return list(dict.fromkeys(found))
 
 
 def command(argv: Sequence[str], root: Path) -> int:
-    """Runs ``launch.py runs|logs|cancel|resume|compare …``. Returns the exit status. Raises InputError and MachineError."""
+    """Runs ``launch.py runs|logs|cancel|resume|compare …``. Returns the exit status. Raises
+    InputError and MachineError.
+    """
     name, *words = argv
     if "--json" in words and name != "runs":
-        raise InputError(f"--json: launch.py {name} does not support it; use runs --json or recipes.report --json")
+        raise InputError(
+            f"--json: launch.py {name} does not support it; use runs --json or recipes.report --json"
+        )
     if name == "runs":
         return show(words, root)
     options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -200,7 +249,8 @@ def command(argv: Sequence[str], root: Path) -> int:
         return compare(folders)
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
-    jobs = queue.mine(queue.ANSWER_S)  # an answer that is missing would leave a job running, or submit it twice
+    # an answer that is missing would leave a job running, or submit it twice
+    jobs = queue.mine(queue.ANSWER_S)
     of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
     found = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
     if name == "cancel":
@@ -216,21 +266,33 @@ def command(argv: Sequence[str], root: Path) -> int:
 
 
 def show(words: Sequence[str], root: Path) -> int:
-    """Prints the table of runs. words: folders and job IDs, and ``watch``, ``--json``, ``--failed``, ``--sort=KEY``."""
+    """Prints the table of runs. words: folders and job IDs, and ``watch``, ``--json``,
+    ``--failed``, ``--sort=KEY``.
+    """
     sort = next((word.partition("=")[2] for word in words if word.startswith("--sort=")), "")
     if sort and sort not in Run.__dataclass_fields__:
-        raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(Run.__dataclass_fields__)}")
-    if unknown := [word for word in words if word.startswith("--") and word.partition("=")[0] not in OPTIONS]:
+        raise InputError(
+            f"--sort={shown(sort)}: must be one of {', '.join(Run.__dataclass_fields__)}"
+        )
+    if unknown := [
+        word for word in words if word.startswith("--") and word.partition("=")[0] not in OPTIONS
+    ]:
         raise InputError(f"{shown(unknown[0])}: must be one of {', '.join(OPTIONS)}")
     chosen = [word for word in words if word != "watch" and not word.startswith("--")]
     jobs = queue.mine()
     cluster = _cluster(jobs)
     while True:
-        found = table.read_each(find(chosen, root), functools.partial(read, jobs=jobs, cluster=cluster))
+        found = table.read_each(
+            find(chosen, root), functools.partial(read, jobs=jobs, cluster=cluster)
+        )
         found = [run for run in found if "--failed" not in words or run.state in UNFINISHED]
         if sort:
             found.sort(key=lambda run: _sortable(getattr(run, sort)))
-        lines = [json.dumps(asdict(run)) for run in found] if "--json" in words else lines_of(found, time.time())
+        lines = (
+            [json.dumps(asdict(run)) for run in found]
+            if "--json" in words
+            else lines_of(found, time.time())
+        )
         if "watch" not in words:
             print("\n".join(lines))
             return errors.EXIT_DONE
@@ -251,18 +313,28 @@ def _sortable(value: Any) -> tuple[bool, Any]:
 
 
 def lines_of(runs: Sequence[Run], now: float) -> list[str]:
-    """A table. In a terminal, a note that does not fit beside its run has its own line. now: time.time()."""
+    """A table. In a terminal, a note that does not fit beside its run has its own line. now:
+    time.time().
+    """
     head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts"]
     rows = [
         [
-            _short(run.folder), run.state, f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
+            _short(run.folder),
+            run.state,
+            f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
             next((f"{value:.4f}" for value in run.best.values()), ""),
-            f"{run.samples_per_second:,.0f}" if run.samples_per_second else "", _age(now - run.updated) if run.updated else "",
-            _age(run.left_s) if run.left_s is not None else "", str(run.starts),
+            f"{run.samples_per_second:,.0f}" if run.samples_per_second else "",
+            _age(now - run.updated) if run.updated else "",
+            _age(run.left_s) if run.left_s is not None else "",
+            str(run.starts),
         ]
         for run in runs
-    ]  # fmt: skip
-    used = [i for i, name in enumerate(head) if name in ("run", "state", "step") or any(row[i] for row in rows)]
+    ]
+    used = [
+        i
+        for i, name in enumerate(head)
+        if name in ("run", "state", "step") or any(row[i] for row in rows)
+    ]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     lines = table.aligned([[row[i] for i in used] for row in (head, *rows)])
     if not any(run.note for run in runs):
@@ -288,18 +360,27 @@ def _short(folder: str) -> str:
 
 
 def compare(folders: Sequence[Path]) -> int:
-    """Prints the keys in which runs differ and their results, one column per run. Raises InputError for a single run."""
+    """Prints the keys in which runs differ and their results, one column per run. Raises InputError
+    for a single run.
+    """
     if len(folders) < 2:
-        raise InputError("compare: give at least two runs: directories, job IDs, or a folder of runs")
+        raise InputError(
+            "compare: give at least two runs: directories, job IDs, or a folder of runs"
+        )
     now = time.time()
-    cells = table.cells([table.read_one(folder, lambda path: table.read_run(path, now)) for folder in folders])
+    cells = table.cells(
+        [table.read_one(folder, lambda path: table.read_run(path, now)) for folder in folders]
+    )
     print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
-    print(f"curves: python -m recipes.report {shlex.join(_short(str(folder)) for folder in folders)} html=compare.html")
+    print(
+        f"curves: python -m recipes.report {shlex.join(_short(str(folder)) for folder in folders)} html=compare.html"
+    )
     return errors.EXIT_DONE
 
 
 def logs(folder: Path, rank: str, follow: bool) -> int:
-    """Shows the end of a log: of the batch script, or of one rank. Replaces this process by tail. Raises InputError.
+    """Shows the end of a log: of the batch script, or of one rank. Replaces this process by tail.
+    Raises InputError.
 
     In a log of another user, control characters are escaped.
     """
@@ -308,7 +389,9 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
     batch = Path(str(described.get("log") or ""))
     chosen = batch if not rank and batch.is_file() else of_rank
     if not chosen.is_file():
-        there = sorted(path.stem.removeprefix("rank") for path in (folder / "logs").glob("rank*.log"))
+        there = sorted(
+            path.stem.removeprefix("rank") for path in (folder / "logs").glob("rank*.log")
+        )
         have = f"its ranks are {', '.join(there)}" if there else "it has no logs yet"
         raise InputError(f"{shown(folder)}: has no {shown(chosen.name)}: {have}")
     is_own = trust.is_own(chosen)
@@ -326,15 +409,23 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
 
 
 def cancel(run: Run) -> str:
-    """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises MachineError."""
+    """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises
+    MachineError.
+    """
     if run.state == "unknown":
-        raise MachineError(f"{_short(run.folder)}: is not cancelled, since it is not known whether it runs: {run.note}")
+        raise MachineError(
+            f"{_short(run.folder)}: is not cancelled, since it is not known whether it runs: {run.note}"
+        )
     if run.state not in ("pending", "requeued", "held", "running", "starting"):
         return f"is not running: {run.state}"
     if not trust.is_own(Path(run.folder)):
-        raise MachineError(f"{_short(run.folder)}: belongs to another user; to cancel a job of yours, type scancel JOB")
+        raise MachineError(
+            f"{_short(run.folder)}: belongs to another user; to cancel a job of yours, type scancel JOB"
+        )
     if run.job and not JOB_ID.fullmatch(run.job):
-        raise MachineError(f"{_short(run.folder)}: {shown(run.job)} is no job ID; to cancel a job, type scancel JOB")
+        raise MachineError(
+            f"{_short(run.folder)}: {shown(run.job)} is no job ID; to cancel a job, type scancel JOB"
+        )
     facts = attempts.facts(Path(run.folder))
     if in_use.is_running(facts) and not facts.get("job"):
         os.kill(int(facts["process"]["pid"]), signal.SIGTERM)
@@ -347,34 +438,48 @@ def cancel(run: Run) -> str:
 
 
 def to_resume(run: Run, words: Sequence[str]) -> list[str]:
-    """The words of `resume`: the keys that a run has, and ``words``. Raises InputError if it cannot be resumed, ConfigError for a key."""
+    """The words of `resume`: the keys that a run has, and ``words``. Raises InputError if it cannot
+    be resumed, ConfigError for a key.
+    """
     folder = Path(run.folder)
     described = _own_description(folder)
     if run.state not in UNFINISHED and run.state != "done":
-        raise InputError(f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first")
+        raise InputError(
+            f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first"
+        )
     if not described or not (folder / "job.sh").is_file():
         line = f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
-        raise InputError(f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}")
+        raise InputError(
+            f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}"
+        )
     arguments = [str(word) for word in described.get("arguments") or ()]
     given = {word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)}
     settings = command_line.parse([*given.values()], recipe=str(described.get("recipe")))
-    return [f"{name}={value}" for name, value in settings.absolute(settings.typed, Path.cwd()).items()]
+    return [
+        f"{name}={value}" for name, value in settings.absolute(settings.typed, Path.cwd()).items()
+    ]
 
 
 def _own_description(folder: Path) -> dict[str, Any]:
-    """job.yaml, which decides what `resume` submits; {} if there is none. Raises MachineError if another user could have written it."""
+    """job.yaml, which decides what `resume` submits; {} if there is none. Raises MachineError if
+    another user could have written it.
+    """
     try:
         with trust.open_own(folder / "job.yaml") as file:
             described = json.loads(file.read())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise MachineError(f"{folder}/job.yaml: cannot be read ({errors.one_line(error, 120)})") from None
+        raise MachineError(
+            f"{folder}/job.yaml: cannot be read ({errors.one_line(error, 120)})"
+        ) from None
     return described if isinstance(described, dict) else {}
 
 
 def resume(run: Run, given: Sequence[str]) -> str:
-    """Submits a run again with its script and the words of `to_resume`. Returns what it did. Raises MachineError."""
+    """Submits a run again with its script and the words of `to_resume`. Returns what it did. Raises
+    MachineError.
+    """
     folder = Path(run.folder)
     element = run.job.partition("_")[2]
     try:
@@ -385,19 +490,33 @@ def resume(run: Run, given: Sequence[str]) -> str:
             name = f"/proc/self/fd/{script.fileno()}"
             done = subprocess.run(
                 ["sbatch", "--parsable", *options, name, *given],
-                cwd=str(described.get("root")), env=allocation.clean_environment(os.environ),
-                capture_output=True, text=True, check=True, pass_fds=[script.fileno()],
-            )  # fmt: skip
+                cwd=str(described.get("root")),
+                env=allocation.clean_environment(os.environ),
+                capture_output=True,
+                text=True,
+                check=True,
+                pass_fds=[script.fileno()],
+            )
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         raise MachineError(f"sbatch refuses {_short(run.folder)}: {queue.said(error)}") from None
-    number, log = done.stdout.strip().partition(";")[0], ""
+    number = done.stdout.strip().partition(";")[0]
+    log = ""
     job = f"{number}_{element}" if element else number
     with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
-        log = (found.fields.get("StdOut") or "") if (found := queue.find(job, timeout_s=queue.OWN_JOB_S)) else ""
-    if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):  # the job has not begun
+        log = (
+            (found.fields.get("StdOut") or "")
+            if (found := queue.find(job, timeout_s=queue.OWN_JOB_S))
+            else ""
+        )
+    # the job has not begun
+    if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):
         try:
-            write_description(folder, {**described, "job_id": job, "log": log, "arguments": [*given]})
+            write_description(
+                folder, {**described, "job_id": job, "log": log, "arguments": [*given]}
+            )
         except OSError as error:
             why = f"job {job} is submitted, but job.yaml cannot be written ({error.strerror})"
-            raise MachineError(f"{_short(run.folder)}: {why}: to stop the job, type scancel {job}") from None
+            raise MachineError(
+                f"{_short(run.folder)}: {why}: to stop the job, type scancel {job}"
+            ) from None
     return f"submitted as job {job}" + (f"\nlog: tail -F {shlex.quote(log)}" if log else "")

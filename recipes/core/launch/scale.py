@@ -1,11 +1,16 @@
-"""``launch.py scale``: the same training on several numbers of nodes, the table of its runs, and a prediction for other sizes.
+"""``launch.py scale``: the same training on several numbers of nodes, the table of its runs, and a
+prediction for other sizes.
 
-python launch.py scale recipe=cifar nodes=1,2,4 max_steps=200            # submits a job for each; weak=true: larger batches too
+python launch.py scale recipe=cifar nodes=1,2,4 max_steps=200            # submits a job for each;
+                                                                         weak=true: larger batches
+                                                                         too
 python launch.py scale runs/scale/20260101-120000                        # the table of these runs
-python launch.py scale RUN link=COLLECTIVES_RUN ranks=8,64,512,4096      # a prediction, without further jobs
+python launch.py scale RUN link=COLLECTIVES_RUN ranks=8,64,512,4096      # a prediction, without
+                                                                         further jobs
 
-A step takes the work of a rank, plus the part of an all_reduce that the backward pass does not hide. On n ranks, an all_reduce takes
-t = 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth, as in a ring.
+A step takes the work of a rank, plus the part of an all_reduce that the backward pass does not
+hide. On n ranks, an all_reduce takes t = 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth, as
+in a ring.
 """
 
 import re
@@ -30,7 +35,9 @@ ASSUMED = (
 
 
 def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) -> int:
-    """Runs the command. submit: submits a job by the words of launch.py. Returns the exit status. Raises ConfigError, InputError, MachineError."""
+    """Runs the command. submit: submits a job by the words of launch.py. Returns the exit status.
+    Raises ConfigError, InputError, MachineError.
+    """
     given = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
     if not words or bool(names) == ("recipe" in given):
@@ -46,15 +53,20 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
             f"scale: {unknown[0]}=: with a run, only link= and ranks= (both or neither) and weak= are possible"
         )
     if "link" in given:
-        link, base = read_link(Path(given["link"])), read(runs.find(names[:1], root)[0])
-        lines = lines_of_prediction(base, link, _counts("ranks", given.get("ranks", "")), weak == "true")
+        link = read_link(Path(given["link"]))
+        base = read(runs.find(names[:1], root)[0])
+        lines = lines_of_prediction(
+            base, link, _counts("ranks", given.get("ranks", "")), weak == "true"
+        )
         print("\n".join(map(printable, lines)))
         return errors.EXIT_DONE
     print("\n".join(lines_of_runs([read(folder) for folder in runs.find(names, root)])))
     return errors.EXIT_DONE
 
 
-def _submit_all(given: dict[str, str], weak: bool, root: Path, submit: Callable[[list[str]], int]) -> int:
+def _submit_all(
+    given: dict[str, str], weak: bool, root: Path, submit: Callable[[list[str]], int]
+) -> int:
     counts = _counts("nodes", given.pop("nodes", ""))
     if "run_dir" in given:
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
@@ -75,13 +87,17 @@ def _submit_all(given: dict[str, str], weak: bool, root: Path, submit: Callable[
 def _counts(name: str, text: str) -> list[int]:
     found = text.split(",")
     if not all(re.fullmatch("[1-9][0-9]{0,6}", one) for one in found):
-        raise ConfigError(f"{name}={shown(text)}: must be numbers separated by commas, such as 1,2,4")
+        raise ConfigError(
+            f"{name}={shown(text)}: must be numbers separated by commas, such as 1,2,4"
+        )
     return sorted({int(one) for one in found})
 
 
 @dataclass(frozen=True)
 class Link:
-    """What `recipes.collectives` has measured for all_reduce. latency_s: of one of the ring's steps. bandwidth: bytes/s (busbw)."""
+    """What `recipes.collectives` has measured for all_reduce. latency_s: of one of the ring's
+    steps. bandwidth: bytes/s (busbw).
+    """
 
     latency_s: float
     bandwidth: float
@@ -93,7 +109,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run. samples: per optimiser step. speed: samples/s over all ranks. work_s: seconds of a rank per step, without waiting for others."""
+    """A run. samples: per optimiser step. speed: samples/s over all ranks. work_s: seconds of a
+    rank per step, without waiting for others.
+    """
 
     folder: Path
     recipe: str
@@ -108,8 +126,12 @@ class Measured:
 
 def read(folder: Path) -> Measured:
     """Reads a run that is done. Raises InputError."""
-    summary, every = files.read_json(folder / "summary.json") or {}, rows.rows(folder)
-    sizes = [number(summary.get(name)) for name in ("world_size", "num_nodes", "samples_per_second", "parameters")]
+    summary = files.read_json(folder / "summary.json") or {}
+    every = rows.rows(folder)
+    sizes = [
+        number(summary.get(name))
+        for name in ("world_size", "num_nodes", "samples_per_second", "parameters")
+    ]
     work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
     if summary.get("strategy") == "fsdp":
         raise InputError(
@@ -127,15 +149,26 @@ def read(folder: Path) -> Measured:
     hidden = efficiency.shares(every).get("forward_backward", 0.0) * BACKWARD * samples / speed
     on_gpu = summary.get("device") == "cuda"
     return Measured(
-        folder, str(summary.get("recipe")), int(ranks), int(nodes), samples, speed, statistics.median(work), hidden * on_gpu, 4 * parameters,
-    )  # fmt: skip
+        folder,
+        str(summary.get("recipe")),
+        int(ranks),
+        int(nodes),
+        samples,
+        speed,
+        statistics.median(work),
+        hidden * on_gpu,
+        4 * parameters,
+    )
 
 
 def read_link(folder: Path) -> Link:
     """The all_reduce of a run of recipes.collectives with mode=bench. Raises InputError."""
     summary = files.read_json(folder / "summary.json") or {}
-    ranks, parts = number(summary.get("world_size")), (summary.get("busbw"), summary.get("latency_us"))
-    busbw, latency = (number(part.get("all_reduce")) if isinstance(part, dict) else 0.0 for part in parts)
+    ranks = number(summary.get("world_size"))
+    parts = (summary.get("busbw"), summary.get("latency_us"))
+    busbw, latency = (
+        number(part.get("all_reduce")) if isinstance(part, dict) else 0.0 for part in parts
+    )
     if not (busbw > 0 and latency > 0 and ranks > 1):
         fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
         raise InputError(f"{folder}: has no measured bandwidth and latency of all_reduce: {fix}")
@@ -143,17 +176,28 @@ def read_link(folder: Path) -> Link:
 
 
 def predicted(base: Measured, link: Link, ranks: int, weak: bool) -> tuple[float, float]:
-    """Seconds of a step on ``ranks`` ranks, and how many of them are communication that no computation hides. weak: samples per rank stay the same."""
+    """Seconds of a step on ``ranks`` ranks, and how many of them are communication that no
+    computation hides. weak: samples per rank stay the same.
+    """
     share = 1.0 if weak else base.ranks / ranks
-    exposed = max(0.0, link.all_reduce_s(base.gradient_bytes, ranks) - base.backward_s * share) if ranks > 1 else 0.0
+    exposed = (
+        max(0.0, link.all_reduce_s(base.gradient_bytes, ranks) - base.backward_s * share)
+        if ranks > 1
+        else 0.0
+    )
     return base.work_s * share + exposed, exposed
 
 
 def lines_of_prediction(base: Measured, link: Link, ranks: Sequence[int], weak: bool) -> list[str]:
     """A table of the predicted steps."""
-    kind = "weak: samples per rank stay the same" if weak else "strong: samples per step stay the same"
+    kind = (
+        "weak: samples per rank stay the same" if weak else "strong: samples per step stay the same"
+    )
     head = f"{base.recipe} from {base.folder} ({base.ranks} ranks, {1e3 * base.samples / base.speed:.4g} ms per step); scaling is {kind}"
-    lines = [head, f"{'ranks':>8}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}{'communication':>15}"]
+    lines = [
+        head,
+        f"{'ranks':>8}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}{'communication':>15}",
+    ]
     one, _ = predicted(base, link, 1, weak)
     alone = base.samples / base.ranks / one if weak else base.samples / one
     for count in ranks:
@@ -165,12 +209,17 @@ def lines_of_prediction(base: Measured, link: Link, ranks: Sequence[int], weak: 
 
 
 def lines_of_runs(runs: Sequence[Measured]) -> list[str]:
-    """A table of measured runs of one recipe, by ranks. Efficiency is relative to the run with the fewest ranks."""
+    """A table of measured runs of one recipe, by ranks. Efficiency is relative to the run with the
+    fewest ranks.
+    """
     runs = sorted(runs, key=lambda run: (run.ranks, run.nodes))
     head = f"{'ranks':>8}{'nodes':>7}{'samples/step':>14}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}"
     base = runs[0].speed / runs[0].ranks
-    return [head, *(
-        f"{run.ranks:>8}{run.nodes:>7}{run.samples:>14,.0f}{1e3 * run.samples / run.speed:>14.4g}{run.speed:>14,.1f}"
-        f"{run.speed / (base * run.ranks):>12.0%}"
-        for run in runs
-    )]  # fmt: skip
+    return [
+        head,
+        *(
+            f"{run.ranks:>8}{run.nodes:>7}{run.samples:>14,.0f}{1e3 * run.samples / run.speed:>14.4g}{run.speed:>14,.1f}"
+            f"{run.speed / (base * run.ranks):>12.0%}"
+            for run in runs
+        ),
+    ]

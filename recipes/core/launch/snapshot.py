@@ -1,7 +1,8 @@
-"""Snapshots of the code, so that edits do not affect a job that is pending, running or requeued. Standard library only.
+"""Snapshots of the code, so that edits do not affect a job that is pending, running or requeued.
+Standard library only.
 
-A snapshot contains the files of `source.code_files`. Its path is ``runs/code/<id>``. The id depends on the content, so
-that jobs with the same code share a snapshot.
+A snapshot contains the files of `source.code_files`. Its path is ``runs/code/<id>``. The id depends
+on the content, so that jobs with the same code share a snapshot.
 """
 
 import hashlib
@@ -17,22 +18,26 @@ from recipes.core.files import read_json, write_json
 from recipes.core.trust import private_folder
 from recipes.core.run import source
 
-MAX_BYTES = 64 << 20  # largest size of a snapshot; data among the code must not be copied for each job
+# largest size of a snapshot; data among the code must not be copied for each job
+MAX_BYTES = 64 << 20
 
 
 def take(root: Path) -> Path:
-    """Makes a snapshot of the code in the repository ``root``, unless one with the same content exists.
+    """Makes a snapshot of the code in the repository ``root``, unless one with the same content
+    exists.
 
     Returns its folder. Raises MachineError if the snapshot cannot be made or is too large.
     """
     content = _read(root)
-    commit, digest = source.commit(root), hashlib.sha256()
+    commit = source.commit(root)
+    digest = hashlib.sha256()
     for name, data in sorted(content.items()):
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
     folder = private_folder((root / "runs/code").resolve())
     copy = folder / digest.hexdigest()[:16]
-    while copy.is_dir() and not all((copy / name).is_file() for name in content):  # after a purge of old files
+    # after a purge of old files
+    while copy.is_dir() and not all((copy / name).is_file() for name in content):
         copy = copy.with_name(f"{copy.name}-")
     if not copy.is_dir():
         _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
@@ -45,8 +50,11 @@ def was_begun(repository: Path, job: str, run_dir: Path) -> bool:
 
 
 def keep_for(copy: Path, job: str, run_dir: Path) -> None:
-    """Creates a link with which a requeued job finds its snapshot again, and notes its run directory. Raises MachineError."""
-    link, noted = copy.with_name(f"job-{job}"), copy.with_name(f".job-{job}.json")
+    """Creates a link with which a requeued job finds its snapshot again, and notes its run
+    directory. Raises MachineError.
+    """
+    link = copy.with_name(f"job-{job}")
+    noted = copy.with_name(f".job-{job}.json")
     new = copy.with_name(f".{link.name}.{os.getpid()}")
     try:
         new.symlink_to(copy.name)
@@ -70,7 +78,9 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
         part.rename(copy)
     except OSError as error:
         if not copy.is_dir():  # if it exists, another submission made it first
-            raise MachineError(f"{copy}: cannot be made ({error.strerror}): free some space in runs/") from None
+            raise MachineError(
+                f"{copy}: cannot be made ({error.strerror}): free some space in runs/"
+            ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -90,4 +100,6 @@ def _read(root: Path) -> dict[str, bytes]:
             )
         return {str(path.relative_to(root)): path.read_bytes() for path in sizes}
     except OSError as error:
-        raise MachineError(f"{error.filename}: cannot be copied to a snapshot ({error.strerror})") from None
+        raise MachineError(
+            f"{error.filename}: cannot be copied to a snapshot ({error.strerror})"
+        ) from None

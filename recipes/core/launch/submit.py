@@ -1,7 +1,8 @@
-"""Submits a job to Slurm through submitit, and waits for its end, with or without accounting. Does not import torch.
+"""Submits a job to Slurm through submitit, and waits for its end, with or without accounting. Does
+not import torch.
 
-submitit's own script replaces itself with the submitted text by exec. The batch shell's process then runs this text,
-and receives the signals for the batch shell. No handler of submitit remains.
+submitit's own script replaces itself with the submitted text by exec. The batch shell's process
+then runs this text, and receives the signals for the batch shell. No handler of submitit remains.
 """
 
 import contextlib
@@ -38,22 +39,29 @@ class Submitted:
 
 
 def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
-    """Submits ``job`` through submitit and does not wait. Returns the job, or the elements of a job array.
+    """Submits ``job`` through submitit and does not wait. Returns the job, or the elements of a job
+    array.
 
-    python: the Python of the job. run_dir: the given run directory; "" for the default. Removes the variables of an outer
-    allocation from the environment of this process. Raises MachineError with Slurm's reason.
+    python: the Python of the job. run_dir: the given run directory; "" for the default. Removes the
+    variables of an outer allocation from the environment of this process. Raises MachineError with
+    Slurm's reason.
     """
     import submitit
 
     failed = (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError)
-    folder = trust.private_folder((job.root / "runs/submitit").resolve())  # a job executes the pickles in it
+    # a job executes the pickles in it
+    folder = trust.private_folder((job.root / "runs/submitit").resolve())
     mark = f"recipes-{secrets.token_hex(8)}"
     directives = {"comment": mark, **job.directives}  # a comment in extra= replaces it
-    job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)
+    job = dataclasses.replace(
+        job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives
+    )
     elements = job.elements or ((),)
-    path, script = folder / f"{secrets.token_hex(8)}.sh", jobs.sbatch_script(job).encode()
+    path = folder / f"{secrets.token_hex(8)}.sh"
+    script = jobs.sbatch_script(job).encode()
     clean = allocation.clean_environment(os.environ, job.directives)
-    for name in os.environ.keys() - clean.keys():  # submitit starts sbatch with the environment of this process
+    # submitit starts sbatch with the environment of this process
+    for name in os.environ.keys() - clean.keys():
         del os.environ[name]
     # submitit prints the errors that it raises.
     with contextlib.redirect_stderr(io.StringIO()), contextlib.ExitStack() as stack:
@@ -61,20 +69,24 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
         try:
             files.write_bytes(path, script)
             executor = _executor(job, python)
-            programs, their_words = ["/bin/bash"] * len(elements), [["bash", str(path)]] * len(elements)
+            programs = ["/bin/bash"] * len(elements)
+            their_words = [["bash", str(path)]] * len(elements)
             try:
                 accepted = executor.map_array(os.execvp, programs, their_words)
             except failed:
                 if not (known := queue.find_by_comment(mark)):
                     raise
-                # sbatch failed, for example by a timeout, after the controller had accepted the job. submitit has left no files for it.
+                # sbatch failed, for example by a timeout, after the controller had accepted the
+                # job. submitit has left no files for it.
                 with contextlib.suppress(OSError, subprocess.SubprocessError):
                     queue.cancel(known)
                 accepted = executor.map_array(os.execvp, programs, their_words)
         except failed as error:
             raise MachineError(refusal(str(error))) from None
         except OSError as error:
-            raise MachineError(f"{folder}: cannot be written ({error.strerror}): free some space there") from None
+            raise MachineError(
+                f"{folder}: cannot be written ({error.strerror}): free some space there"
+            ) from None
     runs = []
     for number, (words, one) in enumerate(zip(elements, accepted, strict=True)):
         of_run = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
@@ -93,48 +105,70 @@ def one_line(output: str) -> str:
 
 
 def _executor(job: Job, python: str) -> Any:
-    """submitit's executor for ``job``, with the same directives as its script but its own log file (submitit 1.5)."""
+    """submitit's executor for ``job``, with the same directives as its script but its own log file
+    (submitit 1.5).
+    """
     import submitit
 
     class Executor(submitit.SlurmExecutor):
-        @staticmethod  # only the line of sbatch counts: a wrapper of the site may print others that have "job" and a number
+        # only the line of sbatch counts: a wrapper of the site may print others that have "job" and
+        # a number
+        @staticmethod
         def _get_job_id_from_submission_command(string: "bytes | str") -> str:
             text = string if isinstance(string, str) else string.decode(errors="replace")
             lines = re.findall(r"^Submitted batch job \d+", text, re.MULTILINE)
-            return str(submitit.SlurmExecutor._get_job_id_from_submission_command("\n".join(lines[-1:]) or text))
+            return str(
+                submitit.SlurmExecutor._get_job_id_from_submission_command(
+                    "\n".join(lines[-1:]) or text
+                )
+            )
 
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
             fix = "use a login node of the cluster, or launcher=local to run on this machine"
             raise MachineError(f"{program} is not on the PATH: {fix}")
-    options = {name: value for name, value in job.directives.items() if name != "open-mode"}  # submitit writes it too
+    # submitit writes it too
+    options = {name: value for name, value in job.directives.items() if name != "open-mode"}
     executor = Executor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
     executor.update_parameters(
         use_srun=False,
         stderr_to_stdout=True,
         wckey=None,  # some sites refuse submitit's own
         setup=["export PYTHONUTF8=1"],  # paths are UTF-8 in every locale
-        additional_parameters={name.replace("-", "_"): value or True for name, value in options.items()},
+        additional_parameters={
+            name.replace("-", "_"): value or True for name, value in options.items()
+        },
     )
     return executor
 
 
-def _describe(job: Job, words: tuple[str, ...], accepted: Any, run_dir: str, script: bytes) -> Submitted:
-    """Records ``script`` and the description of a job, or of one element of an array, in its run directory.
+def _describe(
+    job: Job, words: tuple[str, ...], accepted: Any, run_dir: str, script: bytes
+) -> Submitted:
+    """Records ``script`` and the description of a job, or of one element of an array, in its run
+    directory.
 
-    words: the arguments of this element. accepted: submitit's job. run_dir: the given run directory; "" for the default.
+    words: the arguments of this element. accepted: submitit's job. run_dir: the given run
+    directory; "" for the default.
     """
-    job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
+    job_id = str(accepted.job_id)
+    log = Path(accepted.paths.stdout)
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)
-    root, arguments = str(job.root), (*job.arguments, *words)
+    root = str(job.root)
+    arguments = (*job.arguments, *words)
     code = job.variables.get("RECIPES_CODE", root)
     if not run_dir and attempts.numbers(folder):
-        return Submitted(job_id, folder, log)  # of an earlier job with this ID: `batch.begin` refuses the new one
+        # of an earlier job with this ID: `batch.begin` refuses the new one
+        return Submitted(job_id, folder, log)
     try:
-        jobs.record(folder, script, job_id, job.recipe, arguments, root=root, code=code, log=str(log))
+        jobs.record(
+            folder, script, job_id, job.recipe, arguments, root=root, code=code, log=str(log)
+        )
     except (OSError, MachineError) as error:  # the job is already in the queue
         why = f"cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)
-        raise MachineError(f"run_dir={folder}: {why}, so job {job_id} will fail: scancel {job_id}") from None
+        raise MachineError(
+            f"run_dir={folder}: {why}, so job {job_id} will fail: scancel {job_id}"
+        ) from None
     return Submitted(job_id, folder, log)
 
 
@@ -161,19 +195,27 @@ def _wait(submitted: Submitted, show: bool) -> int:
         print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
         return directory.exit_code(status, code)
     reason = f": {status['reason']}" if status and status["reason"] else ""
-    is_stopped = status is not None and status["state"] == "preempted"  # its batch script ended with EXIT_REQUEUE
+    # its batch script ended with EXIT_REQUEUE
+    is_stopped = status is not None and status["state"] == "preempted"
     how = "stopped" if is_stopped else state.lower() or "ended"
     print(f"job {submitted.job_id}: {how}{reason}; log {submitted.log}", file=sys.stderr)
     return directory.exit_code(status, code) or errors.EXIT_CRASH
 
 
 def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
-    """Waits until the job has ended or can never start. Returns it; None if Slurm no longer knows it. log: a file to print meanwhile."""
-    interval_s, silent, printed, said = 0.5, False, 0, ""
+    """Waits until the job has ended or can never start. Returns it; None if Slurm no longer knows
+    it. log: a file to print meanwhile.
+    """
+    interval_s = 0.5
+    silent = False
+    printed = 0
+    said = ""
     while True:
-        job, is_over = None, False
+        job = None
+        is_over = False
         try:
-            job, silent = queue.find(job_id), False
+            job = queue.find(job_id)
+            silent = False
             is_over = job is None or job.ended or job.never_starts
         except MachineError as error:
             if not silent:
@@ -194,7 +236,9 @@ def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
 
 
 def _status(submitted: Submitted) -> dict[str, Any] | None:
-    """The content of ``status.json`` if it is of this job; else None. The run directory may contain an older status."""
+    """The content of ``status.json`` if it is of this job; else None. The run directory may contain
+    an older status.
+    """
     for run_dir in (submitted.run_dir, submitted.run_dir / directory.EVALUATION):
         launch = str(attempts.facts(run_dir).get("launch"))
         if launch.startswith(f"{submitted.job_id}."):

@@ -8,20 +8,27 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 def shortage(environ: Mapping[str, str], seen: int) -> str:
-    """Why torch sees too few GPUs (``seen``), in one line without the host name; "" if it sees all that were granted or named."""
+    """Why torch sees too few GPUs (``seen``), in one line without the host name; "" if it sees all
+    that were granted or named.
+    """
     named = named_gpus(environ)
-    source, expected = (f"{named[0]} names", named[1]) if named else ("Slurm granted", granted_gpus(environ))
+    source, expected = (
+        (f"{named[0]} names", named[1]) if named else ("Slurm granted", granted_gpus(environ))
+    )
     return f"{source} {expected} GPUs and torch sees {seen}" if seen < expected else ""
 
 
 def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
-    """Whether this rank, one of ``ranks`` on its node, sees only its own GPU (--gpus-per-task, --gpu-bind, or a variable).
+    """Whether this rank, one of ``ranks`` on its node, sees only its own GPU (--gpus-per-task,
+    --gpu-bind, or a variable).
 
     False if Slurm granted the node fewer GPUs than ranks.
     """
-    named, granted = named_gpus(environ), granted_gpus(environ)
+    named = named_gpus(environ)
+    granted = granted_gpus(environ)
     listed = environ.get("CUDA_VISIBLE_DEVICES", "")
-    if listed.startswith("MIG-") and "," in listed:  # of several MIG slices, CUDA shows a process only the first
+    # of several MIG slices, CUDA shows a process only the first
+    if listed.startswith("MIG-") and "," in listed:
         return False
     return granted >= ranks or (granted == 0 and named is not None and named[1] == 1)
 
@@ -33,7 +40,8 @@ def granted_gpus(environ: Mapping[str, str]) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Number of GPUs that a process here may use, without torch: from a variable, otherwise from NVIDIA's or AMD's driver.
+    """Number of GPUs that a process here may use, without torch: from a variable, otherwise from
+    NVIDIA's or AMD's driver.
 
     root: the folder that contains ``proc`` and ``sys``.
     """
@@ -45,13 +53,17 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """The variable (NVIDIA's or AMD's) that leaves a process the fewest GPUs, and their number; None if none is set."""
+    """The variable (NVIDIA's or AMD's) that leaves a process the fewest GPUs, and their number;
+    None if none is set.
+    """
     counts = [(name, listed_gpus(environ[name])) for name in VISIBLE if name in environ]
     return min(counts, key=lambda one: one[1], default=None)
 
 
 def listed_gpus(listed: str) -> int:
-    """Number of GPUs that such a value makes visible: those before the first invalid one; at most one for MIG slices."""
+    """Number of GPUs that such a value makes visible: those before the first invalid one; at most
+    one for MIG slices.
+    """
     names = [name.strip() for name in listed.split(",")]
     known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
     # CUDA shows a process only the first MIG slice.

@@ -1,4 +1,6 @@
-"""Slurm's compressed lists: host lists such as `rack[1-2]n[008-011],login` and counts such as `2(x3),1`."""
+"""Slurm's compressed lists: host lists such as `rack[1-2]n[008-011],login` and counts such as
+`2(x3),1`.
+"""
 
 import re
 from itertools import product
@@ -16,9 +18,10 @@ _COUNT = re.compile(r"([1-9][0-9]{0,17})(?:\(x([1-9][0-9]{0,17})\))?")
 def expand(text: str) -> list[str]:
     """The hosts of a Slurm host list, in its order and with its duplicates.
 
-    Accepts every form of the "Slurm host list" in slurm.conf(5): ranges and lists in brackets, zero padding (the width
-    of a range is that of its lower end, as in Slurm), several brackets in a name (the last varies fastest), and also
-    text after the last bracket. Raises ConfigError for anything else, and for a range of more than 65,536 hosts.
+    Accepts every form of the "Slurm host list" in slurm.conf(5): ranges and lists in brackets, zero
+    padding (the width of a range is that of its lower end, as in Slurm), several brackets in a name
+    (the last varies fastest), and also text after the last bracket. Raises ConfigError for anything
+    else, and for a range of more than 65,536 hosts.
     """
     items = re.findall(r"(?:[^,\[]|\[[^]]*\])+", text)
     if not items or ",".join(items) != text:
@@ -27,7 +30,9 @@ def expand(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The counts of `2(x3),1`: [2, 2, 2, 1], as in SLURM_TASKS_PER_NODE. Raises ConfigError, also for a count of zero."""
+    """The counts of `2(x3),1`: [2, 2, 2, 1], as in SLURM_TASKS_PER_NODE. Raises ConfigError, also
+    for a count of zero.
+    """
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item)

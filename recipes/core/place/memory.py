@@ -1,4 +1,5 @@
-"""The memory limit of this process, and what the kernel has killed for it, as its cgroup shows them. Standard library only.
+"""The memory limit of this process, and what the kernel has killed for it, as its cgroup shows
+them. Standard library only.
 
 Slurm gives each task its own cgroup below that of the step, which has the limit.
 """
@@ -20,7 +21,9 @@ NO_LIMIT = 1 << 60  # cgroup v1 shows a larger number if there is no limit
 
 
 def own_cgroup(root: Path = Path("/")) -> Path | None:
-    """The folder of this process's memory cgroup; None if it is not mounted. root: the folder that contains proc and sys."""
+    """The folder of this process's memory cgroup; None if it is not mounted. root: the folder that
+    contains proc and sys.
+    """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -34,7 +37,9 @@ def own_cgroup(root: Path = Path("/")) -> Path | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of this process's task. kills: processes of it that the kernel had killed when this was read."""
+    """The memory of this process's task. kills: processes of it that the kernel had killed when
+    this was read.
+    """
 
     cgroup: Path | None
     kills: int
@@ -45,12 +50,16 @@ class Memory:
         return count_kills(self.cgroup) > self.kills
 
     def wait(self) -> None:
-        """Returns when the limit is used up, before the kernel has ended a process. Raises OSError if cgroups do not tell it."""
+        """Returns when the limit is used up, before the kernel has ended a process. Raises OSError
+        if cgroups do not tell it.
+        """
         cgroup = self.cgroup or Path()
         if (cgroup / EVENTS[1]).exists():
-            descriptor, event = os.open(cgroup / EVENTS[1], os.O_RDONLY), select.POLLPRI
+            descriptor = os.open(cgroup / EVENTS[1], os.O_RDONLY)
+            event = select.POLLPRI
         else:  # cgroup v1 allows this to root only
-            descriptor, event = os.eventfd(0), select.POLLIN
+            descriptor = os.eventfd(0)
+            event = select.POLLIN
             with open(cgroup / EVENTS[0]) as control:
                 (cgroup / "cgroup.event_control").write_text(f"{descriptor} {control.fileno()}")
         poll = select.poll()
@@ -61,15 +70,20 @@ class Memory:
     def describe(self, first_rank: int | None = None) -> str:
         """The limit, and the largest memory that each task of this node has used.
 
-        first_rank: of the ranks of this node, each of which is a task; None if the tasks are not ranks, or if that is unknown.
+        first_rank: of the ranks of this node, each of which is a task; None if the tasks are not
+        ranks, or if that is unknown.
         """
         limit = min(limits(self.cgroup), default=None)
         of_limit = f"its limit of {files.size_text(limit)}" if limit else "the memory of its node"
         name, first = ("task", 0) if first_rank is None else ("rank", first_rank)
         peaks = task_peaks(self.cgroup)
         by_size = sorted(peaks, key=lambda task: -peaks[task])
-        sizes = ", ".join(f"{name} {first + task} {files.size_text(peaks[task])}" for task in by_size)
-        return f"was killed since {of_limit} was used up" + (f"; peak memory: {sizes}" if sizes else "")
+        sizes = ", ".join(
+            f"{name} {first + task} {files.size_text(peaks[task])}" for task in by_size
+        )
+        return f"was killed since {of_limit} was used up" + (
+            f"; peak memory: {sizes}" if sizes else ""
+        )
 
 
 def read() -> Memory:
@@ -79,7 +93,9 @@ def read() -> Memory:
 
 
 def count_kills(cgroup: Path | None) -> int:
-    """How many processes of a cgroup the kernel has killed for want of memory; 0 if that is unknown."""
+    """How many processes of a cgroup the kernel has killed for want of memory; 0 if that is
+    unknown.
+    """
     for text in _texts(cgroup, EVENTS):
         counts = dict(line.split() for line in text.splitlines())
         return int(counts.get("oom_kill", 0))
@@ -94,7 +110,9 @@ def limits(cgroup: Path | None) -> list[int]:
 
 
 def task_peaks(cgroup: Path | None) -> dict[int, int]:
-    """The largest memory of each task of this step on this node, in bytes, by the task's number on the node."""
+    """The largest memory of each task of this step on this node, in bytes, by the task's number on
+    the node.
+    """
     peaks = {}
     for folder in cgroup.parent.glob("task_*") if cgroup else ():
         for text in _texts(folder, PEAKS):

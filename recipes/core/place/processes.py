@@ -1,4 +1,6 @@
-"""Processes: the end of a child with its parent, what they use, and how they keep memory. Standard library only."""
+"""Processes: the end of a child with its parent, what they use, and how they keep memory. Standard
+library only.
+"""
 
 import contextlib
 import ctypes
@@ -12,13 +14,17 @@ from recipes.core import errors
 from recipes.core.place import proctree
 
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+# of mallopt(3)
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """Returns a function for a child process to call: after it, the kernel kills the child when its parent ends, for any reason.
+    """Returns a function for a child process to call: after it, the kernel kills the child when its
+    parent ends, for any reason.
 
-    parent: process id of the parent. number: the signal that the child gets. The function is also suitable as ``preexec_fn``.
+    parent: process id of the parent. number: the signal that the child gets. The function is also
+    suitable as ``preexec_fn``.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,16 +37,19 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep the memory of freed tensors for the next ones, unless a MALLOC_ variable or GLIBC_TUNABLES sets malloc up.
+    """Lets this process keep the memory of freed tensors for the next ones, unless a MALLOC_
+    variable or GLIBC_TUNABLES sets malloc up.
 
-    glibc returns large blocks to the system, and each new block costs page faults: a step on a CPU took up to 27 % longer. With kept
-    memory, a rank used up to 20 % more.
+    glibc returns large blocks to the system, and each new block costs page faults: a step on a CPU
+    took up to 27 % longer. With kept memory, a rank used up to 20 % more.
     """
-    libc, tunables = ctypes.CDLL(None), os.environ.get("GLIBC_TUNABLES", "")
+    libc = ctypes.CDLL(None)
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
     set_up = "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ)
     if set_up or not hasattr(libc, "mallopt"):
         return
-    # Older versions of glibc (such as 2.30) refuse more than 32 MiB. Setting the other threshold alone would make steps slower.
+    # Older versions of glibc (such as 2.30) refuse more than 32 MiB. Setting the other threshold
+    # alone would make steps slower.
     if libc.mallopt(M_MMAP_THRESHOLD, 1 << 30) or libc.mallopt(M_MMAP_THRESHOLD, 32 << 20):
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
@@ -50,12 +59,15 @@ def cpu_time() -> tuple[float, float]:
     ticks = 0
     for pid in proctree.descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
-            ticks += sum(map(int, _stat(pid)[11:15]))  # its own and that of its children that have ended
+            # its own and that of its children that have ended
+            ticks += sum(map(int, _stat(pid)[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK"), time.monotonic()
 
 
 def memory() -> int:
-    """Resident bytes of this process and its descendants; those that several of them share count once. Slow for large ones."""
+    """Resident bytes of this process and its descendants; those that several of them share count
+    once. Slow for large ones.
+    """
     found = 0
     for pid in proctree.descendants(os.getpid()):
         with contextlib.suppress(OSError):
@@ -69,7 +81,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def _share(pid: int, resident: int) -> int:
-    """Resident bytes of a process, each divided by the number of processes that share it. ``resident`` on Linux before 4.14."""
+    """Resident bytes of a process, each divided by the number of processes that share it.
+    ``resident`` on Linux before 4.14.
+    """
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -1,4 +1,6 @@
-"""Processes of this machine as /proc shows them: their tree, commands and signals. Standard library only."""
+"""Processes of this machine as /proc shows them: their tree, commands and signals. Standard library
+only.
+"""
 
 import contextlib
 import ctypes
@@ -31,7 +33,8 @@ class Process:
 
 def read(pid: int) -> Process | None:
     """The process with this ID; None if there is none, or if it has ended."""
-    folder, program = Path(f"/proc/{pid}"), ""
+    folder = Path(f"/proc/{pid}")
+    program = ""
     blocked: frozenset[int] = frozenset()
     try:
         for _ in range(TRIES):
@@ -41,7 +44,8 @@ def read(pid: int) -> Process | None:
                 break
             time.sleep(0.002)
         command = (folder / "cmdline").read_bytes().decode(errors="replace")
-        with contextlib.suppress(PermissionError):  # a program with the setuid bit, such as Apptainer's
+        # a program with the setuid bit, such as Apptainer's
+        with contextlib.suppress(PermissionError):
             program = os.path.basename(os.readlink(folder / "exe"))
     except OSError:
         return None

@@ -20,12 +20,19 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM)
 # Programs in Python that start other programs: scripts by their file names, and modules.
 RANK_LAUNCHERS = frozenset(
     [
-        "accelerate", "accelerate.commands.accelerate_cli", "accelerate.commands.launch", "deepspeed",
-        "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.launch",
-        "torch.distributed.run", "torchrun",
+        "accelerate",
+        "accelerate.commands.accelerate_cli",
+        "accelerate.commands.launch",
+        "deepspeed",
+        "deepspeed.launcher.launch",
+        "deepspeed.launcher.runner",
+        "torch.distributed.launch",
+        "torch.distributed.run",
+        "torchrun",
     ]
-)  # fmt: skip
-SHELLS = frozenset(["bash", "dash", "sh", "zsh"])  # through which a Python program may start another one
+)
+# through which a Python program may start another one
+SHELLS = frozenset(["bash", "dash", "sh", "zsh"])
 LAUNCHERS = RANK_LAUNCHERS | {"conda", "mamba", "ray", "recipes.script"}
 
 
@@ -42,7 +49,8 @@ class Target:
 
 
 def targets(root: int, order: Sequence[signal.Signals] = STOP_SIGNALS) -> list[Target]:
-    """The topmost processes of a tree that catch one of ``order``, each with the first that it catches.
+    """The topmost processes of a tree that catch one of ``order``, each with the first that it
+    catches.
 
     Programs in Python come first. Shells and other executables count only if none of these catches
     a signal. Processes that a Python program starts do not count, except for Python processes that
@@ -51,7 +59,9 @@ def targets(root: int, order: Sequence[signal.Signals] = STOP_SIGNALS) -> list[T
     return _topmost(root, order, is_program) or _topmost(root, order, lambda p: not p.is_python)
 
 
-def _topmost(pid: int, order: Sequence[signal.Signals], counts: Callable[[Process], bool]) -> list[Target]:
+def _topmost(
+    pid: int, order: Sequence[signal.Signals], counts: Callable[[Process], bool]
+) -> list[Target]:
     process = proctree.read(pid)
     if not process:
         return []
@@ -71,7 +81,9 @@ def _programs_below(process: Process, through_shells: bool) -> list[int]:
     shells = [child.pid for child in below if through_shells and child.program in SHELLS]
     # A fork has the same command. It may be a worker, which blocks the signals only with the hook.
     return shells + [
-        child.pid for child in below if child.is_python and (child.command != process.command or STACKS in child.caught)
+        child.pid
+        for child in below
+        if child.is_python and (child.command != process.command or STACKS in child.caught)
     ]
 
 

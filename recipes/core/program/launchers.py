@@ -1,4 +1,6 @@
-"""The command of a task for each value of ``through=``, and the variables that it gets. Standard library only."""
+"""The command of a task for each value of ``through=``, and the variables that it gets. Standard
+library only.
+"""
 
 import os
 import socket
@@ -12,12 +14,15 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 
 HOOK = Path(__file__).parent / "hook"
-TASK = "RECIPES_TASK"  # set for the wrappers of ranks that a launcher starts: the number of its task
+# set for the wrappers of ranks that a launcher starts: the number of its task
+TASK = "RECIPES_TASK"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a task starts the program. through: the value of the key. nproc: ranks that the launcher starts on each node."""
+    """How a task starts the program. through: the value of the key. nproc: ranks that the launcher
+    starts on each node.
+    """
 
     through: str
     program: Sequence[str]
@@ -30,21 +35,32 @@ class Launch:
         return self.through in ("torchrun", "accelerate")
 
     def command(self, info: RankInfo, words: Sequence[str]) -> list[str]:
-        """The command of a task with a launcher. words: with which the launcher starts the wrapper of each rank."""
+        """The command of a task with a launcher. words: with which the launcher starts the wrapper
+        of each rank.
+        """
         python = [sys.executable, "-u", "-m"]
         wrapper = [*python, "recipes.script", *words]
         address = info.master_addr or "127.0.0.1"
         port = str(info.master_port or free_port())
         of_torchrun = self.extra if self.through == "torchrun" else ()
         torchrun = [
-            *python, "torch.distributed.run", f"--nnodes={info.num_nodes}", f"--node-rank={info.node_rank}",
-            f"--nproc-per-node={self.nproc}", "--rdzv-backend=static", f"--master-addr={address}",
-            f"--master-port={port}", *of_torchrun, "--no-python", *wrapper,
-        ]  # fmt: skip
+            *python,
+            "torch.distributed.run",
+            f"--nnodes={info.num_nodes}",
+            f"--node-rank={info.node_rank}",
+            f"--nproc-per-node={self.nproc}",
+            "--rdzv-backend=static",
+            f"--master-addr={address}",
+            f"--master-port={port}",
+            *of_torchrun,
+            "--no-python",
+            *wrapper,
+        ]
         if self.through == "torchrun":
             return torchrun
         accelerate = [*python, "accelerate.commands.launch"]
-        if self.on_cpu:  # accelerate starts one process there, so it only sets the variables of its configuration
+        # accelerate starts one process there, so it only sets the variables of its configuration
+        if self.on_cpu:
             one = ["--cpu", "--num_machines", "1", "--num_processes", "1"]
             return [*accelerate, *one, *self.extra, "--no_python", *torchrun]
         total = info.num_nodes * self.nproc
@@ -52,24 +68,42 @@ class Launch:
         is_default = not self.extra and not has_accelerate_config(os.environ)
         kind = ["--multi_gpu"] if total > 1 and is_default else []
         return [
-            *accelerate, *kind, "--num_machines", str(info.num_nodes), "--machine_rank", str(info.node_rank),
-            "--num_processes", str(total), "--main_process_ip", address, "--main_process_port", port,
-            *self.extra, "--no_python", *wrapper,
-        ]  # fmt: skip
+            *accelerate,
+            *kind,
+            "--num_machines",
+            str(info.num_nodes),
+            "--machine_rank",
+            str(info.node_rank),
+            "--num_processes",
+            str(total),
+            "--main_process_ip",
+            address,
+            "--main_process_port",
+            port,
+            *self.extra,
+            "--no_python",
+            *wrapper,
+        ]
 
 
 def has_accelerate_config(environ: Mapping[str, str]) -> bool:
     """Whether the user has a default configuration, which ``accelerate config`` writes."""
     cache = environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
-    return any((home / f"accelerate/default_config.{end}").exists() for end in ("yaml", "yml", "json"))
+    return any(
+        (home / f"accelerate/default_config.{end}").exists() for end in ("yaml", "yml", "json")
+    )
 
 
 def nproc_here(given: int, on_cpu: bool) -> int:
-    """The number of ranks that a launcher starts on this node: ``given``, else one per GPU. Raises MachineError."""
+    """The number of ranks that a launcher starts on this node: ``given``, else one per GPU. Raises
+    MachineError.
+    """
     seen = 0 if on_cpu else gpus.visible_gpus(os.environ)
     if not given and not on_cpu and not seen:
-        raise MachineError(f"{socket.gethostname()}: sees no GPU: request GPUs, or give device=cpu nproc_per_node=N")
+        raise MachineError(
+            f"{socket.gethostname()}: sees no GPU: request GPUs, or give device=cpu nproc_per_node=N"
+        )
     return given or seen or 1
 
 

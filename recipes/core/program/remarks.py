@@ -1,4 +1,6 @@
-"""What the log says about a running program: the signal that it gets, and what is wrong with its set-up."""
+"""What the log says about a running program: the signal that it gets, and what is wrong with its
+set-up.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -45,7 +47,12 @@ class Remarks:
         names = sorted({target.signal.name for target in targets})
         line = self._on_signals(names, all(target.protects_workers for target in targets))
         is_stopping = self.watch is not None and bool(self.watch.note.reason)
-        if self.prints and not is_stopping and line != self._said and (targets or self._silent_looks == LOOKS):
+        if (
+            self.prints
+            and not is_stopping
+            and line != self._said
+            and (targets or self._silent_looks == LOOKS)
+        ):
             self._said = line
             print(line, flush=True)
             with contextlib.suppress(OSError):
@@ -70,7 +77,9 @@ class Remarks:
             return f"warning: the program catches none of {none_of}: it ends {when} with what it has saved by then"
         event = "at the time limit" if before_s else "when the run is stopped"
         ahead = f" {before_s:g} s before the end" if before_s else ""
-        workers = "" if protects_workers else "; workers are not protected from signals to all processes"
+        workers = (
+            "" if protects_workers else "; workers are not protected from signals to all processes"
+        )
         which = " or ".join(names)
         return f"{event}, the program of each rank gets {which} (it catches it){ahead}{workers}"
 

@@ -1,4 +1,6 @@
-"""Runs a program as a child process: hands on requests to stop, and ends what is left of it. Standard library only."""
+"""Runs a program as a child process: hands on requests to stop, and ends what is left of it.
+Standard library only.
+"""
 
 import contextlib
 import math
@@ -28,8 +30,9 @@ class Rules:
     """What a wrapper does with its program.
 
     order: the stop signals, preferred first. timeout_s: the program ends if the run directory
-    cannot be read for so long. remark: called every few seconds and at a request, with the root of the program's
-    processes and with those that catch a stop signal. It returns why the program must end, or "".
+    cannot be read for so long. remark: called every few seconds and at a request, with the root of
+    the program's processes and with those that catch a stop signal. It returns why the program must
+    end, or "".
     """
 
     order: Sequence[signal.Signals]
@@ -42,8 +45,8 @@ class Ended:
     """How a program ended.
 
     returncode: minus N if signal N ended it. at: when, in seconds since 1970. stop: why it was
-    asked to stop; "" if it was not. was_killed: whether the wrapper killed it, since it had not ended
-    in time. fenced: why the wrapper killed it at once; None if it did not.
+    asked to stop; "" if it was not. was_killed: whether the wrapper killed it, since it had not
+    ended in time. fenced: why the wrapper killed it at once; None if it did not.
     """
 
     returncode: int
@@ -54,7 +57,9 @@ class Ended:
 
 
 class Supervisor:
-    """A running program, whose process ID is ``pid``. ``look`` is called again and again while it runs."""
+    """A running program, whose process ID is ``pid``. ``look`` is called again and again while it
+    runs.
+    """
 
     def __init__(self, pid: int, canary: int, rules: Rules, watch: Watch | None) -> None:
         self.stop = ""
@@ -79,12 +84,12 @@ class Supervisor:
         sent_to_all = number in self._pending()
         targets = delivery.targets(self._pid, self._rules.order)
         prefers_another = any(target.signal != number for target in targets)
-        if not (sent_to_all and prefers_another):  # else the program may be about to end without saving
+        # else the program may be about to end without saving
+        if not (sent_to_all and prefers_another):
             targets = self._targets_until(moment_together())
         if targets:
-            self._rules.remark(
-                self._pid, targets
-            )  # the log says which signal a program gets, also soon after its start
+            # the log says which signal a program gets, also soon after its start
+            self._rules.remark(self._pid, targets)
         self._deliver(targets, already=number if sent_to_all else None)
         ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
         if ends and not self._delivered and not sent_to_all:
@@ -93,7 +98,9 @@ class Supervisor:
             self._note_stop()
 
     def ended(self, returncode: int) -> None:
-        """Notes the stop if the program was ended by a signal that it has received at the same time as this process."""
+        """Notes the stop if the program was ended by a signal that it has received at the same time
+        as this process.
+        """
         if -returncode not in self._received and not self.stop:
             late = signal.sigtimedwait(signals.handled(), signals.TOGETHER_S)
             if not late:
@@ -103,7 +110,9 @@ class Supervisor:
         self._note_stop()
 
     def look(self) -> None:
-        """Looks at the program's handlers from time to time, and acts on what the run directory says."""
+        """Looks at the program's handlers from time to time, and acts on what the run directory
+        says.
+        """
         now = time.monotonic()
         if self._watch:
             self._follow(self._watch)
@@ -174,7 +183,8 @@ class Supervisor:
     def _ask(self, reason: str) -> None:
         if not self.stop:
             self._asked = reason
-        self._asked_at = time.time()  # of the last request, since earlier ones may have reached no program
+        # of the last request, since earlier ones may have reached no program
+        self._asked_at = time.time()
 
     def _note_stop(self) -> None:
         """From now on, the end of the program is a stop, and no failure."""
@@ -219,7 +229,9 @@ def _canary() -> Iterator[int]:
     """The ID of a child that blocks all signals of `signals.SIGNALS`, as this process does."""
     null = subprocess.DEVNULL
     prepare = processes.die_with(os.getpid())
-    canary = subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=null, stderr=null, preexec_fn=prepare)
+    canary = subprocess.Popen(
+        ["sleep", "infinity"], stdin=null, stdout=null, stderr=null, preexec_fn=prepare
+    )
     try:
         yield canary.pid
     finally:
@@ -234,7 +246,8 @@ def run(
     rules: Rules,
     watch: Watch | None,
 ) -> Ended:
-    """Runs a program until it ends, and kills what it leaves behind. Raises InputError if it cannot be started.
+    """Runs a program until it ends, and kills what it leaves behind. Raises InputError if it cannot
+    be started.
 
     watch: None for a rank whose node has a wrapper of its own, which reads the run directory.
     """
@@ -270,4 +283,6 @@ def run(
             for pid in set(proctree.children(os.getpid())) - others:
                 delivery.end(pid, signal.SIGKILL)
             child.wait()
-    return Ended(child.returncode, ended_at, supervisor.stop, supervisor.was_killed, supervisor.fenced)
+    return Ended(
+        child.returncode, ended_at, supervisor.stop, supervisor.was_killed, supervisor.fenced
+    )

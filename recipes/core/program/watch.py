@@ -44,15 +44,25 @@ class Watch:
         self._changed.set()
 
     def record_stop(self) -> None:
-        """Records a request to stop, if there was one: the run is stopped, unless a rank failed before. Raises OSError."""
+        """Records a request to stop, if there was one: the run is stopped, unless a rank failed
+        before. Raises OSError.
+        """
         if not self._stop or self._is_recorded:
             return
         attempts.record(
-            self._attempt, rank=self._task, host=socket.gethostname(), kind=Kind.stopped,
-            error=self._stop, exit_status=EXIT_REQUEUE, moment=self._stopped_at, name="stop",
-        )  # fmt: skip
+            self._attempt,
+            rank=self._task,
+            host=socket.gethostname(),
+            kind=Kind.stopped,
+            error=self._stop,
+            exit_status=EXIT_REQUEUE,
+            moment=self._stopped_at,
+            name="stop",
+        )
         if self._task == 0:
-            attempts.write_status(self._attempt, "preempted", 0, reason=self._stop, kind=Kind.stopped)
+            attempts.write_status(
+                self._attempt, "preempted", 0, reason=self._stop, kind=Kind.stopped
+            )
         self._is_recorded = True
 
     def _run(self) -> None:

@@ -1,1 +1,3 @@
-"""What is shown of runs outside the terminal: an HTML page, and series for experiment trackers. Never imports torch."""
+"""What is shown of runs outside the terminal: an HTML page, and series for experiment trackers.
+Never imports torch.
+"""

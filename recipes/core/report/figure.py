@@ -1,4 +1,6 @@
-"""Line figures as inline SVG. The style sheet of the page sets their colours, so that they follow light and dark."""
+"""Line figures as inline SVG. The style sheet of the page sets their colours, so that they follow
+light and dark.
+"""
 
 import html
 import math
@@ -7,18 +9,31 @@ from collections.abc import Sequence
 Point = tuple[float, float]
 # Name, points with rising x, and classes of the style sheet. A y that is NaN is a gap in the line.
 Series = tuple[str, Sequence[Point], str]
-WIDTH, HEIGHT = 420, 250
-LEFT, RIGHT, TOP, BOTTOM = 70, 406, 20, 208  # the plot in the figure
-MOST_POINTS, FEWEST_POINTS = 2400, 100  # of a figure, and of each series if there are many
+WIDTH = 420
+HEIGHT = 250
+# the plot in the figure
+LEFT = 70
+RIGHT = 406
+TOP = 20
+BOTTOM = 208
+# of a figure, and of each series if there are many
+MOST_POINTS = 2400
+FEWEST_POINTS = 100
 DOTS = 25  # a series of at most this number of points has a dot for each
 LABEL_PX = 16  # between the labels of two marks
 
 
 def figure(
-    title: str, labels: tuple[str, str], series: Sequence[Series], steps: Sequence[float] = (),
-    marks: Sequence[Point] = (), zero: bool = False,
-) -> str:  # fmt: skip
-    """A figure; "" without a finite value. steps: x that the axis includes. marks: x and number of vertical lines. zero: y includes 0."""
+    title: str,
+    labels: tuple[str, str],
+    series: Sequence[Series],
+    steps: Sequence[float] = (),
+    marks: Sequence[Point] = (),
+    zero: bool = False,
+) -> str:
+    """A figure; "" without a finite value. steps: x that the axis includes. marks: x and number of
+    vertical lines. zero: y includes 0.
+    """
     finite = [(x, y) for _, points, _ in series for x, y in points if math.isfinite(y)]
     if not finite:
         return ""
@@ -36,7 +51,9 @@ def figure(
         label = _label(LEFT - 6, down(y) + 4, f"{y:.6g}", "end")
         parts.append(f'<path class="grid" d="M{LEFT} {down(y)}H{RIGHT}"/>{label}')
     for x in _ticks(x_low, x_high, 1.0):
-        parts.append(f'<path class="axis" d="M{across(x)} {BOTTOM}v4"/>{_label(across(x), BOTTOM + 17, f"{x:.6g}")}')
+        parts.append(
+            f'<path class="axis" d="M{across(x)} {BOTTOM}v4"/>{_label(across(x), BOTTOM + 17, f"{x:.6g}")}'
+        )
     labelled = -math.inf
     for x, number in marks:
         parts.append(f'<path class="mark" d="M{across(x)} {TOP}V{BOTTOM}"/>')
@@ -47,12 +64,20 @@ def figure(
         points = _thinned(every, max(FEWEST_POINTS, MOST_POINTS // len(series)))
         places = [f"{across(x)} {down(y)}" if math.isfinite(y) else "" for x, y in points]
         pairs = zip(["", *places], [*places, ""], strict=True)
-        line = " ".join(f"L{place}" if before else f"M{place}h0" for before, place in pairs if place)
+        line = " ".join(
+            f"L{place}" if before else f"M{place}h0" for before, place in pairs if place
+        )
         dots = "".join(f"M{place}h0" for place in places if place) if len(points) <= DOTS else ""
-        parts.append(f'<path class="line {style}" d="{line}"/><path class="dot {style}" d="{dots}"/>')
+        parts.append(
+            f'<path class="line {style}" d="{line}"/><path class="dot {style}" d="{dots}"/>'
+        )
     parts.append(_label((LEFT + RIGHT) / 2, HEIGHT - 6, labels[0]))
-    parts.append(f'<g transform="translate(12 {(TOP + BOTTOM) / 2}) rotate(-90)">{_label(0, 0, labels[1])}</g>')
-    last = "; ".join(f"{name}: {y:.5g} at {x:g}" for name, points, _ in series[:4] for x, y in points[-1:])
+    parts.append(
+        f'<g transform="translate(12 {(TOP + BOTTOM) / 2}) rotate(-90)">{_label(0, 0, labels[1])}</g>'
+    )
+    last = "; ".join(
+        f"{name}: {y:.5g} at {x:g}" for name, points, _ in series[:4] for x, y in points[-1:]
+    )
     about = html.escape(f"{title}: {labels[1]} against {labels[0]}. Last values: {last}")
     gaps = sum(len(points) for _, points, _ in series) - len(finite)
     note = f'<p class="note">Values that are not finite: {gaps}</p>' if gaps else ""
@@ -66,7 +91,8 @@ def _label(x: float, y: float, text: str, anchor: str = "middle") -> str:
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """The ends of an axis. They differ, even if the values do not."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     pad = 0.0 if high - low > 1e-9 * max(abs(low), abs(high)) else abs(low) * 0.1 or 1.0
     return low - pad, high + pad
 
@@ -74,15 +100,25 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
     """Two to six round values between the ends of an axis. Their distance is at least ``least``."""
     power = 10.0 ** math.floor(math.log10((high - low) / 3))
-    step = max(least, next(power * size for size in (1, 2, 5, 10) if (high - low) / (power * size) <= 5))
-    return [number * step for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
+    step = max(
+        least, next(power * size for size in (1, 2, 5, 10) if (high - low) / (power * size) <= 5)
+    )
+    return [
+        number * step
+        for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)
+    ]
 
 
 def _thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most about ``most`` points: of each group of neighbours, the lowest and the highest, so that a peak remains."""
-    size, kept = max(1, math.ceil(2 * len(points) / most)), list[Point]()
+    """At most about ``most`` points: of each group of neighbours, the lowest and the highest, so
+    that a peak remains.
+    """
+    size = max(1, math.ceil(2 * len(points) / most))
+    kept = list[Point]()
     for start in range(0, len(points), size):
         group = points[start : start + size]
         finite = [point for point in group if math.isfinite(point[1])] or group[:1]
-        kept += sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
+        kept += sorted(
+            {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
+        )
     return kept

@@ -1,4 +1,6 @@
-"""One HTML file about runs, without scripts and requests to a network. Each text from a file is escaped."""
+"""One HTML file about runs, without scripts and requests to a network. Each text from a file is
+escaped.
+"""
 
 import contextlib
 import html
@@ -20,20 +22,30 @@ from recipes.core.run.rows import number
 from recipes.core.run.table import Run
 
 LONGEST = 500  # characters of a text from a file
-MOST_RUNS, MOST_RECORDS, MOST_RANKS = 24, 16, 64  # runs in a figure; failed ranks of an attempt; ranks in a table
-# Title and label of the y axis, and whether it includes 0. Other metrics of an evaluation have their name.
+# runs in a figure; failed ranks of an attempt; ranks in a table
+MOST_RUNS = 24
+MOST_RECORDS = 16
+MOST_RANKS = 64
+# Title and label of the y axis, and whether it includes 0. Other metrics of an evaluation have
+# their name.
 COLUMNS = {
-    "loss": ("Loss", "mean loss per sample", False), "val_loss": ("val_loss", "mean loss per sample", False),
-    "val_top1": ("val_top1", "fraction of samples", False), "val_top5": ("val_top5", "fraction of samples", False),
-    "lr": ("Learning rate", "learning rate", False), "samples_per_second": ("Throughput", "samples/s, all ranks", True),
+    "loss": ("Loss", "mean loss per sample", False),
+    "val_loss": ("val_loss", "mean loss per sample", False),
+    "val_top1": ("val_top1", "fraction of samples", False),
+    "val_top5": ("val_top5", "fraction of samples", False),
+    "lr": ("Learning rate", "learning rate", False),
+    "samples_per_second": ("Throughput", "samples/s, all ranks", True),
     "data_wait": ("Waiting for data", "share of a step, rank 0", True),
     "forward_backward": ("Forward and backward pass", "share of a step, rank 0", True),
     "communication": ("Waiting for gradients of other ranks", "share of a step, rank 0", True),
-    "optimizer": ("Optimiser", "share of a step, rank 0", True), "tflops": ("Arithmetic", "TFLOP/s per rank", True),
-    "mfu": ("Model FLOP/s utilisation", "share of the GPU's peak", True), "memory_gb": ("Memory", "GB per node", True),
-    "gpu_memory_gb": ("GPU memory", "GB, highest so far", True), "cpus_used": ("CPUs", "busy CPUs per node", True),
+    "optimizer": ("Optimiser", "share of a step, rank 0", True),
+    "tflops": ("Arithmetic", "TFLOP/s per rank", True),
+    "mfu": ("Model FLOP/s utilisation", "share of the GPU's peak", True),
+    "memory_gb": ("Memory", "GB per node", True),
+    "gpu_memory_gb": ("GPU memory", "GB, highest so far", True),
+    "cpus_used": ("CPUs", "busy CPUs per node", True),
     "gpu_energy_kj": ("GPU energy", "kJ of all GPUs since the last value", True),
-}  # fmt: skip
+}
 # Light and dark, phones, print. Texts and lines have a contrast of at least 4.5:1.
 SHEET = """\
 :root{color-scheme:light dark;--bg:#ffffff;--fg:#1b1f24;--muted:#57606a;--grid:#d8dee4;
@@ -69,7 +81,9 @@ HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{tit
 
 @dataclass(frozen=True)
 class Shown:
-    """A run and what its files say. history: facts and judgement of each attempt, oldest first. hosts: of each rank; [] if unknown."""
+    """A run and what its files say. history: facts and judgement of each attempt, oldest first.
+    hosts: of each rank; [] if unknown.
+    """
 
     run: Run
     rows: list[dict[str, Any]]
@@ -84,16 +98,29 @@ class Shown:
 
 def read(run: Run, index: int) -> Shown:
     """Reads what a page shows of a run beside its row in the table."""
-    folder, status, history = run.folder, directory.read_status(run.folder) or {}, []
+    folder = run.folder
+    status = directory.read_status(run.folder) or {}
+    history = []
     for attempt in (Attempt(folder, count) for count in reversed(attempts.numbers(folder))):
         own = status if status.get("attempt") == attempt.number else {}
-        history.append((attempt, attempt.facts(), files.read_json(attempt.folder / "ended.json") or own))
+        history.append(
+            (attempt, attempt.facts(), files.read_json(attempt.folder / "ended.json") or own)
+        )
     summary = (files.read_json(folder / "summary.json") or {}) if run.state == "done" else {}
     found = attempts.facts(folder).get("hosts")
     hosts = [str(host) for host in found] if isinstance(found, list) else []
     ranks, nodes = (number(summary.get(name)) for name in ("world_size", "num_nodes"))
     size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
-    return Shown(run, rows.rows(folder), status, summary, history, hosts, *size, f"c{index % 8} d{index // 8 % 3}")
+    return Shown(
+        run,
+        rows.rows(folder),
+        status,
+        summary,
+        history,
+        hosts,
+        *size,
+        f"c{index % 8} d{index // 8 % 3}",
+    )
 
 
 def page(runs: Sequence[Run], now: float) -> str:
@@ -111,12 +138,28 @@ def page(runs: Sequence[Run], now: float) -> str:
 
 
 def _training(shown: Sequence[Shown]) -> list[str]:
-    """Figures over the steps. Of one run, with its attempts as vertical lines; of several runs, with a legend."""
-    floats = (name for one in shown for row in one.rows for name, value in row.items() if type(value) is float)
-    own = {name: (name, name, False) for name in floats if name not in (*COLUMNS, *table.NO_RESULTS)}
-    marks, found, steps = list[figure.Point](), "", [row["step"] for one in shown for row in one.rows]
+    """Figures over the steps. Of one run, with its attempts as vertical lines; of several runs,
+    with a legend.
+    """
+    floats = (
+        name
+        for one in shown
+        for row in one.rows
+        for name, value in row.items()
+        if type(value) is float
+    )
+    own = {
+        name: (name, name, False) for name in floats if name not in (*COLUMNS, *table.NO_RESULTS)
+    }
+    marks = list[figure.Point]()
+    found = ""
+    steps = [row["step"] for one in shown for row in one.rows]
     if len(shown) == 1:
-        begun = [(number(facts.get("step")), one.number) for one, facts, _ in shown[0].history if one.has_begun]
+        begun = [
+            (number(facts.get("step")), one.number)
+            for one, facts, _ in shown[0].history
+            if one.has_begun
+        ]
         marks = [mark for mark in begun[1:] if math.isfinite(mark[0])]
         above = f'<p class="note">{"Each dashed line marks the start of a later attempt, with its number." if marks else ""}</p>'
     else:
@@ -130,27 +173,45 @@ def _training(shown: Sequence[Shown]) -> list[str]:
             series.append((errors.shown(one.run.folder), points, one.style))
         labels = ("optimiser step", errors.shown(unit))
         found += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
-    labels, series = ("hours since the first row", "samples/s, all ranks"), [s for one in shown for s in _by_time(one)]
+    labels = ("hours since the first row", "samples/s, all ranks")
+    series = [s for one in shown for s in _by_time(one)]
     found += figure.figure("Throughput over time", labels, series, zero=True)
-    return ["<h2>Training</h2>", above, f'<div class="figures">{found or "There are no metrics."}</div>']
+    return [
+        "<h2>Training</h2>",
+        above,
+        f'<div class="figures">{found or "There are no metrics."}</div>',
+    ]
 
 
 def _by_time(one: Shown) -> list[Series]:
     """Throughput of each attempt by hours since the first row."""
-    timed = [row for row in one.rows if math.isfinite(number(row.get("time"))) and "samples_per_second" in row]
-    begin, found = number(timed[0]["time"]) if timed else 0.0, list[Series]()
+    timed = [
+        row
+        for row in one.rows
+        if math.isfinite(number(row.get("time"))) and "samples_per_second" in row
+    ]
+    begin = number(timed[0]["time"]) if timed else 0.0
+    found = list[Series]()
     for _, rows_of in itertools.groupby(timed, lambda row: row.get("attempt")):
-        points = [((number(row["time"]) - begin) / 3600, number(row["samples_per_second"])) for row in rows_of]
+        points = [
+            ((number(row["time"]) - begin) / 3600, number(row["samples_per_second"]))
+            for row in rows_of
+        ]
         found.append((errors.shown(one.run.folder), points, one.style))
     return found
 
 
 def _scaling(shown: Sequence[Shown]) -> list[str]:
-    """For each recipe with runs of several sizes: throughput by ranks, the ideal line, the efficiency."""
+    """For each recipe with runs of several sizes: throughput by ranks, the ideal line, the
+    efficiency.
+    """
     found = []
     for recipe in dict.fromkeys(one.run.recipe for one in shown):
         those = [one for one in shown if one.run.recipe == recipe and one.ranks]
-        speeds = [(one.ranks, one.nodes, number(one.run.results.get("samples_per_second"))) for one in those]
+        speeds = [
+            (one.ranks, one.nodes, number(one.run.results.get("samples_per_second")))
+            for one in those
+        ]
         sizes = sorted(size for size in speeds if size[2] > 0)
         if len({size[:2] for size in sizes}) < 2:
             continue
@@ -158,31 +219,53 @@ def _scaling(shown: Sequence[Shown]) -> list[str]:
         measured = ("measured", [(ranks, speed) for ranks, _, speed in sizes], "c0 d0")
         ideal = ("ideal", [(ranks, base * ranks) for ranks, _, _ in sizes], "c7 d1")
         title = f"Scaling of {errors.shown(recipe)}"
-        lines = [[r, n, f"{s:,.1f}", f"{base * r:,.1f}", f"{s / (base * r):.0%}"] for r, n, s in sizes]
-        drawn = figure.figure(title, ("ranks", "samples/s, all ranks"), [ideal, measured], zero=True)
+        lines = [
+            [r, n, f"{s:,.1f}", f"{base * r:,.1f}", f"{s / (base * r):.0%}"] for r, n, s in sizes
+        ]
+        drawn = figure.figure(
+            title, ("ranks", "samples/s, all ranks"), [ideal, measured], zero=True
+        )
         found.append(f'<h2>Scaling</h2><div class="figures">{drawn}</div>')
-        found.append('<p class="note">Dashed line: ideal scaling from the run with the fewest ranks.</p>')
+        found.append(
+            '<p class="note">Dashed line: ideal scaling from the run with the fewest ranks.</p>'
+        )
         found.append(_table(["ranks", "nodes", "samples/s", "ideal", "efficiency"], lines))
     return found
 
 
 def _facts(one: Shown, now: float) -> dict[str, object]:
     """What the head of a run shows, without what is unknown."""
-    run, facts = one.run, attempts.facts(one.run.folder)
-    times = [moment for _, facts, _ in one.history if math.isfinite(moment := number(facts.get("time")))]
+    run = one.run
+    facts = attempts.facts(one.run.folder)
+    times = [
+        moment for _, facts, _ in one.history if math.isfinite(moment := number(facts.get("time")))
+    ]
     best = rows.best(one.rows, one.run.values)
     passed = _end(one, now) - min(times[:1], default=math.nan)
-    took = table.ago(passed) if passed >= 0 else "unknown: a clock was set back" if passed < 0 else ""
-    versions, begun = one.summary.get("versions"), sum(attempt.has_begun for attempt, _, _ in one.history)
+    took = (
+        table.ago(passed) if passed >= 0 else "unknown: a clock was set back" if passed < 0 else ""
+    )
+    versions = one.summary.get("versions")
+    begun = sum(attempt.has_begun for attempt, _, _ in one.history)
     job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
     found: dict[str, object] = {
-        "recipe": run.recipe, "state": run.state, "reason": run.note, "step": run.step, "best": f"{best[0]} {best[1]:.5g} at step {best[2]}" if best else "", "job": job,
-        "efficiency": efficiency.verdict(one.rows, facts, run.values), "hosts": ", ".join(dict.fromkeys(one.hosts)), "ranks": one.ranks or "", "nodes": one.nodes or "",
-        "start": _moment(times[0]) if times else "", "duration, with waiting": took, "restarts": max(0, begun - 1),
+        "recipe": run.recipe,
+        "state": run.state,
+        "reason": run.note,
+        "step": run.step,
+        "best": f"{best[0]} {best[1]:.5g} at step {best[2]}" if best else "",
+        "job": job,
+        "efficiency": efficiency.verdict(one.rows, facts, run.values),
+        "hosts": ", ".join(dict.fromkeys(one.hosts)),
+        "ranks": one.ranks or "",
+        "nodes": one.nodes or "",
+        "start": _moment(times[0]) if times else "",
+        "duration, with waiting": took,
+        "restarts": max(0, begun - 1),
         **{name: table.text(value) for name, value in run.results.items()},
         **{name: one.summary.get(name) for name in ("device", "backend", "git_commit")},
         **(versions if isinstance(versions, dict) else {}),
-    }  # fmt: skip
+    }
     return {name: value for name, value in found.items() if value not in (None, "")}
 
 
@@ -192,29 +275,62 @@ def _end(one: Shown, now: float) -> float:
 
 
 def _details(one: Shown, now: float) -> list[str]:
-    """Where the time went, attempts with the failures of their ranks, the doctor's findings, checkpoints, keys."""
-    ends, failed = [], list[list[object]]()
+    """Where the time went, attempts with the failures of their ranks, the doctor's findings,
+    checkpoints, keys.
+    """
+    ends = []
+    failed = list[list[object]]()
     for attempt, facts, end in one.history:
         began = facts.get("step") if attempt.has_begun else "not begun"
-        how = [end.get("state", "not recorded"), end.get("kind"), end.get("line") or end.get("reason")]
+        how = [
+            end.get("state", "not recorded"),
+            end.get("kind"),
+            end.get("line") or end.get("reason"),
+        ]
         ends.append([attempt.number, facts.get("job"), _moment(facts.get("time")), began, *how])
         for record in attempts.records(attempt)[:MOST_RECORDS]:
-            failed.append([attempt.number, *(record.get(name) for name in ("rank", "host", "kind", "error"))])
+            failed.append(
+                [attempt.number, *(record.get(name) for name in ("rank", "host", "kind", "error"))]
+            )
     verdict = files.read_json(one.run.folder / directory.DOCTOR / "doctor.json") or {}
     names = dict(enumerate(verdict.get("hosts") or ()))
     entries = verdict.get("entries") or ()
-    found = [(", ".join(str(names.get(n, n)) for n in e["nodes"]), e["what"], e["fix"]) for e in entries]
-    parts = [[name.replace("_", " "), f"{share:.1%}"] for name, share in efficiency.shares(one.rows).items()]
-    seconds = next((each for row in reversed(one.rows) if (each := rows.numbers(row.get("rank_step_s")))), [])
-    of_ranks = [[r, one.hosts[r] if r < len(one.hosts) else "", f"{s:.4g}"] for r, s in enumerate(seconds)]
-    spent = [[name, table.ago(s)] for name, s in efficiency.time_spent(one.run.folder, _end(one, now)).items()]
+    found = [
+        (", ".join(str(names.get(n, n)) for n in e["nodes"]), e["what"], e["fix"]) for e in entries
+    ]
+    parts = [
+        [name.replace("_", " "), f"{share:.1%}"]
+        for name, share in efficiency.shares(one.rows).items()
+    ]
+    seconds = next(
+        (each for row in reversed(one.rows) if (each := rows.numbers(row.get("rank_step_s")))), []
+    )
+    of_ranks = [
+        [r, one.hosts[r] if r < len(one.hosts) else "", f"{s:.4g}"] for r, s in enumerate(seconds)
+    ]
+    spent = [
+        [name, table.ago(s)]
+        for name, s in efficiency.time_spent(one.run.folder, _end(one, now)).items()
+    ]
     keys = [(name, value) for name, value in one.run.values.items() if value != ""]
     first = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
     return [
-        _table(["part of a step", "share"], parts, "Time of a step, rank 0 (forward backward includes communication)"),
-        _table(["rank", "host", "seconds per step"], of_ranks[:MOST_RANKS], "Ranks (without the wait for other ranks)"),
+        _table(
+            ["part of a step", "share"],
+            parts,
+            "Time of a step, rank 0 (forward backward includes communication)",
+        ),
+        _table(
+            ["rank", "host", "seconds per step"],
+            of_ranks[:MOST_RANKS],
+            "Ranks (without the wait for other ranks)",
+        ),
         _table(["part of the run", "duration"], spent, "Time of all attempts"),
-        _table(["attempt", "job", "start", "began at step", "state", "kind", "reason"], ends, "Attempts"),
+        _table(
+            ["attempt", "job", "start", "began at step", "state", "kind", "reason"],
+            ends,
+            "Attempts",
+        ),
         _table(["attempt", "rank", "host", "kind", "error"], failed, first),
         _table(["nodes", "finding", "fix"], found, "Findings of the doctor"),
         _table(["step", "size", ""], _checkpoints(one.run.folder / "checkpoints"), "Checkpoints"),
@@ -224,7 +340,8 @@ def _details(one: Shown, now: float) -> list[str]:
 
 def _checkpoints(folder: Path) -> list[list[object]]:
     """Step, size and marks (latest, best) of each checkpoint."""
-    marks, found = dict[str, str](), list[list[object]]()
+    marks = dict[str, str]()
+    found = list[list[object]]()
     for mark in ("latest", "best"):
         with contextlib.suppress(OSError, ValueError):
             name = files.read_bounded(folder / mark, LONGEST).decode().strip()
@@ -232,14 +349,17 @@ def _checkpoints(folder: Path) -> list[list[object]]:
     for path in sorted(folder.glob("step-*.pt")):
         with contextlib.suppress(OSError):  # a run that is running removes old checkpoints
             step = path.stem.removeprefix("step-").lstrip("0")
-            size = sum(one.stat().st_size for one in folder.glob(f"{path.stem}.*"))  # with the rows of other ranks
+            # with the rows of other ranks
+            size = sum(one.stat().st_size for one in folder.glob(f"{path.stem}.*"))
             found.append([step, files.size_text(size), marks.get(path.name)])
     return found
 
 
 def _moment(time_s: object) -> str:
     with contextlib.suppress(OverflowError, ValueError, OSError):
-        return datetime.fromtimestamp(number(time_s), timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return datetime.fromtimestamp(number(time_s), timezone.utc).strftime(
+            "%Y-%m-%d %H:%M:%S UTC"
+        )
     return ""
 
 
@@ -250,7 +370,13 @@ def _text(value: object) -> str:
 def _table(head: Sequence[str], lines: Sequence[Sequence[object]], title: str = "") -> str:
     """A table with a title above it; "" without lines."""
     top = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in line)}</tr>" for line in lines
+    )
     name = f"<h3>{title}</h3>" if title else ""
     scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title or "table"}">'
-    return f"{name}{scroll}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>" if lines else ""
+    return (
+        f"{name}{scroll}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+        if lines
+        else ""
+    )

@@ -1,4 +1,6 @@
-"""Adds the metrics of a run to an experiment tracker, as one series with rising steps. The trackers' libraries are optional."""
+"""Adds the metrics of a run to an experiment tracker, as one series with rising steps. The
+trackers' libraries are optional.
+"""
 
 import json
 import os
@@ -13,14 +15,20 @@ from recipes.core import errors, files
 from recipes.core.errors import InputError
 from recipes.core.run import directory, rows, table
 
-POSITION, LOCK = "exported.json", ".exported.lock"  # in the run directory; POSITION has the last row in each tracker
+# in the run directory; POSITION has the last row in each tracker
+POSITION = "exported.json"
+LOCK = ".exported.lock"
 require = partial(errors.require, extra="trackers")
-MOST_VALUES, LONGEST = 1000, 500  # that MLflow accepts: values in one call, characters of a parameter
+# that MLflow accepts: values in one call, characters of a parameter
+MOST_VALUES = 1000
+LONGEST = 500
 
 
 @dataclass(frozen=True)
 class New:
-    """What a tracker does not have yet. id: the run's in the tracker. summary: {} until the run is done. first: for a first export."""
+    """What a tracker does not have yet. id: the run's in the tracker. summary: {} until the run is
+    done. first: for a first export.
+    """
 
     folder: Path
     project: str
@@ -33,49 +41,89 @@ class New:
 
 
 def export(folder: Path, to: str, project: str) -> str:
-    """Adds the new rows of a run to a tracker. Returns one line. Raises InputError, and MachineError if the run directory is read-only."""
-    run, status, every = table.read_run(folder, time.time()), directory.read_status(folder) or {}, rows.rows(folder)
-    project, is_done = project or run.recipe or "recipes", run.state == "done"
+    """Adds the new rows of a run to a tracker. Returns one line. Raises InputError, and
+    MachineError if the run directory is read-only.
+    """
+    run = table.read_run(folder, time.time())
+    status = directory.read_status(folder) or {}
+    every = rows.rows(folder)
+    project = project or run.recipe or "recipes"
+    is_done = run.state == "done"
     place = to if to == "tensorboard" else f"{to} {project}"
     known = files.read_json(folder / POSITION) or {}
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
     # A resumed run writes the rows after its newest checkpoint again.
-    final = [row for row in every if is_done or row["step"] < status.get("step", 0) or row["step"] <= last["step"]]
+    final = [
+        row
+        for row in every
+        if is_done or row["step"] < status.get("step", 0) or row["step"] <= last["step"]
+    ]
     back = len(every) - len(final)
     held = f"; {back} rows are held back: a resume may replace them" if back else ""
     if json.dumps(next((row for row in final if row["step"] == last["step"]), None)) != last["row"]:
-        raise InputError(f"{folder}: {place} has rows that a resume replaced: remove {POSITION} to export all again")
+        raise InputError(
+            f"{folder}: {place} has rows that a resume replaced: remove {POSITION} to export all again"
+        )
     values = [(row["step"], _numbers(row)) for row in final if row["step"] > last["step"]]
     if not values and last["done"] >= is_done:
         return f"{folder}: nothing new for {place}{held}"
     summary = (files.read_json(folder / "summary.json") or {}) if is_done else {}
-    name, keys = f"{run.recipe} {folder.name}", {} if last["id"] else run.values
+    name = f"{run.recipe} {folder.name}"
+    keys = {} if last["id"] else run.values
     try:
-        new = New(folder, project, name, last["id"] or secrets.token_hex(8), not last["id"], keys, values, summary)
+        new = New(
+            folder,
+            project,
+            name,
+            last["id"] or secrets.token_hex(8),
+            not last["id"],
+            keys,
+            values,
+            summary,
+        )
         identity, where = TRACKERS[to](new)
     except Exception as error:  # each library has its own classes
         mine = isinstance(error, InputError)
         raise error if mine else InputError(f"{folder}: {to}: {errors.one_line(error)}") from None
     row = final[-1] if final else {"step": -1}
-    position = {"step": row["step"], "row": json.dumps(row if final else None), "id": identity, "done": is_done}
+    position = {
+        "step": row["step"],
+        "row": json.dumps(row if final else None),
+        "id": identity,
+        "done": is_done,
+    }
     with files.writing_to(folder, "run_dir"):
         files.write_json(folder / POSITION, {**known, place: position})
     return f"{folder}: {len(values)} rows to {where}{held}"
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    return {name: rows.number(value) for name, value in row.items() if name != "step" and type(value) in (int, float)}
+    return {
+        name: rows.number(value)
+        for name, value in row.items()
+        if name != "step" and type(value) in (int, float)
+    }
 
 
 def _tensorboard(new: New) -> tuple[str, str]:
     event = require("tensorboard.compat.proto.event_pb2")
     writers = require("tensorboard.summary.writer.event_file_writer")
-    scalar, text, hparams = (require(f"tensorboard.plugins.{n}.summary_v2") for n in ("scalar", "text", "hparams"))
-    found = [(step, scalar.scalar_pb(name, x)) for step, values in new.values for name, x in values.items()]
+    scalar, text, hparams = (
+        require(f"tensorboard.plugins.{n}.summary_v2") for n in ("scalar", "text", "hparams")
+    )
+    found = [
+        (step, scalar.scalar_pb(name, x))
+        for step, values in new.values
+        for name, x in values.items()
+    ]
     if new.keys:
-        found.insert(0, (0, hparams.hparams_pb({name: str(value) for name, value in new.keys.items()})))
+        found.insert(
+            0, (0, hparams.hparams_pb({name: str(value) for name, value in new.keys.items()}))
+        )
     if new.summary:
-        found.append((new.summary.get("steps", 0), text.text_pb("summary", json.dumps(new.summary))))
+        found.append(
+            (new.summary.get("steps", 0), text.text_pb("summary", json.dumps(new.summary)))
+        )
     writer = writers.EventFileWriter(str(new.folder / "tensorboard"))
     for step, summary in found:
         writer.add_event(event.Event(wall_time=time.time(), step=step, summary=summary))
@@ -84,12 +132,19 @@ def _tensorboard(new: New) -> tuple[str, str]:
 
 
 def _wandb(new: New) -> tuple[str, str]:
-    wandb, mode = require("wandb"), os.environ.get("WANDB_MODE", "offline")
+    wandb = require("wandb")
+    mode = os.environ.get("WANDB_MODE", "offline")
     place = os.environ.get("WANDB_DIR") or str(new.folder)
     run = wandb.init(
-        project=new.project, name=new.name, id=new.id, resume=None if new.first else "allow", config=new.keys, mode=mode,
-        dir=place, settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-    )  # fmt: skip
+        project=new.project,
+        name=new.name,
+        id=new.id,
+        resume=None if new.first else "allow",
+        config=new.keys,
+        mode=mode,
+        dir=place,
+        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+    )
     for step, values in new.values:
         run.log(values, step=step)
     run.summary.update(new.summary)
@@ -98,15 +153,22 @@ def _wandb(new: New) -> tuple[str, str]:
 
 
 def _mlflow(new: New) -> tuple[str, str]:
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"  # plain files: SQLite can fail on a shared disk
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.17 refuses plain files without it
+    # plain files: SQLite can fail on a shared disk
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
+    # MLflow 3.17 refuses plain files without it
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    entities, client = require("mlflow.entities"), require("mlflow").MlflowClient(tracking_uri=uri)
+    entities = require("mlflow.entities")
+    client = require("mlflow").MlflowClient(tracking_uri=uri)
     found = client.get_experiment_by_name(new.project)
     number = found.experiment_id if found else client.create_experiment(new.project)
     identity = client.create_run(number, run_name=new.name).info.run_id if new.first else new.id
     now = round(time.time() * 1000)
-    metrics = [entities.Metric(name, x, now, step) for step, values in new.values for name, x in values.items()]
+    metrics = [
+        entities.Metric(name, x, now, step)
+        for step, values in new.values
+        for name, x in values.items()
+    ]
     for start in range(0, len(metrics), MOST_VALUES):
         client.log_batch(identity, metrics[start : start + MOST_VALUES])
     for name, value in new.keys.items():
@@ -119,7 +181,9 @@ def _mlflow(new: New) -> tuple[str, str]:
 
 def _trackio(new: New) -> tuple[str, str]:
     options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    name, resume = f"{new.name} {new.id[:6]}", "never" if new.first else "must"  # the name identifies a run
+    # the name identifies a run
+    name = f"{new.name} {new.id[:6]}"
+    resume = "never" if new.first else "must"
     run = require("trackio").init(new.project, name=name, config=new.keys, resume=resume, **options)
     for step, values in new.values:
         run.log(values, step=step)

@@ -1,7 +1,9 @@
-"""The attempts of a run. Each start has its own folder ``attempts/NNNN`` in the run directory. Standard library only.
+"""The attempts of a run. Each start has its own folder ``attempts/NNNN`` in the run directory.
+Standard library only.
 
-``opened.json`` numbers an attempt. ``begun.json`` makes it the owner of the run. ``failed/`` has a record of each rank that failed, and
-``ended.json`` is the judgement. Only the attempt and its parent write in its folder.
+``opened.json`` numbers an attempt. ``begun.json`` makes it the owner of the run. ``failed/`` has a
+record of each rank that failed, and ``ended.json`` is the judgement. Only the attempt and its
+parent write in its folder.
 """
 
 import contextlib
@@ -21,8 +23,10 @@ from recipes.core import files, trust
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
 from recipes.core.run import directory
 
-CATCHES = "catches.json"  # in the folder of an attempt: the stop signals that a user's program catches
-VARIABLE = "RECIPES_ATTEMPT"  # set by the parent of the ranks: the folder of the attempt that it has opened
+# in the folder of an attempt: the stop signals that a user's program catches
+CATCHES = "catches.json"
+# set by the parent of the ranks: the folder of the attempt that it has opened
+VARIABLE = "RECIPES_ATTEMPT"
 REPEATED_S = 1.5  # the other ranks wait this long before they print why they are refused
 
 
@@ -39,7 +43,9 @@ class Attempt:
 
     @property
     def staging(self) -> Path:
-        """The folder in which this attempt writes its checkpoints before it renames them. A later attempt removes it."""
+        """The folder in which this attempt writes its checkpoints before it renames them. A later
+        attempt removes it.
+        """
         return self.run_dir / "checkpoints" / f".{self.number}"
 
     @property
@@ -49,13 +55,18 @@ class Attempt:
     def facts(self) -> dict[str, Any]:
         """What was recorded when this attempt was opened and when it began."""
         names = ("opened.json", "begun.json")
-        return {k: v for name in names for k, v in (files.read_json(self.folder / name) or {}).items()}
+        return {
+            k: v for name in names for k, v in (files.read_json(self.folder / name) or {}).items()
+        }
 
 
 def numbers(run_dir: Path) -> list[int]:
     """The numbers of the attempts of a run, highest first."""
     with contextlib.suppress(OSError):
-        return sorted((int(name) for name in os.listdir(run_dir / "attempts") if name.isdecimal()), reverse=True)
+        return sorted(
+            (int(name) for name in os.listdir(run_dir / "attempts") if name.isdecimal()),
+            reverse=True,
+        )
     return []
 
 
@@ -67,18 +78,25 @@ def newest(run_dir: Path, launch: str = "") -> Attempt | None:
 
 def owner(run_dir: Path) -> Attempt | None:
     """The attempt that owns the run: the highest one that has begun. None if none has begun."""
-    return next((one for number in numbers(run_dir) if (one := Attempt(run_dir, number)).has_begun), None)
+    return next(
+        (one for number in numbers(run_dir) if (one := Attempt(run_dir, number)).has_begun), None
+    )
 
 
 def facts(run_dir: Path) -> dict[str, Any]:
-    """The facts of the attempt that owns the run, else of the newest one; {} if there is none. With ``attempt``, its number."""
+    """The facts of the attempt that owns the run, else of the newest one; {} if there is none. With
+    ``attempt``, its number.
+    """
     if found := owner(run_dir) or newest(run_dir):
         return {**found.facts(), "attempt": found.number}
-    return files.read_json(run_dir / "attempt.json") or {}  # written before each attempt had a folder
+    # written before each attempt had a folder
+    return files.read_json(run_dir / "attempt.json") or {}
 
 
 def start_time(pid: int) -> str:
-    """The start time of a process in kernel clock ticks. "" if there is no such process or it has ended."""
+    """The start time of a process in kernel clock ticks. "" if there is no such process or it has
+    ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -87,7 +105,9 @@ def start_time(pid: int) -> str:
 
 
 def namespace() -> str:
-    """The boot ID of this machine and the process namespace. Process IDs can be compared only if both are the same."""
+    """The boot ID of this machine and the process namespace. Process IDs can be compared only if
+    both are the same.
+    """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -100,15 +120,21 @@ def given(environ: Mapping[str, str]) -> Attempt | None:
     return Attempt(folder.parent.parent, int(folder.name)) if folder.name.isdecimal() else None
 
 
-def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Sequence[str] = ()) -> Attempt:
-    """Opens an attempt; the last one that has begun still owns the run. hosts: by rank; empty for the parent. Raises MachineError."""
+def open_next(
+    run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Sequence[str] = ()
+) -> Attempt:
+    """Opens an attempt; the last one that has begun still owns the run. hosts: by rank; empty for
+    the parent. Raises MachineError.
+    """
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
             trust.own_folder(folder)
-        before = (files.read_json(run_dir / "attempt.json") or {}).get("attempt", -1)  # as in `facts`
+        # as in `facts`
+        before = (files.read_json(run_dir / "attempt.json") or {}).get("attempt", -1)
         for number in itertools.count(max(numbers(run_dir), default=before) + 1):
             new = Attempt(run_dir, number)
-            # Another launch may make the folder first, and a network file system may repeat a call that succeeded.
+            # Another launch may make the folder first, and a network file system may repeat a call
+            # that succeeded.
             with contextlib.suppress(FileExistsError):
                 new.folder.mkdir()
                 break
@@ -118,20 +144,37 @@ def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Seq
         return new
 
 
-def describe(attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: Sequence[str]) -> None:
-    """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are known. Raises OSError."""
-    job, pid = directory.job_id(environ), os.getpid()
-    asked = {"cpus": environ.get("SLURM_CPUS_ON_NODE"), "memory_mb": environ.get("SLURM_MEM_PER_NODE")}
+def describe(
+    attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: Sequence[str]
+) -> None:
+    """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are
+    known. Raises OSError.
+    """
+    job = directory.job_id(environ)
+    pid = os.getpid()
+    asked = {
+        "cpus": environ.get("SLURM_CPUS_ON_NODE"),
+        "memory_mb": environ.get("SLURM_MEM_PER_NODE"),
+    }
     about = {
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
         "launch": directory.launch_id(environ),
         "job": job,
         "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,  # None: outside Slurm
-        **{name: int(value) for name, value in asked.items() if value and value.isdecimal() and job},
-        "process": {"host": socket.gethostname(), "pid": pid, "started": start_time(pid), "place": namespace()},
+        **{
+            name: int(value) for name, value in asked.items() if value and value.isdecimal() and job
+        },
+        "process": {
+            "host": socket.gethostname(),
+            "pid": pid,
+            "started": start_time(pid),
+            "place": namespace(),
+        },
         "hosts": list(hosts),
-        "time": (files.read_json(attempt.folder / "opened.json") or {}).get("time", round(time.time(), 3)),
+        "time": (files.read_json(attempt.folder / "opened.json") or {}).get(
+            "time", round(time.time(), 3)
+        ),
     }
     files.write_json(attempt.folder / "opened.json", about)
 
@@ -139,9 +182,10 @@ def describe(attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: S
 def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> None:
     """Makes this attempt the owner of the run. Only rank 0 calls it.
 
-    Earlier attempts that still run can then no longer rename a checkpoint, and their rows go into a file without a name. step: the step
-    at which it begins. own: whether it resumes from a checkpoint of this run directory. of_program: whether the ranks are a program of
-    the user, which writes no steps. Raises MachineError if a later attempt has begun. Raises OSError.
+    Earlier attempts that still run can then no longer rename a checkpoint, and their rows go into a
+    file without a name. step: the step at which it begins. own: whether it resumes from a
+    checkpoint of this run directory. of_program: whether the ranks are a program of the user, which
+    writes no steps. Raises MachineError if a later attempt has begun. Raises OSError.
     """
     check_owner(attempt)
     for number in numbers(attempt.run_dir):
@@ -165,7 +209,9 @@ def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> N
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder. It is renamed first, so that a process that still writes in it cannot rename a file out of it."""
+    """Removes a folder. It is renamed first, so that a process that still writes in it cannot
+    rename a file out of it.
+    """
     removed = folder.with_name(f"{folder.name}.removed")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(removed)
@@ -181,7 +227,9 @@ def check_owner(attempt: Attempt) -> None:
 
 
 def write_status(attempt: Attempt, state: str, step: int, **why: Any) -> None:
-    """Writes ``status.json``. why: as for `directory.write_status`. Raises OSError, and MachineError if a later attempt has begun."""
+    """Writes ``status.json``. why: as for `directory.write_status`. Raises OSError, and
+    MachineError if a later attempt has begun.
+    """
     check_owner(attempt)
     directory.write_status(attempt.run_dir, state, attempt=attempt.number, step=step, **why)
 
@@ -189,7 +237,11 @@ def write_status(attempt: Attempt, state: str, step: int, **why: Any) -> None:
 def taken_over_by(attempt: Attempt) -> str:
     """The launch of a later attempt that has begun; "" if there is none."""
     found = owner(attempt.run_dir)
-    return str(found.facts().get("launch") or "unknown") if found and found.number > attempt.number else ""
+    return (
+        str(found.facts().get("launch") or "unknown")
+        if found and found.number > attempt.number
+        else ""
+    )
 
 
 def heartbeat(attempt: Attempt) -> None:
@@ -198,7 +250,9 @@ def heartbeat(attempt: Attempt) -> None:
 
 
 def newest_heartbeat(attempt: Attempt) -> float:
-    """The time of the newest heartbeat, or 0. Opening the file makes a network file system ask its server for the current time."""
+    """The time of the newest heartbeat, or 0. Opening the file makes a network file system ask its
+    server for the current time.
+    """
     with contextlib.suppress(OSError), open(attempt.folder / "opened.json", "rb") as file:
         return os.fstat(file.fileno()).st_mtime
     return 0.0
@@ -218,12 +272,19 @@ def record(
 ) -> None:
     """Writes the error record of a rank. Raises OSError.
 
-    name: begins the name of the file; "stop" for a request to stop, so that a later failure of the rank has its own file. behind: the rank that did not arrive, as `World.behind` returns it. moment: of the failure, as time.time(); None means now.
+    name: begins the name of the file; "stop" for a request to stop, so that a later failure of the
+    rank has its own file. behind: the rank that did not arrive, as `World.behind` returns it.
+    moment: of the failure, as time.time(); None means now.
     """
     content = {
-        "rank": rank, "host": host, "kind": kind, "error": error, "exit_status": exit_status, "behind": behind,
+        "rank": rank,
+        "host": host,
+        "kind": kind,
+        "error": error,
+        "exit_status": exit_status,
+        "behind": behind,
         "time": moment or time.time(),
-    }  # fmt: skip
+    }
     files.write_json(attempt.folder / "failed" / f"{name}{rank:04d}.json", content)
 
 
@@ -236,7 +297,8 @@ def records(attempt: Attempt) -> list[dict[str, Any]]:
 def note_rank(attempt: Attempt, rank: int, task: int, host: str, ended: float | None) -> None:
     """Notes that a rank of a user's program runs, or when it ended. Raises OSError.
 
-    task: the number of the wrapper that gets the signals for this rank; the rank itself, unless it has a launcher.
+    task: the number of the wrapper that gets the signals for this rank; the rank itself, unless it
+    has a launcher.
     """
     if ended is None:  # torchrun may start a rank again that has failed
         (attempt.folder / "failed" / f"rank{rank:04d}.json").unlink(missing_ok=True)
@@ -246,19 +308,32 @@ def note_rank(attempt: Attempt, rank: int, task: int, host: str, ended: float | 
 
 def program_ranks(attempt: Attempt) -> list[dict[str, Any]]:
     """The ranks that `note_rank` has noted, in order."""
-    return list(filter(None, map(files.read_json, sorted((attempt.folder / "ranks").glob("*.json")))))
+    return list(
+        filter(None, map(files.read_json, sorted((attempt.folder / "ranks").glob("*.json"))))
+    )
 
 
 def print_refusal(line: str, is_first: bool) -> None:
-    """Prints why a rank is refused. If a parent prints the judgement, only the first rank prints; else all do, the first one first."""
+    """Prints why a rank is refused. If a parent prints the judgement, only the first rank prints;
+    else all do, the first one first.
+    """
     if is_first or not given(os.environ):
         time.sleep(0.0 if is_first else REPEATED_S)
         print(line, file=sys.stderr, flush=True)
 
 
 def refuse(environ: Mapping[str, str], exit_status: int, line: str, rank: int = 0) -> None:
-    """Records in the attempt that the parent has opened, if there is one, why the launch ends with EXIT_CONFIG or EXIT_MACHINE."""
+    """Records in the attempt that the parent has opened, if there is one, why the launch ends with
+    EXIT_CONFIG or EXIT_MACHINE.
+    """
     kind = Kind.input if exit_status == EXIT_CONFIG else Kind.machine
     if attempt := given(environ):
         with contextlib.suppress(OSError):
-            record(attempt, rank=rank, host=socket.gethostname(), kind=kind, error=line, exit_status=exit_status)
+            record(
+                attempt,
+                rank=rank,
+                host=socket.gethostname(),
+                kind=kind,
+                error=line,
+                exit_status=exit_status,
+            )

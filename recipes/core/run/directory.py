@@ -14,25 +14,34 @@ from recipes.core import files, trust
 from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, Next
 from recipes.core.run import source
 
-EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
+# folders in a run directory
+EVALUATION = "evaluation"
+DOCTOR = "doctor"
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
     """``<job>``, or ``<array>_<task>`` in an array; None outside Slurm."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    task = environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
 
 
 def launch_id(environ: Mapping[str, str]) -> str:
-    """An ID that differs for each launch of a run: the launcher's own ID, else Slurm's ``<job>.<restart>``, else ""."""
+    """An ID that differs for each launch of a run: the launcher's own ID, else Slurm's
+    ``<job>.<restart>``, else "".
+    """
     job = job_id(environ)
-    return environ.get("RECIPES_LAUNCH") or (f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}" if job else "")
+    return environ.get("RECIPES_LAUNCH") or (
+        f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
+    )
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
-    """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository of ``base``; without an ID, a time stamp.
+    """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository of ``base``;
+    without an ID, a time stamp.
 
-    If ``run_dir`` is that of a training, the doctor uses a folder in it. Raises MachineError if ``run_dir`` is a link of another user.
+    If ``run_dir`` is that of a training, the doctor uses a folder in it. Raises MachineError if
+    ``run_dir`` is a link of another user.
     """
     if run_dir:
         found = trust.resolved(Path(run_dir).expanduser())
@@ -42,9 +51,15 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """The content of ``status.json``; None before the run has begun, and for a file that `write_status` has not written."""
+    """The content of ``status.json``; None before the run has begun, and for a file that
+    `write_status` has not written.
+    """
     found = files.read_json(run_dir / "status.json") or {}
-    return found if all(isinstance(found.get(name), (int, float)) for name in ("step", "updated")) else None
+    return (
+        found
+        if all(isinstance(found.get(name), (int, float)) for name in ("step", "updated"))
+        else None
+    )
 
 
 def write_status(
@@ -59,8 +74,8 @@ def write_status(
 ) -> None:
     """Replaces ``status.json``.
 
-    kind: why the attempt ended; None while it runs or if it is done. first: the first failing rank, with ``rank``, ``host`` and
-    ``exit_status``. `note_next` adds ``next`` later. Raises OSError.
+    kind: why the attempt ended; None while it runs or if it is done. first: the first failing rank,
+    with ``rank``, ``host`` and ``exit_status``. `note_next` adds ``next`` later. Raises OSError.
     """
     first = first or {}
     content = {
@@ -79,7 +94,9 @@ def write_status(
 
 
 def note_next(run_dir: Path, word: Next, attempt: int) -> None:
-    """Sets ``next`` in ``status.json``, if the status is of this attempt: what happens to the job after the run was saved."""
+    """Sets ``next`` in ``status.json``, if the status is of this attempt: what happens to the job
+    after the run was saved.
+    """
     with contextlib.suppress(OSError):
         status = read_status(run_dir)
         if status and status["attempt"] == attempt:
@@ -87,25 +104,35 @@ def note_next(run_dir: Path, word: Next, attempt: int) -> None:
 
 
 def inside(run_dir: Path, name: str) -> Path:
-    """The folder for an evaluation or the doctor: ``run_dir``, or if a training uses this run directory, its folder ``name``."""
-    return run_dir / name if (run_dir / "config.yaml").exists() else run_dir  # only a training writes this file
+    """The folder for an evaluation or the doctor: ``run_dir``, or if a training uses this run
+    directory, its folder ``name``.
+    """
+    # only a training writes this file
+    return run_dir / name if (run_dir / "config.yaml").exists() else run_dir
 
 
 def results(run_dir: Path) -> str:
-    """The result in ``summary.json`` as part of a line: val_top1, or the metric that selects the best checkpoint. "" if there is none."""
+    """The result in ``summary.json`` as part of a line: val_top1, or the metric that selects the
+    best checkpoint. "" if there is none.
+    """
     found = files.read_json(run_dir / "summary.json") or {}
     best = {**(found.get("best") or {})}
-    step, name = best.pop("step", None), next(iter(best), "val_top1")
+    step = best.pop("step", None)
+    name = next(iter(best), "val_top1")
     if not isinstance(last := found.get(name), float):
         return ""
     of_best = (
-        f" (best {best[name]:.4f} at step {step})" if isinstance(best.get(name), float) and best[name] != last else ""
+        f" (best {best[name]:.4f} at step {step})"
+        if isinstance(best.get(name), float) and best[name] != last
+        else ""
     )
     return f"; {name} {last:.4f}{of_best}"
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
-    """The exit status that the content of ``status.json`` determines; otherwise ``fallback``, or 1 if that is 0."""
+    """The exit status that the content of ``status.json`` determines; otherwise ``fallback``, or 1
+    if that is 0.
+    """
     status = status or {}
     known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}
     return known.get(status.get("state", ""), status.get("exit_status") or fallback or EXIT_CRASH)

@@ -1,4 +1,6 @@
-"""A dry run: `launch.py check` starts a recipe, which stops before its first step and writes its findings to a file."""
+"""A dry run: `launch.py check` starts a recipe, which stops before its first step and writes its
+findings to a file.
+"""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +25,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Found:
-    """What a dry run found. None: the run does not have it. checkpoint_bytes: the most bytes of tensors in a checkpoint.
+    """What a dry run found. None: the run does not have it. checkpoint_bytes: the most bytes of
+    tensors in a checkpoint.
 
     rank_bytes: of weights, gradients and optimiser state on a rank of the job.
     """

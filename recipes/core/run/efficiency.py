@@ -1,4 +1,6 @@
-"""What a run does with its time and its resources, from its own files, and the first thing to change. Standard library only."""
+"""What a run does with its time and its resources, from its own files, and the first thing to
+change. Standard library only.
+"""
 
 import math
 import statistics
@@ -12,47 +14,78 @@ from recipes.core.run import rows as all_rows
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.rows import number
 
-SHARES = ("data_wait", "forward_backward", "communication", "optimizer")  # communication is a part of forward_backward
+# communication is a part of forward_backward
+SHARES = (
+    "data_wait",
+    "forward_backward",
+    "communication",
+    "optimizer",
+)
 RECENT = 50  # rows that are judged
 # Thresholds: a cause is reported from this value on.
-WAITS, COMMUNICATES, IDLE_GPU = 0.15, 0.25, 0.3  # shares of a step
+# shares of a step
+WAITS = 0.15
+COMMUNICATES = 0.25
+IDLE_GPU = 0.3
 UNEVEN = 1.3  # most samples of a rank, relative to the fewest
-SLOW_RANK, STEPS = 1.5, 100  # a slow rank's time per step, relative to the median rank's; judged after so many steps
-SHORT_S = 0.02  # in shorter steps, chance and the launch of operations decide how long ranks wait for each other
-MEMORY_GB, MEMORY_USED, CPUS, CPUS_USED = 8.0, 0.33, 4, 0.25  # judged if so much is requested, and a smaller share used
+# a slow rank's time per step, relative to the median rank's; judged after so many steps
+SLOW_RANK = 1.5
+STEPS = 100
+# in shorter steps, chance and the launch of operations decide how long ranks wait for each other
+SHORT_S = 0.02
+# judged if so much is requested, and a smaller share used
+MEMORY_GB = 8.0
+MEMORY_USED = 0.33
+CPUS = 4
+CPUS_USED = 0.25
 
 
 def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The median share of each part of a step in the last rows; {} if they have none. The first row of an attempt does not count."""
-    usual = [row for before, row in pairwise([{}, *rows]) if row.get("attempt") == before.get("attempt")][-RECENT:]
-    found = {name: [value for row in usual if math.isfinite(value := number(row.get(name)))] for name in SHARES}
+    """The median share of each part of a step in the last rows; {} if they have none. The first row
+    of an attempt does not count.
+    """
+    usual = [
+        row for before, row in pairwise([{}, *rows]) if row.get("attempt") == before.get("attempt")
+    ][-RECENT:]
+    found = {
+        name: [value for row in usual if math.isfinite(value := number(row.get(name)))]
+        for name in SHARES
+    }
     return {name: statistics.median(values) for name, values in found.items() if values}
 
 
-def verdict(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
+def verdict(
+    rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], keys: Mapping[str, Any]
+) -> str:
     """The first thing to change in a run in one line; "" if nothing stands out.
 
-    facts: of its attempt: ``hosts`` of the ranks, and ``cpus`` and ``memory_mb`` per node that the job has asked for. keys: of the run.
+    facts: of its attempt: ``hosts`` of the ranks, and ``cpus`` and ``memory_mb`` per node that the
+    job has asked for. keys: of the run.
     """
     hosts = facts["hosts"] if isinstance(facts.get("hosts"), list) else []
-    part, steps = shares(rows), number(rows[-1].get("step")) if rows else 0.0
+    part = shares(rows)
+    steps = number(rows[-1].get("step")) if rows else 0.0
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
     used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
     busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
-    waits = min(part.get("data_wait", 0.0), 1 - busy)  # the host may wait for data while a GPU still has work
+    # the host may wait for data while a GPU still has work
+    waits = min(part.get("data_wait", 0.0), 1 - busy)
     if waits >= WAITS:
         return f"{waits:.0%} of each step waits for data: {_faster_data(facts, keys, hosts)}"
     seconds = all_rows.numbers(last.get("rank_step_s"))
     seconds = seconds if all(0 <= value < math.inf for value in seconds) else []
     is_short = not seconds or statistics.median_low(seconds) < SHORT_S
-    if line := _of_ranks(seconds, number(keys.get("global_batch_size")), hosts, steps >= STEPS and not is_short):
+    if line := _of_ranks(
+        seconds, number(keys.get("global_batch_size")), hosts, steps >= STEPS and not is_short
+    ):
         return line
     if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
         return f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, or compile=true"
     if part.get("communication", 0.0) >= COMMUNICATES and not is_short:
         fix = "use a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
         return f"{part['communication']:.0%} of each step waits for the gradients of other ranks: {fix}"
-    memory, cpus = number(facts.get("memory_mb")) / 1e3, number(facts.get("cpus"))
+    memory = number(facts.get("memory_mb")) / 1e3
+    cpus = number(facts.get("cpus"))
     if memory >= MEMORY_GB and used["memory_gb"] < MEMORY_USED * memory:
         enough = math.ceil(1.5 * used["memory_gb"])
         return f"{used['memory_gb']:.1f} of {memory:.0f} GB of memory per node are used: --mem={enough}G is enough"
@@ -63,19 +96,26 @@ def verdict(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], keys: M
 
 def _faster_data(facts: Mapping[str, Any], keys: Mapping[str, Any], hosts: Sequence[str]) -> str:
     """What makes the data arrive sooner."""
-    cpus, ranks = number(facts.get("cpus")), max(1, max(map(hosts.count, hosts), default=1))
-    workers, most = number(keys.get("num_workers")), cpus // ranks if cpus > 0 else math.inf
+    cpus = number(facts.get("cpus"))
+    ranks = max(1, max(map(hosts.count, hosts), default=1))
+    workers = number(keys.get("num_workers"))
+    most = cpus // ranks if cpus > 0 else math.inf
     if math.isfinite(workers) and workers >= 0 and 2 * max(1.0, workers) <= most:
-        return f"use num_workers={min(most, 2 * max(1.0, workers)):.0f}, or a packed copy of the data"
+        return (
+            f"use num_workers={min(most, 2 * max(1.0, workers)):.0f}, or a packed copy of the data"
+        )
     return "use more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
 
 
 def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_time: bool) -> str:
-    """Why some ranks wait for others: an uneven ``batch``, or a rank whose steps take much longer than those of the median rank; "" if none do."""
+    """Why some ranks wait for others: an uneven ``batch``, or a rank whose steps take much longer
+    than those of the median rank; "" if none do.
+    """
     ranks = len(seconds)
     if ranks < 2:
         return ""
-    most, least = math.ceil(batch / ranks) if batch > 0 else 1, batch // ranks if batch > 0 else 1
+    most = math.ceil(batch / ranks) if batch > 0 else 1
+    least = batch // ranks if batch > 0 else 1
     if most >= UNEVEN * least:
         return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: make global_batch_size= a multiple of {ranks}"
     longest, rank = max((value, rank) for rank, value in enumerate(seconds))
@@ -88,22 +128,35 @@ def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_t
 
 
 def time_spent(folder: Path, now: float) -> dict[str, float]:
-    """Seconds of all attempts of a run: ``start``, ``training``, ``lost`` (trained again after a resume), ``waiting`` (after each attempt).
+    """Seconds of all attempts of a run: ``start``, ``training``, ``lost`` (trained again after a
+    resume), ``waiting`` (after each attempt).
 
-    now: the time of the run's end, or time.time() while it runs. {} if the times are unknown, or if a clock was set back.
+    now: the time of the run's end, or time.time() while it runs. {} if the times are unknown, or if
+    a clock was set back.
     """
     every = [row for row in all_rows.every(folder) if math.isfinite(number(row.get("time")))]
-    begun = [(one, one.facts()) for n in reversed(attempts.numbers(folder)) if (one := Attempt(folder, n)).has_begun]
+    begun = [
+        (one, one.facts())
+        for n in reversed(attempts.numbers(folder))
+        if (one := Attempt(folder, n)).has_begun
+    ]
     if not begun or not every:
         return {}
     begins = [number(facts.get("time")) for _, facts in begun]
     resumed = [*(number(facts.get("step")) for _, facts in begun[1:]), math.inf]
     found = dict.fromkeys(("start", "training", "lost", "waiting"), 0.0)
-    for (attempt, _), begin, end, again in zip(begun, begins, [*begins[1:], now], resumed, strict=True):
+    for (attempt, _), begin, end, again in zip(
+        begun, begins, [*begins[1:], now], resumed, strict=True
+    ):
         own = [row for row in every if row.get("attempt") == attempt.number]
         times = [number(row["time"]) for row in own] or [end]
         kept = max(
-            [time for time, row in zip(times, own, strict=False) if number(row.get("step")) <= again], default=times[0]
+            [
+                time
+                for time, row in zip(times, own, strict=False)
+                if number(row.get("step")) <= again
+            ],
+            default=times[0],
         )
         moments = (begin, times[0], kept, times[-1], end)
         if not all(one <= other for one, other in pairwise(moments)):

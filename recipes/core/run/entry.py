@@ -1,7 +1,8 @@
-"""The start of a recipe before torch is imported: its keys, its rank, the env files and the network interface.
+"""The start of a recipe before torch is imported: its keys, its rank, the env files and the network
+interface.
 
-A recipe begins with ``START = entry.begin("name") if __name__ == "__main__" else None``. It imports torch after this
-line because torch reads some variables of the env files when it is loaded.
+A recipe begins with ``START = entry.begin("name") if __name__ == "__main__" else None``. It imports
+torch after this line because torch reads some variables of the env files when it is loaded.
 """
 
 import atexit
@@ -34,9 +35,10 @@ from recipes.core.run.watchdog import Pulse
 class Start:
     """The settings and facts that a recipe has before torch is imported.
 
-    from_files: variables set from the env files. interface: the network interface found by its route; None if none was
-    found or the user has set it. pulse: the progress of this rank, which the watchdog process monitors. dry_run: the input
-    of the dry run that `launch.py check` started; None in a normal run.
+    from_files: variables set from the env files. interface: the network interface found by its
+    route; None if none was found or the user has set it. pulse: the progress of this rank, which
+    the watchdog process monitors. dry_run: the input of the dry run that `launch.py check` started;
+    None in a normal run.
     """
 
     settings: Settings
@@ -51,38 +53,49 @@ _exit_status: list[int] = []  # the status of `end`, once it was called
 
 
 def end(code: int) -> NoReturn:
-    """Ends a rank that has completed its work. The exit status is ``code`` even if the teardown of Python or torch would fail."""
+    """Ends a rank that has completed its work. The exit status is ``code`` even if the teardown of
+    Python or torch would fail.
+    """
     _exit_status.append(code)
     sys.exit(code)
 
 
 def _skip_teardown() -> None:
-    """Skips the teardown of Python and torch after `end`. It takes a second, and can hang or crash in a library.
+    """Skips the teardown of Python and torch after `end`. It takes a second, and can hang or crash
+    in a library.
 
-    Runs last at exit. The teardown is not skipped if another tool inspects this process (nsys, a preloaded library),
-    since such a tool may write its results during the teardown.
+    Runs last at exit. The teardown is not skipped if another tool inspects this process (nsys, a
+    preloaded library), since such a tool may write its results during the teardown.
     """
-    if _exit_status and "LD_PRELOAD" not in os.environ and not any("INJECTION" in name for name in os.environ):
+    if (
+        _exit_status
+        and "LD_PRELOAD" not in os.environ
+        and not any("INJECTION" in name for name in os.environ)
+    ):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_status[0])
 
 
 def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
-    """Checks the keys, finds the rank of this process, and sets the variables of the env files and of the network.
+    """Checks the keys, finds the rank of this process, and sets the variables of the env files and
+    of the network.
 
-    A variable that the user has set is not changed. On an error, the process ends with one line: exit status 2 for an
-    invalid key or an inconsistent environment, 3 if this machine cannot take part.
+    A variable that the user has set is not changed. On an error, the process ends with one line:
+    exit status 2 for an invalid key or an inconsistent environment, 3 if this machine cannot take
+    part.
     """
     if argv is None:
         atexit.register(_skip_teardown)  # atexit calls the function that was registered first last
-    # Slurm may signal a short job while it starts. The signals stay blocked until signals.stop_flag installs a handler,
-    # so that none is lost.
+    # Slurm may signal a short job while it starts. The signals stay blocked until signals.stop_flag
+    # installs a handler, so that none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     argv = sys.argv[1:] if argv is None else argv
-    if "RANK" in os.environ:  # python -m torch.distributed.launch adds an argument that repeats LOCAL_RANK
+    # python -m torch.distributed.launch adds an argument that repeats LOCAL_RANK
+    if "RANK" in os.environ:
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
-    host, is_first = socket.gethostname(), _rank_unchecked() == "0"
+    host = socket.gethostname()
+    is_first = _rank_unchecked() == "0"
     try:
         recipe_conf.require(recipe, f'entry.begin("{recipe}") in {Path(sys.argv[0]).name}')
         if any(word in ("-h", "--help") for word in argv):
@@ -94,7 +107,9 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         _refuse(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
     try:
         info = ranks.detect(os.environ)
-        from_files = envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
+        from_files = envfile.apply(
+            profiles.env_variables(settings.run.network, settings.job.cluster), os.environ
+        )
     except ConfigError as error:
         _refuse(recipe, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
     is_set = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
@@ -105,22 +120,24 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     if interface:
         os.environ.update(network.settings(interface, os.environ))
     if settings.run.debug:
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
+        # torch reads this variable when it is imported
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0"
-    )  # else g++ reads headers of others from /tmp
+    # else g++ reads headers of others from /tmp
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if settings.config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses cuBLAS
+        # without it, torch refuses cuBLAS
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
 
 
 def _cache_of_compiled_code() -> Path:
-    """A folder in the temporary directory in which no other user can write; one for this process alone if it cannot be kept.
+    """A folder in the temporary directory in which no other user can write; one for this process
+    alone if it cannot be kept.
 
-    torch executes what it finds there. Its own default is a name in /tmp that other users can create first, and torch
-    creates this folder even without compile=true (seen with torch 2.15).
+    torch executes what it finds there. Its own default is a name in /tmp that other users can
+    create first, and torch creates this folder even without compile=true (seen with torch 2.15).
     """
     try:
         return trust.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
@@ -131,13 +148,17 @@ def _cache_of_compiled_code() -> Path:
 
 
 def _rank_unchecked() -> str:
-    """The rank of this process as its launcher gives it. It selects the rank that prints before ranks are detected."""
+    """The rank of this process as its launcher gives it. It selects the rank that prints before
+    ranks are detected.
+    """
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
-    """Records a refusal in the attempt that the parent has opened, and ends the process with one line."""
+    """Records a refusal in the attempt that the parent has opened, and ends the process with one
+    line.
+    """
     rank = _rank_unchecked()
     attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
     attempts.print_refusal(f"{recipe}: {line}", prints)

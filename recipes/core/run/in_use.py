@@ -26,7 +26,8 @@ ASK_S = 20.0  # how long to wait for an answer of the controller
 def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDING_S) -> str:
     """A line on who else uses the run directory of ``attempt``, with the fix; "" if nobody does.
 
-    An earlier start of this same job does not count. patience_s: how long to wait for a job that is ending and for a heartbeat.
+    An earlier start of this same job does not count. patience_s: how long to wait for a job that is
+    ending and for a heartbeat.
     """
     for number in attempts.numbers(attempt.run_dir):
         earlier = Attempt(attempt.run_dir, number)
@@ -40,43 +41,60 @@ def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDI
 
 def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: float) -> str:
     """Checks whether the job or the process of one attempt still runs."""
-    run_dir, facts = attempt.run_dir, attempt.facts()
-    own_job, job = directory.job_id(environ), facts.get("job")
+    run_dir = attempt.run_dir
+    facts = attempt.facts()
+    own_job = directory.job_id(environ)
+    job = facts.get("job")
     status = directory.read_status(run_dir) or {}
     own_status = status if status.get("attempt") == attempt.number else {}
     judged = files.read_json(attempt.folder / "ended.json") or own_status
-    if judged.get("state") not in (None, "running", "preempted"):  # the job of a saved run may be requeued
+    # the job of a saved run may be requeued
+    if judged.get("state") not in (
+        None,
+        "running",
+        "preempted",
+    ):
         return ""
-    is_saved, runs = judged.get("state") == "preempted", is_running(facts)
+    is_saved = judged.get("state") == "preempted"
+    runs = is_running(facts)
     if own_job is not None and own_job == job:
-        # The attempt is an earlier start of this job or another step of it. Only the process shows whether that step
-        # still runs.
+        # The attempt is an earlier start of this job or another step of it. Only the process shows
+        # whether that step still runs.
         if facts.get("launch") == directory.launch_id(environ) and runs:
             return _used(
-                run_dir, f"another Slurm step of this job (process {facts['process']['pid']})", "wait for its end"
+                run_dir,
+                f"another Slurm step of this job (process {facts['process']['pid']})",
+                "wait for its end",
             )
         return ""
-    cluster, own_cluster = facts.get("cluster"), environ.get("SLURM_CLUSTER_NAME", "")
+    cluster = facts.get("cluster")
+    own_cluster = environ.get("SLURM_CLUSTER_NAME", "")
     if cluster is not None and (not own_cluster or cluster in ("", own_cluster)):
         with contextlib.suppress(MachineError):
             return _check_by_slurm(str(job), run_dir, patience_s, is_saved)
     if cluster is None and runs is not None:
-        pid, host = facts["process"]["pid"], facts["process"]["host"]
+        pid = facts["process"]["pid"]
+        host = facts["process"]["host"]
         return _used(run_dir, f"process {pid} on {host}", f"end it (kill {pid})") if runs else ""
     return "" if is_saved else _check_by_heartbeat(attempt, patience_s)
 
 
 def is_running(facts: Mapping[str, Any]) -> bool | None:
-    """Whether the process of an attempt runs. None if this cannot be seen from this machine or process namespace."""
+    """Whether the process of an attempt runs. None if this cannot be seen from this machine or
+    process namespace.
+    """
     process = facts.get("process") or {}
     if not process.get("place") or process["place"] != attempts.namespace():
         return None
-    started, pid = process["started"], int(process["pid"])
+    started = process["started"]
+    pid = int(process["pid"])
     return bool(started) and attempts.start_time(pid) == started and pid != os.getpid()
 
 
 def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> str:
-    """Checks by the job's state in Slurm. saved: whether it was saved; salloc does not start it again. Raises MachineError."""
+    """Checks by the job's state in Slurm. saved: whether it was saved; salloc does not start it
+    again. Raises MachineError.
+    """
     deadline = time.monotonic() + patience_s
     while (found := queue.find(job, ASK_S)) and found.state == queue.COMPLETING:
         if time.monotonic() >= deadline:
@@ -91,7 +109,8 @@ def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> 
 
 def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:
     """Checks by the heartbeat, if no other check is possible. Takes up to `WATCH_S` seconds."""
-    facts, first = attempt.facts(), attempts.newest_heartbeat(attempt)
+    facts = attempt.facts()
+    first = attempts.newest_heartbeat(attempt)
     end = time.monotonic() + min(WATCH_S, patience_s)
     while time.monotonic() < end:
         time.sleep(1.0)

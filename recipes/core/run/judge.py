@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files
-from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE, EXIT_MACHINE, EXIT_REQUEUE, Kind, kind_of
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    EXIT_REQUEUE,
+    Kind,
+    kind_of,
+)
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.attempt import Attempt
 
-# The state of an attempt that ended before it began. The status.json of another attempt is not changed.
+# The state of an attempt that ended before it began. The status.json of another attempt is not
+# changed.
 NOT_BEGUN = "not begun"
 
 
@@ -24,9 +33,10 @@ NOT_BEGUN = "not begun"
 class End:
     """How the processes of an attempt ended, as their parent saw it.
 
-    exit_status: that of srun, or of the first rank to fail; 0 if all exited with 0. first: the first process that failed, with ``rank``,
-    ``host`` and ``exit_status``; None if the parent cannot know. reason, kind: why, for ``first``. stopped: whether the launch was
-    stopped by a signal, and no rank failed before that.
+    exit_status: that of srun, or of the first rank to fail; 0 if all exited with 0. first: the
+    first process that failed, with ``rank``, ``host`` and ``exit_status``; None if the parent
+    cannot know. reason, kind: why, for ``first``. stopped: whether the launch was stopped by a
+    signal, and no rank failed before that.
     """
 
     exit_status: int
@@ -38,7 +48,9 @@ class End:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The judgement. state: as in ``status.json``, or `NOT_BEGUN`. reason: one line. first: the first failing rank, if it is known."""
+    """The judgement. state: as in ``status.json``, or `NOT_BEGUN`. reason: one line. first: the
+    first failing rank, if it is known.
+    """
 
     state: str
     kind: Kind | None
@@ -49,7 +61,9 @@ class Outcome:
 
     @property
     def is_of_all(self) -> bool:
-        """Whether rank 0 was refused (input, machine): it represents the ranks that are refused for the same reason."""
+        """Whether rank 0 was refused (input, machine): it represents the ranks that are refused for
+        the same reason.
+        """
         return (
             self.kind is not Kind.error
             and self.exit_status in (EXIT_CONFIG, EXIT_MACHINE)
@@ -59,11 +73,15 @@ class Outcome:
     @property
     def line(self) -> str:
         """The reason; without the name of rank 0 if it represents all ranks."""
-        return str((self.first or {}).get("error") or self.reason) if self.is_of_all else self.reason
+        return (
+            str((self.first or {}).get("error") or self.reason) if self.is_of_all else self.reason
+        )
 
 
 def close(attempt: Attempt, end: End) -> Outcome:
-    """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` unless rank 0 has written its end there."""
+    """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json``
+    unless rank 0 has written its end there.
+    """
     outcome = judge(attempt, end)
     of_program = outcome.state != NOT_BEGUN and attempt.facts().get("of_program")
     by_parent = outcome.state in ("failed", "incomplete") or of_program
@@ -77,11 +95,15 @@ def close(attempt: Attempt, end: End) -> Outcome:
 
 
 def why_not_begun(run_dir: Path) -> str:
-    """Why the newest launch of a run ended before it began. "" if it has begun, was stopped, or if the run has ended since then."""
-    newest, status = attempts.newest(run_dir), directory.read_status(run_dir) or {}
+    """Why the newest launch of a run ended before it began. "" if it has begun, was stopped, or if
+    the run has ended since then.
+    """
+    newest = attempts.newest(run_dir)
+    status = directory.read_status(run_dir) or {}
     if not newest or newest.has_begun or status.get("attempt") == newest.number:
         return ""
-    records, ended = attempts.records(newest), files.read_json(newest.folder / "ended.json") or {}
+    records = attempts.records(newest)
+    ended = files.read_json(newest.folder / "ended.json") or {}
     moment = ended.get("time") or (records[0]["time"] if records else 0.0)
     is_past = moment <= float(status.get("updated") or 0.0) and status.get("state") != "running"
     if not moment or is_past or kind_of(ended) is Kind.stopped:
@@ -90,25 +112,36 @@ def why_not_begun(run_dir: Path) -> str:
 
 
 def judge(attempt: Attempt, end: End | None = None) -> Outcome:
-    """How the attempt ended, by its files. end: None for a reader, which has not seen the processes end."""
-    facts, records, begun = attempt.facts(), attempts.records(attempt), attempt.has_begun
+    """How the attempt ended, by its files. end: None for a reader, which has not seen the processes
+    end.
+    """
+    facts = attempt.facts()
+    records = attempts.records(attempt)
+    begun = attempt.has_begun
     status = directory.read_status(attempt.run_dir) or {}  # of this or of another attempt
     own = status if status.get("attempt") == attempt.number else {}  # written by this attempt
-    of_program, hosts = facts.get("of_program"), facts.get("hosts") or ()
+    of_program = facts.get("of_program")
+    hosts = facts.get("hosts") or ()
     step = int(status.get("step") or 0)
     if own.get("state") == "done":
         return Outcome("done", None, "", None, EXIT_DONE, step)
     if own.get("state") == "preempted" and not (of_program and end):
-        return Outcome("preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step)
+        return Outcome(
+            "preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step
+        )
     if by := attempts.taken_over_by(attempt):
         reason = f"{attempt.run_dir} was taken over by {by}; this job is not requeued"
         return Outcome(NOT_BEGUN, Kind.machine, reason, None, EXIT_MACHINE, step)
     if of_program and begun:
         return replace(_of_program(attempt, records, end), step=step)
     if end and end.stopped and not begun:
-        return Outcome(NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step)
+        return Outcome(
+            NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step
+        )
     found = _first_failure(records, hosts, begun, end)
-    code = int((found.first or {}).get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH)
+    code = int(
+        (found.first or {}).get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH
+    )
     state = NOT_BEGUN if not begun and status and not own else found.state
     return replace(found, state=state, exit_status=code, step=step)
 
@@ -116,8 +149,8 @@ def judge(attempt: Attempt, end: End | None = None) -> Outcome:
 def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End | None) -> Outcome:
     """How an attempt of a user's program ended.
 
-    A request to stop makes a later failure of a rank its consequence. A failure makes a later request its consequence,
-    since srun then sends SIGTERM to the other ranks.
+    A request to stop makes a later failure of a rank its consequence. A failure makes a later
+    request its consequence, since srun then sends SIGTERM to the other ranks.
     """
     ranks = attempts.program_ranks(attempt)
     stops = [record for record in records if _kind(record) is Kind.stopped]
@@ -133,17 +166,29 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
         if rank["ended"] is None and rank["rank"] not in known and rank["task"] not in stopped_tasks
     ]
     is_seen = end is not None and end.first is not None  # the parent has seen which process failed
-    # A rank that only lost its connection to a killed wrapper fails too. If many wrappers were killed, srun may have
-    # done it after that failure (it does with PMIx).
-    are_few = 2 * len(lost) <= len(ranks) and all(_kind(record) is Kind.error for record in failures)
+    # A rank that only lost its connection to a killed wrapper fails too. If many wrappers were
+    # killed, srun may have done it after that failure (it does with PMIx).
+    are_few = 2 * len(lost) <= len(ranks) and all(
+        _kind(record) is Kind.error for record in failures
+    )
     if exit_status and lost and not is_seen and (are_few or not failures):
         if len(lost) == len(ranks):
-            return Outcome("failed", Kind.killed, "srun, or the wrapper of every rank, was killed", None, exit_status)
-        named = ", ".join(map(_who, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+            return Outcome(
+                "failed",
+                Kind.killed,
+                "srun, or the wrapper of every rank, was killed",
+                None,
+                exit_status,
+            )
+        named = ", ".join(map(_who, lost[:4])) + (
+            f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        )
         reason = f"the wrapper of {named} was killed" + (
             f"; {_who(failures[0])} failed: {failures[0]['error']}" if failures else ""
         )
-        return Outcome("failed", Kind.killed, reason, {**lost[0], "exit_status": exit_status}, exit_status)
+        return Outcome(
+            "failed", Kind.killed, reason, {**lost[0], "exit_status": exit_status}, exit_status
+        )
     if stops and (not failures or stops[0]["time"] <= failures[0]["time"]):
         return Outcome("preempted", Kind.stopped, str(stops[0]["error"]), None, EXIT_REQUEUE)
     outcome = _first_failure(failures, (), True, end)
@@ -158,7 +203,9 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
 
 
 def is_finished(attempt: Attempt) -> bool:
-    """Whether a user's program has written the file ``done`` in the run directory during this attempt."""
+    """Whether a user's program has written the file ``done`` in the run directory during this
+    attempt.
+    """
     with contextlib.suppress(OSError):
         began = float(attempt.facts().get("time") or 0.0)
         return (attempt.run_dir / "done").stat().st_mtime >= began - 1.0
@@ -166,7 +213,9 @@ def is_finished(attempt: Attempt) -> bool:
 
 
 def _exited_early(ranks: Sequence[Mapping[str, Any]], outcome: Outcome) -> Mapping[str, Any] | None:
-    """The first rank that exited with status 0 before another one failed by itself; None if most ranks had exited."""
+    """The first rank that exited with status 0 before another one failed by itself; None if most
+    ranks had exited.
+    """
     if outcome.kind is not Kind.error or not outcome.first or "time" not in outcome.first:
         return None
     ended = [rank for rank in ranks if rank["ended"] and rank["ended"] < outcome.first["time"]]
@@ -176,29 +225,39 @@ def _exited_early(ranks: Sequence[Mapping[str, Any]], outcome: Outcome) -> Mappi
     return min(early, key=lambda rank: float(rank["ended"]))
 
 
-def _first_failure(records: Sequence[Mapping[str, Any]], hosts: Sequence[str], begun: bool, end: End | None) -> Outcome:
-    """Why the attempt failed, without its exit status. records: of ranks, earliest first. hosts: by rank."""
+def _first_failure(
+    records: Sequence[Mapping[str, Any]], hosts: Sequence[str], begun: bool, end: End | None
+) -> Outcome:
+    """Why the attempt failed, without its exit status. records: of ranks, earliest first. hosts: by
+    rank.
+    """
     reported = {one["rank"] for one in records}
     by_parent = None
     if end and end.first and end.first["rank"] not in reported:
         by_parent = Outcome("failed", end.kind, end.reason, dict(end.first))
-    if by_parent and by_parent.kind is Kind.killed:  # the other ranks do not know why this one ended
+    # the other ranks do not know why this one ended
+    if by_parent and by_parent.kind is Kind.killed:
         return by_parent
     causes = [one for one in records if not _kind(one).is_consequence]
     if causes:
         first = _represents(causes)
         if _kind(first) is Kind.stopped:
             return Outcome("preempted", Kind.stopped, str(first["error"]), first)
-        return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first)
+        return Outcome(
+            "failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first
+        )
     if late := _late_rank(records):
         return late
     if not (by_parent or begun or records or hosts):
         return Outcome("failed", Kind.killed, "it ended before the run began")
     if end and end.exit_status == 0 and not records:
-        return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run")
+        return Outcome(
+            "incomplete", Kind.exited, "every rank exited with status 0 before the end of the run"
+        )
     if cause := by_parent or _silent_ranks(records, hosts):
         return cause
-    # All ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest.
+    # All ranks only lost the connection to others: a rank that timed out takes precedence, else the
+    # earliest.
     first = next((one for one in records if _kind(one) is Kind.timeout), records[0])
     return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first)
 
@@ -206,10 +265,13 @@ def _first_failure(records: Sequence[Mapping[str, Any]], hosts: Sequence[str], b
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The earliest cause. The lowest rank represents ranks that are refused for the same reason."""
     first = causes[0]
-    # With these kinds, a user's program may have ended with any exit status, even one that has another meaning for a recipe.
+    # With these kinds, a user's program may have ended with any exit status, even one that has
+    # another meaning for a recipe.
     if first["exit_status"] == EXIT_CRASH or _kind(first) in (Kind.error, Kind.killed):
         return first
-    return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
+    return min(
+        (one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"])
+    )
 
 
 def _kind(record: Mapping[str, Any]) -> Kind:
@@ -234,7 +296,8 @@ def _late_rank(records: Sequence[Mapping[str, Any]]) -> Outcome | None:
     """The rank for which other ranks timed out; None if there is none."""
     reported: set[int] = set()
     for failure in records:
-        # A rank that SIGSTOP has stopped, and that continues only to be ended, reports afterwards that it has lost its peers.
+        # A rank that SIGSTOP has stopped, and that continues only to be ended, reports afterwards
+        # that it has lost its peers.
         if (late := failure.get("behind")) and late["rank"] not in reported:
             return Outcome("failed", Kind.timeout, _behind(late), late)
         reported.add(failure["rank"])
@@ -244,7 +307,9 @@ def _late_rank(records: Sequence[Mapping[str, Any]]) -> Outcome | None:
 def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Outcome | None:
     """The ranks without a record; None if there is none."""
     reported = {failure["rank"] for failure in records}
-    silent = [{"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported]
+    silent = [
+        {"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported
+    ]
     if not records:
         reason = "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)"
         return Outcome("failed", Kind.killed, reason)
@@ -252,5 +317,7 @@ def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str]) ->
         return None
     named = ", ".join(_who(one) for one in silent[:4])
     more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
-    reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
+    reason = (
+        f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
+    )
     return Outcome("failed", Kind.killed, reason, silent[0])

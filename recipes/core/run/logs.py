@@ -1,7 +1,7 @@
 """The log file of each rank, and the lines of its parent. Standard library only.
 
-A separate process (``tee``) copies the output below Python. The log file therefore also contains the lines of NCCL and
-the last lines of a rank that crashes or is killed.
+A separate process (``tee``) copies the output below Python. The log file therefore also contains
+the lines of NCCL and the last lines of a rank that crashes or is killed.
 """
 
 import contextlib
@@ -19,10 +19,11 @@ from recipes.core.run import signals
 
 @contextlib.contextmanager
 def copied_to(path: Path) -> Iterator[TextIO | None]:
-    """Appends the stdout and stderr of this process and its children to ``path`` within the ``with`` block.
+    """Appends the stdout and stderr of this process and its children to ``path`` within the
+    ``with`` block.
 
-    Yields the terminal if stderr was one, for a progress line that must not be in the file; else None.
-    Raises MachineError if ``path`` cannot be written.
+    Yields the terminal if stderr was one, for a progress line that must not be in the file; else
+    None. Raises MachineError if ``path`` cannot be written.
     """
     try:
         log = open(path, "ab", buffering=0, opener=files.without_links)  # noqa: SIM115
@@ -40,10 +41,15 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         read_end, write_end = os.pipe()
         with signals.kept_from_children():  # tee ends when the rank ends
             tee = subprocess.Popen(
-                ["tee", "-a", f"/dev/fd/{log.fileno()}"], pass_fds=[log.fileno()], stdin=read_end, stdout=original,
-                stderr=subprocess.DEVNULL, start_new_session=True,
-                restore_signals=False,  # SIGPIPE stays ignored: tee writes the file even without a reader of stdout
-            )  # fmt: skip
+                ["tee", "-a", f"/dev/fd/{log.fileno()}"],
+                pass_fds=[log.fileno()],
+                stdin=read_end,
+                stdout=original,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                # SIGPIPE stays ignored: tee writes the file even without a reader of stdout
+                restore_signals=False,
+            )
         os.close(read_end)
         os.dup2(write_end, number)
         os.close(write_end)
@@ -65,6 +71,8 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
 
 
 def say(line: str, to: int = 2) -> None:
-    """Writes a line to stderr (2) or stdout (1) at once. Errors are ignored: the disk of the log may be full, or its reader gone."""
+    """Writes a line to stderr (2) or stdout (1) at once. Errors are ignored: the disk of the log
+    may be full, or its reader gone.
+    """
     with contextlib.suppress(OSError):
         os.write(to, f"{line}\n".encode("utf-8", "surrogateescape"))

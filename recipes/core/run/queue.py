@@ -1,6 +1,8 @@
-"""Asks Slurm about jobs: their state, their time limit, and what happens to them next. Standard library only.
+"""Asks Slurm about jobs: their state, their time limit, and what happens to them next. Standard
+library only.
 
-No other module calls ``scontrol``. A call that fails is repeated, since a busy controller may not answer.
+No other module calls ``scontrol``. A call that fails is repeated, since a busy controller may not
+answer.
 """
 
 import contextlib
@@ -21,16 +23,27 @@ from recipes.core.place import durations
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 
-# States after which a job does not start again. REVOKED is not one of them: in a federation, another cluster runs that
-# job.
+# States after which a job does not start again. REVOKED is not one of them: in a federation,
+# another cluster runs that job.
 ENDED = frozenset(
-    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
+    [
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    ]
 )
 # States between two starts of a requeued job, or before the first start.
 WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"])
 COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
-SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
+# in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
+SHORT_S = 480.0
 AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
 OWN_JOB_S = 10.0  # timeout if a job that may have little time left, or a user, waits for the answer
 HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
@@ -42,7 +55,8 @@ NOT_REQUEUED: dict[Next | None, str] = {
     Next.requeue_failed: f"not requeued, since scontrol requeue failed: {HOW_TO_RESUME}",
     Next.not_requeued: f"not requeued by Slurm: {HOW_TO_RESUME}",
 }
-# Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a line.
+# Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a
+# line.
 _TEXT_FIELD = re.compile(
     r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
 )
@@ -58,7 +72,8 @@ ADVICE = {
     "JobHeldAdmin": "an administrator holds it",
     "launch failed requeued held": "a node failed at its start: scontrol release lets it start again",
 }
-# Variables that replace options of Slurm's commands, or change the form of the times that they print.
+# Variables that replace options of Slurm's commands, or change the form of the times that they
+# print.
 OF_COMMANDS = re.compile("(SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT)_|SLURM_TIME_FORMAT$")
 _WORD = re.compile(r"(\S+?)=(\S*)")
 
@@ -67,9 +82,10 @@ _WORD = re.compile(r"(\S+?)=(\S*)")
 class Job:
     """One job, one array task, or one component of a heterogeneous job.
 
-    id: ``<job>`` or ``<array>_<task>``. state: Slurm's name of the state (PENDING, RUNNING, …). reason: why the job is
-    pending or has ended; "" if there is none. exit_status: 0 while the job runs; 128 + N for a job that signal N ended.
-    restarts: how often the job was requeued. fields: all fields that ``scontrol`` printed, by their names.
+    id: ``<job>`` or ``<array>_<task>``. state: Slurm's name of the state (PENDING, RUNNING, …).
+    reason: why the job is pending or has ended; "" if there is none. exit_status: 0 while the job
+    runs; 128 + N for a job that signal N ended. restarts: how often the job was requeued. fields:
+    all fields that ``scontrol`` printed, by their names.
     """
 
     id: str
@@ -99,16 +115,25 @@ class Job:
 
     @property
     def is_over_time(self) -> bool:
-        """Whether Slurm is ending the job at its time limit. It can still be requeued (seen with Slurm 22.05)."""
+        """Whether Slurm is ending the job at its time limit. It can still be requeued (seen with
+        Slurm 22.05).
+        """
         left_s = time_left_s(self.fields)
-        return self.state == COMPLETING and not self._is_preempted and left_s is not None and left_s <= 0
+        return (
+            self.state == COMPLETING
+            and not self._is_preempted
+            and left_s is not None
+            and left_s <= 0
+        )
 
     @property
     def _is_preempted(self) -> bool:
         return self.fields.get("PreemptTime", "None") != "None"
 
     def after_start(self, restarts: int) -> Next | None:
-        """What Slurm does with the job after the start with this number (from 0). None while that start runs."""
+        """What Slurm does with the job after the start with this number (from 0). None while that
+        start runs.
+        """
         if self.held:
             return Next.held
         if self.ended:
@@ -121,25 +146,33 @@ class Job:
 
 
 def show(job_id: str, timeout_s: float = ANSWER_S) -> list[Job]:
-    """The job as the controller describes it (a site may have no accounting): one entry per array task or component.
+    """The job as the controller describes it (a site may have no accounting): one entry per array
+    task or component.
 
     The list is empty if Slurm does not know the job. Raises MachineError if it cannot be asked.
     """
     try:
         asked = _call("scontrol", "show", "job", job_id, timeout_s=timeout_s)
     except FileNotFoundError:
-        raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
+        raise MachineError(
+            "scontrol is not on the PATH, so Slurm cannot be asked about the job"
+        ) from None
     except subprocess.TimeoutExpired:
         raise MachineError(f"Slurm's controller has not answered within {timeout_s:g} s") from None
     except OSError as error:
         raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
     if asked.returncode and not _is_unknown(asked):
-        raise MachineError(f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}")
+        raise MachineError(
+            f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}"
+        )
     return [] if asked.returncode else parse(asked.stdout)
 
 
-def _call(*command: str, timeout_s: float = ANSWER_S, again: bool = True) -> "subprocess.CompletedProcess[str]":
-    """Runs a command of Slurm, and ``again`` after each of AGAIN_S if it fails. Raises OSError and subprocess.TimeoutExpired.
+def _call(
+    *command: str, timeout_s: float = ANSWER_S, again: bool = True
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a command of Slurm, and ``again`` after each of AGAIN_S if it fails. Raises OSError and
+    subprocess.TimeoutExpired.
 
     A user's defaults for these commands, such as SQUEUE_PARTITION, have no effect.
     """
@@ -147,9 +180,14 @@ def _call(*command: str, timeout_s: float = ANSWER_S, again: bool = True) -> "su
     environ = {name: value for name, value in os.environ.items() if not OF_COMMANDS.match(name)}
     for pause_s in (*(AGAIN_S if again else ()), math.inf):
         done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
-            encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
-        )  # fmt: skip
+            command,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=max(1.0, end - time.monotonic()),
+            encoding="utf-8",
+            errors="surrogateescape",  # the output may contain job names and paths of any user
+        )
         if not done.returncode or _is_unknown(done) or time.monotonic() + pause_s > end:
             break
         time.sleep(pause_s)
@@ -157,12 +195,18 @@ def _call(*command: str, timeout_s: float = ANSWER_S, again: bool = True) -> "su
 
 
 def _is_unknown(done: "subprocess.CompletedProcess[str]") -> bool:
-    """Whether Slurm does not know the job ID (as stderr says), or the element of an array that it knows (stdout)."""
-    return "Invalid job id" in done.stderr or bool(re.fullmatch(r"Job \S+ not found\s*", done.stdout))
+    """Whether Slurm does not know the job ID (as stderr says), or the element of an array that it
+    knows (stdout).
+    """
+    return "Invalid job id" in done.stderr or bool(
+        re.fullmatch(r"Job \S+ not found\s*", done.stdout)
+    )
 
 
 def change(*arguments: str) -> None:
-    """Calls ``scontrol`` with ``arguments``, such as requeue and a job ID. Raises OSError and subprocess.SubprocessError."""
+    """Calls ``scontrol`` with ``arguments``, such as requeue and a job ID. Raises OSError and
+    subprocess.SubprocessError.
+    """
     _call("scontrol", *arguments).check_returncode()
 
 
@@ -175,14 +219,18 @@ def _answer(*command: str) -> str:
 
 
 def find_by_comment(comment: str) -> str:
-    """The ID of this user's job with that comment; "" if there is none, or if Slurm does not answer."""
+    """The ID of this user's job with that comment; "" if there is none, or if Slurm does not
+    answer.
+    """
     lines = _answer("squeue", "--me", "--noheader", "--states=all", "--format=%F %k").splitlines()
     return next((line.split()[0] for line in lines if line.split()[1:] == [comment]), "")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A job of this user in the queue. start: the expected start of a pending one. left_s: until its time limit; None if unknown."""
+    """A job of this user in the queue. start: the expected start of a pending one. left_s: until
+    its time limit; None if unknown.
+    """
 
     state: str
     start: str
@@ -193,16 +241,27 @@ class Line:
 
 
 def mine(timeout_s: float = OWN_JOB_S) -> dict[str, Line] | None:
-    """This user's jobs that Slurm still knows, by their IDs; one call. None if Slurm is not there or does not answer."""
+    """This user's jobs that Slurm still knows, by their IDs; one call. None if Slurm is not there
+    or does not answer.
+    """
     try:
         asked = _call(
-            "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%S|%N|%L|%Q|%r",
-            timeout_s=timeout_s, again=False,
-        )  # fmt: skip
+            "squeue",
+            "--me",
+            "--noheader",
+            "--array",
+            "--states=all",
+            "--format=%i|%T|%S|%N|%L|%Q|%r",
+            timeout_s=timeout_s,
+            again=False,
+        )
     except OSError:
         return None
     except subprocess.TimeoutExpired:
-        print(f"Slurm has not answered within {timeout_s:g} s: the states of jobs are not known", file=sys.stderr)
+        print(
+            f"Slurm has not answered within {timeout_s:g} s: the states of jobs are not known",
+            file=sys.stderr,
+        )
         return None
     if asked.returncode:
         return None
@@ -220,12 +279,17 @@ def said(error: Exception) -> str:
 
 
 def requeue(job_id: str, restarts: int) -> None:
-    """Requeues a job that has been requeued ``restarts`` times. Raises OSError and SubprocessError, unless Slurm has done it anyway."""
+    """Requeues a job that has been requeued ``restarts`` times. Raises OSError and SubprocessError,
+    unless Slurm has done it anyway.
+    """
     try:
         change("requeue", job_id)
     except subprocess.SubprocessError:
         with contextlib.suppress(MachineError):
-            if (found := find(job_id)) and found.after_start(restarts) in (Next.requeued, Next.held):
+            if (found := find(job_id)) and found.after_start(restarts) in (
+                Next.requeued,
+                Next.held,
+            ):
                 return
         raise
 
@@ -236,7 +300,9 @@ def nodes() -> set[str]:
 
 
 def partition(name: str) -> dict[str, str]:
-    """The fields of a partition by their names, such as MaxTime; {} if Slurm does not answer. name: "" for the default one."""
+    """The fields of a partition by their names, such as MaxTime; {} if Slurm does not answer. name:
+    "" for the default one.
+    """
     blocks = _answer("scontrol", "show", "partition", *filter(None, [name])).split("\n\n")
     found = (dict(_WORD.findall(block)) for block in blocks)
     return next((fields for fields in found if name or fields.get("Default") == "YES"), {})
@@ -249,7 +315,9 @@ def cancel(job_id: str) -> None:
 
 def cluster_name() -> str:
     """The name of this cluster, as SLURM_CLUSTER_NAME is in its jobs; "" if Slurm does not answer."""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", _answer("scontrol", "show", "config"), re.MULTILINE)
+    found = re.search(
+        r"^ClusterName\s*=\s*(\S+)", _answer("scontrol", "show", "config"), re.MULTILINE
+    )
     return found[1] if found else ""
 
 
@@ -275,12 +343,15 @@ def with_advice(reason: str) -> str:
 
 
 def parse(text: str) -> list[Job]:
-    """The jobs in the output of ``scontrol show job`` (without ``-o``). Checked with Slurm 22.05, 24.11 and 26.05."""
+    """The jobs in the output of ``scontrol show job`` (without ``-o``). Checked with Slurm 22.05,
+    24.11 and 26.05.
+    """
     return [_job(block) for block in re.split(r"\n\s*\n", text) if "JobId=" in block]
 
 
 def gpus(tres: str) -> str:
-    """The GPUs in a list of resources, in the format of sbatch's options: ``2`` or ``a100:2``; "" if there are none.
+    """The GPUs in a list of resources, in the format of sbatch's options: ``2`` or ``a100:2``; ""
+    if there are none.
 
     tres: such as gres:gpu:2 (Slurm 22.05), gres/gpu:2 or cpu=4,gres/gpu:a100=2 (24.11).
     """
@@ -296,7 +367,8 @@ def _job(block: str) -> Job:
         fields |= dict(_WORD.findall(words))
         if text_field:
             fields[text_field[1]] = text_field[2]
-    array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
+    array = fields.get("ArrayJobId")
+    task = fields.get("ArrayTaskId")
     status, _, number = fields.get("ExitCode", "0:0").partition(":")
     reason = fields.get("Reason", "")
     return Job(
@@ -310,13 +382,17 @@ def _job(block: str) -> Job:
 
 
 def time_left_s(fields: Mapping[str, str]) -> float | None:
-    """Seconds until the time limit of a job that has started, from `Job.fields`. inf means no limit, None means unknown."""
+    """Seconds until the time limit of a job that has started, from `Job.fields`. inf means no
+    limit, None means unknown.
+    """
     limit_s, run_s = (durations.seconds(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
     return None if limit_s is None or run_s is None else limit_s - run_s
 
 
 def is_short(fields: Mapping[str, str]) -> bool:
-    """Whether the time limit is below SHORT_S. The ready scripts' signal, meant for jobs of hours, would then come soon after the start."""
+    """Whether the time limit is below SHORT_S. The ready scripts' signal, meant for jobs of hours,
+    would then come soon after the start.
+    """
     seconds = limit_s(fields)
     return seconds is not None and seconds < SHORT_S
 
@@ -327,11 +403,15 @@ def limit_s(fields: Mapping[str, str]) -> float | None:
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Seconds until Slurm ends this job, within OWN_JOB_S. inf means no limit, None means unknown; no exception is raised.
+    """Seconds until Slurm ends this job, within OWN_JOB_S. inf means no limit, None means unknown;
+    no exception is raised.
 
-    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began.
+    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job
+    began.
     """
-    job, end, left_s = directory.job_id(environ), environ.get("SLURM_JOB_END_TIME", ""), None
+    job = directory.job_id(environ)
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    left_s = None
     if not job:
         return None
     with contextlib.suppress(MachineError):
@@ -342,7 +422,9 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The job of a run. id: "" outside Slurm. job: None if it is unknown. asked: whether Slurm answered. line: one line about the job."""
+    """The job of a run. id: "" outside Slurm. job: None if it is unknown. asked: whether Slurm
+    answered. line: one line about the job.
+    """
 
     id: str
     job: Job | None
@@ -356,10 +438,17 @@ class Outlook:
 
 
 def of_run(run_dir: Path) -> Outlook:
-    """The job that was submitted last, or the job that started the run last if only that one has not ended."""
-    attempt, described = attempts.facts(run_dir), files.read_json(run_dir / "job.yaml") or {}
+    """The job that was submitted last, or the job that started the run last if only that one has
+    not ended.
+    """
+    attempt = attempts.facts(run_dir)
+    described = files.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
-    ids = [one for one in (str(described.get("job_id") or ""), of_attempt) if re.fullmatch(r"\d+(_\d+)?", one)]
+    ids = [
+        one
+        for one in (str(described.get("job_id") or ""), of_attempt)
+        if re.fullmatch(r"\d+(_\d+)?", one)
+    ]
     if not ids:
         return Outlook("", None, False, "it is not a Slurm job")
     try:
@@ -373,20 +462,29 @@ def of_run(run_dir: Path) -> Outlook:
 
 
 def newest(ids: Sequence[str], ended: Mapping[str, bool]) -> str:
-    """Of the job that was submitted last, and the one that started the run last: the first that has not ended, else the first that Slurm
-    knows, else the last. "" if there are no ``ids``. ended: of those that Slurm knows."""
+    """Of the job that was submitted last, and the one that started the run last: the first that has
+    not ended, else the first that Slurm knows, else the last. "" if there are no ``ids``. ended: of
+    those that Slurm knows.
+    """
     active = [one for one in ids if not ended.get(one, True)]
     return next(iter([*active, *(one for one in ids if one in ended), *reversed(ids)]), "")
 
 
 def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:
-    """One line on a run that was stopped: what stopped it, the step at which it was saved, and what happens next."""
-    found, why = of_run(run_dir), NOT_REQUEUED.get(next_of(status), "")
+    """One line on a run that was stopped: what stopped it, the step at which it was saved, and what
+    happens next.
+    """
+    found = of_run(run_dir)
+    why = NOT_REQUEUED.get(next_of(status), "")
     line = f"stopped by {status.get('reason') or 'a signal'}"
     line += f", saved at step {step}" if (step := status.get("step")) else ""
     line += f"; {found.line}" if found.id else ""
     if found.job and found.job.ended:
         why = why or NOT_REQUEUED[found.job.after_start(0)]
-    elif found.job and found.job.fields.get("BatchFlag") != "0" and not (found.job.state == COMPLETING and why):
+    elif (
+        found.job
+        and found.job.fields.get("BatchFlag") != "0"
+        and not (found.job.state == COMPLETING and why)
+    ):
         return line  # the job continues, or its batch script decides
     return f"{line}; {why or HOW_TO_RESUME}"

@@ -1,4 +1,6 @@
-"""The run that a launch resumes: its directory and keys, and the check that new keys do not change the experiment."""
+"""The run that a launch resumes: its directory and keys, and the check that new keys do not change
+the experiment.
+"""
 
 import math
 import os
@@ -16,15 +18,19 @@ from recipes.core.run import attempt, directory
 LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 
 
-def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> tuple[Path | None, dict[str, str]]:
-    """The run directory whose keys a launch inherits, and these keys: ``run_dir=``, else the run that ``resume=`` names.
+def run_to_resume(
+    run: RunKeys, recipe: str, recipe_class: type
+) -> tuple[Path | None, dict[str, str]]:
+    """The run directory whose keys a launch inherits, and these keys: ``run_dir=``, else the run
+    that ``resume=`` names.
 
     Raises ConfigError if ``run_dir=`` or ``resume=`` names a run of another recipe.
     """
     named = [("run_dir", Path(run.run_dir))] if run.run_dir else []
     if run.resume not in RESUME_WORDS:
         path = Path(run.resume)
-        named += [("resume", one) for one in (path, path.parent, path.parent.parent)]  # RUN up to RUN/checkpoints/NAME
+        # RUN up to RUN/checkpoints/NAME
+        named += [("resume", one) for one in (path, path.parent, path.parent.parent)]
     for name, path in named:
         folder = Path(os.path.expanduser(path))
         # A config.yaml beside a checkpoint that was copied elsewhere may belong to another program.
@@ -48,7 +54,9 @@ def recipe_of(run_dir: Path) -> str:
 
 
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
-    """The keys of a run that a resumed launch inherits, with their values as text. Raises ConfigError."""
+    """The keys of a run that a resumed launch inherits, with their values as text. Raises
+    ConfigError.
+    """
     path = run_dir / "config.yaml"
     words = key_value.read_yaml(path, shown(path, 4096))
     known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
@@ -59,18 +67,23 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             f"{shown(path, 4096)}: has {shown(unknown[0])}=, which recipe {recipe} does not have: "
             "use the code that the run was trained with, or start another run"
         )
-    not_inherited = declare.declared(RunKeys, "not_inherited") | declare.declared(recipe_class, "not_inherited")
+    not_inherited = declare.declared(RunKeys, "not_inherited") | declare.declared(
+        recipe_class, "not_inherited"
+    )
     # If the run's path is empty, the site's default applies.
     unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         unset.add("network")
-    if run_dir.stat().st_uid != os.geteuid():  # another user does not decide who reads this one's files
+    # another user does not decide who reads this one's files
+    if run_dir.stat().st_uid != os.geteuid():
         unset.add("umask")
     return {name: value for name, value in words.items() if name not in not_inherited | unset}
 
 
 def own_env_file(settings: Settings) -> str:
-    """The ``network=`` of the resumed run that `keys_of` does not return, since it is a file; "" if there is none or a key replaces it."""
+    """The ``network=`` of the resumed run that `keys_of` does not return, since it is a file; "" if
+    there is none or a key replaces it.
+    """
     if settings.run.network or not settings.resumes:
         return ""
     network = str(key_value.read_yaml(settings.resumes / "config.yaml", "").get("network", ""))
@@ -79,27 +92,40 @@ def own_env_file(settings: Settings) -> str:
 
 def check_same_experiment(settings: Settings) -> None:
     """Raises ConfigError if the given keys would change the experiment of the run that is resumed."""
-    now, resumes, recipe_class = settings.config, settings.resumes, type(settings.config)
+    now = settings.config
+    resumes = settings.resumes
+    recipe_class = type(settings.config)
     if not resumes or now.evaluate or not any((resumes / "checkpoints").glob("step-*.pt")):
         return
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.datasets(settings.recipe).get(saved.get("dataset", ""), {}), **saved}
     then = declare.build(recipe_class, saved)
-    before, after = ({name: declare.plain(value) for name, value in vars(of).items()} for of in (then, now))
+    before, after = (
+        {name: declare.plain(value) for name, value in vars(of).items()} for of in (then, now)
+    )
     if changed := differences(before, after, declare.may_change(recipe_class)):
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys ({'; '.join(changed)}): "
             "give the earlier values, or another run_dir"
         )
-    status, named = directory.read_status(resumes) or {}, re.search(r"step-(\d+)\.pt$", settings.run.resume)
-    is_last = int(named[1]) == status.get("step") if named else Path(settings.run.resume).name != "best"
+    status = directory.read_status(resumes) or {}
+    named = re.search(r"step-(\d+)\.pt$", settings.run.resume)
+    is_last = (
+        int(named[1]) == status.get("step") if named else Path(settings.run.resume).name != "best"
+    )
     is_finished = status.get("state") == "done" and is_last  # from an earlier step, steps are left
     if not settings.run.force and (problem := change_of_length(then, now, is_finished)):
-        raise ConfigError(f"{problem}: leave the key out, or give force=true; run directory: {resumes}")
+        raise ConfigError(
+            f"{problem}: leave the key out, or give force=true; run directory: {resumes}"
+        )
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:
-    """One text for each key that differs and is not in ``may_change``, with its saved value and its value now."""
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]
+) -> list[str]:
+    """One text for each key that differs and is not in ``may_change``, with its saved value and its
+    value now.
+    """
     names = [n for n in {**saved, **now} if n not in may_change and saved.get(n) != now.get(n)]
     return [f"{name}={saved.get(name)} becomes {now.get(name)}" for name in names]
 
@@ -107,11 +133,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: se
 def change_of_length(then: Any, now: Any, finished: bool) -> str:
     """Why a change of ``epochs`` or ``max_steps`` requires force=true; "" if it does not.
 
-    A finished run may be made longer. An unfinished run may be made longer if its learning rate does not depend on its
-    length.
+    A finished run may be made longer. An unfinished run may be made longer if its learning rate
+    does not depend on its length.
     """
     for name in LENGTH:
-        before, after = getattr(then, name), getattr(now, name)
+        before = getattr(then, name)
+        after = getattr(now, name)
         if before == after:
             continue
         change = f"{name}={after}: the run has {name}={before}"

@@ -11,14 +11,15 @@ from recipes.core import files
 
 LONGEST_ROW = 1 << 20  # bytes
 HIGHEST_STEP = 1 << 53  # that a float represents exactly
-HIGHEST = 1e100  # a larger number is a damaged or diverged value; sums and products of values stay finite
+# a larger number is a damaged or diverged value; sums and products of values stay finite
+HIGHEST = 1e100
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of a run, with rising steps; [] if there are none.
 
-    A row replaces all rows before it whose step is the same or higher: the run was resumed from an earlier step. Damaged and
-    incomplete lines are skipped.
+    A row replaces all rows before it whose step is the same or higher: the run was resumed from an
+    earlier step. Damaged and incomplete lines are skipped.
     """
     found: list[dict[str, Any]] = []
     for row in every(run_dir):
@@ -31,8 +32,13 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def every(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a run in the order of the file, also those that a later attempt replaced; {} for a damaged line."""
-    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", "rb", opener=files.without_links) as file:
+    """The rows of a run in the order of the file, also those that a later attempt replaced; {} for
+    a damaged line.
+    """
+    with (
+        contextlib.suppress(OSError),
+        open(run_dir / "metrics.jsonl", "rb", opener=files.without_links) as file,
+    ):
         while line := file.readline(LONGEST_ROW):
             if len(line) == LONGEST_ROW:  # no row is so long: a damaged file may have no end
                 return
@@ -40,9 +46,16 @@ def every(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def best(found: Sequence[dict[str, Any]], keys: Mapping[str, Any]) -> tuple[str, float, int] | None:
-    """The name, value and step of the best evaluation in rows, by the keys best_metric and best_mode of a run; None if there is none."""
-    name, sign = str(keys.get("best_metric") or "val_top1"), -1 if keys.get("best_mode") == "min" else 1
-    values = [(sign * value, -row["step"]) for row in found if math.isfinite(value := number(row.get(name)))]
+    """The name, value and step of the best evaluation in rows, by the keys best_metric and
+    best_mode of a run; None if there is none.
+    """
+    name = str(keys.get("best_metric") or "val_top1")
+    sign = -1 if keys.get("best_mode") == "min" else 1
+    values = [
+        (sign * value, -row["step"])
+        for row in found
+        if math.isfinite(value := number(row.get(name)))
+    ]
     return (name, sign * max(values)[0], -max(values)[1]) if values else None
 
 
@@ -57,7 +70,9 @@ def parse(line: bytes) -> dict[str, Any]:
 
 def number(value: object) -> float:
     """A value from a file as a number; NaN if it is not one, or not finite."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= HIGHEST
+    is_number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= HIGHEST
+    )
     return float(value) if is_number else math.nan  # type: ignore[arg-type]
 
 

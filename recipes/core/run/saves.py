@@ -21,12 +21,18 @@ MOST_FILES = 100_000  # of more files, only these are looked at
 
 
 def note(attempt: Attempt, folder: str) -> None:
-    """Notes at the begin of an attempt what is saved in ``folder``; "" is the run directory. Raises OSError."""
-    files.write_json(attempt.folder / "saves.json", {"folder": folder, "digest": _digest(attempt, folder)})
+    """Notes at the begin of an attempt what is saved in ``folder``; "" is the run directory. Raises
+    OSError.
+    """
+    files.write_json(
+        attempt.folder / "saves.json", {"folder": folder, "digest": _digest(attempt, folder)}
+    )
 
 
 def has_changed(attempt: Attempt) -> bool | None:
-    """Whether files have changed since the attempt began. None if that is unknown, or if there is still no file."""
+    """Whether files have changed since the attempt began. None if that is unknown, or if there is
+    still no file.
+    """
     before = files.read_json(attempt.folder / "saves.json")
     if not before:
         return None
@@ -38,10 +44,14 @@ def _digest(attempt: Attempt, folder: str) -> str:
     """The digest of a folder; "" if it has no file."""
     digest = hashlib.sha256()
     count = 0
-    for path in _files(Path(folder) if folder else attempt.run_dir, OWN if not folder else frozenset()):
+    for path in _files(
+        Path(folder) if folder else attempt.run_dir, OWN if not folder else frozenset()
+    ):
         with contextlib.suppress(OSError):
             facts = path.stat()
-            digest.update(f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode(errors="surrogateescape"))
+            digest.update(
+                f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode(errors="surrogateescape")
+            )
             count += 1
         if count == MOST_FILES:
             break
@@ -49,12 +59,16 @@ def _digest(attempt: Attempt, folder: str) -> str:
 
 
 def _files(folder: Path, hidden: frozenset[str]) -> Iterator[Path]:
-    """The files in ``folder`` and behind links in it, each folder once. hidden: names directly in ``folder``."""
+    """The files in ``folder`` and behind links in it, each folder once. hidden: names directly in
+    ``folder``.
+    """
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
         is_top = Path(place) == folder
-        folders[:] = sorted(name for name in folders if not (is_top and name in hidden) and real not in seen)
+        folders[:] = sorted(
+            name for name in folders if not (is_top and name in hidden) and real not in seen
+        )
         if real not in seen:
             is_own = hidden.__contains__ if is_top else OWN_LOG.fullmatch
             yield from (Path(place, name) for name in sorted(names) if not is_own(name))

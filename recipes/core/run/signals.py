@@ -1,7 +1,8 @@
 """Stopping: a signal, or the approaching end of the job, sets a flag.
 
-The step loop acts on the flag when all ranks have agreed. A Python signal handler does not run while the main thread
-waits in a collective. A thread that reads the interpreter's wake-up pipe sees the signal immediately.
+The step loop acts on the flag when all ranks have agreed. A Python signal handler does not run
+while the main thread waits in a collective. A thread that reads the interpreter's wake-up pipe sees
+the signal immediately.
 """
 
 import atexit
@@ -14,18 +15,24 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL catches SIGUSR1 only if NCCL_PROXY_DUMP_SIGNAL names it
-# (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
+# SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL catches SIGUSR1 only if
+# NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-TOGETHER_S = 0.3  # signals within this time count as one: timeout(1) signals the command, then its whole process group
+# signals within this time count as one: timeout(1) signals the command, then its whole process
+# group
+TOGETHER_S = 0.3
 TOLD_S = 1.0  # time to write a line to stderr
-SHARE = 0.25  # the margin before the end of a job is at most this share of the time that is left at the start
-ASK_AGAIN_S = 60.0  # ask again for the end this long before the known end, which may have been moved
+# the margin before the end of a job is at most this share of the time that is left at the start
+SHARE = 0.25
+# ask again for the end this long before the known end, which may have been moved
+ASK_AGAIN_S = 60.0
 INTERRUPTED = 130  # exit status after a second SIGINT
 
 
 class StopFlag:
-    """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first reason is kept."""
+    """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first
+    reason is kept.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
@@ -35,7 +42,8 @@ class StopFlag:
 
     def note(self, reason: str) -> bool:
         """Sets the reason if there is none yet. Returns whether this is the first reason."""
-        first, self.reason = not self.reason, self.reason or reason
+        first = not self.reason
+        self.reason = self.reason or reason
         return first
 
 
@@ -46,7 +54,8 @@ def handled() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Programs that are started within the ``with`` block do not receive SIGNALS, since Slurm signals all processes of a rank.
+    """Programs that are started within the ``with`` block do not receive SIGNALS, since Slurm
+    signals all processes of a rank.
 
     Only SIGKILL ends them early, so end them with ``kill()``, not with ``terminate()``.
     """
@@ -58,42 +67,60 @@ def kept_from_children() -> Iterator[None]:
 
 
 def keep_from_workers() -> None:
-    """Processes of multiprocessing, such as the workers of a DataLoader, do not receive SIGNALS from now on.
+    """Processes of multiprocessing, such as the workers of a DataLoader, do not receive SIGNALS
+    from now on.
 
-    Their ``terminate()``, which Python calls at exit too, sends SIGKILL. Programs that they start inherit this.
+    Their ``terminate()``, which Python calls at exit too, sends SIGKILL. Programs that they start
+    inherit this.
     """
-    from multiprocessing import popen_fork, resource_tracker  # not on a login node, which imports this module too
+    # not on a login node, which imports this module too
+    from multiprocessing import (
+        popen_fork,
+        resource_tracker,
+    )
     from multiprocessing.process import BaseProcess
 
     tracker = resource_tracker.ResourceTracker
-    methods = [(BaseProcess, "start"), (tracker, "ensure_running"), (tracker, "_ensure_running_and_write")]
+    methods = [
+        (BaseProcess, "start"),
+        (tracker, "ensure_running"),
+        (tracker, "_ensure_running_and_write"),
+    ]
     for kind, method in methods:
         if hasattr(kind, method):  # the last one from Python 3.13.7 on
             setattr(kind, method, kept_from_children()(getattr(kind, method)))
-    atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
+    # torch's handler would report them as killed
+    atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
     popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # the base of all start methods
 
 
 @contextlib.contextmanager
-def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
+def stop_flag(
+    tell: Callable[[str], None] = lambda name: None, by_clock: bool = False
+) -> Iterator[StopFlag]:
     """Yields a flag that each of SIGNALS sets. Must be called from the main thread.
 
-    A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called once, in a separate thread, with the
-    name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`.
+    A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called
+    once, in a separate thread, with the name of the first signal. by_clock: whether SIGUSR2 is
+    ignored, see `queue.is_short`.
     """
     flag = StopFlag()
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    listening = threading.Thread(target=_listen, args=(read_end, flag, tell), name="signals", daemon=True)
+    listening = threading.Thread(
+        target=_listen, args=(read_end, flag, tell), name="signals", daemon=True
+    )
 
     def handle(number: int, frame: FrameType | None) -> None:
         flag.note(signal.Signals(number).name)  # in case the thread has not set it yet
 
     old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a child are not for this process
+    # signals to a child are not for this process
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     before = {number: signal.signal(number, handle) for number in handled()}
     if by_clock:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # this also discards a blocked, pending SIGUSR2
+        # this also discards a blocked, pending SIGUSR2
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     listening.start()
     # entry.begin blocks SIGUSR1 and SIGUSR2; a parent process may have blocked others.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -124,18 +151,25 @@ def _listen(pipe: int, flag: StopFlag, tell: Callable[[str], None]) -> None:
         name = next((signal.Signals(number).name for number in numbers if number in SIGNALS), "")
         if name and not telling.ident:
             flag.note(name)
-            telling = threading.Thread(target=tell, args=(name,), name="a signal's word", daemon=True)
+            telling = threading.Thread(
+                target=tell, args=(name,), name="a signal's word", daemon=True
+            )
             telling.start()
     if telling.ident:
         telling.join(TOLD_S)
 
 
 def watch_the_end(
-    flag: StopFlag, stop_before_s: float, left: Callable[[], float | None], tell: Callable[[str], None]
+    flag: StopFlag,
+    stop_before_s: float,
+    left: Callable[[], float | None],
+    tell: Callable[[str], None],
 ) -> None:
-    """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left, at most a quarter of the time left now.
+    """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left, at most a
+    quarter of the time left now.
 
-    For sites that send no signal. left: `queue.seconds_left`. tell: called with the reason, unless the flag has one already.
+    For sites that send no signal. left: `queue.seconds_left`. tell: called with the reason, unless
+    the flag has one already.
     """
 
     def watch() -> None:

@@ -1,4 +1,6 @@
-"""The project's own code: its files, its commit, its difference from the commit, and whether it is a job's snapshot."""
+"""The project's own code: its files, its commit, its difference from the commit, and whether it is
+a job's snapshot.
+"""
 
 import contextlib
 import glob
@@ -13,47 +15,88 @@ from typing import Any
 
 from recipes.core.files import read_json, sha256
 
-STAMP = "snapshot.json"  # file in a snapshot of the code: the path of the repository, and the commit
-DIFF = "code.diff"  # file in a snapshot and in a run directory: the difference between the code and the commit
+# file in a snapshot of the code: the path of the repository, and the commit
+STAMP = "snapshot.json"
+# file in a snapshot and in a run directory: the difference between the code and the commit
+DIFF = "code.diff"
 MAX_DIFF_BYTES = 4 << 20  # largest difference that is kept
-LEFT_OUT = {"runs", "data", "tests", "sbatch", "build"}  # folders in the top folder that are not code to import
+# folders in the top folder that are not code to import
+LEFT_OUT = {
+    "runs",
+    "data",
+    "tests",
+    "sbatch",
+    "build",
+}
 GIT_S = 20.0  # timeout for git
 
 
 def code_files(root: Path) -> Iterator[Path]:
-    """The files that a job needs: modules and packages in the top folder, env/, sbatch/job.sh. No hidden files; links are followed."""
-    tops = (entry for entry in root.iterdir() if entry.name not in LEFT_OUT and not entry.name.startswith("."))
+    """The files that a job needs: modules and packages in the top folder, env/, sbatch/job.sh. No
+    hidden files; links are followed.
+    """
+    tops = (
+        entry
+        for entry in root.iterdir()
+        if entry.name not in LEFT_OUT and not entry.name.startswith(".")
+    )
     packages = [top.name for top in tops if any(top.glob("*.py")) or any(top.glob("*/__init__.py"))]
-    for pattern in ("*.py", "sbatch/job.sh", "env/**", *(f"{glob.escape(name)}/**" for name in sorted(packages))):
+    for pattern in (
+        "*.py",
+        "sbatch/job.sh",
+        "env/**",
+        *(f"{glob.escape(name)}/**" for name in sorted(packages)),
+    ):
         for name in sorted(glob.glob(pattern, root_dir=root, recursive=True)):
             if "__pycache__" not in name and (root / name).is_file():
                 yield root / name
 
 
 def name_in(code: Path, path: str) -> str:
-    """The path of a Python file relative to ``code``; "" if it is outside, or in an environment such as .venv."""
+    """The path of a Python file relative to ``code``; "" if it is outside, or in an environment
+    such as .venv.
+    """
     name = os.path.relpath(path, code) if path.startswith(f"{code}/") else ""
-    return name if name.endswith(".py") and not re.match(r"\.|.*(site-packages|lib/python3[^/]*)/", name) else ""
+    return (
+        name
+        if name.endswith(".py") and not re.match(r"\.|.*(site-packages|lib/python3[^/]*)/", name)
+        else ""
+    )
 
 
 def loaded(code: Path) -> dict[str, str]:
-    """The SHA-256 of each imported file of ``code`` that a run's results depend on, by its path: a recipe, its keys, data, train, own modules."""
-    names = {name_in(code, str(getattr(module, "__file__", ""))) for module in list(sys.modules.values())}
+    """The SHA-256 of each imported file of ``code`` that a run's results depend on, by its path: a
+    recipe, its keys, data, train, own modules.
+    """
+    names = {
+        name_in(code, str(getattr(module, "__file__", ""))) for module in list(sys.modules.values())
+    }
     other = re.compile(r"$|tests/|recipes/core/(?!data/|train/)")
-    return {name: sha256(code / name) for name in sorted(names) if not other.match(name) and (code / name).exists()}
+    return {
+        name: sha256(code / name)
+        for name in sorted(names)
+        if not other.match(name) and (code / name).exists()
+    }
 
 
 def commit(code: Path) -> str | None:
-    """The commit of the code, followed by ``-dirty`` if files differ; None outside a git repository."""
+    """The commit of the code, followed by ``-dirty`` if files differ; None outside a git
+    repository.
+    """
     if there := stamp(code):
         return there.get("commit")
-    return _git(code, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip() or None
+    return (
+        _git(code, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip()
+        or None
+    )
 
 
 def difference(code: Path) -> bytes:
-    """The difference between the code and its commit, in the format of ``git apply``. A note if it is too large.
+    """The difference between the code and its commit, in the format of ``git apply``. A note if it
+    is too large.
 
-    It includes new Python files of at most MAX_DIFF_BYTES that a snapshot contains and git does not ignore.
+    It includes new Python files of at most MAX_DIFF_BYTES that a snapshot contains and git does not
+    ignore.
     """
     # A file may be removed in the meantime, for example by an editor.
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as folder:
@@ -61,36 +104,67 @@ def difference(code: Path) -> bytes:
             return (code / DIFF).read_bytes()
         index = {"GIT_INDEX_FILE": f"{folder}/index"}  # the index of the user does not change
         _git(code, "read-tree", "HEAD", **index)
-        code_paths = (path for path in code_files(code) if path.suffix == ".py")  # other new files may hold secrets
-        known = (path for path in code_paths if os.access(path, os.R_OK) and path.stat().st_size <= MAX_DIFF_BYTES)
+        # other new files may hold secrets
+        code_paths = (path for path in code_files(code) if path.suffix == ".py")
+        known = (
+            path
+            for path in code_paths
+            if os.access(path, os.R_OK) and path.stat().st_size <= MAX_DIFF_BYTES
+        )
         names = [str(path.relative_to(code)) for path in known]
-        _git(code, "add", "--intent-to-add", "--", *names, **index)  # it leaves out files that git ignores
-        diff = _git(code, "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".", **index)
-        return diff if len(diff) <= MAX_DIFF_BYTES else b"# the difference is too large to be kept here\n"
+        # it leaves out files that git ignores
+        _git(code, "add", "--intent-to-add", "--", *names, **index)
+        diff = _git(
+            code,
+            "diff",
+            "--binary",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--no-color",
+            "--",
+            ".",
+            **index,
+        )
+        return (
+            diff
+            if len(diff) <= MAX_DIFF_BYTES
+            else b"# the difference is too large to be kept here\n"
+        )
     return b""
 
 
 def _git(root: Path, *words: str, **variables: str) -> bytes:
-    """The stdout of a git command; empty if there is no git or no repository, or if the command fails."""
-    command, environ = ["git", "-C", str(root), *words], {**os.environ, **variables}
+    """The stdout of a git command; empty if there is no git or no repository, or if the command
+    fails.
+    """
+    command = ["git", "-C", str(root), *words]
+    environ = {**os.environ, **variables}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, env=environ, capture_output=True, timeout=GIT_S, check=True).stdout
+        return subprocess.run(
+            command, env=environ, capture_output=True, timeout=GIT_S, check=True
+        ).stdout
     return b""
 
 
 def stamp(code: Path) -> dict[str, Any] | None:
-    """The origin of a snapshot of the code (repository and commit); None if ``code`` is the repository itself."""
+    """The origin of a snapshot of the code (repository and commit); None if ``code`` is the
+    repository itself.
+    """
     found = read_json(code / STAMP)
     return found if found and isinstance(found.get("root"), str) else None
 
 
 def home(code: Path) -> Path:
-    """The repository of ``code``: ``code`` itself, or the repository from which the snapshot was made."""
+    """The repository of ``code``: ``code`` itself, or the repository from which the snapshot was
+    made.
+    """
     found = stamp(code)
     return Path(found["root"]) if found else code
 
 
 def go_home(code: Path) -> None:
-    """Changes to the repository, since typed paths are relative to it. Modules are still imported from the snapshot, if this is one."""
+    """Changes to the repository, since typed paths are relative to it. Modules are still imported
+    from the snapshot, if this is one.
+    """
     if stamp(code):
         os.chdir(home(code))

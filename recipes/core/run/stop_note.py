@@ -18,8 +18,8 @@ class StopNote:
 
     reason: why the program is to stop; "" as long as it is not. at: when the wrappers act, in
     seconds since 1970. ends: whether the program is only to end, since it has asked for a requeue.
-    limit_at: the time limit of the job, at which the wrappers kill the program: Slurm would kill the
-    job script too, which could not requeue the job. None if it is unknown.
+    limit_at: the time limit of the job, at which the wrappers kill the program: Slurm would kill
+    the job script too, which could not requeue the job. None if it is unknown.
     """
 
     before_s: float | None = None

@@ -16,23 +16,44 @@ from recipes.core.errors import InputError, Next, next_of, printable
 from recipes.core.run import directory, efficiency, judge, resumed, rows
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
-INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
+# folders in a run directory, not runs
+INSIDE = {
+    "attempts",
+    "checkpoints",
+    "logs",
+    "doctor",
+    directory.EVALUATION,
+}
 RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
 OF_TRAINING = ("loss", "samples_per_second")  # results that are not of an evaluation
 NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
-    "epoch", "lr", "wall_seconds", "time", "tflops", "mfu", "memory_gb", "cpus_used", "gpu_memory_gb", "gpu_energy_kj", *efficiency.SHARES,
-}  # fmt: skip
+    "epoch",
+    "lr",
+    "wall_seconds",
+    "time",
+    "tflops",
+    "mfu",
+    "memory_gb",
+    "cpus_used",
+    "gpu_memory_gb",
+    "gpu_energy_kj",
+    *efficiency.SHARES,
+}
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 FIX = "give a run directory, or a folder of run directories"
 LONGEST_PATH = 4096
 LAST = "last"  # in place of a run: see `last`
 T = TypeVar("T")
-WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
+# maximum number of characters of a value, and of a note, in the table
+WIDEST = 60
+LONGEST_NOTE = 300
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row. values: the keys of recipe and submission. results: from summary.json, else from the last row of metrics.jsonl."""
+    """A row. values: the keys of recipe and submission. results: from summary.json, else from the
+    last row of metrics.jsonl.
+    """
 
     folder: Path
     recipe: str
@@ -49,7 +70,9 @@ def last(folder: Path) -> list[Path]:
 
 
 def of_job(folder: Path, job: str) -> list[Path]:
-    """The runs in ``folder`` of a job, all elements of an array included: by their names, else by job.yaml, for those with run_dir=."""
+    """The runs in ``folder`` of a job, all elements of an array included: by their names, else by
+    job.yaml, for those with run_dir=.
+    """
     there = _inside(folder)
     by_name = [path for path in there if job in (path.name, path.name.partition("_")[0])]
     ids = ((path, str((files.read_json(path / "job.yaml") or {}).get("job_id"))) for path in there)
@@ -63,16 +86,20 @@ def _inside(folder: Path) -> list[Path]:
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """The run directories in ``folder``, oldest first. ``folder`` itself may be one.
 
-    Run directories of pending jobs are included. Links of other users are not followed. Raises OSError if ``folder`` cannot
-    be read. A folder below it that cannot be read is skipped and reported with one line.
+    Run directories of pending jobs are included. Links of other users are not followed. Raises
+    OSError if ``folder`` cannot be read. A folder below it that cannot be read is skipped and
+    reported with one line.
     """
     if any((folder / name).exists() for name in ("attempts", "attempt.json", "job.yaml")):
         yield folder
     elif depth:
-        inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
+        inside = [
+            entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE
+        ]
         for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
             path = Path(entry.path)
-            if entry.is_symlink():  # as in runs/jobs; another user's link could lead to any run of this user
+            # as in runs/jobs; another user's link could lead to any run of this user
+            if entry.is_symlink():
                 if not trust.is_own(path, follow_symlinks=False):
                     continue
                 path = Path(os.path.realpath(path))
@@ -83,7 +110,9 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
-    """The run directories in ``folders``. Raises InputError if there is none, unless it may be so, or if a folder cannot be read."""
+    """The run directories in ``folders``. Raises InputError if there is none, unless it may be so,
+    or if a folder cannot be read.
+    """
     try:
         found = [path for folder in folders for path in run_directories(folder)]
     except OSError as error:
@@ -94,7 +123,9 @@ def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
 
 
 def read_one(folder: Path, read: Callable[[Path], T]) -> T:
-    """``read`` of a run directory. Raises InputError if a file in it has other content than this project writes."""
+    """``read`` of a run directory. Raises InputError if a file in it has other content than this
+    project writes.
+    """
     try:
         return read(folder)
     except InputError:
@@ -116,9 +147,12 @@ def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> list[T]:
 
 def read_run(folder: Path, now: float) -> Run:
     """Reads one run directory, and does not ask Slurm. now: time.time()."""
-    status, job = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
+    status = directory.read_status(folder) or {}
+    job = files.read_json(folder / "job.yaml") or {}
     # A summary of an earlier attempt stays until the run is done again.
-    summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
+    summary = (
+        (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
+    )
     row = {} if summary else last_row(folder / "metrics.jsonl")
     notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
     if status.get("state") == "running":
@@ -129,7 +163,9 @@ def read_run(folder: Path, now: float) -> Run:
     if state == "preempted" and next_of(status) is Next.cancelled:
         state = "cancelled"
     arguments = job.get("arguments")
-    typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
+    typed = (
+        str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ())
+    )
     return Run(
         folder=folder,
         recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
@@ -142,8 +178,14 @@ def read_run(folder: Path, now: float) -> Run:
 
 
 def results(found: dict[str, Any]) -> dict[str, Any]:
-    """The results in a summary or a row: those of RESULTS first, then the other numbers with a fraction."""
-    own = [name for name, value in found.items() if isinstance(value, float) and name not in (*RESULTS, *NO_RESULTS)]
+    """The results in a summary or a row: those of RESULTS first, then the other numbers with a
+    fraction.
+    """
+    own = [
+        name
+        for name, value in found.items()
+        if isinstance(value, float) and name not in (*RESULTS, *NO_RESULTS)
+    ]
     return {name: found[name] for name in (*RESULTS, *own) if found.get(name) is not None}
 
 
@@ -152,7 +194,9 @@ def keys(run_dir: Path) -> dict[str, Any]:
     try:
         text = files.read_bounded(run_dir / "config.yaml", MAX_YAML, files.without_links).decode()
         found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except Exception:  # a refused run has no config.yaml; a damaged file only makes its keys unknown
+    except (
+        Exception
+    ):  # a refused run has no config.yaml; a damaged file only makes its keys unknown
         return {}
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
@@ -172,29 +216,46 @@ def ago(seconds: float) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells as text, with columns of equal width. Control characters are escaped: runs may belong to other users."""
+    """Lines of cells as text, with columns of equal width. Control characters are escaped: runs may
+    belong to other users.
+    """
     lines = [[printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def cells(runs: Sequence[Run]) -> list[list[str]]:
-    """The cells of a table with one row per run: the keys in which runs of a recipe differ, and the results. The first line is its head."""
+    """The cells of a table with one row per run: the keys in which runs of a recipe differ, and the
+    results. The first line is its head.
+    """
     seen: dict[tuple[str, str], set[str]] = {}  # by recipe and key
     for run in runs:
         for name, value in run.values.items():
             seen.setdefault((run.recipe, name), set()).add(str(value))
     differing = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
     every = dict.fromkeys(name for run in runs for name in run.results)
-    chosen = [*(name for name in RESULTS if name in every), *(name for name in every if name not in RESULTS)]
+    chosen = [
+        *(name for name in RESULTS if name in every),
+        *(name for name in every if name not in RESULTS),
+    ]
     head = [errors.shown(name) for name in ("run", "state", "step", *differing, *chosen, "note")]
-    return [head, *(
-        [
-            errors.shown(run.folder, LONGEST_PATH), errors.shown(run.state), str(run.step), *(text(run.values.get(name)) for name in differing),
-            *(text(run.results.get(name)) for name in chosen), errors.shown(run.note, LONGEST_NOTE),
-        ]
-        for run in runs
-    )]  # fmt: skip
+    return [
+        head,
+        *(
+            [
+                errors.shown(run.folder, LONGEST_PATH),
+                errors.shown(run.state),
+                str(run.step),
+                *(text(run.values.get(name)) for name in differing),
+                *(text(run.results.get(name)) for name in chosen),
+                errors.shown(run.note, LONGEST_NOTE),
+            ]
+            for run in runs
+        ),
+    ]
 
 
 def text(value: Any) -> str:

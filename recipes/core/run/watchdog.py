@@ -1,8 +1,8 @@
 """Ends a rank that makes no progress.
 
-A separate process does this, so that it also works for a rank that is stopped or stuck. The rank writes its pulse into
-memory that it shares with a small process, `python -m recipes.core.run.watchdog`. This process monitors the pulse.
-Standard library only.
+A separate process does this, so that it also works for a rank that is stopped or stuck. The rank
+writes its pulse into memory that it shares with a small process, `python -m
+recipes.core.run.watchdog`. This process monitors the pulse. Standard library only.
 """
 
 import contextlib
@@ -26,15 +26,30 @@ from recipes.core.place.memory import read as read_memory
 from recipes.core.run import attempt as attempts
 
 PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
-NOTE_AT, BYTES = 64, 1 << 16  # after the pulse: JSON, padded with zero bytes
-# Of two ranks at the same step, the rank in the lower phase is behind. With several ranks, DATA lasts until the model is called, since
-# DDP's forward pass can wait for the other ranks. BACKWARD includes the optimiser.
-PHASES = ("outside the steps", "start", "evaluation", "saving", "data", "forward", "backward", "waiting")
+# after the pulse: JSON, padded with zero bytes
+NOTE_AT = 64
+BYTES = 1 << 16
+# Of two ranks at the same step, the rank in the lower phase is behind. With several ranks, DATA
+# lasts until the model is called, since DDP's forward pass can wait for the other ranks. BACKWARD
+# includes the optimiser.
+PHASES = (
+    "outside the steps",
+    "start",
+    "evaluation",
+    "saving",
+    "data",
+    "forward",
+    "backward",
+    "waiting",
+)
 OUTSIDE, START, EVALUATION, SAVING, DATA, FORWARD, BACKWARD, WAITING = range(len(PHASES))
 POLL_S = 0.5
-STOP_S = 2.0  # a process that did not run for this long was stopped; a busy machine delays a thread by less
-MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
-OUTSIDE_TIMES = 6  # the limit outside the steps, for example to prepare data, is so many times timeout_s
+# a process that did not run for this long was stopped; a busy machine delays a thread by less
+STOP_S = 2.0
+# added to timeout_s, so that ranks that wait for this one report first: they know more about it
+MARGIN_S = 15.0
+# the limit outside the steps, for example to prepare data, is so many times timeout_s
+OUTSIDE_TIMES = 6
 TELL_S = 5.0  # time to write the error record to the run directory's file system
 PARENT_ENDED = signal.SIGURG  # the kernel sends it to the watchdog at the end of its parent
 STACK_S = 3.0  # time for faulthandler to write the stack
@@ -43,8 +58,9 @@ STACK_S = 3.0  # time for faulthandler to write the stack
 class RunningClock:
     """A monotonic clock that does not count while this process is stopped.
 
-    scontrol suspend, gang scheduling and SIGSTOP stop a process. A gap of more than `STOP_S` between two readings does
-    not count. The clock must therefore be read more often: in a loop, or by the thread of `start`.
+    scontrol suspend, gang scheduling and SIGSTOP stop a process. A gap of more than `STOP_S`
+    between two readings does not count. The clock must therefore be read more often: in a loop, or
+    by the thread of `start`.
     """
 
     def __init__(self) -> None:
@@ -56,13 +72,16 @@ class RunningClock:
         """Seconds since an arbitrary moment."""
         with self._lock:
             moment = time.monotonic()
-            before, self._read_at = self._read_at, moment
+            before = self._read_at
+            self._read_at = moment
             if moment - before > STOP_S:
                 self.stopped_s += moment - before - POLL_S
             return moment - self.stopped_s
 
     def start(self) -> None:
-        """Starts a thread that reads this clock until the process ends. The time before counts as running."""
+        """Starts a thread that reads this clock until the process ends. The time before counts as
+        running.
+        """
         with self._lock:
             self._read_at = time.monotonic()
 
@@ -75,7 +94,9 @@ class RunningClock:
 
 
 class Pulse:
-    """The progress of a rank, which calls ``beat``. The watchdog and the rank's own threads read it."""
+    """The progress of a rank, which calls ``beat``. The watchdog and the rank's own threads read
+    it.
+    """
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("pulse")
@@ -85,30 +106,49 @@ class Pulse:
         self.clock = RunningClock()
 
     def beat(self, phase: int, step: int | None = None) -> None:
-        """Records that ``phase`` begins. step: completed optimiser steps; unchanged if it is omitted."""
+        """Records that ``phase`` begins. step: completed optimiser steps; unchanged if it is
+        omitted.
+        """
         self._beats += 1
-        PULSE.pack_into(self._memory, 0, self._beats, self.read()[1] if step is None else step, phase)
+        PULSE.pack_into(
+            self._memory, 0, self._beats, self.read()[1] if step is None else step, phase
+        )
 
     def read(self) -> tuple[int, int, int]:
         """Returns the number of beats, the step and the phase."""
         return PULSE.unpack_from(self._memory)
 
     def tell(self, **note: Any) -> None:
-        """Tells the watchdog recipe, rank and host, and the folder of its attempt if it exists, for its message and record."""
+        """Tells the watchdog recipe, rank and host, and the folder of its attempt if it exists, for
+        its message and record.
+        """
         text = json.dumps(note).encode()
         assert len(text) < BYTES - NOTE_AT
         self._memory[NOTE_AT:BYTES] = text.ljust(BYTES - NOTE_AT, b"\0")
 
     def watch(self, timeout_s: float, root: Path) -> None:
-        """Starts the clock of this rank, and the watchdog, which shares only this memory and ends with this process."""
+        """Starts the clock of this rank, and the watchdog, which shares only this memory and ends
+        with this process.
+        """
         self.beat(START)
         self.clock.start()
-        # The watchdog has its own session, so that Ctrl-C at a terminal does not reach it. Of Slurm's signals, only
-        # SIGKILL ends it.
+        # The watchdog has its own session, so that Ctrl-C at a terminal does not reach it. Of
+        # Slurm's signals, only SIGKILL ends it.
         subprocess.Popen(
-            [sys.executable, "-m", "recipes.core.run.watchdog", str(os.getpid()), str(self._descriptor), str(timeout_s)],
-            cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[self._descriptor], start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "recipes.core.run.watchdog",
+                str(os.getpid()),
+                str(self._descriptor),
+                str(timeout_s),
+            ],
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[self._descriptor],
+            start_new_session=True,
+        )
 
 
 def place(step: int, phase: int) -> str:
@@ -117,20 +157,24 @@ def place(step: int, phase: int) -> str:
 
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
-    """Ends the parent if the pulse does not change for ``timeout_s`` seconds. Returns when the parent has ended.
+    """Ends the parent if the pulse does not change for ``timeout_s`` seconds. Returns when the
+    parent has ended.
 
     If the kernel has killed the parent for want of memory, writes its error record.
     """
     task_memory = read_memory()
     threading.Thread(target=watch_memory, args=(parent, memory, task_memory), daemon=True).start()
     clock = RunningClock()  # suspending a job stops this process too
-    last, since = PULSE.unpack_from(memory), clock.now()
+    last = PULSE.unpack_from(memory)
+    since = clock.now()
     while os.getppid() == parent:
         signal.sigtimedwait({PARENT_ENDED}, POLL_S)
-        now, moment = PULSE.unpack_from(memory), clock.now()
+        now = PULSE.unpack_from(memory)
+        moment = clock.now()
         limit_s = OUTSIDE_TIMES * timeout_s if now[2] == OUTSIDE else timeout_s
         if now != last:
-            last, since = now, moment
+            last = now
+            since = moment
         elif moment - since > limit_s:
             _end(parent, memory, limit_s)
             return
@@ -139,7 +183,8 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 
 def watch_memory(parent: int, memory: mmap.mmap, task_memory: Memory) -> None:
-    """Run in a thread: writes the error record of the parent while the kernel ends it for want of memory.
+    """Run in a thread: writes the error record of the parent while the kernel ends it for want of
+    memory.
 
     With one rank on a node, Slurm kills this process some milliseconds after the parent has ended.
     """
@@ -160,7 +205,8 @@ def _tell_out_of_memory(memory: mmap.mmap, task_memory: Memory) -> None:
 
 
 def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
-    # The wait has a limit, since the rank may hang in the file system of the log and the error record.
+    # The wait has a limit, since the rank may hang in the file system of the log and the error
+    # record.
     telling = threading.Thread(target=_tell, args=(memory, timeout_s), daemon=True)
     telling.start()
     telling.join(TELL_S)
@@ -177,9 +223,14 @@ def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Prints which rank is ended and why, and writes its error record."""
     _, step, phase = PULSE.unpack_from(memory)
     note = _note(memory)
-    rank, host = note.get("rank", 0), note.get("host", "this host")
+    rank = note.get("rank", 0)
+    host = note.get("host", "this host")
     line = f"made no progress for {timeout_s:g} s at {place(step, phase)}"
-    print(f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: killing it", file=sys.stderr, flush=True)
+    print(
+        f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: killing it",
+        file=sys.stderr,
+        flush=True,
+    )
     _record(note, Kind.hang, line)
 
 
@@ -189,14 +240,19 @@ def _note(memory: mmap.mmap) -> Mapping[str, Any]:
 
 
 def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = EXIT_CRASH) -> None:
-    rank, host = note.get("rank", 0), note.get("host", "")
+    rank = note.get("rank", 0)
+    host = note.get("host", "")
     if attempt := attempts.given({attempts.VARIABLE: note.get("attempt", "")}):
         with contextlib.suppress(OSError):
-            attempts.record(attempt, rank=rank, host=host, kind=kind, error=line, exit_status=exit_status)
+            attempts.record(
+                attempt, rank=rank, host=host, kind=kind, error=line, exit_status=exit_status
+            )
 
 
 def main(argv: list[str]) -> None:
-    parent, descriptor, timeout_s = int(argv[0]), int(argv[1]), float(argv[2])
+    parent = int(argv[0])
+    descriptor = int(argv[1])
+    timeout_s = float(argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {PARENT_ENDED})

@@ -1,8 +1,10 @@
-"""Checkpoints: written atomically and in the background, and read without executing anything in them.
+"""Checkpoints: written atomically and in the background, and read without executing anything in
+them.
 
-A checkpoint is one file, the zip archive that torch.save writes. A reader verifies the CRC-32 of each part of the archive. With
-strategy=fsdp, the other ranks that divide the model write a file each, before rank 0 writes the file that names them. All files of one
-checkpoint contain the same random ID.
+A checkpoint is one file, the zip archive that torch.save writes. A reader verifies the CRC-32 of
+each part of the archive. With strategy=fsdp, the other ranks that divide the model write a file
+each, before rank 0 writes the file that names them. All files of one checkpoint contain the same
+random ID.
 """
 
 import contextlib
@@ -37,7 +39,8 @@ ROWS = re.compile(r"step-(\d{8,})\.\d+-\d+of\d+\.rows")
 class State:
     """The complete state of a run between two steps. step: completed optimiser steps.
 
-    about: what a checkpoint tells about the model besides the keys: texts, numbers and lists of them, such as the names of the classes.
+    about: what a checkpoint tells about the model besides the keys: texts, numbers and lists of
+    them, such as the names of the classes.
     """
 
     model: nn.Module
@@ -50,7 +53,9 @@ class State:
 
 
 def rng_state(device: torch.device) -> bytes:
-    """Random states of this rank: torch, its GPU, Python, and NumPy if it has been imported, in the format of torch.save."""
+    """Random states of this rank: torch, its GPU, Python, and NumPy if it has been imported, in the
+    format of torch.save.
+    """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -61,7 +66,13 @@ def rng_state(device: torch.device) -> bytes:
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         keys = torch.tensor(keys.tolist())
-        states["numpy"] = {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": cached}
+        states["numpy"] = {
+            "name": name,
+            "keys": keys,
+            "position": position,
+            "has_gauss": has_gauss,
+            "gauss": cached,
+        }
     written = io.BytesIO()
     torch.save(states, written)
     return written.getvalue()
@@ -81,7 +92,9 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -> dict[str, Any]:
-    """The content of a checkpoint of ``state``. Its tensors are those of the training, not copies. rng: each rank's `rng_state`."""
+    """The content of a checkpoint of ``state``. Its tensors are those of the training, not copies.
+    rng: each rank's `rng_state`.
+    """
     return {
         "model": state.model.state_dict(),
         "optimizer": state.optimizer.state_dict(),
@@ -94,19 +107,26 @@ def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -
 
 
 class HostCopy:
-    """Copies of tensors in host memory. The memory is allocated once and reused; it is pinned if the tensors are on a GPU."""
+    """Copies of tensors in host memory. The memory is allocated once and reused; it is pinned if
+    the tensors are on a GPU.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # by the position of the tensor in the content
         self._arrived: torch.cuda.Event | None = None
 
     def take(self, content: Any) -> Any:
-        """``content`` with each tensor replaced by a copy, which is valid from `wait` until the next call.
+        """``content`` with each tensor replaced by a copy, which is valid from `wait` until the
+        next call.
 
-        On a GPU the copies are queued behind the steps so far, and later steps behind the copies: the training does not wait for them.
+        On a GPU the copies are queued behind the steps so far, and later steps behind the copies:
+        the training does not wait for them.
         """
         leaves, structure = tree_flatten(content)
-        copied = [self._copy(leaf, i) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+        copied = [
+            self._copy(leaf, i) if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(leaves)
+        ]
         if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
@@ -118,9 +138,16 @@ class HostCopy:
             self._arrived.synchronize()
 
     def _copy(self, tensor: Tensor, position: int) -> Tensor:
-        tensor, there = tensor.detach(), self._copies.get(position)
-        if there is None or (there.dtype, there.shape, there.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
-            there = self._copies[position] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        tensor = tensor.detach()
+        there = self._copies.get(position)
+        if there is None or (there.dtype, there.shape, there.stride()) != (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        ):
+            there = self._copies[position] = torch.empty_like(
+                tensor, device="cpu", pin_memory=tensor.is_cuda
+            )
         return there.copy_(tensor, non_blocking=True)
 
 
@@ -130,21 +157,30 @@ def size_of(content: Any) -> int:
 
 
 def size_in_training(state: State) -> int:
-    """Bytes of the tensors in a checkpoint of ``state`` in training. Of an unknown optimiser, it assumes two averages of each weight."""
+    """Bytes of the tensors in a checkpoint of ``state`` in training. Of an unknown optimiser, it
+    assumes two averages of each weight.
+    """
     size = size_of(content_of(state, {}, []))
     if state.optimizer.state:
         return size
     groups = state.optimizer.param_groups
-    kept = [2 if group.get("betas") or "momentum" not in group else bool(group["momentum"]) for group in groups]
-    return size + sum(count * size_of(group["params"]) for count, group in zip(kept, groups, strict=True))
+    kept = [
+        2 if group.get("betas") or "momentum" not in group else bool(group["momentum"])
+        for group in groups
+    ]
+    return size + sum(
+        count * size_of(group["params"]) for count, group in zip(kept, groups, strict=True)
+    )
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank writes of each checkpoint. number: 0 for the file that has the name of the checkpoint; the others write their rows.
+    """What a rank writes of each checkpoint. number: 0 for the file that has the name of the
+    checkpoint; the others write their rows.
 
-    count: ranks that divide the model. attempt: number of the attempt. wrote: tells that this rank's rows of a step are on disk.
-    await_rows: waits until those of all others are, and raises MachineError if they are not in time.
+    count: ranks that divide the model. attempt: number of the attempt. wrote: tells that this
+    rank's rows of a step are on disk. await_rows: waits until those of all others are, and raises
+    MachineError if they are not in time.
     """
 
     number: int = 0
@@ -155,31 +191,48 @@ class Share:
 
     def names(self, step: int) -> list[str]:
         """The files of the other ranks."""
-        return [f"step-{step:08d}.{self.attempt}-{number}of{self.count}.rows" for number in range(1, self.count)]
+        return [
+            f"step-{step:08d}.{self.attempt}-{number}of{self.count}.rows"
+            for number in range(1, self.count)
+        ]
 
 
 ALONE = Share()
 
 
 class Saver:
-    """Writes checkpoints into ``folder`` in its own thread, one at a time. Each rank that writes a file of a checkpoint has a Saver.
+    """Writes checkpoints into ``folder`` in its own thread, one at a time. Each rank that writes a
+    file of a checkpoint has a Saver.
 
-    staging: as for `write`. keep, keep_every_steps: as for `prune`. saved: called from that thread with the path and the step of a
-    checkpoint that is on disk, before older checkpoints are removed; on rank 0 only.
+    staging: as for `write`. keep, keep_every_steps: as for `prune`. saved: called from that thread
+    with the path and the step of a checkpoint that is on disk, before older checkpoints are
+    removed; on rank 0 only.
     """
 
     def __init__(
-        self, folder: Path, staging: Path, saved: Callable[[Path, int], None], keep: int, keep_every_steps: int = 0, share: Share = ALONE
-    ) -> None:  # fmt: skip
-        self._folder, self._staging, self._saved, self._share = folder, staging, saved, share
-        self._keep, self._keep_every_steps = keep, keep_every_steps
+        self,
+        folder: Path,
+        staging: Path,
+        saved: Callable[[Path, int], None],
+        keep: int,
+        keep_every_steps: int = 0,
+        share: Share = ALONE,
+    ) -> None:
+        self._folder = folder
+        self._staging = staging
+        self._saved = saved
+        self._share = share
+        self._keep = keep
+        self._keep_every_steps = keep_every_steps
         self._copy, self._pool = HostCopy(), ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # raises its error at `check`
 
     def save(self, content: Mapping[str, Any], best: bool = False, checkpoint_id: str = "") -> None:
-        """Waits for the previous write, copies ``content`` and starts to write the copy. best: point ``best`` to this checkpoint.
+        """Waits for the previous write, copies ``content`` and starts to write the copy. best:
+        point ``best`` to this checkpoint.
 
-        checkpoint_id: the same on all ranks that write a file of this checkpoint, and different for each checkpoint.
+        checkpoint_id: the same on all ranks that write a file of this checkpoint, and different for
+        each checkpoint.
 
         Raises MachineError (one line) if there is not enough space or the previous write failed.
         """
@@ -190,17 +243,22 @@ class Saver:
             kept = {**whole, **kept}
         with files.writing_to(self._folder.parent, "run_dir"):
             files.check_free(self._folder, size_of(kept))
-        self._writing = self._pool.submit(self._write, self._copy.take(kept), int(content["meta"]["step"]), best)
+        self._writing = self._pool.submit(
+            self._write, self._copy.take(kept), int(content["meta"]["step"]), best
+        )
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the current write is on disk, at most ``timeout_s``. Raises MachineError (one line) if it failed."""
+        """Waits until the current write is on disk, at most ``timeout_s``. Raises MachineError (one
+        line) if it failed.
+        """
         futures.wait([self._writing] if self._writing else [], timeout_s)
         self.check()
 
     def check(self) -> None:
         """Raises the error of the last write if it has failed. Does not wait."""
         if self._writing and self._writing.done():
-            done, self._writing = self._writing, None
+            done = self._writing
+            self._writing = None
             done.result()
 
     def _write(self, content: dict[str, Any], step: int, best: bool) -> None:
@@ -220,11 +278,15 @@ class Saver:
             prune(self._folder, self._keep, self._keep_every_steps)
 
 
-def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None, *, best: bool = False) -> Path:
-    """Writes ``step-XXXXXXXX.pt`` into ``folder``, then points ``best`` to it (if ``best`` is set), and finally ``latest``.
+def write(
+    folder: Path, content: Mapping[str, Any], staging: Path | None = None, *, best: bool = False
+) -> Path:
+    """Writes ``step-XXXXXXXX.pt`` into ``folder``, then points ``best`` to it (if ``best`` is set),
+    and finally ``latest``.
 
-    The file gets its name only when it is completely on disk. staging: where it is written before; default: ``folder``. Raises OSError if
-    it cannot be written, and MachineError if a later attempt has removed ``staging``.
+    The file gets its name only when it is completely on disk. staging: where it is written before;
+    default: ``folder``. Raises OSError if it cannot be written, and MachineError if a later attempt
+    has removed ``staging``.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
     _write_file(path, content, staging)
@@ -239,32 +301,43 @@ def _write_file(path: Path, content: Mapping[str, Any], staging: Path | None) ->
 
 
 def _remove_replaced_rows(folder: Path, step: int, names: Sequence[str]) -> None:
-    """Removes the rows that earlier attempts wrote at this step. names: the files that its checkpoint now needs."""
+    """Removes the rows that earlier attempts wrote at this step. names: the files that its
+    checkpoint now needs.
+    """
     for path in folder.glob(f"step-{step:08d}.*.rows"):
         if ROWS.fullmatch(path.name) and path.name not in names:
             path.unlink(missing_ok=True)
 
 
 def point(path: Path, pointer: str, staging: Path | None = None) -> None:
-    """Points ``latest`` or ``best`` in the folder of the checkpoint ``path`` to it. staging: as for `write`. Raises OSError."""
+    """Points ``latest`` or ``best`` in the folder of the checkpoint ``path`` to it. staging: as for
+    `write`. Raises OSError.
+    """
     if named(path.parent, pointer) != path.name:
-        files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), staging)
+        files.write_whole(
+            path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), staging
+        )
 
 
 def prune(folder: Path, keep: int, keep_every_steps: int) -> None:
-    """Removes checkpoints up to the step of ``latest``, except the ``keep`` newest, multiples of ``keep_every_steps``, and ``best``.
+    """Removes checkpoints up to the step of ``latest``, except the ``keep`` newest, multiples of
+    ``keep_every_steps``, and ``best``.
 
-    Checkpoints of later steps are not touched. They exist after a run was resumed from an earlier step.
+    Checkpoints of later steps are not touched. They exist after a run was resumed from an earlier
+    step.
     """
     there = candidates(folder)
     stay = {named(folder, "latest"), named(folder, "best")}
     newest = next((step_of(path) for path in there), 0)
     for path in [path for path in there if step_of(path) <= newest][keep:] if keep else []:
-        if path.name not in stay and not (keep_every_steps and step_of(path) % keep_every_steps == 0):
+        if path.name not in stay and not (
+            keep_every_steps and step_of(path) % keep_every_steps == 0
+        ):
             with contextlib.suppress(OSError):
                 path.unlink()
     steps = {step_of(path) for path in candidates(folder)}
-    for path in folder.glob("step-*.rows"):  # rows of checkpoints that were removed, or not completed
+    # rows of checkpoints that were removed, or not completed
+    for path in folder.glob("step-*.rows"):
         found = ROWS.fullmatch(path.name)
         if found and int(found[1]) < newest and int(found[1]) not in steps:
             path.unlink(missing_ok=True)
@@ -285,7 +358,9 @@ def named(folder: Path, pointer: str) -> str:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints, newest first: the one that ``latest`` names, earlier steps, then later steps, which an earlier resume left."""
+    """The checkpoints, newest first: the one that ``latest`` names, earlier steps, then later
+    steps, which an earlier resume left.
+    """
     steps = {step_of(path): path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)}
     latest = named(folder, "latest")
     newest = step_of(Path(latest)) if latest else max(steps, default=0)
@@ -293,24 +368,33 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read(path: Path | str) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU. Raises InputError (one line) if a file is damaged or not a checkpoint.
+    """The content of a checkpoint, on the CPU. Raises InputError (one line) if a file is damaged or
+    not a checkpoint.
 
-    The files of several ranks are mapped into memory, and each divided tensor is a `sharding.Divided`.
+    The files of several ranks are mapped into memory, and each divided tensor is a
+    `sharding.Divided`.
     """
     path = Path(path)
     content = _read_file(path)
     keys = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
     meta = content["meta"] if isinstance(content, dict) and keys <= content.keys() else None
-    if not (isinstance(meta, dict) and isinstance(meta.get("config"), dict) and isinstance(meta.get("step"), int)):
+    if not (
+        isinstance(meta, dict)
+        and isinstance(meta.get("config"), dict)
+        and isinstance(meta.get("step"), int)
+    ):
         raise InputError(f"checkpoint {path}: was not written by these recipes")
     if "parts" not in content:
         return content
     parts = content.pop("parts")
-    if not isinstance(parts, list) or not all(isinstance(name, str) and ROWS.fullmatch(name) for name in parts):
+    if not isinstance(parts, list) or not all(
+        isinstance(name, str) and ROWS.fullmatch(name) for name in parts
+    ):
         raise InputError(f"checkpoint {path}: lists files that are not parts of a checkpoint")
     of_ranks = [content, *(_read_file(path.with_name(name)) for name in parts)]
     try:
-        if len({part.get("id") for part in of_ranks}) > 1:  # earlier versions wrote no ID into any file
+        # earlier versions wrote no ID into any file
+        if len({part.get("id") for part in of_ranks}) > 1:
             raise KeyError("id")
         joined: dict[str, Any] = sharding.put_together(content, [part["rows"] for part in of_ranks])
     except (AttributeError, KeyError, IndexError, TypeError):
@@ -322,30 +406,45 @@ def read(path: Path | str) -> dict[str, Any]:
 def _read_file(path: Path) -> Any:
     """The content of a file. Raises InputError.
 
-    With ``weights_only`` no code in the file is executed; this is safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch
-    does not verify the archive's CRC-32s when it loads, so it would not detect a flipped bit in a weight; zipfile does.
+    With ``weights_only`` no code in the file is executed; this is safe from torch 2.10 on
+    (CVE-2025-32434, CVE-2026-24747). torch does not verify the archive's CRC-32s when it loads, so
+    it would not detect a flipped bit in a weight; zipfile does.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
-            # torch.save does not compress: it never writes an archive that unpacks to more than its own size.
+            # torch.save does not compress: it never writes an archive that unpacks to more than its
+            # own size.
             unpacked = sum(part.file_size for part in parts)
-            # torch.load would take a part with attributes for a folder and leave its tensor uninitialised.
-            if unpacked > path.stat().st_size or any(part.external_attr for part in parts) or archive.testzip():
+            # torch.load would take a part with attributes for a folder and leave its tensor
+            # uninitialised.
+            if (
+                unpacked > path.stat().st_size
+                or any(part.external_attr for part in parts)
+                or archive.testzip()
+            ):
                 raise zipfile.BadZipFile
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=ROWS.fullmatch(path.name) is not None)
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=ROWS.fullmatch(path.name) is not None
+        )
     except OSError as error:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged archive can make torch.load raise any exception
-        raise InputError(f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})") from None
+        raise InputError(
+            f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})"
+        ) from None
 
 
 def restore(path: Path, state: State, content: Mapping[str, Any], to_train: bool) -> None:
-    """Loads a checkpoint into ``state``; optimiser and scheduler only if ``to_train``. Raises InputError if it is of another model."""
+    """Loads a checkpoint into ``state``; optimiser and scheduler only if ``to_train``. Raises
+    InputError if it is of another model.
+    """
     try:
         state.model.load_state_dict(sharding.weights_of(state.model, content["model"]))
         if to_train:
-            state.optimizer.load_state_dict(sharding.state_of(state.optimizer, content["optimizer"]))
+            state.optimizer.load_state_dict(
+                sharding.state_of(state.optimizer, content["optimizer"])
+            )
             state.scheduler.load_state_dict(content["scheduler"])
         if state.ema:
             state.ema.load_state_dict(content["ema"])
@@ -355,5 +454,7 @@ def restore(path: Path, state: State, content: Mapping[str, Any], to_train: bool
         ) from None
     state.step = int(content["meta"]["step"])
     if to_train and isinstance(state.scheduler, LambdaLR):
-        state.scheduler.last_epoch, state.scheduler._step_count = state.step - 1, state.step
-        state.scheduler.step()  # the learning rate of this step by the current schedule; it depends on `epochs`
+        state.scheduler.last_epoch = state.step - 1
+        state.scheduler._step_count = state.step
+        # the learning rate of this step by the current schedule; it depends on `epochs`
+        state.scheduler.step()

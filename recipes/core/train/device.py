@@ -1,4 +1,6 @@
-"""The device of this rank, and the backend of its process group. The default is NCCL on GPUs and gloo on CPUs."""
+"""The device of this rank, and the backend of its process group. The default is NCCL on GPUs and
+gloo on CPUs.
+"""
 
 import socket
 from collections.abc import Mapping
@@ -15,23 +17,33 @@ from recipes.core.place.ranks import RankInfo
 MIG_NCCL = (2, 31)  # from this version on, ranks may use several MIG slices of one GPU
 
 
-def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], seen: int) -> torch.device:
+def resolve_device(
+    device: Device, info: RankInfo, environ: Mapping[str, str], seen: int
+) -> torch.device:
     """This rank's device. seen: number of GPUs that torch sees.
 
-    There is one rank per GPU: the GPU with the local rank's number, or the only visible one if each rank sees only its own GPU.
-    Raises MachineError, with host and counts, if GPUs are missing. Inside a Slurm job ``auto`` never selects the CPU.
+    There is one rank per GPU: the GPU with the local rank's number, or the only visible one if each
+    rank sees only its own GPU. Raises MachineError, with host and counts, if GPUs are missing.
+    Inside a Slurm job ``auto`` never selects the CPU.
     """
     if device is Device.cpu:
         return torch.device("cpu")
-    host, on_node = socket.gethostname(), gpus.granted_gpus(environ)
+    host = socket.gethostname()
+    on_node = gpus.granted_gpus(environ)
     if few := gpus.shortage(environ, seen):
         fix = f"check nvidia-smi -L there, or exclude the node: sbatch --exclude={host}"
         raise MachineError(f"{host}: {few}: {fix}")
     if seen == 0:
         if info.in_slurm:
             named = gpus.named_gpus(environ)
-            fix = f"{named[0]} names none: unset it" if named and on_node else "ask for GPUs (--gpus-per-node=…)"
-            raise MachineError(f"{host}: Slurm granted {on_node} GPUs and torch sees 0: {fix}, or give device=cpu")
+            fix = (
+                f"{named[0]} names none: unset it"
+                if named and on_node
+                else "ask for GPUs (--gpus-per-node=…)"
+            )
+            raise MachineError(
+                f"{host}: Slurm granted {on_node} GPUs and torch sees 0: {fix}, or give device=cpu"
+            )
         if device is Device.cuda:
             raise MachineError(
                 f"{host}: device=cuda and torch sees 0 GPUs: give device=cpu, or install a driver and a CUDA build of torch"
@@ -54,13 +66,21 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
     if wanted is Backend.auto:
         return "nccl" if device.type == "cuda" else "gloo"
     if wanted is Backend.nccl and device.type != "cuda":
-        raise MachineError(f"{socket.gethostname()}: backend=nccl requires GPUs, and torch sees none: omit backend=")
+        raise MachineError(
+            f"{socket.gethostname()}: backend=nccl requires GPUs, and torch sees none: omit backend="
+        )
     return wanted.name
 
 
 def check_mig(info: RankInfo, environ: Mapping[str, str], nccl: tuple[int, ...]) -> None:
-    """Raises MachineError if several ranks of this node use MIG slices with an NCCL that refuses two slices of one GPU. nccl: its version."""
-    if info.local_world_size > 1 and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") and nccl < MIG_NCCL:
+    """Raises MachineError if several ranks of this node use MIG slices with an NCCL that refuses
+    two slices of one GPU. nccl: its version.
+    """
+    if (
+        info.local_world_size > 1
+        and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+        and nccl < MIG_NCCL
+    ):
         version = ".".join(map(str, nccl))
         raise MachineError(
             f"{socket.gethostname()}: NCCL {version} does not support {info.local_world_size} ranks on MIG slices: "
@@ -74,7 +94,9 @@ def device_name(device: torch.device) -> str:
 
 
 def take_gpu(device: torch.device) -> None:
-    """Selects ``device`` for this process. Raises MachineError if it is broken, or busy in exclusive mode."""
+    """Selects ``device`` for this process. Raises MachineError if it is broken, or busy in
+    exclusive mode.
+    """
     try:
         torch.cuda.set_device(device)
         torch.cuda.get_device_properties(device)

@@ -1,6 +1,8 @@
-"""How a rank ends after a failure: it records the error, prints one line and exits. It never reads the records of other ranks.
+"""How a rank ends after a failure: it records the error, prints one line and exits. It never reads
+the records of other ranks.
 
-Two threads also end a rank: one if it waits too long for the others, one if a later attempt owns the run directory.
+Two threads also end a rank: one if it waits too long for the others, one if a later attempt owns
+the run directory.
 """
 
 import contextlib
@@ -28,8 +30,10 @@ from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
 
 FENCE_S = in_use.HEARTBEAT_S  # between two checks of the run directory's owner
-LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
-# A rank that only lost its peers waits this long before it ends. Otherwise srun -K would kill the cause before its record is written.
+# a rank that has failed waits this long for the checkpoint that is being written
+LAST_SAVE_S = 20.0
+# A rank that only lost its peers waits this long before it ends. Otherwise srun -K would kill the
+# cause before its record is written.
 LINGER_S = 2.0
 
 
@@ -47,14 +51,20 @@ def leave(code: int) -> NoReturn:
 
 
 def _keep_flight_record(run: Run) -> None:
-    """Writes NCCL's last collectives to ``logs/flight-RANK``, for `torchfrtrace`. torch itself would write them only after its own timeout."""
+    """Writes NCCL's last collectives to ``logs/flight-RANK``, for `torchfrtrace`. torch itself
+    would write them only after its own timeout.
+    """
     if run.world.backend == "nccl":
         record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
-        files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
+        files.write_whole(
+            run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record)
+        )
 
 
 def watch_owner(run: Run, over: threading.Event) -> None:
-    """Run in a thread: writes heartbeats, and ends this process if a later attempt has taken over the run directory."""
+    """Run in a thread: writes heartbeats, and ends this process if a later attempt has taken over
+    the run directory.
+    """
     while not over.wait(FENCE_S):
         try:
             attempts.check_owner(run.attempt)
@@ -66,16 +76,24 @@ def watch_owner(run: Run, over: threading.Event) -> None:
 
 
 def watch_peers(run: Run, over: threading.Event) -> None:
-    """Run in a thread: ends this process if it waits ``timeout_s`` for other ranks. torch's timeouts also count time in suspension."""
-    world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
-    last, since = world.pulse.read(), clock.now()
+    """Run in a thread: ends this process if it waits ``timeout_s`` for other ranks. torch's
+    timeouts also count time in suspension.
+    """
+    world = run.world
+    clock = run.world.clock
+    timeout_s = run.keys.timeout_s
+    last = world.pulse.read()
+    since = clock.now()
     while not over.wait(POLL_S):
-        now, moment = world.pulse.read(), clock.now()
+        now = world.pulse.read()
+        moment = clock.now()
         if now != last or now[2] in (watchdog.OUTSIDE, watchdog.START):
-            last, since = now, moment
+            last = now
+            since = moment
         elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
             behind = world.behind()
-            waits = behind or now[2] == watchdog.WAITING  # if no rank is behind, the network is the cause
+            # if no rank is behind, the network is the cause
+            waits = behind or now[2] == watchdog.WAITING
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
                 words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = errors.EXIT_CRASH
@@ -86,7 +104,9 @@ def watch_peers(run: Run, over: threading.Event) -> None:
 
 
 def _stopped_early(run: Run, reason: str) -> int:
-    """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
+    """For a stop before the first step: there is no progress to save. Sets the status and returns
+    the exit status.
+    """
     if run.world.rank == 0:
         with contextlib.suppress(MachineError):  # a later attempt has taken over the run directory
             step = (directory.read_status(run.dir) or {}).get("step", 0)
@@ -96,7 +116,9 @@ def _stopped_early(run: Run, reason: str) -> int:
 
 
 class Cause(NamedTuple):
-    """What ended a rank. line: one line for the record and the log. traceback: whether the log also needs the traceback."""
+    """What ended a rank. line: one line for the record and the log. traceback: whether the log also
+    needs the traceback.
+    """
 
     kind: Kind
     line: str
@@ -105,16 +127,23 @@ class Cause(NamedTuple):
 
 
 def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
-    """Records and prints what ended this rank, and returns the exit status. behind: the rank for which it waited, if that is known."""
+    """Records and prints what ended this rank, and returns the exit status. behind: the rank for
+    which it waited, if that is known.
+    """
     moment = time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
     cause = cause_of(error, run.stop.reason)
     # Write the record at once: the other ranks lose their connections to this rank now.
     record: dict[str, Any] = {
-        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
-        "behind": behind, "moment": moment,
-    }  # fmt: skip
+        "rank": run.world.rank,
+        "host": run.world.host,
+        "kind": cause.kind,
+        "error": cause.line,
+        "exit_status": cause.exit_status,
+        "behind": behind,
+        "moment": moment,
+    }
     with contextlib.suppress(OSError):
         attempts.record(run.attempt, **record)
     if cause.kind.is_consequence:
@@ -123,7 +152,8 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
     elif cause.kind is Kind.peer_lost:
-        run.world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
+        # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
+        run.world.silent.set()
     if run.saver:
         with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
@@ -138,7 +168,8 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         why = {"reason": judge.describe(record), "kind": cause.kind, "first": record}
         with contextlib.suppress(OSError, MachineError):
             if run.begun or not (run.dir / "status.json").exists():
-                attempts.write_status(run.attempt, "failed", run.step, **why)  # the judgement of the parent replaces it
+                # the judgement of the parent replaces it
+                attempts.write_status(run.attempt, "failed", run.step, **why)
     return cause.exit_status
 
 
@@ -152,12 +183,18 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
             line = f"a worker of a DataLoader {task_memory().describe()}: request more (--mem), or lower num_workers="
             return Cause(Kind.out_of_memory, line)
         fix = "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; if it crashed, the rank's log says where"
-        return Cause(Kind.machine, f"{errors.one_line(error).rstrip('.')}: {fix}", errors.EXIT_MACHINE)
+        return Cause(
+            Kind.machine, f"{errors.one_line(error).rstrip('.')}: {fix}", errors.EXIT_MACHINE
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
     if isinstance(error, MachineError):
-        return Cause(Kind.disk_full if isinstance(error, DiskFull) else Kind.machine, str(error), errors.EXIT_MACHINE)
+        return Cause(
+            Kind.disk_full if isinstance(error, DiskFull) else Kind.machine,
+            str(error),
+            errors.EXIT_MACHINE,
+        )
     if isinstance(error, InputError):
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
@@ -173,22 +210,34 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
     if kind := torch_errors.peer_kind(error):
         return Cause(kind, torch_errors.peer_text(error))
     return Cause(
-        Kind.error, torch_errors.text_of(error) + _where(error), traceback=not isinstance(error, KeyboardInterrupt)
+        Kind.error,
+        torch_errors.text_of(error) + _where(error),
+        traceback=not isinstance(error, KeyboardInterrupt),
     )
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of this repository's code in the traceback of ``error``, in brackets; "" if there is none."""
+    """The innermost line of this repository's code in the traceback of ``error``, in brackets; ""
+    if there is none.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f"{name}, line {frame.lineno}" for frame in frames if (name := source.name_in(ROOT, frame.filename))]
+    own = [
+        f"{name}, line {frame.lineno}"
+        for frame in frames
+        if (name := source.name_in(ROOT, frame.filename))
+    ]
     return f" ({own[-1]})" if own else ""
 
 
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
-    """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent, this rank prints it, as far as it knows."""
+    """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent,
+    this rank prints it, as far as it knows.
+    """
     say = functools.partial(print, file=sys.stderr, flush=True)
-    recipe, has_parent = run.settings.recipe, attempts.given(os.environ) is not None
-    me, crashed = f"rank {run.world.rank} on {run.world.host}", cause.exit_status == errors.EXIT_CRASH
+    recipe = run.settings.recipe
+    has_parent = attempts.given(os.environ) is not None
+    me = f"rank {run.world.rank} on {run.world.host}"
+    crashed = cause.exit_status == errors.EXIT_CRASH
     if cause.kind.is_consequence:
         say(f"{me} lost its peers after step {run.step}: {cause.line}")
     elif crashed:

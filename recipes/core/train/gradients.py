@@ -10,15 +10,19 @@ from recipes.core.errors import RunError
 from recipes.core.train.checkpoint import State
 from recipes.core.train.run import Run
 
-# The loss scale with dtype=float16, as in torch.amp.GradScaler: its start, and the steps without overflow after which it doubles.
-FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
+# The loss scale with dtype=float16, as in torch.amp.GradScaler: its start, and the steps without
+# overflow after which it doubles.
+FIRST_SCALE = 2.0**16
+GROWTH_STEPS = 2000
 # GradScaler itself is not used: it has to call optimizer.step(), which a recipe does.
 
 
 def check_first_step(run: Run, model: nn.Module) -> None:
-    """Before the first ``optimizer.step()``, looks for trained parameters without a gradient. Call it before `Gradients`.
+    """Before the first ``optimizer.step()``, looks for trained parameters without a gradient. Call
+    it before `Gradients`.
 
-    Raises RunError if there is one and DDP, which requires all gradients, runs on several ranks. On one rank, warns.
+    Raises RunError if there is one and DDP, which requires all gradients, runs on several ranks. On
+    one rank, warns.
     """
     first = run.step
 
@@ -39,14 +43,17 @@ def check_first_step(run: Run, model: nn.Module) -> None:
 
 
 class Gradients:
-    """From now on, each ``optimizer.step()`` of ``state`` removes the loss scale from the gradients and clips their norm.
+    """From now on, each ``optimizer.step()`` of ``state`` removes the loss scale from the gradients
+    and clips their norm.
 
-    With dtype=float16, a step whose gradients are not finite changes no weight: the gradients are removed, and the scale is halved. The
-    host waits for the GPU then, as with torch's scaler. After DDP, every rank has the same gradients, so all decide the same.
+    With dtype=float16, a step whose gradients are not finite changes no weight: the gradients are
+    removed, and the scale is halved. The host waits for the GPU then, as with torch's scaler. After
+    DDP, every rank has the same gradients, so all decide the same.
     """
 
     def __init__(self, state: State, cfg: TrainKeys) -> None:
-        self._most, self._meta = cfg.clip_grad_norm, state.meta
+        self._most = cfg.clip_grad_norm
+        self._meta = state.meta
         if cfg.dtype is Dtype.float16:
             self._meta.setdefault("loss_scale", [FIRST_SCALE, 0])
         else:
@@ -61,7 +68,9 @@ class Gradients:
 
     @torch.no_grad()
     def _prepare(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        trained = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         gradients = [p.grad for p in trained if p.grad is not None]
         if not gradients:
             return
@@ -73,6 +82,10 @@ class Gradients:
             if not norm.isfinite():
                 optimizer.zero_grad(set_to_none=True)
                 factor = 0.5
-            self._meta["loss_scale"] = [scale * factor, steps + 1 if factor == 1 else 0]  # of the next step
+            # of the next step
+            self._meta["loss_scale"] = [
+                scale * factor,
+                steps + 1 if factor == 1 else 0,
+            ]
         if self._most:
             torch.nn.utils.clip_grads_with_norm_(trained, self._most, norm)

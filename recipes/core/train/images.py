@@ -14,16 +14,21 @@ MOST_WORKERS = 16
 
 
 def workers(run: Run, num_workers: int) -> int:
-    """The number of processes that decode a rank's images. -1: one fewer than the CPUs of the rank, from 1 to `MOST_WORKERS`."""
+    """The number of processes that decode a rank's images. -1: one fewer than the CPUs of the rank,
+    from 1 to `MOST_WORKERS`.
+    """
     if num_workers >= 0:
         return num_workers
-    allowed, of_task = len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    allowed = len(os.sched_getaffinity(0))
+    of_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
     share = int(of_task) if of_task.isdecimal() else allowed // run.world.ranks.local_world_size
     return max(1, min(allowed, share, MOST_WORKERS + 1) - 1)
 
 
 def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Images, Images]:
-    """The training and the validation set. Called by all ranks: if one raises InputError or MachineError, all do."""
+    """The training and the validation set. Called by all ranks: if one raises InputError or
+    MachineError, all do.
+    """
     if dataset == "fake":
         return image_sets.Fake(1_281_167), image_sets.Fake(2000)
 

@@ -9,24 +9,41 @@ LONGEST_BAR = 24  # characters
 
 
 def of_row(row: Mapping[str, Any], epochs: int, left_s: float | None) -> str:
-    """The log line of a row of metrics.jsonl, at most 100 columns. left_s: of the training; None if unknown."""
+    """The log line of a row of metrics.jsonl, at most 100 columns. left_s: of the training; None if
+    unknown.
+    """
     total = f"/{row['total_steps']}" if row["total_steps"] else ""
     parts = [
-        time.strftime("%H:%M:%S"), f"epoch {row['epoch'] + 1}/{epochs}", f"step {row['step']}{total}", f"loss {row['loss']:.4f}",
-        f"lr {row['lr']:.2g}", f"{row['samples_per_second']:,.0f} samples/s", *([f"{_time(left_s)} left"] if left_s else []),
-    ]  # fmt: skip
+        time.strftime("%H:%M:%S"),
+        f"epoch {row['epoch'] + 1}/{epochs}",
+        f"step {row['step']}{total}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['lr']:.2g}",
+        f"{row['samples_per_second']:,.0f} samples/s",
+        *([f"{_time(left_s)} left"] if left_s else []),
+    ]
     return "  ".join(parts)
 
 
 def of_results(results: Mapping[str, Any]) -> str:
     """The numbers of an evaluation."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float))
+    return "  ".join(
+        f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)
+    )
 
 
 def progress(
-    epoch: int, epochs: int, step: int, total: int, loss: float | None, speed: float, per_step: int, columns: int
+    epoch: int,
+    epochs: int,
+    step: int,
+    total: int,
+    loss: float | None,
+    speed: float,
+    per_step: int,
+    columns: int,
 ) -> str:
-    """A progress bar and text, shorter than a terminal of ``columns``; without the bar if it does not fit.
+    """A progress bar and text, shorter than a terminal of ``columns``; without the bar if it does
+    not fit.
 
     loss: the last known one. speed: samples per second. per_step: samples of a step.
     """

@@ -1,4 +1,6 @@
-"""The step loop as an iterator: recipes write their own step; what can deadlock or lose data exists only here."""
+"""The step loop as an iterator: recipes write their own step; what can deadlock or lose data exists
+only here.
+"""
 
 import contextlib
 import math
@@ -26,8 +28,10 @@ from recipes.core.train.meter import Flops, Meter, achieved
 from recipes.core.train.profiling import profiling
 from recipes.core.train.run import Run
 
-# Maximum distance of two sums over the ranks (the shorter one counts; at least one step). A sum costs up to a millisecond.
-AGREE_EVERY_S, AGREE_EVERY_STEPS = 0.25, 8
+# Maximum distance of two sums over the ranks (the shorter one counts; at least one step). A sum
+# costs up to a millisecond.
+AGREE_EVERY_S = 0.25
+AGREE_EVERY_STEPS = 8
 EARLIER_ROW = {"total_steps": 0, "samples_per_second": 0.0}  # of a checkpoint of an earlier version
 Evaluate = Callable[[], Mapping[str, Any]]
 
@@ -39,17 +43,27 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
 
 
 class Step(Generic[S]):
-    """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's learning rate.
+    """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's
+    learning rate.
 
-    ends_epoch: whether the shard is of the last batch of its epoch. save: set it to True, on all ranks, to save after
-    this step.
+    ends_epoch: whether the shard is of the last batch of its epoch. save: set it to True, on all
+    ranks, to save after this step.
     """
 
     def __init__(self, ends: "_StepEnds", shard: S, ends_epoch: bool, scale: float) -> None:
-        self._run, self._model, self._meter, self._calls = ends.run, ends.model, ends.meter, ends.calls
-        self._scale, scheduler = scale, ends.run.state.scheduler
-        self.shard, self.lr, self._scheduled = shard, float(scheduler.get_last_lr()[0]), scheduler.last_epoch
-        self.ends_epoch, self.save = ends_epoch, False
+        self._run = ends.run
+        self._model = ends.model
+        self._meter = ends.meter
+        self._calls = ends.calls
+        self._scale = scale
+        scheduler = ends.run.state.scheduler
+        self.shard, self.lr, self._scheduled = (
+            shard,
+            float(scheduler.get_last_lr()[0]),
+            scheduler.last_epoch,
+        )
+        self.ends_epoch = ends_epoch
+        self.save = False
         # Under FSDP each part is a collective, so all ranks have the same number of them.
         self._pieces = shard.pieces(ends.cfg.accumulate, empty=isinstance(ends.model, FSDPModule))
         self._begun, self._losses = 0, list[Tensor]()
@@ -57,30 +71,37 @@ class Step(Generic[S]):
 
     @property
     def shards(self) -> Iterator[S]:
-        """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients over the ranks."""
-        pulse, model = self._run.world.pulse, self._model
+        """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients
+        over the ranks.
+        """
+        pulse = self._run.world.pulse
+        model = self._model
         parallel = isinstance(model, DistributedDataParallel | FSDPModule)
         for piece in self._pieces:
             waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
-                self._begun, self._calls["forward"] = self._begun + 1, 0
+                self._begun = self._begun + 1
+                self._calls["forward"] = 0
                 yield piece
 
     def backward(self, losses: Tensor) -> None:
         """Computes the gradients of a shard. Call it once for each shard of `shards`.
 
-        losses: the loss of each sample, (B,), also for B = 0. DDP averages gradients over the ranks, so the sum is
-        multiplied by ``world_size / global_size``: the gradient is that of the mean over the global batch, whatever the
-        sizes of the ranks' shards. Raises RunError if the shape is another one, if it is called twice for a shard, or
-        if the forward pass has bypassed DDP.
+        losses: the loss of each sample, (B,), also for B = 0. DDP averages gradients over the
+        ranks, so the sum is multiplied by ``world_size / global_size``: the gradient is that of the
+        mean over the global batch, whatever the sizes of the ranks' shards. Raises RunError if the
+        shape is another one, if it is called twice for a shard, or if the forward pass has bypassed
+        DDP.
         """
-        world, done = self._run.world, len(self._losses)
+        world = self._run.world
+        done = len(self._losses)
         if done != self._begun - 1:
             raise RunError(
                 "step.backward(): called again for the same shard: call it once in the loop over step.shards"
             )
-        expected, found = (len(self._pieces[done].indices),), tuple(losses.shape)
+        expected = (len(self._pieces[done].indices),)
+        found = tuple(losses.shape)
         if found != expected:
             raise RunError(
                 f'step.backward(): losses of shape {found}, not {expected}: give one loss per sample, reduction="none"'
@@ -100,12 +121,24 @@ class Step(Generic[S]):
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
         moved = self._run.state.scheduler.last_epoch - self._scheduled
         for call, made, due, place in (
-            ("step.backward()", len(self._losses), len(self._pieces), "for each shard of step.shards"),
-            ("optimizer.step()", self._calls["step"], 1, "in each step, after the loop over step.shards"),
+            (
+                "step.backward()",
+                len(self._losses),
+                len(self._pieces),
+                "for each shard of step.shards",
+            ),
+            (
+                "optimizer.step()",
+                self._calls["step"],
+                1,
+                "in each step, after the loop over step.shards",
+            ),
             ("scheduler.step()", moved, 1, "in each step, after optimizer.step()"),
         ):
             if made != due:
-                raise RunError(f"{call}: called {made} times in step {self._run.step + 1}: call it once {place}")
+                raise RunError(
+                    f"{call}: called {made} times in step {self._run.step + 1}: call it once {place}"
+                )
 
     @property
     def loss(self) -> Tensor:
@@ -114,27 +147,38 @@ class Step(Generic[S]):
 
 
 def steps(
-    run: Run, cfg: TrainKeys, model: nn.Module, batches: Source[S], evaluate: Evaluate, pretrained: bool = False
+    run: Run,
+    cfg: TrainKeys,
+    model: nn.Module,
+    batches: Source[S],
+    evaluate: Evaluate,
+    pretrained: bool = False,
 ) -> Iterator[Step[S]]:
-    """Yields the steps from ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop.
+    """Yields the steps from ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks
+    agree to stop.
 
-    model: the result of `World.parallel`. evaluate: called by all ranks at the end of each epoch and of the run; it may end
-    early if `Run.stop_is_near`. The last evaluation is ``run.results``. With evaluate=true there are no steps: it evaluates
-    the loaded checkpoint, or with ``pretrained`` the weights without one.
+    model: the result of `World.parallel`. evaluate: called by all ranks at the end of each epoch
+    and of the run; it may end early if `Run.stop_is_near`. The last evaluation is ``run.results``.
+    With evaluate=true there are no steps: it evaluates the loaded checkpoint, or with
+    ``pretrained`` the weights without one.
 
-    The body of the loop calls ``step.backward`` for each shard, then ``optimizer.step()`` and ``scheduler.step()``
-    once, which first clips the gradients (clip_grad_norm=) and removes float16's loss scale. What follows a step happens here:
-    averaged weights, the sum over ranks, the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss
-    is not finite or the body leaves out a call.
+    The body of the loop calls ``step.backward`` for each shard, then ``optimizer.step()`` and
+    ``scheduler.step()`` once, which first clips the gradients (clip_grad_norm=) and removes
+    float16's loss scale. What follows a step happens here: averaged weights, the sum over ranks,
+    the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss is
+    not finite or the body leaves out a call.
     """
     if not run.begun:
         raise RunError("loop.steps(): call run.resume() before it")
-    state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, model, batches, evaluate)
+    state = run.state
+    pulse = run.world.pulse
+    ends = _StepEnds(run, cfg, model, batches, evaluate)
     if not ends.begin(pretrained):
         run.complete = True
         return
     gradients.check_first_step(run, model)
-    scaled, meter = Gradients(state, cfg), ends.meter
+    scaled = Gradients(state, cfg)
+    meter = ends.meter
     flops: Flops | None = None if cfg.compile else Flops(model)
     with profiling(run, cfg.profile) as profile_step:
         while state.step < ends.total and not run.stopping:
@@ -159,7 +203,8 @@ def steps(
                 profile_step()
                 pulse.beat(watchdog.DATA)
                 meter.mark("loop")
-    run.samples, run.train_s = meter.samples, meter.train_s
+    run.samples = meter.samples
+    run.train_s = meter.train_s
     if state.meta.get("unevaluated") and not run.stopping:
         ends.evaluate_late()
     run.complete = True
@@ -168,24 +213,34 @@ def steps(
 class _StepEnds:
     """What happens before, between and after the steps of a run. All ranks call every method."""
 
-    def __init__(self, run: Run, cfg: TrainKeys, model: nn.Module, batches: Source[Shard], evaluate: Evaluate) -> None:
-        self.run, self.cfg, self.model, self.evaluate = run, cfg, model, evaluate
+    def __init__(
+        self, run: Run, cfg: TrainKeys, model: nn.Module, batches: Source[Shard], evaluate: Evaluate
+    ) -> None:
+        self.run = run
+        self.cfg = cfg
+        self.model = model
+        self.evaluate = evaluate
         self.meter = Meter(run.world.clock, run.world.device)
-        self.per_epoch, self.first_step = batches.per_epoch, run.step + 1
+        self.per_epoch = batches.per_epoch
+        self.first_step = run.step + 1
         self.total = run.step if run.has_stalled(self.per_epoch) else total_steps(cfg, batches)
         self.sums: Agreement | None = None  # the last sum, until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
         self.shown: float | None = None  # the loss of the last row
         self.flops = 0.0  # of a sample; 0 if unknown
         self.agreed_at, self.agreed_s, self.every = run.step, run.world.clock.now(), 1
-        calls = self.calls = Counter[str]()  # in this step: of the optimiser, and of a model that averages gradients
+        # in this step: of the optimiser, and of a model that averages gradients
+        calls = self.calls = Counter[str]()
         run.state.optimizer.register_step_post_hook(lambda *call: calls.update(step=1))
         if isinstance(model, DistributedDataParallel | FSDPModule):
             model.register_forward_pre_hook(lambda *call: calls.update(forward=1))
 
     def begin(self, pretrained: bool) -> bool:
-        """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether there are steps to do."""
-        run, state = self.run, self.run.state
+        """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether
+        there are steps to do.
+        """
+        run = self.run
+        state = self.run.state
         if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
             raise InputError(
                 f"evaluate=true: {run.checkpoints.parent} has no checkpoint: give the run_dir= of a run, or resume=PATH of a checkpoint"
@@ -196,7 +251,9 @@ class _StepEnds:
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and part < self.cfg.small_part:
             given = f"global_batch_size={self.cfg.global_batch_size} leaves {part:g} per GPU and forward pass"
-            run.say(f"warning: {given}, so the GPUs mostly wait for the CPU: use a larger batch size, or fewer GPUs")
+            run.say(
+                f"warning: {given}, so the GPUs mostly wait for the CPU: use a larger batch size, or fewer GPUs"
+            )
         if self.cfg.evaluate:
             if self._evaluate():
                 run.say(lines.of_results(run.results))
@@ -207,11 +264,16 @@ class _StepEnds:
             if run.has_stalled(self.per_epoch):
                 self.total = state.step
             if state.step < self.total:
-                run.stopping = ""  # do one step first: a job too short for an evaluation makes progress
+                # do one step first: a job too short for an evaluation makes progress
+                run.stopping = ""
         if state.step < self.total:
             return True
         longer = "max_steps" if 0 < self.cfg.max_steps == self.total else "epochs"
-        fix = "give patience=0 to continue" if run.has_stalled(self.per_epoch) else f"raise {longer}= to continue"
+        fix = (
+            "give patience=0 to continue"
+            if run.has_stalled(self.per_epoch)
+            else f"raise {longer}= to continue"
+        )
         run.say(f"already finished: step {state.step} of {self.total}; {fix}")
         if not late and not run.was_done:
             self._evaluate()
@@ -219,14 +281,16 @@ class _StepEnds:
 
     def end(self, step: Step[Any]) -> bool:
         """Ends a step. Returns whether it was the last one."""
-        run, state = self.run, self.run.state
+        run = self.run
+        state = self.run.state
         if isinstance(state.ema, swa_utils.AveragedModel):
             state.ema.update_parameters(state.model)
         state.step += 1
         self.meter.step_ends(step.shard.global_size)
         run.world.pulse.beat(watchdog.WAITING, state.step)
         self.losses.append(step.loss)
-        # The ranks decide by the sums of an earlier step, so that no step waits for them. Only a row of metrics waits.
+        # The ranks decide by the sums of an earlier step, so that no step waits for them. Only a
+        # row of metrics waits.
         _, stop, save = self._read()
         last = state.step == self.total
         ends_epoch = last or step.ends_epoch
@@ -240,28 +304,47 @@ class _StepEnds:
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
             of_step = (step.shard.epoch, self.cfg.epochs, state.step, self.total, self.shown)
-            run.progress(partial(lines.progress, *of_step, self.meter.speed(), step.shard.global_size))
+            run.progress(
+                partial(lines.progress, *of_step, self.meter.speed(), step.shard.global_size)
+            )
         if stop or last:
-            # After the last step the run is complete: only an evaluation that was cut short still counts as stopped.
+            # After the last step the run is complete: only an evaluation that was cut short still
+            # counts as stopped.
             run.stopping = run.stopping if last else stop
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
 
     def is_row(self, step: int, ends_epoch: bool) -> bool:
         """Whether metrics.jsonl has a row for the step with this number."""
-        return ends_epoch or step in (self.first_step, self.total) or step % self.cfg.log_every_steps == 0
+        return (
+            ends_epoch
+            or step in (self.first_step, self.total)
+            or step % self.cfg.log_every_steps == 0
+        )
 
     def _agree(self, must: bool) -> None:
-        """Starts a sum over the ranks: if ``must``, or `every` steps after the last one. All ranks do so at the same steps."""
+        """Starts a sum over the ranks: if ``must``, or `every` steps after the last one. All ranks
+        do so at the same steps.
+        """
         self.sums, steps, now = None, self.run.step - self.agreed_at, self.run.world.clock.now()
         if must or steps >= self.every:
-            every = AGREE_EVERY_S * steps / (now - self.agreed_s) if self.run.world.size > 1 else 1.0
-            self.sums = Agreement(self.run.world, self.run.stop, self.losses, self.run.save_is_due(), every)
-            self.losses, self.agreed_at, self.agreed_s = [], self.run.step, now
+            every = (
+                AGREE_EVERY_S * steps / (now - self.agreed_s) if self.run.world.size > 1 else 1.0
+            )
+            self.sums = Agreement(
+                self.run.world, self.run.stop, self.losses, self.run.save_is_due(), every
+            )
+            self.losses = []
+            self.agreed_at = self.run.step
+            self.agreed_s = now
 
     def _read(self) -> tuple[float, str, bool]:
-        """The last loss of `sums`, why to stop, whether to save. Raises RunError, on all ranks, if a loss is not finite."""
-        losses, stop, save, every = self.sums.read() if self.sums else ([0.0], "", False, self.every)
+        """The last loss of `sums`, why to stop, whether to save. Raises RunError, on all ranks, if
+        a loss is not finite.
+        """
+        losses, stop, save, every = (
+            self.sums.read() if self.sums else ([0.0], "", False, self.every)
+        )
         for step, loss in enumerate(losses, self.agreed_at - len(losses) + 1):
             if not math.isfinite(loss):
                 raise RunError(f"the loss at step {step} is {loss}: check lr= and the data")
@@ -269,8 +352,11 @@ class _StepEnds:
         return losses[-1], stop, save
 
     def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:
-        """Evaluates, writes a row and saves, as this step requires. Returns why the run stops, "" if it does not."""
-        run, shard = self.run, step.shard
+        """Evaluates, writes a row and saves, as this step requires. Returns why the run stops, ""
+        if it does not.
+        """
+        run = self.run
+        shard = step.shard
         measured = self.meter.lap(_unhidden_s(self.model))
         row = {
             "total_steps": self.total,
@@ -280,7 +366,9 @@ class _StepEnds:
             **measured,
         }
         if self.flops and measured["samples_per_second"]:
-            row |= achieved(self.flops * measured["samples_per_second"] / run.world.size, run.world.device)
+            row |= achieved(
+                self.flops * measured["samples_per_second"] / run.world.size, run.world.device
+            )
         self.shown = row["loss"]
         run.results = {}
         if ends_epoch and not stop:
@@ -306,9 +394,11 @@ class _StepEnds:
         return stop
 
     def _evaluate(self) -> bool:
-        """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short.
+        """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the
+        evaluation short.
 
-        It was cut short if `Run.stop_is_near` has returned True to it on any rank; its results are then ignored. A collective.
+        It was cut short if `Run.stop_is_near` has returned True to it on any rank; its results are
+        then ignored. A collective.
         """
         run = self.run
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
@@ -316,16 +406,21 @@ class _StepEnds:
         try:
             results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
         except Exception:
-            # After a stop, a metric may fail on the part that was evaluated. Its error is ignored, as the results of that part are.
+            # After a stop, a metric may fail on the part that was evaluated. Its error is ignored,
+            # as the results of that part are.
             if not run.stop_is_near(at_once=True):
                 raise
             results = {}
-        (cut_short,), reason, _, _ = Agreement(run.world, run.stop, [torch.tensor(float(run.cut_short))]).read()
+        (cut_short,), reason, _, _ = Agreement(
+            run.world, run.stop, [torch.tensor(float(run.cut_short))]
+        ).read()
         run.results, run.stopping = ({}, reason) if cut_short else (results, "")
         return not cut_short
 
     def evaluate_late(self) -> None:
-        """Runs an evaluation that a stop has postponed: writes the row of its step again; saves if it is the best."""
+        """Runs an evaluation that a stop has postponed: writes the row of its step again; saves if
+        it is the best.
+        """
         run = self.run
         if self._evaluate():
             _log_row(run, {**EARLIER_ROW, **run.state.meta["unevaluated"]})
@@ -335,25 +430,40 @@ class _StepEnds:
 
 
 def _unhidden_s(model: nn.Module) -> float:
-    """Seconds of a step in which the backward pass was over and gradients were still averaged, from DDP's own timers; 0 without DDP.
+    """Seconds of a step in which the backward pass was over and gradients were still averaged, from
+    DDP's own timers; 0 without DDP.
 
-    DDP measures each of its first ten steps, and then one of a hundred. The value is that of the last measured one.
+    DDP measures each of its first ten steps, and then one of a hundred. The value is that of the
+    last measured one.
     """
     if not isinstance(model, DistributedDataParallel):
         return 0.0
     told = model._get_ddp_logging_data()
-    return max(0.0, told.get("backward_comm_time", 0) - told.get("backward_compute_comm_overlap_time", 0)) / 1e9
+    return (
+        max(
+            0.0,
+            told.get("backward_comm_time", 0) - told.get("backward_compute_comm_overlap_time", 0),
+        )
+        / 1e9
+    )
 
 
 def _log_row(run: Run, of_step: Mapping[str, Any], per_step: int = 0) -> None:
-    """Writes a row of ``metrics.jsonl``, a log line, and one for an evaluation, on rank 0. Called by all ranks.
+    """Writes a row of ``metrics.jsonl``, a log line, and one for an evaluation, on rank 0. Called
+    by all ranks.
 
-    of_step: the row without its place, time and results. per_step: samples of a step; with it, the log line has the time left.
+    of_step: the row without its place, time and results. per_step: samples of a step; with it, the
+    log line has the time left.
     """
     run.world.pulse.beat(watchdog.SAVING, run.step)
     if not run.rows:
         return
-    row = {"attempt": run.attempt.number, "step": run.step, "time": round(time.time(), 3), **of_step}
+    row = {
+        "attempt": run.attempt.number,
+        "step": run.step,
+        "time": round(time.time(), 3),
+        **of_step,
+    }
     results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})
     speed = row["samples_per_second"]

@@ -1,4 +1,6 @@
-"""Where the time of a training goes: the speed of a run, the parts of its steps, their arithmetic, and what the ranks use."""
+"""Where the time of a training goes: the speed of a run, the parts of its steps, their arithmetic,
+and what the ranks use.
+"""
 
 import ctypes
 import functools
@@ -21,33 +23,61 @@ PROGRESS_EVERY_S = 0.5
 MEMORY_EVERY_S = 60.0  # between two measurements of memory, which are slow for large processes
 PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is the loop's own work
 ON_GPU = ("forward_backward", "optimizer")
-OF_RANK = struct.Struct("dddQQ")  # seconds per step, CPUs, joules of the GPU, bytes of memory, bytes of the GPU
-# TFLOP/s of matrix products in bfloat16 or float16 without sparsity, from the vendors' data sheets. The first that is in the GPU's name counts.
+# seconds per step, CPUs, joules of the GPU, bytes of memory, bytes of the GPU
+OF_RANK = struct.Struct("dddQQ")
+# TFLOP/s of matrix products in bfloat16 or float16 without sparsity, from the vendors' data sheets.
+# The first that is in the GPU's name counts.
 PEAKS = {
-    "B200": 2250.0, "GH200": 989.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "L40S": 362.0, "L40": 181.0,
-    "L4": 121.0, "A100": 312.0, "A40": 150.0, "A30": 165.0, "A10": 125.0, "V100": 125.0, "T4": 65.0, "MI300X": 1307.0, "MI250X": 383.0,
-}  # fmt: skip
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A100": 312.0,
+    "A40": 150.0,
+    "A30": 165.0,
+    "A10": 125.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "MI300X": 1307.0,
+    "MI250X": 383.0,
+}
 
 
 class Meter:
-    """Counts samples and seconds of training, without evaluation, saving and suspension. Also paces the progress line.
+    """Counts samples and seconds of training, without evaluation, saving and suspension. Also paces
+    the progress line.
 
-    On a GPU, which works while the host continues, CUDA events measure the parts of one step in each interval: see `sample`.
+    On a GPU, which works while the host continues, CUDA events measure the parts of one step in
+    each interval: see `sample`.
     """
 
     def __init__(self, running: RunningClock, device: torch.device) -> None:
-        self._now, self._device = running.now, device
-        self.samples, self.train_s = 0, 0.0
-        self.lap_samples, self._lap_steps = 0, 0
+        self._now = running.now
+        self._device = device
+        self.samples = 0
+        self.train_s = 0.0
+        self.lap_samples = 0
+        self._lap_steps = 0
         self._lap_start = self._at = self._progress_at = self._now()
         self._parts = defaultdict[str, float](float)  # seconds in this interval
-        self._events: list[tuple[str, torch.cuda.Event]] | None = None  # of the step that is measured
-        self._busy_s, self._busy_steps = 0.0, 0  # since the last `of_ranks`
+        # of the step that is measured
+        self._events: list[tuple[str, torch.cuda.Event]] | None = None
+        # since the last `of_ranks`
+        self._busy_s = 0.0
+        self._busy_steps = 0
         self._cpu, self._joules = processes.cpu_time(), _energy_j(device)
-        self._memory, self._memory_at = 0, -math.inf
+        self._memory = 0
+        self._memory_at = -math.inf
 
     def sample(self) -> None:
-        """Measures the next step, which ends an interval, on the GPU. No effect on a CPU, where each step is measured."""
+        """Measures the next step, which ends an interval, on the GPU. No effect on a CPU, where
+        each step is measured.
+        """
         self._events = [] if self._device.type == "cuda" else None
 
     def mark(self, part: str) -> None:
@@ -62,33 +92,53 @@ class Meter:
             self._events.append((part, event))
 
     def step_ends(self, samples: int) -> None:
-        self.lap_samples, self._lap_steps = self.lap_samples + samples, self._lap_steps + 1
+        self.lap_samples = self.lap_samples + samples
+        self._lap_steps = self._lap_steps + 1
 
     def lap(self, unhidden_s: float = 0.0) -> dict[str, float]:
-        """Ends an interval of training. Returns its ``samples_per_second`` and the share of each of PARTS.
+        """Ends an interval of training. Returns its ``samples_per_second`` and the share of each of
+        PARTS.
 
-        Called before and after work that is not training. unhidden_s: seconds of each step in which this rank has only waited for the
-        gradients of others; their share is ``communication``, a part of ``forward_backward``.
+        Called before and after work that is not training. unhidden_s: seconds of each step in which
+        this rank has only waited for the gradients of others; their share is ``communication``, a
+        part of ``forward_backward``.
         """
         now = self._now()
-        seconds, steps = now - self._lap_start, self._lap_steps
+        seconds = now - self._lap_start
+        steps = self._lap_steps
         found = {"samples_per_second": 0.0}
         if steps and seconds > 0:
-            parts = {**self._parts, **self._on_gpu(steps)} if self._device.type == "cuda" else self._parts
-            self.samples, self.train_s = self.samples + self.lap_samples, self.train_s + seconds
-            found = {name: round(min(1.0, parts[name] / seconds), 3) for name in PARTS if name in parts}
+            parts = (
+                {**self._parts, **self._on_gpu(steps)}
+                if self._device.type == "cuda"
+                else self._parts
+            )
+            self.samples = self.samples + self.lap_samples
+            self.train_s = self.train_s + seconds
+            found = {
+                name: round(min(1.0, parts[name] / seconds), 3) for name in PARTS if name in parts
+            }
             if "forward_backward" in found:
                 self._busy_s += sum(parts[name] for name in PARTS) - unhidden_s * steps
                 self._busy_steps += steps
-                found["communication"] = round(min(found["forward_backward"], unhidden_s * steps / seconds), 3)
+                found["communication"] = round(
+                    min(found["forward_backward"], unhidden_s * steps / seconds), 3
+                )
             found["samples_per_second"] = round(self.lap_samples / seconds, 1)
-        self.lap_samples, self._lap_steps, self._lap_start, self._at, self._events = 0, 0, now, now, None
+        self.lap_samples = 0
+        self._lap_steps = 0
+        self._lap_start = now
+        self._at = now
+        self._events = None
         self._parts.clear()
         return found
 
     def _on_gpu(self, steps: int) -> dict[str, float]:
-        """Seconds of the GPU's parts in ``steps`` steps, from the one that was measured; {} if none was."""
-        events, found = self._events or [], defaultdict[str, float](float)
+        """Seconds of the GPU's parts in ``steps`` steps, from the one that was measured; {} if none
+        was.
+        """
+        events = self._events or []
+        found = defaultdict[str, float](float)
         for (_, before), (part, event) in itertools.pairwise(events):
             if event.query():  # the host has waited for the step's loss
                 found[part] += steps * before.elapsed_time(event) / 1e3
@@ -107,18 +157,25 @@ class Meter:
     def of_ranks(self, world: World) -> dict[str, Any]:
         """What the ranks have used since the last call: for a row of metrics. A collective.
 
-        rank_step_s: seconds of each rank per step, without the wait for other ranks. memory_gb: of the node that uses most, with loader
-        processes. cpus_used: CPUs kept busy per node. gpu_memory_gb: highest so far of any GPU. gpu_energy_kj: of all GPUs; left out if unknown.
+        rank_step_s: seconds of each rank per step, without the wait for other ranks. memory_gb: of
+        the node that uses most, with loader processes. cpus_used: CPUs kept busy per node.
+        gpu_memory_gb: highest so far of any GPU. gpu_energy_kj: of all GPUs; left out if unknown.
         """
-        (cpu_s, now), (cpu_before_s, before) = processes.cpu_time(), self._cpu
-        used_s, gpu = max(0.0, cpu_s - cpu_before_s) / max(1e-9, now - before), self._device.type == "cuda"
+        cpu_s, now = processes.cpu_time()
+        cpu_before_s, before = self._cpu
+        used_s = max(0.0, cpu_s - cpu_before_s) / max(1e-9, now - before)
+        gpu = self._device.type == "cuda"
         if now >= self._memory_at + MEMORY_EVERY_S:
-            self._memory, self._memory_at = processes.memory(), now
+            self._memory = processes.memory()
+            self._memory_at = now
         peak = torch.cuda.max_memory_allocated(self._device) if gpu else 0
         joules = _energy_j(self._device)
         step_s = self._busy_s / max(1, self._busy_steps)
         own = OF_RANK.pack(step_s, used_s, joules - self._joules, self._memory, peak)
-        self._busy_s, self._busy_steps, self._cpu, self._joules = 0.0, 0, (cpu_s, now), joules
+        self._busy_s = 0.0
+        self._busy_steps = 0
+        self._cpu = (cpu_s, now)
+        self._joules = joules
         world.pulse.beat(watchdog.WAITING)
         found = [OF_RANK.unpack(one) for one in world.gather(own)]
         memory = Counter[str]()
@@ -134,12 +191,15 @@ class Meter:
 
 
 def _energy_j(device: torch.device) -> float:
-    """Joules since the driver was loaded; NaN if NVML does not know them: on a CPU, a slice of a GPU, or a GPU of another maker."""
+    """Joules since the driver was loaded; NaN if NVML does not know them: on a CPU, a slice of a
+    GPU, or a GPU of another maker.
+    """
     nvml = _nvml() if device.type == "cuda" else None
     if nvml is None:
         return math.nan
     uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-    handle, found = ctypes.c_void_p(), ctypes.c_ulonglong()
+    handle = ctypes.c_void_p()
+    found = ctypes.c_ulonglong()
     failed = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle))
     failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(found))
     return math.nan if failed else found.value / 1e3  # it counts millijoules
@@ -155,12 +215,19 @@ def _nvml() -> ctypes.CDLL | None:
 
 
 class Flops:
-    """Counts floating-point operations of convolutions and linear layers until `stop`. The backward pass has as many as the forward pass
-    for each weight that is trained, and as many again for each input that has a gradient."""
+    """Counts floating-point operations of convolutions and linear layers until `stop`. The backward
+    pass has as many as the forward pass for each weight that is trained, and as many again for each
+    input that has a gradient.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._found, kinds = 0, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        self._hooks = [part.register_forward_hook(self._add) for part in model.modules() if isinstance(part, kinds)]
+        self._found = 0
+        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        self._hooks = [
+            part.register_forward_hook(self._add)
+            for part in model.modules()
+            if isinstance(part, kinds)
+        ]
 
     def _add(self, part: nn.Module, inputs: Any, output: Any) -> None:
         weight = part.weight
@@ -177,7 +244,9 @@ class Flops:
 
 
 def achieved(flops_per_s: float, device: torch.device) -> dict[str, float]:
-    """``tflops`` of a rank; on a GPU whose peak is known, also ``mfu``, their share of its peak in bfloat16 or float16."""
+    """``tflops`` of a rank; on a GPU whose peak is known, also ``mfu``, their share of its peak in
+    bfloat16 or float16.
+    """
     peak = next((value for known, value in PEAKS.items() if known in device_name(device)), 0.0)
     found = {"tflops": float(f"{flops_per_s / 1e12:.4g}")}
     return found | ({"mfu": round(flops_per_s / 1e12 / peak, 3)} if peak else {})

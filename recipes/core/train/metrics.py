@@ -13,7 +13,17 @@ from recipes.core.run import table
 
 # Names of a row of metrics.jsonl that are not results of an evaluation.
 RESERVED = table.NO_RESULTS.union(
-    ("attempt", "step", "total_steps", "loss", "samples_per_second", "best", "steps", "rank_step_s", "efficiency")
+    (
+        "attempt",
+        "step",
+        "total_steps",
+        "loss",
+        "samples_per_second",
+        "best",
+        "steps",
+        "rank_step_s",
+        "efficiency",
+    )
 )
 
 
@@ -21,7 +31,8 @@ class Rows:
     """``metrics.jsonl``: one JSON object per line, append only. Only rank 0 has a Rows."""
 
     def __init__(self, path: Path) -> None:
-        # A killed attempt may have left an incomplete last line. A line end is added, so that the next row is valid.
+        # A killed attempt may have left an incomplete last line. A line end is added, so that the
+        # next row is valid.
         self._path = path
         torn = False
         with files.writing_to(path.parent, "run_dir"):
@@ -39,13 +50,20 @@ class Rows:
             self._file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError), self._file:  # `add` has already raised the error that ends the run
+        # `add` has already raised the error that ends the run
+        with (
+            contextlib.suppress(OSError),
+            self._file,
+        ):
             self._file.flush()
             os.fsync(self._file.fileno())
 
 
-def require_results(call: str, results: object, reserved: Collection[str] = ()) -> Mapping[str, Any]:
-    """``results``, if they can be written as JSON. Raises RunError, which names ``call``, the function that returned them.
+def require_results(
+    call: str, results: object, reserved: Collection[str] = ()
+) -> Mapping[str, Any]:
+    """``results``, if they can be written as JSON. Raises RunError, which names ``call``, the
+    function that returned them.
 
     reserved: names that they must not have.
     """

@@ -1,4 +1,6 @@
-"""Classifiers of torchvision and timm by name, with weights that are already on this machine, and what of them is trained."""
+"""Classifiers of torchvision and timm by name, with weights that are already on this machine, and
+what of them is trained.
+"""
 
 import os
 from pathlib import Path
@@ -22,12 +24,15 @@ TIMM = "timm/"
 def classifier(
     arch: str, weights: str, classes: int, zero_init_residual: bool = False, new_head: bool = False
 ) -> nn.Module:
-    """A classifier for ``classes`` classes. It returns only logits: auxiliary heads for training are removed.
+    """A classifier for ``classes`` classes. It returns only logits: auxiliary heads for training
+    are removed.
 
-    arch: a name of torchvision, or ``timm/NAME``. weights: "" for random weights, ``true`` for the newest, or a name such as
-    IMAGENET1K_V2. zero_init_residual: initialise each residual block of a ResNet as the identity; for random weights only. new_head:
-    replace the last layer if the weights are for another number of classes. Raises InputError if the name is unknown, or if the number
-    of classes is another one. Raises MachineError if the weights are missing on this machine or damaged.
+    arch: a name of torchvision, or ``timm/NAME``. weights: "" for random weights, ``true`` for the
+    newest, or a name such as IMAGENET1K_V2. zero_init_residual: initialise each residual block of a
+    ResNet as the identity; for random weights only. new_head: replace the last layer if the weights
+    are for another number of classes. Raises InputError if the name is unknown, or if the number of
+    classes is another one. Raises MachineError if the weights are missing on this machine or
+    damaged.
     """
     if arch.startswith(TIMM):
         return _of_timm(arch.removeprefix(TIMM), weights, classes)
@@ -57,7 +62,8 @@ def classifier(
     net = torchvision.models.get_model(arch, weights=chosen)
     del vars(chosen)["get_state_dict"]
     if arch == "inception_v3":  # torchvision keeps the auxiliary head if the weights have one
-        net.aux_logits, net.AuxLogits = False, None
+        net.aux_logits = False
+        net.AuxLogits = None
     if there != classes:
         ((name, last),) = heads(net).items()
         net.set_submodule(name, _like(last, classes))
@@ -72,7 +78,9 @@ def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:
 
 
 def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
-    """A model of timm; its weights must be in the cache of the Hugging Face hub ($HF_HOME). Raises InputError, MachineError."""
+    """A model of timm; its weights must be in the cache of the Hugging Face hub ($HF_HOME). Raises
+    InputError, MachineError.
+    """
     timm = require_timm(name)
     if weights not in ("", "true"):
         fix = "the name of a timm model also selects its weights: give pretrained=true"
@@ -88,7 +96,9 @@ def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
 
 
 def require_timm(name: str, offline: bool = True) -> Any:
-    """The module timm. Raises InputError if it is not installed, or has no such model. offline: download nothing, as in a job."""
+    """The module timm. Raises InputError if it is not installed, or has no such model. offline:
+    download nothing, as in a job.
+    """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
     timm = errors.require("timm", "timm", f"arch={TIMM}{name}: ")
@@ -99,7 +109,9 @@ def require_timm(name: str, offline: bool = True) -> Any:
 
 
 def mean_and_std(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the pixels (0 to 1; red, green, blue) that the weights of ``arch`` require."""
+    """Mean and standard deviation of the pixels (0 to 1; red, green, blue) that the weights of
+    ``arch`` require.
+    """
     if arch.startswith(TIMM):
         name = arch.removeprefix(TIMM)
         found = require_timm(name).get_pretrained_cfg(name)
@@ -137,14 +149,19 @@ def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def trained(net: nn.Module) -> str:
     """The number of parameters that are trained, as a phrase."""
-    count, every = (sum(p.numel() for p in net.parameters() if p.requires_grad or of_all) for of_all in (False, True))
+    count, every = (
+        sum(p.numel() for p in net.parameters() if p.requires_grad or of_all)
+        for of_all in (False, True)
+    )
     return f"{count:,} of {every:,} parameters are trained ({count / every:.1%})"
 
 
 def add_lora(net: nn.Module, rank: int) -> None:
-    """Freezes all weights but the head's. Adds a trained product of two matrices of ``rank`` columns to each other one (Hu et al., 2021).
+    """Freezes all weights but the head's. Adds a trained product of two matrices of ``rank``
+    columns to each other one (Hu et al., 2021).
 
-    ``parametrize.remove_parametrizations`` would make it one matrix again. A filter of a convolution is a row of its matrix.
+    ``parametrize.remove_parametrizations`` would make it one matrix again. A filter of a
+    convolution is a row of its matrix.
     """
     of_heads = heads(net)
     train_only_head(net)
@@ -156,7 +173,8 @@ def add_lora(net: nn.Module, rank: int) -> None:
 class _LowRank(nn.Module):
     def __init__(self, weight: Tensor, rank: int) -> None:
         super().__init__()
-        rows, columns = len(weight), weight[0].numel()
+        rows = len(weight)
+        columns = weight[0].numel()
         self.down = nn.Parameter(torch.randn(rank, columns) / columns**0.5)
         self.up = nn.Parameter(torch.zeros(rows, rank))  # at first, the sum is the weight itself
 
@@ -179,17 +197,22 @@ def find_weights(arch: str, name: str) -> WeightsEnum:
 def _check_arch(arch: str) -> None:
     known = torchvision.models.list_models(module=torchvision.models)
     if arch not in known:
-        raise InputError(f"arch={arch}: torchvision has no such classifier{declare.nearest(arch, known)}")
+        raise InputError(
+            f"arch={arch}: torchvision has no such classifier{declare.nearest(arch, known)}"
+        )
 
 
 def fault_of(path: Path) -> str:
-    """Why a file of weights is invalid; "" if it is valid. The end of its name is the start of its SHA-256. No code in it is executed."""
+    """Why a file of weights is invalid; "" if it is valid. The end of its name is the start of its
+    SHA-256. No code in it is executed.
+    """
     if not path.is_file():
         return "does not exist"
     if not files.sha256(path).startswith(path.stem.rpartition("-")[2]):
         return "is damaged (its SHA-256 differs from the one in its name)"
     try:
-        torch.load(path, map_location="cpu", weights_only=True)  # torchvision itself would execute the pickled code
+        # torchvision itself would execute the pickled code
+        torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         return f"is not a file of weights ({errors.one_line(error, 80)})"
     return ""

@@ -1,4 +1,6 @@
-"""Parts of a recipe's optimisation: the precision, the learning rate for a batch size, weight decay, averaged weights."""
+"""Parts of a recipe's optimisation: the precision, the learning rate for a batch size, weight
+decay, averaged weights.
+"""
 
 import itertools
 from typing import Any
@@ -17,17 +19,25 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
-    """The context of the forward pass for ``dtype``. auto: bfloat16 if the GPUs of all ranks support it. A collective.
+    """The context of the forward pass for ``dtype``. auto: bfloat16 if the GPUs of all ranks
+    support it. A collective.
 
-    Also sets, for the whole process, how GPUs multiply float32 and how cuDNN chooses its algorithms.
+    Also sets, for the whole process, how GPUs multiply float32 and how cuDNN chooses its
+    algorithms.
     """
-    device, chosen, why = run.world.device, cfg.dtype, ""
+    device = run.world.device
+    chosen = cfg.dtype
+    why = ""
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     # Every rank takes part, whatever its keys: they have not been compared yet.
     with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
     if cfg.dtype is Dtype.auto:
         chosen = Dtype.bfloat16 if with_it == run.world.size else Dtype.float32
-        some = f"; {with_it} of {run.world.size} GPUs have bfloat16" if 0 < with_it < run.world.size else ""
+        some = (
+            f"; {with_it} of {run.world.size} GPUs have bfloat16"
+            if 0 < with_it < run.world.size
+            else ""
+        )
         why = f" (auto{some})"
     run.say(f"dtype: {chosen.name}{why}{', deterministic' if cfg.deterministic else ''}")
     _choose_kernels(device, chosen, cfg.deterministic)
@@ -37,7 +47,8 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
 
 def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> None:
     if device.type == "cuda":
-        # torch's default for convolutions is TF32. torch.compile reads these names, not the newer fp32_precision.
+        # torch's default for convolutions is TF32. torch.compile reads these names, not the newer
+        # fp32_precision.
         torch.backends.cudnn.allow_tf32 = dtype is Dtype.tf32
         torch.set_float32_matmul_precision("high" if dtype is Dtype.tf32 else "highest")
     elif _is_amd():
@@ -47,14 +58,17 @@ def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> 
 
 def _is_amd() -> bool:
     """Whether the CPUs of this node are made by AMD."""
-    with open("/proc/cpuinfo", "rb", buffering=0) as facts:  # one line for each of many properties of each core
+    # one line for each of many properties of each core
+    with open("/proc/cpuinfo", "rb", buffering=0) as facts:
         return b"AuthenticAMD" in facts.read(1024)
 
 
 def _multiply_with_onednn() -> None:
-    """Selects oneDNN for float32 products on CPUs of AMD, where it is up to twice as fast as MKL, torch's choice.
+    """Selects oneDNN for float32 products on CPUs of AMD, where it is up to twice as fast as MKL,
+    torch's choice.
 
-    torch does so only where bfloat16 is permitted. oneDNN does not round to it on these CPUs; should it do so, MKL stays.
+    torch does so only where bfloat16 is permitted. oneDNN does not round to it on these CPUs;
+    should it do so, MKL stays.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
@@ -64,7 +78,9 @@ def _multiply_with_onednn() -> None:
 
 
 def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -> float:
-    """``lr``, the rate for ``lr_batch_size`` samples (0: any number), scaled to the batch size (Goyal et al., 2017)."""
+    """``lr``, the rate for ``lr_batch_size`` samples (0: any number), scaled to the batch size
+    (Goyal et al., 2017).
+    """
     share = _of_batch(lr_batch_size, batches)
     if share != 1:
         run.say(
@@ -75,10 +91,11 @@ def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -
 
 
 def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Two groups for an optimiser, of what is trained: weights have ``weight_decay``, the others have ``others``.
+    """Two groups for an optimiser, of what is trained: weights have ``weight_decay``, the others
+    have ``others``.
 
-    Weights are the matrices and filters that torch's modules call ``weight``. The others are norms, biases, class tokens, position
-    embeddings and scales of layers.
+    Weights are the matrices and filters that torch's modules call ``weight``. The others are norms,
+    biases, class tokens, position embeddings and scales of layers.
     """
     weights = {
         p
@@ -93,12 +110,20 @@ def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> li
     ]
 
 
-def layer_groups(net: nn.Module, lr: float, layer_decay: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups as of `decay_groups`, with smaller rates near the input: ``lr`` for the head, and for each block ``layer_decay`` times
-    the rate of the next one (Howard and Ruder, 2018). Blocks are as in `_block`. ``depth``: 0 for the head, 1 for the last block.
+def layer_groups(
+    net: nn.Module, lr: float, layer_decay: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Groups as of `decay_groups`, with smaller rates near the input: ``lr`` for the head, and for
+    each block ``layer_decay`` times the rate of the next one (Howard and Ruder, 2018). Blocks are
+    as in `_block`. ``depth``: 0 for the head, 1 for the last block.
     """
-    decay = {p: group["weight_decay"] for group in decay_groups(net, weight_decay) for p in group["params"]}
-    of_heads, blocks = heads(net), dict[str, list[nn.Parameter]]()
+    decay = {
+        p: group["weight_decay"]
+        for group in decay_groups(net, weight_decay)
+        for p in group["params"]
+    }
+    of_heads = heads(net)
+    blocks = dict[str, list[nn.Parameter]]()
     for name, parameter in net.named_parameters():
         if parameter in decay and name.rpartition(".")[0] not in of_heads:
             blocks.setdefault(_block(net, name), []).append(parameter)
@@ -107,25 +132,40 @@ def layer_groups(net: nn.Module, lr: float, layer_decay: float, weight_decay: fl
     for depth, parameters in enumerate([first, *reversed(blocks.values())]):
         for value in sorted({decay[p] for p in parameters}):
             chosen = [p for p in parameters if decay[p] == value]
-            groups.append({"params": chosen, "lr": lr * layer_decay**depth, "weight_decay": value, "depth": depth})
+            groups.append(
+                {
+                    "params": chosen,
+                    "lr": lr * layer_decay**depth,
+                    "weight_decay": value,
+                    "depth": depth,
+                }
+            )
     return groups
 
 
 def heads(net: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The layers that make the logits, by their names. torchvision: the last linear layer, or convolution. Some models of timm have several."""
+    """The layers that make the logits, by their names. torchvision: the last linear layer, or
+    convolution. Some models of timm have several.
+    """
     layers = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     classifier: Any = getattr(net, "get_classifier", None)
     if not classifier:
         return dict([list(layers.items())[-1]])
     found = classifier()
-    parts = [*(found if isinstance(found, tuple | list) else [found]), getattr(net, "aux_head", None)]
+    parts = [
+        *(found if isinstance(found, tuple | list) else [found]),
+        getattr(net, "aux_head", None),
+    ]
     inside = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
     return {name: m for name, m in layers.items() if m in inside}
 
 
 def _block(net: nn.Module, name: str) -> str:
-    """The block that a parameter belongs to: the path of a member of the outermost list of modules, else of a child of ``net``."""
-    parts, module = name.split("."), net
+    """The block that a parameter belongs to: the path of a member of the outermost list of modules,
+    else of a child of ``net``.
+    """
+    parts = name.split(".")
+    module = net
     for i, part in enumerate(parts[:-1]):
         if isinstance(module, nn.Sequential | nn.ModuleList):
             return ".".join(parts[: i + 1])
@@ -136,10 +176,11 @@ def _block(net: nn.Module, name: str) -> str:
 def averaged(
     run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: GlobalBatches
 ) -> swa_utils.AveragedModel | None:
-    """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `loop.steps` updates it. None if decay is 0.
+    """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `loop.steps`
+    updates it. None if decay is 0.
 
-    decay: decay per step of ``of_batch_size`` samples (0: any size). It is scaled to the actual batch size, so that the average always
-    covers the same number of samples.
+    decay: decay per step of ``of_batch_size`` samples (0: any size). It is scaled to the actual
+    batch size, so that the average always covers the same number of samples.
     """
     if not decay:
         return None
@@ -155,7 +196,9 @@ def averaged(
 
 
 class _Average(swa_utils.AveragedModel):
-    """torch's average of weights and buffers. torch's own update copies the step count to the GPU: the host would wait at each step."""
+    """torch's average of weights and buffers. torch's own update copies the step count to the GPU:
+    the host would wait at each step.
+    """
 
     def __init__(self, net: nn.Module, decay: float) -> None:
         super().__init__(net, use_buffers=True)
@@ -168,10 +211,14 @@ class _Average(swa_utils.AveragedModel):
         copied = [not one for one in blended]
         if any(blended):
             torch._foreach_lerp_(
-                [*itertools.compress(mine, blended)], [*itertools.compress(its, blended)], 1 - self._decay
+                [*itertools.compress(mine, blended)],
+                [*itertools.compress(its, blended)],
+                1 - self._decay,
             )
         if any(copied):
-            torch._foreach_copy_([*itertools.compress(mine, copied)], [*itertools.compress(its, copied)])
+            torch._foreach_copy_(
+                [*itertools.compress(mine, copied)], [*itertools.compress(its, copied)]
+            )
         self.n_averaged += 1
 
 

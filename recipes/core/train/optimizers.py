@@ -1,4 +1,6 @@
-"""Optimisers that torch does not include: LARS for very large batches; Muon for filters, and with AdamW for transformers."""
+"""Optimisers that torch does not include: LARS for very large batches; Muon for filters, and with
+AdamW for transformers.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,8 +13,14 @@ from torch.optim.adamw import adamw
 
 from recipes.core.train import sharding
 
-STEPS, A, B, C = 3, 3.4445, -4.7750, 2.0315  # of Muon's iteration, and the factors of its polynomial, from its source
-MATRIX_STEPS, ADAM_EPS = 5, 1e-10  # of MuonAdamW, from its source
+# of Muon's iteration, and the factors of its polynomial, from its source
+STEPS = 3
+A = 3.4445
+B = -4.7750
+C = 2.0315
+# of MuonAdamW, from its source
+MATRIX_STEPS = 5
+ADAM_EPS = 1e-10
 
 
 class _Grouped(torch.optim.Optimizer):
@@ -27,7 +35,9 @@ class _Grouped(torch.optim.Optimizer):
             if params:
                 self._step_group(group, params, [p.grad for p in params])
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+    def _step_group(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
+    ) -> None:
         raise NotImplementedError
 
     def _momenta(self, params: list[Tensor], name: str = "momentum_buffer") -> list[Tensor]:
@@ -38,26 +48,44 @@ class _Grouped(torch.optim.Optimizer):
 
 
 class LARS(_Grouped):
-    """SGD with momentum, in which each tensor has its own learning rate: ``trust`` times the norm of its weights over that of its gradient.
+    """SGD with momentum, in which each tensor has its own learning rate: ``trust`` times the norm
+    of its weights over that of its gradient.
 
-    lr: the global rate, much larger than that of plain SGD. trust: the factor above. A group with ``adapt`` False (norms and biases)
-    uses plain SGD. Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017). Momentum has torch's form:
-    ``lr`` multiplies the momentum buffer and is not accumulated in it.
+    lr: the global rate, much larger than that of plain SGD. trust: the factor above. A group with
+    ``adapt`` False (norms and biases) uses plain SGD. Source: You, Gitman, Ginsburg, "Large Batch
+    Training of Convolutional Networks" (2017). Momentum has torch's form: ``lr`` multiplies the
+    momentum buffer and is not accumulated in it.
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 0.001
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": True}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "adapt": True,
+        }
         super().__init__(params, defaults)
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+    def _step_group(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
+    ) -> None:
         updates = gradients
         if group["weight_decay"]:
             updates = list(torch._foreach_add(updates, params, alpha=group["weight_decay"]))
         if group["adapt"]:
-            # Without a wait for the GPU. A tensor whose weights or gradient are all zero has rate 1.
-            weights, slopes = (torch.stack(list(torch._foreach_norm(tensors))) for tensors in (params, gradients))
+            # Without a wait for the GPU. A tensor whose weights or gradient are all zero has rate
+            # 1.
+            weights, slopes = (
+                torch.stack(list(torch._foreach_norm(tensors))) for tensors in (params, gradients)
+            )
             rates = group["trust"] * weights / (slopes + group["weight_decay"] * weights)
             rates = torch.where((weights > 0) & (slopes > 0), rates, torch.ones_like(rates))
             updates = [update * rate for update, rate in zip(updates, rates, strict=True)]
@@ -68,18 +96,24 @@ class LARS(_Grouped):
 
 
 class Muon(_Grouped):
-    """Nesterov momentum whose update of a convolution's filters, as a matrix (N, -1), is roughly orthogonal: singular values of 0.4 to 1.4.
+    """Nesterov momentum whose update of a convolution's filters, as a matrix (N, -1), is roughly
+    orthogonal: singular values of 0.4 to 1.4.
 
-    params: filters (N, …) that a norm follows. Before each step they are scaled to the norm sqrt(N), so only their direction matters.
-    lr: length of a step, for weights of this norm. A group with ``orthogonal`` False (biases, a head) uses plain SGD with Nesterov
-    momentum, and may have a ``weight_decay``, which is added to the gradient. Source: K. Jordan et al., "Muon: an optimizer for hidden
-    layers in neural networks" (2024), and its airbench94_muon.
+    params: filters (N, …) that a norm follows. Before each step they are scaled to the norm
+    sqrt(N), so only their direction matters. lr: length of a step, for weights of this norm. A
+    group with ``orthogonal`` False (biases, a head) uses plain SGD with Nesterov momentum, and may
+    have a ``weight_decay``, which is added to the gradient. Source: K. Jordan et al., "Muon: an
+    optimizer for hidden layers in neural networks" (2024), and its airbench94_muon.
     """
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0.6) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "orthogonal": True})
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "orthogonal": True}
+        )
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+    def _step_group(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
+    ) -> None:
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
         momenta = self._momenta(params)
@@ -95,27 +129,46 @@ class Muon(_Grouped):
 
 
 class MuonAdamW(_Grouped):
-    """For a transformer: Muon for its matrices, AdamW for groups that have ``betas`` (an embedding, a head). The decay is decoupled.
+    """For a transformer: Muon for its matrices, AdamW for groups that have ``betas`` (an embedding,
+    a head). The decay is decoupled.
 
-    The update of a matrix (rows, columns) is as in `Muon`, times sqrt(rows / columns) if that is more than 1; its weights are not
-    scaled. Source: K. Jordan et al., "modded-nanogpt" (2024), and nanochat.
+    The update of a matrix (rows, columns) is as in `Muon`, times sqrt(rows / columns) if that is
+    more than 1; its weights are not scaled. Source: K. Jordan et al., "modded-nanogpt" (2024), and
+    nanochat.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(
-            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": (), "steps": 0}
+            params,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": (), "steps": 0},
         )
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+    def _step_group(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
+    ) -> None:
         group["steps"] += 1
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         if group["betas"]:
             steps = [torch.full((), group["steps"] - 1.0, device=p.device) for p in params]
             adamw(
-                params, gradients, self._momenta(params), self._momenta(params, "squares"), [], steps, fused=True, lr=group["lr"],
-                beta1=group["betas"][0], beta2=group["betas"][1], eps=ADAM_EPS, weight_decay=0.0, amsgrad=False, maximize=False,
-            )  # fmt: skip
+                params,
+                gradients,
+                self._momenta(params),
+                self._momenta(params, "squares"),
+                [],
+                steps,
+                fused=True,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=ADAM_EPS,
+                weight_decay=0.0,
+                amsgrad=False,
+                maximize=False,
+            )
             return
         momenta = self._momenta(params)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
@@ -128,11 +181,13 @@ class MuonAdamW(_Grouped):
 
 
 def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
-    """The roughly nearest orthogonal matrix to each tensor (N, …), taken as a matrix of N rows, by a Newton-Schulz iteration.
+    """The roughly nearest orthogonal matrix to each tensor (N, …), taken as a matrix of N rows, by
+    a Newton-Schulz iteration.
 
     With strategy=fsdp each rank computes it for the whole tensor, and returns its own part.
     """
-    divided, tensors = tensors, [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+    divided = tensors
+    tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
     places = defaultdict(list)  # matrices of the same shape form one batch
     for place, tensor in enumerate(tensors):
         places[tensor.shape].append(place)
@@ -148,7 +203,9 @@ def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
 
 
 def _iterated(x: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz steps of matrices (n, rows, columns) that have at least as many columns as rows."""
+    """Newton-Schulz steps of matrices (n, rows, columns) that have at least as many columns as
+    rows.
+    """
     for _ in range(steps):
         a = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=B, alpha=C), x, beta=A)

@@ -8,20 +8,25 @@ from torch.profiler import profile, schedule
 from recipes.core import files, trust
 from recipes.core.train.run import Run
 
-WAIT, WARM_UP = 3, 2  # steps that are not recorded: torch compiles, allocates and chooses algorithms in them
+# steps that are not recorded: torch compiles, allocates and chooses algorithms in them
+WAIT = 3
+WARM_UP = 2
 ROWS = 25  # operations in the summary
 
 
 @contextlib.contextmanager
 def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each step. Of rank 0, ``steps`` steps are recorded by torch's profiler; 0: none.
+    """Yields a function to call after each step. Of rank 0, ``steps`` steps are recorded by torch's
+    profiler; 0: none.
 
-    Writes ``profile/trace.json.gz``, for Perfetto or chrome://tracing, and ``profile/summary.txt`` in the run directory.
+    Writes ``profile/trace.json.gz``, for Perfetto or chrome://tracing, and ``profile/summary.txt``
+    in the run directory.
     """
     if not steps or run.world.rank:
         yield lambda: None
         return
-    folder, gpu = run.dir / "profile", run.world.device.type == "cuda"
+    folder = run.dir / "profile"
+    gpu = run.world.device.type == "cuda"
     first = run.step
 
     def write(found: profile) -> None:
@@ -29,7 +34,9 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
             trust.own_folder(folder)
             found.export_chrome_trace(str(folder / "trace.json.gz"))
             order = "self_device_time_total" if gpu else "self_cpu_time_total"
-            summary = found.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
+            summary = found.key_averages().table(
+                sort_by=order, row_limit=ROWS, max_name_column_width=60
+            )
             files.write_bytes(folder / "summary.txt", summary.encode())
         run.say(f"profile: {folder}")
 

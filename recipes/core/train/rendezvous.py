@@ -22,14 +22,20 @@ from recipes.core.train.device import check_mig, choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import TEARDOWN_S, TORCH_TIMEOUT, World
 
-EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait less than rank 0 by this, but at least this share
+# the other ranks wait less than rank 0 by this, but at least this share
+EARLIER_S = 10.0
+SHARE_EARLIER = 0.75
 
 
 @contextlib.contextmanager
 def process_group(start: Start, device: torch.device) -> Iterator[World]:
-    """The process group of all ranks, destroyed within `TEARDOWN_S`. Raises MachineError if they do not meet within ``timeout_s``."""
-    info, run = start.ranks, start.settings.run
-    clock, backend = start.pulse.clock, choose_backend(run.backend, device)
+    """The process group of all ranks, destroyed within `TEARDOWN_S`. Raises MachineError if they do
+    not meet within ``timeout_s``.
+    """
+    info = start.ranks
+    run = start.settings.run
+    clock = start.pulse.clock
+    backend = choose_backend(run.backend, device)
     if device.type == "cuda":
         take_gpu(device)
     if backend == "nccl":
@@ -40,9 +46,13 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     start.pulse.beat(watchdog.START)
     try:
         torch.distributed.init_process_group(
-            backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
-            timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
-        )  # fmt: skip
+            backend,
+            store=torch.distributed.PrefixStore("group", store),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=TORCH_TIMEOUT,
+            device_id=device if backend == "nccl" else None,
+        )
     except RuntimeError as error:
         raise MachineError(f"{alone} ({peer_text(error)})") from None
     try:
@@ -58,13 +68,20 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
 def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     """The address of rank 0. Raises MachineError.
 
-    With a topology plugin, Slurm 26.05 orders the tasks by the topology, and its list of nodes by their names. So rank 0 may not be on the
-    first node of the list. It writes its host into the folder of the attempt that the batch script has opened.
+    With a topology plugin, Slurm 26.05 orders the tasks by the topology, and its list of nodes by
+    their names. So rank 0 may not be on the first node of the list. It writes its host into the
+    folder of the attempt that the batch script has opened.
     """
     by_name = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "node") == "node"
-    if by_name or info.num_nodes == 1 or info.master_addr not in info.nodes[:1] or "MASTER_ADDR" in os.environ:
+    if (
+        by_name
+        or info.num_nodes == 1
+        or info.master_addr not in info.nodes[:1]
+        or "MASTER_ADDR" in os.environ
+    ):
         return info.master_addr
-    attempt, own = attempts.given(os.environ), info.nodes[info.node_rank]
+    attempt = attempts.given(os.environ)
+    own = info.nodes[info.node_rank]
     if not attempt:
         if info.rank == 0 and info.node_rank:
             fix = f"give srun the option -m plane={info.local_world_size}, or set MASTER_ADDR={own}"
@@ -90,24 +107,36 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
     if info.world_size == 1:
         return torch.distributed.HashStore()
     host = _host_of_rank_0(info, timeout_s)
-    # torchrun's agent already serves the store at that port, and keeps it for every restart of its ranks.
+    # torchrun's agent already serves the store at that port, and keeps it for every restart of its
+    # ranks.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{host}:{info.master_port}"
-    # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
-    patience_s = timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
+    # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times
+    # out and ends the others.
+    patience_s = (
+        timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
+    )
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
         # TCPStore would repeat it until its timeout, which only helps if the name server is busy.
         if error.errno != socket.EAI_AGAIN:
-            here, fix = socket.gethostname(), "set MASTER_ADDR to the IP address of that host"
-            raise MachineError(f"{here}: cannot resolve {host}, the host of rank 0 ({error.strerror}): {fix}") from None
+            here = socket.gethostname()
+            fix = "set MASTER_ADDR to the IP address of that host"
+            raise MachineError(
+                f"{here}: cannot resolve {host}, the host of rank 0 ({error.strerror}): {fix}"
+            ) from None
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
-            host, info.master_port, info.world_size, is_master=info.rank == 0 and not served,
-            timeout=datetime.timedelta(seconds=patience_s), wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
-        )  # fmt: skip
+            host,
+            info.master_port,
+            info.world_size,
+            is_master=info.rank == 0 and not served,
+            timeout=datetime.timedelta(seconds=patience_s),
+            wait_for_workers=False,
+            master_listen_fd=int(listener) if listener else None,
+        )
     except (torch.distributed.DistError, RuntimeError) as error:
         if is_port_in_use(error):
             raise MachineError(
@@ -117,7 +146,8 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
         raise MachineError(
             f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}): check MASTER_ADDR and that rank 0 is running"
         ) from None
-    # A rank of another job with the same port and node, or with another backend, finds no keys here and reports that.
+    # A rank of another job with the same port and node, or with another backend, finds no keys here
+    # and reports that.
     job = (info.run_id or "").partition(".")[0]
     store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}-{backend}", store)
     store.set_timeout(TORCH_TIMEOUT)
@@ -127,15 +157,21 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
 def _exchange_hosts(
     store: torch.distributed.Store, info: RankInfo, timeout_s: float, clock: RunningClock
 ) -> tuple[str, ...]:
-    """The host name of each rank. Raises MachineError if a rank does not arrive within ``timeout_s``."""
+    """The host name of each rank. Raises MachineError if a rank does not arrive within
+    ``timeout_s``.
+    """
     store.set(f"host/{info.rank}", socket.gethostname())
     names = [f"host/{rank}" for rank in range(info.world_size)]
     store.add("connected", 1)
-    end, pause_s = clock.now() + timeout_s, 0.01
-    while store.add("connected", 0) < info.world_size:  # not wait(), since torch logs a warning for each that times out
+    end = clock.now() + timeout_s
+    pause_s = 0.01
+    # not wait(), since torch logs a warning for each that times out
+    while store.add("connected", 0) < info.world_size:
         if clock.now() > end:
             missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
-            some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            some = ", ".join(map(str, missing[:8])) + (
+                f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            )
             late = f"rank {some} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
             raise MachineError(f"{socket.gethostname()}: {late}")
         time.sleep(pause_s)

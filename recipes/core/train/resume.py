@@ -18,7 +18,11 @@ from recipes.core.train.world import World
 
 # Keys of a run that control when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
-OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of these keys as the training
+# an evaluation must use the same values of these keys as the training
+OF_THE_MODEL = {
+    "arch",
+    "ema",
+}
 # If one of these differs, a resumed run is not bitwise equal to an uninterrupted one.
 OF_THE_BITS = ("torch", "world_size", "cpu_threads", "device")
 
@@ -48,7 +52,9 @@ def _wanted(run: Context) -> Path:
 
 
 def at(run: Context, place: int, name: str) -> Path:
-    """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name. Raises InputError."""
+    """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name.
+    Raises InputError.
+    """
     if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
         raise InputError(
             f"rank 0's port sent {shown(name)}, which is not a checkpoint to resume from: give the same resume= on all "
@@ -58,13 +64,16 @@ def at(run: Context, place: int, name: str) -> Path:
 
 
 def choose(run: Context) -> tuple[int, str] | None:
-    """The checkpoint to resume from, for `at`; None for none. Only rank 0 calls it. Raises InputError."""
+    """The checkpoint to resume from, for `at`; None for none. Only rank 0 calls it. Raises
+    InputError.
+    """
     path = _choose(run)
     return (places(run).index(path.parent), path.name) if path else None
 
 
 def _choose(run: Context) -> Path | None:
-    wanted, there = run.settings.run.resume, checkpoint.candidates(run.checkpoints)
+    wanted = run.settings.run.resume
+    there = checkpoint.candidates(run.checkpoints)
     if there and _has_saved_before_requeue(run):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
@@ -77,7 +86,9 @@ def _choose(run: Context) -> Path | None:
         try:
             path.stat()
         except OSError as error:
-            raise InputError(f"resume={wanted}: {error.strerror} on {run.world.host}: give another resume=") from None
+            raise InputError(
+                f"resume={wanted}: {error.strerror} on {run.world.host}: give another resume="
+            ) from None
         if not path.is_dir():
             return path
         there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
@@ -96,7 +107,9 @@ def _choose(run: Context) -> Path | None:
             checkpoint.read(path)
             return path
         except InputError as problem:
-            run.warn(f"{problem}; using the previous checkpoint" if path != there[-1] else str(problem))
+            run.warn(
+                f"{problem}; using the previous checkpoint" if path != there[-1] else str(problem)
+            )
     if there:
         raise InputError(
             f"{there[0].parent}: no checkpoint can be read: "
@@ -114,48 +127,70 @@ def _has_saved_before_requeue(run: Context) -> bool:
     if not before or facts.get("job") != run.attempt.facts().get("job"):
         return False
     status = directory.read_status(run.attempt.run_dir)
-    has_saved = status and status["attempt"] == before.number and status["step"] > facts.get("step", 0)
+    has_saved = (
+        status and status["attempt"] == before.number and status["step"] > facts.get("step", 0)
+    )
     return bool(has_saved) or bool(facts.get("own"))
 
 
 def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> None:
-    """Loads the checkpoint into ``state``, if the run's keys allow that, and logs it. Called by all ranks.
+    """Loads the checkpoint into ``state``, if the run's keys allow that, and logs it. Called by all
+    ranks.
 
-    sampler: the values that determine the order of samples. Raises InputError if a key of the run differs that may not, or if the
-    checkpoint cannot be read. Raises MachineError if this node does not see it.
+    sampler: the values that determine the order of samples. Raises InputError if a key of the run
+    differs that may not, or if the checkpoint cannot be read. Raises MachineError if this node does
+    not see it.
     """
-    problem = f"{run.world.host}: does not see {path}, which rank 0 on {run.world.hosts[0]} has chosen"
+    problem = (
+        f"{run.world.host}: does not see {path}, which rank 0 on {run.world.hosts[0]} has chosen"
+    )
     run.world.await_seen(path.exists, path.parent, problem)
     content = checkpoint.read(path)
-    meta, evaluate = content["meta"], run.settings.config.evaluate
+    meta = content["meta"]
+    evaluate = run.settings.config.evaluate
     _check_keys(run, path, content, sampler, state.meta["config"])
     checkpoint.restore(path, state, content, to_train=not evaluate)
     if len(content["rng"]) == run.world.size:
         checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
-    # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
+    # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no
+    # postponed evaluation.
     if path.parent == run.checkpoints:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
     if not evaluate and "loss_scale" in meta:
         state.meta["loss_scale"] = meta["loss_scale"]
     run.say(f"resumed from {path}, step {state.step}")
-    before, now = meta.get("code") or {}, state.meta["code"]
+    before = meta.get("code") or {}
+    now = state.meta["code"]
     if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
-        run.say(f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}")
+        run.say(
+            f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}"
+        )
     saved = {**state.meta, **meta}  # earlier versions saved no device
     other = resumed.differences(saved, state.meta, saved.keys() - set(OF_THE_BITS))
     if run.world.device.type == "cuda" and not run.settings.config.deterministic:
         other.append("deterministic=false")
     if other and not evaluate:
-        run.say(f"samples and order are unchanged, but results will not be bitwise identical ({'; '.join(other)})")
+        run.say(
+            f"samples and order are unchanged, but results will not be bitwise identical ({'; '.join(other)})"
+        )
 
 
 def _check_keys(
-    run: Context, path: Path, content: Mapping[str, Any], sampler: Mapping[str, Any], now: Mapping[str, Any]
+    run: Context,
+    path: Path,
+    content: Mapping[str, Any],
+    sampler: Mapping[str, Any],
+    now: Mapping[str, Any],
 ) -> None:
-    """Raises InputError if a key or value differs that would change the result; for an evaluation, if a key of the model differs."""
-    recipe, before = content["meta"].get("recipe"), content["meta"]["config"]
+    """Raises InputError if a key or value differs that would change the result; for an evaluation,
+    if a key of the model differs.
+    """
+    recipe = content["meta"].get("recipe")
+    before = content["meta"]["config"]
     if recipe != run.settings.recipe:
-        raise InputError(f"checkpoint {path}: is of recipe {recipe}, not {run.settings.recipe}: use that recipe")
+        raise InputError(
+            f"checkpoint {path}: is of recipe {recipe}, not {run.settings.recipe}: use that recipe"
+        )
     if run.settings.config.evaluate:
         changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & set(now)))
     else:
@@ -169,20 +204,27 @@ def _check_keys(
         changed += resumed.differences(order, sampler, {"samples", *now})
     if changed:
         fix = "use its values, or another run_dir; to change only epochs= or max_steps=, add force=true"
-        raise InputError(f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): {fix}")
+        raise InputError(
+            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): {fix}"
+        )
 
 
 def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None:
-    """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks are started by hand.
+    """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks
+    are started by hand.
 
-    keys: the recipe's, and what determines the order of samples. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are
-    compared too. Called by all ranks.
+    keys: the recipe's, and what determines the order of samples. The keys of the run that control
+    when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
     """
     keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
     first = world.from_rank_0("keys", lambda: keys)
     paths = declare.declared(type(settings.config), "path")
     compared = [name for name in keys if name not in paths]
-    other = [f"{n}={keys[n]} here, {n}={shown(first.get(n))} there" for n in compared if keys[n] != first.get(n)]
+    other = [
+        f"{n}={keys[n]} here, {n}={shown(first.get(n))} there"
+        for n in compared
+        if keys[n] != first.get(n)
+    ]
     if other:
         host = world.hosts[0]
         raise InputError(

@@ -42,7 +42,9 @@ STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
 @dataclass
 class Run:
-    """What a recipe's main gets. stopping: why the ranks have agreed to stop, "" if they have not; only the step loop sets it."""
+    """What a recipe's main gets. stopping: why the ranks have agreed to stop, "" if they have not;
+    only the step loop sets it.
+    """
 
     settings: Settings
     world: World
@@ -51,22 +53,27 @@ class Run:
     terminal: TextIO | None
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # set by resume()
-    sampler: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of each checkpoint; set by resume()
+    # of each checkpoint; set by resume()
+    sampler: Mapping[str, Any] = field(default_factory=dict, repr=False)
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
-    checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
-    saver: checkpoint.Saver | None = field(init=False, default=None)  # on the first `shared_by` ranks
+    # folder that resume= uses; for an evaluation of a run, that of the run
+    checkpoints: Path = field(init=False)
+    # on the first `shared_by` ranks
+    saver: checkpoint.Saver | None = field(init=False, default=None)
     begun: bool = False
     stopping: str = ""
-    results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
+    # of the last evaluation; set by loop.steps
+    results: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cut_short: bool = False  # whether stop_is_near() has returned True; each evaluation resets it
     complete: bool = False  # whether the loop over loop.steps has reached its end
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
-    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held to record why this rank ends
+    # held to record why this rank ends
+    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _saved_at: float = field(init=False)
     _store_asked_at: float = 0.0
     _commit: str | None = None  # git commit of the code, on rank 0
@@ -77,8 +84,11 @@ class Run:
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
         rank = self.world.rank
         if rank < self.shared_by:
-            keep, every = self.keys.keep_checkpoints, self.keys.keep_every_steps
-            share = Share(rank, self.shared_by, self.attempt.number, self._wrote_rows, self._await_rows)
+            keep = self.keys.keep_checkpoints
+            every = self.keys.keep_every_steps
+            share = Share(
+                rank, self.shared_by, self.attempt.number, self._wrote_rows, self._await_rows
+            )
             self.saver = checkpoint.Saver(
                 self.dir / "checkpoints", self.attempt.staging, self._saved, keep, every, share
             )
@@ -99,7 +109,9 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
+        """Number of ranks of the run. Under `launch.py check`, which runs as one process, the
+        number of ranks of the job.
+        """
         return self.dry_run.ranks if self.dry_run else self.world.size
 
     @property
@@ -121,10 +133,16 @@ class Run:
 
     def warn(self, text: str) -> None:
         """Prints a warning from any rank, with its host name."""
-        print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
+        print(
+            f"warning: rank {self.world.rank} on {self.world.host}: {text}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def progress(self, text: str | Callable[[int], str]) -> None:
-        """Rewrites rank 0's progress line in place, on a terminal only. text: may be a function of the terminal's columns."""
+        """Rewrites rank 0's progress line in place, on a terminal only. text: may be a function of
+        the terminal's columns.
+        """
         if self.terminal and self.world.rank == 0:
             try:
                 columns = os.get_terminal_size(self.terminal.fileno()).columns or 80
@@ -135,19 +153,26 @@ class Run:
                 self.terminal = None
 
     def resume(self, state: State, batches: Source[Shard]) -> None:
-        """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
+        """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
+        there is one.
 
-        From here on, each rank draws other random numbers from torch, for dropout; a checkpoint restores those of each rank.
-        batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the
-        checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
+        From here on, each rank draws other random numbers from torch, for dropout; a checkpoint
+        restores those of each rank. batches: a checkpoint keeps the values that determine their
+        order. Called by all ranks. Raises InputError if the checkpoint is of another run or cannot
+        be read. Then the status of the run directory does not change.
         """
         if self.begun:
-            raise RunError("run.resume(): called twice: call it once, before the loop over loop.steps()")
+            raise RunError(
+                "run.resume(): called twice: call it once, before the loop over loop.steps()"
+            )
         if isinstance(state.model, DistributedDataParallel):
-            raise RunError("State(): give it the network itself, not the result of world.parallel()")
+            raise RunError(
+                "State(): give it the network itself, not the result of world.parallel()"
+            )
         if self.settings.config.strategy == "fsdp":
             sharding.require_size(self.settings.config.shard_size, self.ranks)
-        self.state, self.sampler = state, batches.order
+        self.state = state
+        self.sampler = batches.order
         state.meta = {
             "recipe": self.settings.recipe,
             "config": _plain(self.settings),
@@ -156,9 +181,12 @@ class Run:
             "cpu_threads": torch.get_num_threads(),
             "device": device_name(self.world.device),
             "about": dict(state.about),
-            "code": source.loaded(ROOT) if self.world.rank == 0 else {},  # rank 0 saves and compares it
+            "code": source.loaded(ROOT)
+            if self.world.rank == 0
+            else {},  # rank 0 saves and compares it
             "best": None,  # best evaluation so far: best_metric's value, and its step
-            "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
+            # the row of an epoch's last step if a stop has postponed its evaluation
+            "unevaluated": None,
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         resume.compare_keys(self.world, self.settings, state.meta["config"] | dict(batches.order))
@@ -175,16 +203,21 @@ class Run:
         self._begin()
 
     def end_dry_run(self) -> None:
-        """If `launch.py check` started this process, writes what it found and raises DryRunEnd, which ends it."""
+        """If `launch.py check` started this process, writes what it found and raises DryRunEnd,
+        which ends it.
+        """
         if not self.dry_run:
             return
-        found, evaluates = Found(resumed_from_step=self.resumed_from_step), self.settings.config.evaluate
+        found = Found(resumed_from_step=self.resumed_from_step)
+        evaluates = self.settings.config.evaluate
         if self.state:
             count = sum(parameter.numel() for parameter in self.state.model.parameters())
             found = replace(found, parameters=count, evaluates=evaluates)
         if self.state and not evaluates:
             size = checkpoint.size_in_training(self.state)
-            gradients = checkpoint.size_of([p for p in self.state.model.parameters() if p.requires_grad])
+            gradients = checkpoint.size_of(
+                [p for p in self.state.model.parameters() if p.requires_grad]
+            )
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
             found = replace(found, rank_bytes=(size + gradients) // self.shared_by)
         files.write_json(Path(self.dry_run.file), asdict(found))
@@ -205,17 +238,20 @@ class Run:
             came = self.resumed_from
             own = came is not None and came.parent == self.dir / "checkpoints"
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
-                checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
+                # the run may have been resumed from an earlier step
+                checkpoint.point(came, "latest")
             attempts.begin(self.attempt, self.step, own)
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             attempts.write_status(self.attempt, "running", self.step)
         self.begun = True
 
     def stop_is_near(self, at_once: bool = False) -> bool:
-        """Whether this rank or another rank was notified to stop. For a long loop between two steps, which can then end early.
+        """Whether this rank or another rank was notified to stop. For a long loop between two
+        steps, which can then end early.
 
-        It may be called at any time, on any rank: it contains no collective. The answer can differ between ranks for about a second,
-        since it reads the store at most once per `STORE_EVERY_S`, unless ``at_once``.
+        It may be called at any time, on any rank: it contains no collective. The answer can differ
+        between ranks for about a second, since it reads the store at most once per `STORE_EVERY_S`,
+        unless ``at_once``.
         """
         if self.stop:
             self.world.store.compare_set(agreement.STOP, "", self.stop.reason)
@@ -226,22 +262,29 @@ class Run:
         return self.cut_short
 
     def agree_to_stop(self) -> str:
-        """Why all ranks must stop now; "" if they continue. The same on all ranks. A collective: every rank must call it."""
+        """Why all ranks must stop now; "" if they continue. The same on all ranks. A collective:
+        every rank must call it.
+        """
         with self.world.meeting():
             _, reason, _, _ = Agreement(self.world, self.stop).read()
         return reason
 
     def save_is_due(self) -> bool:
-        """Whether rank 0 requests a checkpoint by checkpoint_every_s=. It requests each one once; all ranks save it up to a step later."""
-        now, every_s = self.world.clock.now(), self.keys.checkpoint_every_s
+        """Whether rank 0 requests a checkpoint by checkpoint_every_s=. It requests each one once;
+        all ranks save it up to a step later.
+        """
+        now = self.world.clock.now()
+        every_s = self.keys.checkpoint_every_s
         due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
         self._saved_at = now if due else self._saved_at
         return due
 
     def save(self, *, best: bool = False, wait: bool = False) -> None:
-        """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.
+        """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless
+        ``wait``. Called by all ranks.
 
-        best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or the previous one cannot be written.
+        best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or
+        the previous one cannot be written.
         """
         self._saved_at = self.world.clock.now()
         self.world.pulse.beat(watchdog.WAITING)
@@ -252,7 +295,9 @@ class Run:
             sharding.reshard(self.state.model)
         if self.saver:
             rng = [part[ID_BYTES:] for part in gathered]
-            self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best, checkpoint_id)
+            self.saver.save(
+                checkpoint.content_of(self.state, self.sampler, rng), best, checkpoint_id
+            )
             if wait:
                 self.saver.wait()
         if wait:
@@ -269,7 +314,9 @@ class Run:
         self.world.store.set(f"rows/{step}/{self.world.rank}", "")
 
     def _await_rows(self, step: int) -> None:
-        """Waits until the other ranks that share the model have written their rows. Called in the thread of rank 0's saver."""
+        """Waits until the other ranks that share the model have written their rows. Called in the
+        thread of rank 0's saver.
+        """
         end = time.monotonic() + self.keys.timeout_s
         for rank in range(1, self.shared_by):
             while not self.world.store.check([f"rows/{step}/{rank}"]):
@@ -282,7 +329,9 @@ class Run:
                 time.sleep(ROWS_S)
 
     def _export(self) -> None:
-        """tensorboard=true: adds the rows up to the newest checkpoint to TensorBoard's events. A failure is a warning."""
+        """tensorboard=true: adds the rows up to the newest checkpoint to TensorBoard's events. A
+        failure is a warning.
+        """
         if getattr(self.settings.config, "tensorboard", False):
             try:
                 with files.locked(self.dir / trackers.LOCK):
@@ -291,38 +340,55 @@ class Run:
                 self.warn(f"tensorboard=true: {error}")
 
     def is_best(self) -> bool:
-        """Whether ``results`` are the best so far. If they are, ``state.meta`` records them. The same on all ranks.
+        """Whether ``results`` are the best so far. If they are, ``state.meta`` records them. The
+        same on all ranks.
 
         Raises InputError if ``best_metric`` is given and is not one of the results.
         """
-        cfg, best = self.settings.config, self.state.meta.get("best") or {}
+        cfg = self.settings.config
+        best = self.state.meta.get("best") or {}
         name = cfg.best_metric or "val_top1"
-        found, before = self.results.get(name), best.get(name)
-        if self.results and (cfg.best_metric or cfg.patience) and not isinstance(found, float | int):
+        found = self.results.get(name)
+        before = best.get(name)
+        if (
+            self.results
+            and (cfg.best_metric or cfg.patience)
+            and not isinstance(found, float | int)
+        ):
             numbers = [key for key, value in self.results.items() if isinstance(value, float)]
             raise InputError(
                 f"best_metric={name}: must be one of the numbers that the evaluation returns ({', '.join(numbers) or 'none'})"
             )
         if found is None or not math.isfinite(found):
             if found is not None:
-                self.say(f"warning: {name} is {found} at step {self.step}: this evaluation cannot be the best")
+                self.say(
+                    f"warning: {name} is {found} at step {self.step}: this evaluation cannot be the best"
+                )
             return False
-        if before is not None and (found <= before if cfg.best_mode is Mode.max else found >= before):
+        if before is not None and (
+            found <= before if cfg.best_mode is Mode.max else found >= before
+        ):
             return False
         self.state.meta["best"] = {name: float(found), "step": self.state.step}
         return True
 
     def has_stalled(self, per_epoch: int) -> bool:
-        """Whether ``patience`` epochs, of ``per_epoch`` steps, have passed since the best evaluation."""
-        cfg, best, late = self.settings.config, self.state.meta.get("best") or {}, self.state.meta.get("unevaluated")
+        """Whether ``patience`` epochs, of ``per_epoch`` steps, have passed since the best
+        evaluation.
+        """
+        cfg = self.settings.config
+        best = self.state.meta.get("best") or {}
+        late = self.state.meta.get("unevaluated")
         if not cfg.patience or late or (cfg.best_metric or "val_top1") not in best:
             return False
         return bool(self.step - best["step"] >= cfg.patience * per_epoch)
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end.
+        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the
+        run was stopped before its end.
 
-        Raises RunError if the recipe has left the loop over `loop.steps` early, or if ``results`` cannot be written.
+        Raises RunError if the recipe has left the loop over `loop.steps` early, or if ``results``
+        cannot be written.
         """
         if self.state and not self.complete:
             raise RunError(
@@ -337,9 +403,15 @@ class Run:
             self.attempt.staging.rmdir()  # it is empty: everything is saved
         step = self.step
         if self.stopping:
-            attempts.write_status(self.attempt, "preempted", step, reason=self.stopping, kind=Kind.stopped)
+            attempts.write_status(
+                self.attempt, "preempted", step, reason=self.stopping, kind=Kind.stopped
+            )
             is_training = not self.settings.config.evaluate
-            where = f"at step {step}, saved in {self.dir}" if is_training else "before the evaluation's end"
+            where = (
+                f"at step {step}, saved in {self.dir}"
+                if is_training
+                else "before the evaluation's end"
+            )
             self.say(f"stopped by {self.stopping} {where}")
             return
         if results or not (self.dir / "summary.json").exists():
@@ -351,7 +423,9 @@ class Run:
                 "backend": self.world.backend,
                 "epochs": self.settings.config.epochs,
                 "steps": step,
-                "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
+                "samples_per_second": round(self.samples / self.train_s, 1)
+                if self.train_s
+                else None,
                 "wall_seconds": round(time.monotonic() - self.started, 3),
                 "resumed_from_step": self.resumed_from_step,
                 "restarts": self.attempt.number,
@@ -367,9 +441,17 @@ class Run:
             if self.state:
                 trained = sum(p.numel() for p in self.state.model.parameters() if p.requires_grad)
                 cfg = self.settings.config
-                summary |= {"parameters": trained, "global_batch_size": cfg.global_batch_size, "strategy": cfg.strategy}
-            summary |= {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
-            if line := efficiency.verdict(rows.rows(self.dir), self.attempt.facts(), self.settings.saved):
+                summary |= {
+                    "parameters": trained,
+                    "global_batch_size": cfg.global_batch_size,
+                    "strategy": cfg.strategy,
+                }
+            summary |= (
+                {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
+            )
+            if line := efficiency.verdict(
+                rows.rows(self.dir), self.attempt.facts(), self.settings.saved
+            ):
                 summary["efficiency"] = line
                 self.say(f"efficiency: {line}")
             files.write_json(self.dir / "summary.json", {**summary, **results})

@@ -1,4 +1,6 @@
-"""Evaluations over all ranks: accuracy, F1, recall and the confusion matrix; for several labels per image, average precision."""
+"""Evaluations over all ranks: accuracy, F1, recall and the confusion matrix; for several labels per
+image, average precision.
+"""
 
 import contextlib
 import io
@@ -14,28 +16,37 @@ from recipes.core.train import sharding
 from recipes.core.train.run import Run
 
 Answers = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
-LARGEST_MATRIX = 50  # classes; a larger confusion matrix is not counted, since its size is their square
+# classes; a larger confusion matrix is not counted, since its size is their square
+LARGEST_MATRIX = 50
 CLASSES_AT_ONCE = 64  # of which a rank holds the logits of all samples
 
 
 @torch.inference_mode()
 def accuracy(run: Run, answers: Answers) -> dict[str, Any]:
-    """``val_top1``, ``val_top5`` (fractions) and ``val_samples``, over all ranks. Each rank counts its own samples, and the counts are summed.
+    """``val_top1``, ``val_top5`` (fractions) and ``val_samples``, over all ranks. Each rank counts
+    its own samples, and the counts are summed.
 
-    answers: gets the network to evaluate, and returns pairs of logits and labels. When a rank was notified to stop, this
-    function returns early: `Run.stop_is_near` notes that the results are incomplete. A collective: every rank must call it.
+    answers: gets the network to evaluate, and returns pairs of logits and labels. When a rank was
+    notified to stop, this function returns early: `Run.stop_is_near` notes that the results are
+    incomplete. A collective: every rank must call it.
     """
     counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
     for logits, labels in answered(run, answers):
         counts += right(logits, labels)
     top1, top5, samples = run.world.sum(counts).tolist()
-    return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
+    return {
+        "val_top1": top1 / max(1, samples),
+        "val_top5": top5 / max(1, samples),
+        "val_samples": samples,
+    }
 
 
 def right(logits: Tensor, labels: Tensor) -> Tensor:
-    """Counts of top-1 hits, top-5 hits and samples: int64, shape (3,). Counts of several batches can be added.
+    """Counts of top-1 hits, top-5 hits and samples: int64, shape (3,). Counts of several batches
+    can be added.
 
-    logits: (B, classes). labels: (B,). A negative label marks a sample that could not be read; it does not count.
+    logits: (B, classes). labels: (B,). A negative label marks a sample that could not be read; it
+    does not count.
     """
     hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
     return torch.stack([hits[:, 0].sum(), hits.sum(), (labels >= 0).sum()])
@@ -43,9 +54,11 @@ def right(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def answered(run: Run, answers: Answers) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs of ``answers``, as `accuracy` takes them, for a metric of your own. Ends early when a rank was notified to stop.
+    """The pairs of ``answers``, as `accuracy` takes them, for a metric of your own. Ends early when
+    a rank was notified to stop.
 
-    Every rank must call it, and exhaust it. Sum the counts over the ranks afterwards, with `World.sum`.
+    Every rank must call it, and exhaust it. Sum the counts over the ranks afterwards, with
+    `World.sum`.
     """
     with evaluation(run) as net:
         for pair in answers(net):
@@ -58,12 +71,14 @@ def answered(run: Run, answers: Answers) -> Iterator[tuple[Tensor, Tensor]]:
 
 @contextlib.contextmanager
 def evaluation(run: Run) -> Iterator[nn.Module]:
-    """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all ranks.
+    """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all
+    ranks.
 
-    Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each rank computes them from its own
-    samples. A checkpoint holds those of rank 0.
+    Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each
+    rank computes them from its own samples. A checkpoint holds those of rank 0.
     """
-    ema, net = run.state.ema, run.state.model
+    ema = run.state.ema
+    net = run.state.model
     chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
     run.world.pulse.beat(watchdog.WAITING)
     run.world.broadcast_buffers(chosen)
@@ -78,7 +93,8 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
 
 
 def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
-    """``val_top1``, ``val_f1`` (mean over the classes), ``val_recall`` by class, ``val_confusion`` and ``val_samples``. A collective.
+    """``val_top1``, ``val_f1`` (mean over the classes), ``val_recall`` by class, ``val_confusion``
+    and ``val_samples``. A collective.
 
     answers: as for `accuracy`; a negative label does not count.
     """
@@ -86,9 +102,12 @@ def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
     side = classes if classes <= LARGEST_MATRIX else 0
     matrix = torch.zeros(side * side, dtype=torch.int64, device=run.world.device)
     for logits, labels in answered(run, answers):
-        predicted, labels = logits.argmax(1)[labels >= 0], labels[labels >= 0]
+        predicted = logits.argmax(1)[labels >= 0]
+        labels = labels[labels >= 0]
         hits = labels[labels == predicted]
-        counts += torch.stack([torch.bincount(part, minlength=classes) for part in (hits, labels, predicted)])
+        counts += torch.stack(
+            [torch.bincount(part, minlength=classes) for part in (hits, labels, predicted)]
+        )
         if side:
             matrix += torch.bincount(labels * side + predicted, minlength=side * side)
     scores = of_counts(run.world.sum(counts))
@@ -100,25 +119,36 @@ def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
 def of_counts(counts: Tensor) -> dict[str, Any]:
     """The scores of counts (3, classes): of each class its hits, its labels and its predictions.
 
-    A class that neither occurs nor is predicted has no F1, and does not count in the mean. The recall of a class without samples is None.
+    A class that neither occurs nor is predicted has no F1, and does not count in the mean. The
+    recall of a class without samples is None.
     """
     hits, labels, predicted = counts.double().cpu()
     samples = int(labels.sum())
-    scores: dict[str, Any] = {"val_top1": float(hits.sum()) / max(1, samples), "val_samples": samples}
+    scores: dict[str, Any] = {
+        "val_top1": float(hits.sum()) / max(1, samples),
+        "val_samples": samples,
+    }
     scores["val_f1"] = mean_f1(hits, labels + predicted)
     scores["val_recall"] = [float(h / n) if n else None for h, n in zip(hits, labels, strict=True)]
     return scores
 
 
 def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
-    """For several labels per image: ``val_map`` (mean average precision), ``val_f1`` (mean, at probability 1/2), ``val_samples``.
+    """For several labels per image: ``val_map`` (mean average precision), ``val_f1`` (mean, at
+    probability 1/2), ``val_samples``.
 
-    answers: logits (B, classes), and labels of 0 and 1 of the same shape. A collective, in which each rank gets the scores of all samples,
-    of CLASSES_AT_ONCE classes at a time.
+    answers: logits (B, classes), and labels of 0 and 1 of the same shape. A collective, in which
+    each rank gets the scores of all samples, of CLASSES_AT_ONCE classes at a time.
     """
-    pairs = [torch.stack([logits.float(), labels.float()]).cpu() for logits, labels in answered(run, answers)]
+    pairs = [
+        torch.stack([logits.float(), labels.float()]).cpu()
+        for logits, labels in answered(run, answers)
+    ]
     own = torch.cat([torch.zeros(2, 0, classes), *pairs], 1)
-    precisions, hits, counts, samples = list[float](), list[Tensor](), list[Tensor](), 0
+    precisions = list[float]()
+    hits = list[Tensor]()
+    counts = list[Tensor]()
+    samples = 0
     for part in own.split(CLASSES_AT_ONCE, 2):
         logits, labels = _of_all_ranks(run, part).double()
         predicted = (logits > 0).double()
@@ -137,12 +167,16 @@ def _of_all_ranks(run: Run, part: Tensor) -> Tensor:
     """``part`` (2, N, classes) of each rank, joined by samples. A collective."""
     buffer = io.BytesIO()
     torch.save(part.clone(), buffer)  # a view would be saved with its whole storage
-    parts = [torch.load(io.BytesIO(part), weights_only=True) for part in run.world.gather(buffer.getvalue())]
+    parts = [
+        torch.load(io.BytesIO(part), weights_only=True)
+        for part in run.world.gather(buffer.getvalue())
+    ]
     return torch.cat(parts, 1)
 
 
 def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
-    """The average precision of each class that occurs, as in scikit-learn: the mean precision at its hits. Equal scores count together.
+    """The average precision of each class that occurs, as in scikit-learn: the mean precision at
+    its hits. Equal scores count together.
 
     logits, labels: (N, classes).
     """
@@ -152,7 +186,8 @@ def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
             continue
         scores, order = scores.sort(descending=True)
         hits = positive[order].cumsum(0)
-        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # of each group of equal scores
+        # of each group of equal scores
+        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])
         ranks = torch.arange(1, len(scores) + 1)[last]
         gained = torch.diff(hits[last], prepend=torch.zeros(1))
         found.append(float((gained * hits[last] / ranks).sum() / hits[-1]))
@@ -160,6 +195,8 @@ def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
 
 
 def mean_f1(hits: Tensor, counts: Tensor) -> float:
-    """The mean F1 of the classes that occur or are predicted. hits, counts: of each class; counts: its labels and its predictions."""
+    """The mean F1 of the classes that occur or are predicted. hits, counts: of each class; counts:
+    its labels and its predictions.
+    """
     found = (2 * hits / counts)[counts > 0]
     return float(found.mean()) if len(found) else 0.0

@@ -1,4 +1,6 @@
-"""One attempt of a run, from the process group to the exit status. Every recipe's ``main`` is called inside it."""
+"""One attempt of a run, from the process group to the exit status. Every recipe's ``main`` is
+called inside it.
+"""
 
 import contextlib
 import faulthandler
@@ -34,24 +36,30 @@ from recipes.core.train.world import World
 
 
 def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
-    """Calls ``main(config, run)`` on every rank, in a process group and a run directory, and ends the process.
+    """Calls ``main(config, run)`` on every rank, in a process group and a run directory, and ends
+    the process.
 
-    The results that main returns are written to ``summary.json``. Exit status (see docs/resume-and-failures.md): 0 done; 2 bad
-    configuration or bad input; 3 this machine or allocation cannot run it; 75 saved, to be requeued; 1 any other failure. After a
-    failure, the last lines of the log and ``status.json`` name the first rank that failed.
+    The results that main returns are written to ``summary.json``. Exit status (see
+    docs/resume-and-failures.md): 0 done; 2 bad configuration or bad input; 3 this machine or
+    allocation cannot run it; 75 saved, to be requeued; 1 any other failure. After a failure, the
+    last lines of the log and ``status.json`` name the first rank that failed.
     """
     code = errors.EXIT_CRASH
     try:
         faulthandler.enable()
         os.umask(int(start.settings.run.umask, 8))
-        start.pulse.tell(recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname())
+        start.pulse.tell(
+            recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname()
+        )
         start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
         _set_up(start)
-        device = resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
+        device = resolve_device(
+            start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count()
+        )
         if device.type == "cpu":
             processes.keep_freed_memory()
-        # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
-        # after the wait for the other ranks.
+        # Until the ranks have met there is nothing to save, so SIGINT ends this process at once.
+        # Python's own handler would run only after the wait for the other ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signals.keep_from_workers()
         info = start.ranks
@@ -59,16 +67,28 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         def tell(name: str) -> None:
             if info.local_rank == 0:
                 evaluates = start.settings.config.evaluate
-                ends = "the evaluation stops" if evaluates else "the run saves at one of the next steps and ends"
-                print(f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}", file=sys.stderr, flush=True)
+                ends = (
+                    "the evaluation stops"
+                    if evaluates
+                    else "the run saves at one of the next steps and ends"
+                )
+                print(
+                    f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
-        with process_group(start, device) as world, signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop:
+        with (
+            process_group(start, device) as world,
+            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop,
+        ):
             if info.rank == 0 and info.in_slurm and start.settings.run.stop_before_s:
                 left = functools.partial(queue.seconds_left, os.environ)
                 signals.watch_the_end(stop, start.settings.run.stop_before_s, left, tell)
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
-                # Skip the teardown of the group: it can wait for a rank that has ended, while the others wait for this one.
+                # Skip the teardown of the group: it can wait for a rank that has ended, while the
+                # others wait for this one.
                 failure.leave(code)
     except (InputError, MachineError) as error:
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
@@ -85,13 +105,22 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     failure.leave(code)
 
 
-def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: signals.StopFlag) -> int:
-    """The part of an attempt that has a run directory. Returns the exit status; if this rank failed, writes an error record."""
+def _attempt(
+    main: Callable[[Any, Run], Mapping[str, Any]],
+    start: Start,
+    world: World,
+    stop: signals.StopFlag,
+) -> int:
+    """The part of an attempt that has a run directory. Returns the exit status; if this rank
+    failed, writes an error record.
+    """
     attempt, was_done = open_run_dir(start, world)
     log = attempt.run_dir / "logs" / f"rank{world.rank}.log"
     failure.task_memory()
     with logs.copied_to(log) as terminal, contextlib.ExitStack() as stack:
-        current = Run(start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run)
+        current = Run(
+            start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run
+        )
         stack.callback(current.close_rows)
         world.pulse.tell(
             recipe=current.settings.recipe,
@@ -103,8 +132,12 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:
-            threading.Thread(target=failure.watch_owner, args=(current, over), name="owner watch", daemon=True).start()
-        threading.Thread(target=failure.watch_peers, args=(current, over), name="peer watch", daemon=True).start()
+            threading.Thread(
+                target=failure.watch_owner, args=(current, over), name="owner watch", daemon=True
+            ).start()
+        threading.Thread(
+            target=failure.watch_peers, args=(current, over), name="peer watch", daemon=True
+        ).start()
         try:
             introduce(current, start)
             check_shared(current)
@@ -123,16 +156,23 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
 
 
 def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
-    """Opens an attempt in the run directory, which each rank finds by its own keys. Called by all ranks.
+    """Opens an attempt in the run directory, which each rank finds by its own keys. Called by all
+    ranks.
 
-    Returns it, and whether the run was already done. Raises InputError if another job uses the directory, MachineError if it cannot be
-    written.
+    Returns it, and whether the run was already done. Raises InputError if another job uses the
+    directory, MachineError if it cannot be written.
     """
-    # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
+    # In a batch script the run belongs to the job, whatever the number of the step (another srun
+    # may have run before).
     run_id = directory.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
-    choose = functools.partial(directory.choose, start.settings.run.run_dir, start.settings.recipe, base=ROOT)
-    theirs, part, number, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world, choose(run_id)))
-    own = choose(run_id or Path(theirs).name)  # without an ID, the name contains the time at which rank 0 began
+    choose = functools.partial(
+        directory.choose, start.settings.run.run_dir, start.settings.recipe, base=ROOT
+    )
+    theirs, part, number, was_done = world.from_rank_0(
+        "run_dir", lambda: _open_on_rank_0(start, world, choose(run_id))
+    )
+    # without an ID, the name contains the time at which rank 0 began
+    own = choose(run_id or Path(theirs).name)
     if not (start.settings.run.run_dir or run_id) and str(own) != theirs:
         raise InputError(
             f"run_dir={own} here, run_dir={shown(theirs)} on rank 0: give the same run_dir= on all machines"
@@ -144,8 +184,13 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
 
 
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
-    recipe, keys = start.settings.recipe, start.settings.run
-    path = directory.inside(run_dir, directory.EVALUATION) if start.settings.config.evaluate else run_dir
+    recipe = start.settings.recipe
+    keys = start.settings.run
+    path = (
+        directory.inside(run_dir, directory.EVALUATION)
+        if start.settings.config.evaluate
+        else run_dir
+    )
     with files.writing_to(path, "run_dir"):
         given = attempts.given(os.environ)
         if given and given.run_dir == path and not given.has_begun:
@@ -162,9 +207,11 @@ def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, boo
 
 
 def check_shared(run: Run) -> None:
-    """Raises MachineError, on all ranks, if a node of the job does not see what rank 0 writes into the run directory.
+    """Raises MachineError, on all ranks, if a node of the job does not see what rank 0 writes into
+    the run directory.
 
-    Otherwise a job that is requeued on other nodes would find no checkpoint and would train from the beginning. Called by all ranks.
+    Otherwise a job that is requeued on other nodes would find no checkpoint and would train from
+    the beginning. Called by all ranks.
     """
     world = run.world
 
@@ -172,15 +219,20 @@ def check_shared(run: Run) -> None:
         problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"
         problem = f"run_dir={run.dir}: {problem}: give a folder that all nodes share"
         if world.ranks.local_rank == 0:
-            world.await_seen((run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem)
+            world.await_seen(
+                (run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem
+            )
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
         world.together("shared run_dir", look)
 
 
 def introduce(run: Run, start: Start) -> None:
-    """Prints the first lines: number of ranks, device, run directory, the interface that rank 0's node uses and why."""
-    world, backend = run.world, run.world.backend
+    """Prints the first lines: number of ranks, device, run directory, the interface that rank 0's
+    node uses and why.
+    """
+    world = run.world
+    backend = run.world.backend
     again = f", attempt {run.attempt.number + 1}" if run.attempt.number else ""
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
@@ -194,7 +246,9 @@ def introduce(run: Run, start: Start) -> None:
     name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     if used := os.environ.get(name, "").removeprefix("="):
         proven = start.interface and start.interface.interface == used
-        run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
+        run.say(
+            f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})"
+        )
     elif world.size > 1:
         run.say(f"network: the interface was not determined; {backend} chooses it")
     if start.from_files:
@@ -202,7 +256,9 @@ def introduce(run: Run, start: Start) -> None:
 
 
 def _set_up(start: Start) -> None:
-    """Sets torch's algorithms and threads, and seeds the generators of Python and NumPy for this rank. The recipe seeds torch's."""
+    """Sets torch's algorithms and threads, and seeds the generators of Python and NumPy for this
+    rank. The recipe seeds torch's.
+    """
     torch.use_deterministic_algorithms(start.settings.config.deterministic)
     if threads := start.settings.run.cpu_threads or int(start.ranks.world_size > 1):
         torch.set_num_threads(threads)

@@ -1,4 +1,6 @@
-"""strategy=fsdp: weights, gradients and optimiser state are divided over the ranks by torch's `fully_shard`, each tensor by its rows."""
+"""strategy=fsdp: weights, gradients and optimiser state are divided over the ranks by torch's
+`fully_shard`, each tensor by its rows.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +19,17 @@ NUMBER = "divided tensor"  # key of a dictionary that stands for a divided tenso
 
 
 def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -> None:
-    """Divides ``model`` in place: each element of its lists of blocks on its own, then the rest. A collective.
+    """Divides ``model`` in place: each element of its lists of blocks on its own, then the rest. A
+    collective.
 
-    shard_size: ranks over which a copy is divided; each further group of that size has another copy. 0: all ranks. Raises InputError if
-    shard_size does not divide the number of ranks.
+    shard_size: ranks over which a copy is divided; each further group of that size has another
+    copy. 0: all ranks. Raises InputError if shard_size does not divide the number of ranks.
     """
     require_size(shard_size, ranks)
     size = shard_size or ranks
-    shape, names = ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
+    shape, names = (
+        ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
+    )
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for parameter in model.parameters():  # fully_shard does not accept channels_last weights
         parameter.data = parameter.data.contiguous()
@@ -53,7 +58,9 @@ class Divided(list[Tensor]):
 
 
 def taken_apart(content: Any) -> tuple[Any, list[Tensor]]:
-    """``content`` with {NUMBER: i} in place of each divided tensor, and this rank's rows of these tensors."""
+    """``content`` with {NUMBER: i} in place of each divided tensor, and this rank's rows of these
+    tensors.
+    """
     own: list[Tensor] = []
 
     def numbered(tensor: DTensor) -> dict[str, int]:
@@ -64,7 +71,9 @@ def taken_apart(content: Any) -> tuple[Any, list[Tensor]]:
 
 
 def put_together(content: Any, of_ranks: Sequence[Sequence[Tensor]]) -> Any:
-    """The opposite of `taken_apart`, with a `Divided` for each divided tensor. of_ranks: the rows that each rank had."""
+    """The opposite of `taken_apart`, with a `Divided` for each divided tensor. of_ranks: the rows
+    that each rank had.
+    """
 
     def is_number(one: Any) -> bool:
         return isinstance(one, dict) and one.keys() == {NUMBER}
@@ -87,7 +96,9 @@ def weights_of(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def state_of(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of ``optimizer`` from a checkpoint, with tensors of a parameter's shape divided as the parameter is."""
+    """A state of ``optimizer`` from a checkpoint, with tensors of a parameter's shape divided as
+    the parameter is.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         i: {name: as_part(value, parameters[i]) for name, value in of_one.items()}
@@ -97,17 +108,23 @@ def state_of(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict
 
 
 def as_part(value: Any, like: Tensor | None) -> Any:
-    """This rank's rows of a tensor, if ``like`` is a divided one of the same shape; else the whole tensor."""
+    """This rank's rows of a tensor, if ``like`` is a divided one of the same shape; else the whole
+    tensor.
+    """
     value = torch.cat(value) if isinstance(value, Divided) else value
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
-    part = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    part = distribute_tensor(
+        value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
     return part.clone()  # not a view, which would keep the whole tensor
 
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Within the block, each rank has all weights, so that ranks may make different numbers of forward passes. A collective."""
+    """Within the block, each rank has all weights, so that ranks may make different numbers of
+    forward passes. A collective.
+    """
     with torch.inference_mode(False):  # the weights are trained afterwards
         for part in _parts(model):
             part.set_reshard_after_forward(False, recurse=False)
@@ -115,7 +132,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for part in _parts(model)[1:]:  # not the whole model, which keeps its own weights for the backward pass
+        # not the whole model, which keeps its own weights for the backward pass
+        for part in _parts(model)[1:]:
             part.set_reshard_after_forward(True, recurse=False)
         reshard(model)
 

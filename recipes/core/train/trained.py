@@ -19,9 +19,11 @@ from recipes.core.train import checkpoint, sharding
 
 @dataclass(frozen=True)
 class Trained:
-    """model: in eval mode. transform: from an RGB image to its input, float (3, px, px). path: of the checkpoint.
+    """model: in eval mode. transform: from an RGB image to its input, float (3, px, px). path: of
+    the checkpoint.
 
-    several: whether an image may have several labels: the probabilities of the classes are then independent.
+    several: whether an image may have several labels: the probabilities of the classes are then
+    independent.
     """
 
     model: nn.Module
@@ -31,7 +33,9 @@ class Trained:
     path: Path
 
     def input(self, image: Image.Image | str | Path) -> Tensor:
-        """The model's input (3, px, px) for an image, or for a file, turned as its EXIF data say. Raises InputError."""
+        """The model's input (3, px, px) for an image, or for a file, turned as its EXIF data say.
+        Raises InputError.
+        """
         try:
             if isinstance(image, Image.Image):
                 return self.transform(pillow.to_rgb(pillow.upright(image)))
@@ -54,13 +58,15 @@ class Trained:
 def load(run: str | Path, device: str = "cpu") -> Trained:
     """The classifier of a run directory (its best checkpoint, else its newest), or of a checkpoint.
 
-    Its recipe must have the functions ``make_net(cfg, classes, pretrained)`` and ``transforms(cfg)``, as finetune has. The averaged
-    weights are used if there are any. Raises InputError.
+    Its recipe must have the functions ``make_net(cfg, classes, pretrained)`` and
+    ``transforms(cfg)``, as finetune has. The averaged weights are used if there are any. Raises
+    InputError.
     """
     path = _checkpoint_of(Path(run))
     content = checkpoint.read(path)
     about = content["meta"].get("about")
-    recipe, classes = str(content["meta"].get("recipe")), about.get("classes") if isinstance(about, dict) else None
+    recipe = str(content["meta"].get("recipe"))
+    classes = about.get("classes") if isinstance(about, dict) else None
     recipe_conf.require(recipe, f"{path}: recipe={shown(recipe)}")
     module = importlib.import_module(f"recipes.{recipe}")
     if not (classes and hasattr(module, "make_net") and hasattr(module, "transforms")):
@@ -70,7 +76,11 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
     weights = sharding.whole(content["model"])
     if content.get("ema"):
-        weights = {k.removeprefix("module."): v for k, v in content["ema"].items() if k.startswith("module.")}
+        weights = {
+            k.removeprefix("module."): v
+            for k, v in content["ema"].items()
+            if k.startswith("module.")
+        }
     try:
         net.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
@@ -85,11 +95,15 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
 
 
 def _checkpoint_of(path: Path) -> Path:
-    """The checkpoint at ``path``: the file itself, or the best one of a run directory, else its newest. Raises InputError."""
+    """The checkpoint at ``path``: the file itself, or the best one of a run directory, else its
+    newest. Raises InputError.
+    """
     if path.is_file() and path.name not in ("best", "latest"):
         return path
     folder, pointer = (path.parent, path.name) if path.is_file() else (path / "checkpoints", "best")
     named = checkpoint.named(folder, pointer)
     if there := [folder / named] if named else checkpoint.candidates(folder):
         return there[0]
-    raise InputError(f"{str(path)!r}: has no checkpoint: give a run directory, or a file checkpoints/step-….pt")
+    raise InputError(
+        f"{str(path)!r}: has no checkpoint: give a run directory, or a file checkpoints/step-….pt"
+    )

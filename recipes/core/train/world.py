@@ -1,4 +1,6 @@
-"""This rank among all ranks: what they exchange through their store, and how each reports its progress."""
+"""This rank among all ranks: what they exchange through their store, and how each reports its
+progress.
+"""
 
 import contextlib
 import datetime
@@ -30,10 +32,12 @@ T = TypeVar("T")
 POLL_S = 0.2
 SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
 PULSE_S = 1.0  # between two reports of a rank's progress
-# torch's timeouts also count the time in which a job is suspended. Therefore this one is too long to expire, and `RunningClock`
-# measures timeout_s. A longer one overflows: torch passes milliseconds to poll(2) as an int.
+# torch's timeouts also count the time in which a job is suspended. Therefore this one is too long
+# to expire, and `RunningClock` measures timeout_s. A longer one overflows: torch passes
+# milliseconds to poll(2) as an int.
 TORCH_TIMEOUT = datetime.timedelta(days=7)
-TEARDOWN_S = 10.0  # maximum wait for a thread that uses a store or a process group that has lost a rank
+# maximum wait for a thread that uses a store or a process group that has lost a rank
+TEARDOWN_S = 10.0
 LONGEST = 2000  # characters of a line that another rank has sent
 MOST_SHAPES = 64  # beyond torch's own limit, 8, the model would run uncompiled
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
@@ -43,7 +47,8 @@ READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why th
 class World:
     """This rank among all ranks.
 
-    hosts: host name of each rank, by rank. store: the key-value store through which the ranks met. pulse: this rank's progress.
+    hosts: host name of each rank, by rank. store: the key-value store through which the ranks met.
+    pulse: this rank's progress.
     """
 
     ranks: RankInfo
@@ -53,7 +58,8 @@ class World:
     store: torch.distributed.Store
     timeout_s: float = 600.0
     pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
-    silent: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)  # ends `telling_pulses`
+    # ends `telling_pulses`
+    silent: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -73,7 +79,9 @@ class World:
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
-        """Applies ``timeout_s`` to collectives outside the step loop. torch's own timeout never expires."""
+        """Applies ``timeout_s`` to collectives outside the step loop. torch's own timeout never
+        expires.
+        """
         _, _, phase = self.pulse.read()
         if phase == watchdog.OUTSIDE:
             self.pulse.beat(watchdog.WAITING)
@@ -90,9 +98,11 @@ class World:
         return values
 
     def gather(self, content: bytes) -> list[bytes]:
-        """The ``content`` of each rank, by rank, on every rank. A collective: every rank must call it.
+        """The ``content`` of each rank, by rank, on every rank. A collective: every rank must call
+        it.
 
-        torch's own all_gather_object would execute code that another process in the place of a rank has sent.
+        torch's own all_gather_object would execute code that another process in the place of a rank
+        has sent.
         """
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
@@ -100,22 +110,29 @@ class World:
             torch.distributed.all_gather(sizes, sizes[self.rank].new_tensor([len(mine)]))
             longest = max(int(size) for size in sizes)
             padded = [mine.new_zeros(longest) for _ in range(self.size)]
-            torch.distributed.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
-        return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(padded, sizes, strict=True)]
+            torch.distributed.all_gather(
+                padded, torch.nn.functional.pad(mine, (0, longest - len(mine)))
+            )
+        return [
+            one[: int(size)].cpu().numpy().tobytes()
+            for one, size in zip(padded, sizes, strict=True)
+        ]
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
-        """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every rank. Every rank must call it.
+        """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every
+        rank. Every rank must call it.
 
-        Another user may write to the store. So the result must not name a file or code: each rank knows these by its own keys.
-        If ``work`` raises InputError or MachineError, every rank raises it. ``name`` must be unique in a run. Raises DistStoreError after
-        ``timeout_s``.
+        Another user may write to the store. So the result must not name a file or code: each rank
+        knows these by its own keys. If ``work`` raises InputError or MachineError, every rank
+        raises it. ``name`` must be unique in a run. Raises DistStoreError after ``timeout_s``.
         """
         if self.rank == 0:
             try:
                 self.store.set(f"{name}/result", json.dumps(work()))
             except (InputError, MachineError) as error:
                 raise self._error_of_all(name, error) from None
-        end, pause_s = self.clock.now() + self.timeout_s, 0.01
+        end = self.clock.now() + self.timeout_s
+        pause_s = 0.01
         # Not wait(), since torch logs a warning for each that times out.
         while not self.store.check([f"{name}/result"]):
             if self.store.check([f"{name}/error"]):
@@ -133,9 +150,11 @@ class World:
             raise MachineError(f"rank 0 sent {shown(text)}: {fix}") from None
 
     def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
-        """Waits until this node sees what rank 0 has written into ``folder``: a network file system can show it later on some nodes.
+        """Waits until this node sees what rank 0 has written into ``folder``: a network file system
+        can show it later on some nodes.
 
-        Raises MachineError with ``problem`` after `SEEN_S`, or half of ``timeout_s`` if that is less.
+        Raises MachineError with ``problem`` after `SEEN_S`, or half of ``timeout_s`` if that is
+        less.
         """
         deadline = time.monotonic() + min(SEEN_S, self.timeout_s / 2)
         while not is_seen():
@@ -146,12 +165,14 @@ class World:
             time.sleep(0.1)
 
     def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
-        """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.
+        """Calls ``work`` and returns its result when every rank has completed its own call. Every
+        rank must call it.
 
-        It is for work that may take longer than ``timeout_s``. ``work`` gets a function, which it calls with any value that changes as
-        it progresses. If ``work`` raises InputError, MachineError or Stopped on a rank, all ranks raise it. If it raises another error,
-        the other ranks raise MachineError. If no rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names
-        the host. ``name`` must be unique in a run.
+        It is for work that may take longer than ``timeout_s``. ``work`` gets a function, which it
+        calls with any value that changes as it progresses. If ``work`` raises InputError,
+        MachineError or Stopped on a rank, all ranks raise it. If it raises another error, the other
+        ranks raise MachineError. If no rank makes progress for ``timeout_s``, all ranks raise
+        MachineError. The line names the host. ``name`` must be unique in a run.
         """
         seen: object = None
 
@@ -179,12 +200,17 @@ class World:
         return result
 
     def _error_of_all(self, name: str, error: Exception) -> Exception:
-        """Makes all ranks raise ``error``, or the error that another rank has published before. Returns it."""
-        kinds: dict[str, type[Exception]] = {one.__name__: one for one in (Stopped, InputError, MachineError)}
+        """Makes all ranks raise ``error``, or the error that another rank has published before.
+        Returns it.
+        """
+        kinds: dict[str, type[Exception]] = {
+            one.__name__: one for one in (Stopped, InputError, MachineError)
+        }
         mine = next(f"{word} {error}" for word, kind in kinds.items() if isinstance(error, kind))
         first = self.store.compare_set(f"{name}/error", "", mine).decode(errors="replace")
         # Rank 0 waits until the other ranks have read it, since the store ends with rank 0.
-        read, end = self.store.add(f"{name}/read", 1), time.monotonic() + READERS_S
+        read = self.store.add(f"{name}/read", 1)
+        end = time.monotonic() + READERS_S
         while self.rank == 0 and read < self.size and time.monotonic() < end:
             time.sleep(0.02)
             read = self.store.add(f"{name}/read", 0)
@@ -194,29 +220,40 @@ class World:
         return kinds.get(word, MachineError)(shown(text, LONGEST))
 
     def _await_all(self, name: str) -> None:
-        """Waits until all ranks have done their work. Raises the error of a rank, or MachineError if no rank makes progress."""
-        counted, since = (0, 0), self.clock.now()
+        """Waits until all ranks have done their work. Raises the error of a rank, or MachineError
+        if no rank makes progress.
+        """
+        counted = (0, 0)
+        since = self.clock.now()
         while True:
             if self.store.check([f"{name}/error"]):
                 raise self._error_of_all(name, MachineError())
-            before, counted = counted, (self.store.add(f"{name}/progress", 0), self.store.add(f"{name}/done", 0))
+            before = counted
+            counted = (self.store.add(f"{name}/progress", 0), self.store.add(f"{name}/done", 0))
             if counted[1] == self.size:
                 return
             if counted != before:
                 since = self.clock.now()
                 self.pulse.beat(watchdog.START)
             elif self.clock.now() - since > self.timeout_s:
-                rank = next(rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"]))
-                late = f"rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
+                rank = next(
+                    rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"])
+                )
+                late = (
+                    f"rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
+                )
                 raise self._error_of_all(name, MachineError(f"{self.hosts[rank]}: {late}"))
             time.sleep(POLL_S)
 
     @contextlib.contextmanager
     def telling_pulses(self) -> Iterator[None]:
-        """While entered, a thread reports this rank's progress to the store every `PULSE_S` seconds, for `behind`."""
+        """While entered, a thread reports this rank's progress to the store every `PULSE_S`
+        seconds, for `behind`.
+        """
 
         def tell() -> None:
-            with contextlib.suppress(torch.distributed.DistError):  # rank 0 has ended, and the store with it
+            # rank 0 has ended, and the store with it
+            with contextlib.suppress(torch.distributed.DistError):
                 for words in itertools.count():
                     _, step, phase = self.pulse.read()
                     self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
@@ -232,9 +269,11 @@ class World:
             teller.join(TEARDOWN_S)
 
     def behind(self) -> dict[str, Any] | None:
-        """Another rank that no longer reports, otherwise the rank that is furthest behind: its rank, host and place.
+        """Another rank that no longer reports, otherwise the rank that is furthest behind: its
+        rank, host and place.
 
-        None if there is no such rank. It takes up to `4 * PULSE_S`. A rank calls it when it timed out waiting for the others.
+        None if there is no such rank. It takes up to `4 * PULSE_S`. A rank calls it when it timed
+        out waiting for the others.
         """
         answers: list[list[list[int]]] = []
 
@@ -243,17 +282,28 @@ class World:
             with contextlib.suppress(torch.distributed.DistError):
                 for wait_s in (0.0, 2.5 * PULSE_S):
                     time.sleep(wait_s)
-                    answers.append([[int(n) for n in text.decode().split()] for text in self.store.multi_get(names)])
+                    answers.append(
+                        [
+                            [int(n) for n in text.decode().split()]
+                            for text in self.store.multi_get(names)
+                        ]
+                    )
 
         # The store ends with rank 0, and then may not answer.
         asking = threading.Thread(target=ask, name="behind", daemon=True)
         asking.start()
         asking.join(4 * PULSE_S)
         if len(answers) < 2:
-            return {"rank": 0, "host": self.hosts[0], "at": "an unknown step"} if self.rank else None
+            return (
+                {"rank": 0, "host": self.hosts[0], "at": "an unknown step"} if self.rank else None
+            )
         before, now = answers
         _, step, phase = self.pulse.read()
-        silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0] and rank != self.rank]
+        silent = [
+            rank
+            for rank in range(self.size)
+            if before[rank][0] == now[rank][0] and rank != self.rank
+        ]
         slow = [rank for rank in range(self.size) if tuple(now[rank][1:]) < (step, phase)]
         if not (late := silent or slow):
             return None
@@ -261,20 +311,25 @@ class World:
         return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Copies rank 0's floating-point buffers, such as batch normalisation's averages, to every rank. A collective."""
+        """Copies rank 0's floating-point buffers, such as batch normalisation's averages, to every
+        rank. A collective.
+        """
         with self.meeting():
             for buffer in model.buffers():
                 if self.size > 1 and buffer.is_floating_point():
                     torch.distributed.broadcast(buffer, 0)
 
     def parallel(self, model: nn.Module, cfg: TrainKeys | None = None) -> nn.Module:
-        """``model`` in DistributedDataParallel, which averages gradients over the ranks; with strategy=fsdp, ``model`` itself, divided.
+        """``model`` in DistributedDataParallel, which averages gradients over the ranks; with
+        strategy=fsdp, ``model`` itself, divided.
 
-        With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first. Call it before the optimiser is made. A
-        collective: every rank must call it. Raises InputError if shard_size= does not divide the number of ranks.
+        With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first.
+        Call it before the optimiser is made. A collective: every rank must call it. Raises
+        InputError if shard_size= does not divide the number of ranks.
         """
         if cfg and cfg.compile:
-            # One graph for each shape of images, not one for all: it is faster, and progressive sizes have few shapes.
+            # One graph for each shape of images, not one for all: it is faster, and progressive
+            # sizes have few shapes.
             torch._dynamo.config.recompile_limit = MOST_SHAPES
             if cfg.strategy == "fsdp":
                 model.compile(dynamic=False)  # in place: fully_shard needs the model itself
@@ -288,22 +343,34 @@ class World:
             else:
                 devices = [self.device] if self.device.type == "cuda" else None
                 group = _group_of_gradients()
-                parallel = DistributedDataParallel(model, devices, gradient_as_bucket_view=True, process_group=group)
-                parallel.broadcast_buffers = _needs_buffers(model)  # in each forward pass, as the constructor has done
+                parallel = DistributedDataParallel(
+                    model, devices, gradient_as_bucket_view=True, process_group=group
+                )
+                # in each forward pass, as the constructor has done
+                parallel.broadcast_buffers = _needs_buffers(model)
                 model = parallel
-        # A forward pass begins with a collective. Ranks that wait there count as ahead of ranks that have not arrived.
-        model.register_forward_pre_hook(lambda *inputs: self.pulse.beat(watchdog.FORWARD) if model.training else None)
+        # A forward pass begins with a collective. Ranks that wait there count as ahead of ranks
+        # that have not arrived.
+        model.register_forward_pre_hook(
+            lambda *inputs: self.pulse.beat(watchdog.FORWARD) if model.training else None
+        )
         return model
 
 
 def _needs_buffers(model: nn.Module) -> bool:
-    """Whether a forward pass needs rank 0's buffers. Those of batch normalisation matter to an evaluation only: see `scores.evaluation`."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    """Whether a forward pass needs rank 0's buffers. Those of batch normalisation matter to an
+    evaluation only: see `scores.evaluation`.
+    """
+    norms = [
+        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     return bool({*model.buffers()} - {buffer for norm in norms for buffer in norm.buffers()})
 
 
 def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
-    """None, the default group. In debug mode (DETAIL), a group without checks: DDP crashes on one with checks (torch 2.15, gloo: SIGSEGV)."""
+    """None, the default group. In debug mode (DETAIL), a group without checks: DDP crashes on one
+    with checks (torch 2.15, gloo: SIGSEGV).
+    """
     if torch.distributed.get_debug_level() != torch.distributed.DebugLevel.DETAIL:
         return None
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)

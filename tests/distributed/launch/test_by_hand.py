@@ -1,4 +1,6 @@
-"""Two machines without Slurm, joined by hand with gpus=, node_rank= and master=: two network namespaces. Needs root."""
+"""Two machines without Slurm, joined by hand with gpus=, node_rank= and master=: two network
+namespaces. Needs root.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def start(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "host"), [((2, 1), "10.83.0.1"), pytest.param((1, 1), "[fd83::1]", marks=pytest.mark.long)]
+    ("ranks", "host"),
+    [((2, 1), "10.83.0.1"), pytest.param((1, 1), "[fd83::1]", marks=pytest.mark.long)],
 )
 def test_uneven_machines_may_start_in_any_order(
     machines: tuple[str, str], tmp_path: Path, ranks: tuple[int, int], host: str
@@ -44,24 +47,42 @@ def test_uneven_machines_may_start_in_any_order(
     first = start(machines[0], 0, *layout, cwd=tmp_path)
     ended = [helpers.finish(first), helpers.finish(second)]
     assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
-    run_dir, size = tmp_path / "run", sum(ranks)
+    run_dir = tmp_path / "run"
+    size = sum(ranks)
     assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
     assert any(line.startswith("network: eth0 (") for line in ended[0].lines), ended[0].out
     # Rank 0 speaks, and is on the other.
     assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
     summary = helpers.read(run_dir, "summary")
     found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
-    assert found == {"world_size": size, "num_nodes": 2, "steps": 4, "val_samples": 359, "restarts": 0}
+    assert found == {
+        "world_size": size,
+        "num_nodes": 2,
+        "steps": 4,
+        "val_samples": 359,
+        "restarts": 0,
+    }
     assert attempts.facts(run_dir)["hosts"] == [machines[0]] * ranks[0] + [machines[1]] * ranks[1]
-    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [f"rank{r}.log" for r in range(size)]
+    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [
+        f"rank{r}.log" for r in range(size)
+    ]
     assert helpers.read(run_dir, "status")["state"] == "done"
 
 
 @pytest.mark.long
 def test_the_doctor_without_slurm(machines: tuple[str, str], tmp_path: Path) -> None:
-    layout = ("recipe=doctor", "gpus=1,1", "master=10.83.0.1:29413", f"run_dir={tmp_path}/run", "seconds=40")
+    layout = (
+        "recipe=doctor",
+        "gpus=1,1",
+        "master=10.83.0.1:29413",
+        f"run_dir={tmp_path}/run",
+        "seconds=40",
+    )
     words = [word for word in LOCAL if not word.startswith(("recipe=", "dataset="))]
-    both = [start(name, node, *layout, cwd=tmp_path, command=words) for node, name in enumerate(machines)]
+    both = [
+        start(name, node, *layout, cwd=tmp_path, command=words)
+        for node, name in enumerate(machines)
+    ]
     ended = [helpers.finish(process) for process in both]
     assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
     assert "healthy: 2 nodes" in ended[0].lines, ended[0].out
@@ -77,7 +98,9 @@ def test_a_port_in_use_is_reported_in_one_line(host: str, tmp_path: Path) -> Non
         pytest.skip(f"no {host} here: {error}")
     with taken:
         port = taken.getsockname()[1]
-        ended = helpers.run([*LOCAL, "gpus=1,1", "node_rank=0", f"master={host}:{port}", f"run_dir={tmp_path}/run"])
+        ended = helpers.run(
+            [*LOCAL, "gpus=1,1", "node_rank=0", f"master={host}:{port}", f"run_dir={tmp_path}/run"]
+        )
     assert ended.status == 3, ended.out
     assert len(ended.lines) == 1, ended.out
     assert f"port {port}" in ended.lines[0]

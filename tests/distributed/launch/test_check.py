@@ -1,4 +1,6 @@
-"""``launch.py check`` reports the errors of a job before it is submitted, in the words of the run, and leaves no files."""
+"""``launch.py check`` reports the errors of a job before it is submitted, in the words of the run,
+and leaves no files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ HERE = ("launcher=local", "device=cpu")
 DIGITS = ("recipe=mnist", "dataset=digits", *HERE)
 
 
-def check(*words: str, repo: Path = ROOT, cwd: Path = ROOT, before: tuple[str, ...] = (), **environ: str) -> Ended:
+def check(
+    *words: str, repo: Path = ROOT, cwd: Path = ROOT, before: tuple[str, ...] = (), **environ: str
+) -> Ended:
     """Runs ``launch.py check words``, and checks its last line and that there is no traceback."""
     argv = [*before, sys.executable, str(repo / "launch.py"), "check", *words]
     ended = helpers.run(argv, cwd=cwd, environ=helpers.clean_environment(**environ))
@@ -49,7 +53,10 @@ def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
             return os.readlink(path).encode()
         return path.read_bytes() if path.is_file() else b""
 
-    return {str(p): (p.lstat().st_mode, p.lstat().st_mtime_ns, content(p)) for p in [folder, *folder.rglob("*")]}
+    return {
+        str(p): (p.lstat().st_mode, p.lstat().st_mtime_ns, content(p))
+        for p in [folder, *folder.rglob("*")]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     words = ("ranks_per_node=2", "max_steps=3", "keep_every_steps=2", f"run_dir={run_dir}")
     helpers.run_fork([*helpers.LOCAL, *words]).expect(0)
-    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == ["step-00000002.pt", "step-00000003.pt"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == [
+        "step-00000002.pt",
+        "step-00000003.pt",
+    ]
     return run_dir
 
 
@@ -66,7 +76,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Path) -> None:
-    repo, temporary = copy_repository(tmp_path / "clone"), tmp_path / "tmp"
+    repo = copy_repository(tmp_path / "clone")
+    temporary = tmp_path / "tmp"
     temporary.mkdir()
     before = everything(repo), everything(trained)
     words = (*DIGITS, "ranks_per_node=2", f"run_dir={trained}", "max_steps=4", "compile=true")
@@ -86,7 +97,9 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
 
 
 def test_a_recipe_without_checkpoints(tmp_path: Path) -> None:
-    said = parts(check("recipe=doctor", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run").expect(0))
+    said = parts(
+        check("recipe=doctor", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run").expect(0)
+    )
     assert said["recipe"] == "ok: nothing to train, and no checkpoints"
     assert said["disk"].endswith(f"free in {tmp_path}")
     assert list(tmp_path.iterdir()) == []
@@ -113,7 +126,11 @@ def test_a_recipe_that_fails_or_never_begins_is_reported(tmp_path: Path) -> None
             "    net = make_nett()",
             "mine: NameError: name 'make_nett' is not defined (recipes/mine.py, line 46)",
         ),
-        ("    world = run.world\n", "    return {}\n", "mine: ended before it called loop.steps() or run.begin()"),
+        (
+            "    world = run.world\n",
+            "    return {}\n",
+            "mine: ended before it called loop.steps() or run.begin()",
+        ),
     ):
         assert old in text
         (repo / "recipes/mine.py").write_text(text.replace(old, new))
@@ -125,11 +142,16 @@ def test_a_recipe_that_fails_or_never_begins_is_reported(tmp_path: Path) -> None
 # --- the disk
 
 
-def test_number_of_checkpoints_that_need_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_checkpoints_that_need_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "free_bytes", lambda folder: 8_388_608)
     two, five, little = (Found(1, 1, 8_300_000 // count) for count in (2, 5, 1000))
     run_dir = tmp_path / "run"
-    assert checks.disk_space(run_dir, 3, five) == f"5 checkpoints of up to 1.7 MB, 8.4 MB free in {tmp_path}"
+    assert (
+        checks.disk_space(run_dir, 3, five)
+        == f"5 checkpoints of up to 1.7 MB, 8.4 MB free in {tmp_path}"
+    )
     kept = f"all checkpoints are kept, up to 4.2 MB each; 8.4 MB free in {tmp_path}"
     assert checks.disk_space(run_dir, 0, two) == kept
     for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
@@ -148,11 +170,18 @@ def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
     """root must give up its right to write everywhere."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
-    before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    before = (
+        ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    )
     ended = check("recipe=doctor", *HERE, f"run_dir={closed}/run", before=before).expect(3)
-    assert parts(ended)["disk"] == f"failed: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
+    assert (
+        parts(ended)["disk"]
+        == f"failed: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
+    )
     (tmp_path / "file").touch()
-    with pytest.raises(MachineError, match=f"{tmp_path}/file is not a folder: give another run_dir"):
+    with pytest.raises(
+        MachineError, match=f"{tmp_path}/file is not a folder: give another run_dir"
+    ):
         checks.disk_space(tmp_path / "file/run", 3, None)
 
 
@@ -163,7 +192,9 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     argv = [sys.executable, str(ROOT / "launch.py"), "check", *DIGITS]
     process = helpers.start(argv, environ=helpers.clean_environment(TMPDIR=str(tmp_path)))
     helpers.wait_until(
-        lambda: list(tmp_path.glob("recipes-check-*/run/logs/rank0.log")), helpers.START_S, "the recipe runs"
+        lambda: list(tmp_path.glob("recipes-check-*/run/logs/rank0.log")),
+        helpers.START_S,
+        "the recipe runs",
     )
     [started] = helpers.children(process.pid)
     process.send_signal(signal.SIGINT)
@@ -174,13 +205,19 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_start_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo, temporary = copy_repository(tmp_path / "clone"), tmp_path / "tmp"
+def test_a_start_that_takes_too_long_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = copy_repository(tmp_path / "clone")
+    temporary = tmp_path / "tmp"
     temporary.mkdir()
     (repo / "recipes/toy.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    settings, before = command_line.parse(["recipe=toy"], environ={}), helpers.children(os.getpid())
-    with pytest.raises(MachineError, match=r"toy: did not reach its first step on this machine within 0\.5 s"):
+    settings = command_line.parse(["recipe=toy"], environ={})
+    before = helpers.children(os.getpid())
+    with pytest.raises(
+        MachineError, match=r"toy: did not reach its first step on this machine within 0\.5 s"
+    ):
         checks.start(settings, tmp_path / "run", 1, repo, tmp_path, timeout_s=0.5)
     assert helpers.children(os.getpid()) == before
     assert list(temporary.iterdir()) == []

@@ -33,7 +33,9 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(elsewhere: Path) -> Ended:
-    return helpers.run_fork([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere).expect(0)
+    return helpers.run_fork(
+        [*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere
+    ).expect(0)
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +53,20 @@ def test_a_run_prints_its_size_and_run_directory(first: Ended, run_dir: Path) ->
 
 def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 10, "")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
+        "done",
+        0,
+        10,
+        "",
+    )
     assert status["first_failing_rank"] is None
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
-        "best", "latest", "step-00000004.pt", "step-00000008.pt", "step-00000010.pt",
-    ]  # fmt: skip
+        "best",
+        "latest",
+        "step-00000004.pt",
+        "step-00000008.pt",
+        "step-00000010.pt",
+    ]
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000010.pt"
     assert sorted(p.name for p in (run_dir / "logs").iterdir()) == ["rank0.log", "rank1.log"]
     assert "epoch 1/4  step 10/10 " in (run_dir / "logs" / "rank0.log").read_text()
@@ -64,20 +75,37 @@ def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
     assert len(content["rng"]) == 2  # every rank's
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    assert (config["max_steps"], config["epochs"], config["optimizer"]) == (10, 4, "adamw")  # typed, and defaults
+    # typed, and defaults
+    assert (config["max_steps"], config["epochs"], config["optimizer"]) == (
+        10,
+        4,
+        "adamw",
+    )
     assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
 
 
 def test_metrics_and_summary(run_dir: Path) -> None:
     rows = helpers.rows(run_dir)
     assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 10]
-    assert all({"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= set(row) for row in rows)
-    assert all(row["attempt"] == 0 and row["epoch"] == 0 and row["samples_per_second"] > 0 for row in rows)
+    assert all(
+        {"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= set(row) for row in rows
+    )
+    assert all(
+        row["attempt"] == 0 and row["epoch"] == 0 and row["samples_per_second"] > 0 for row in rows
+    )
     summary = helpers.read(run_dir, "summary")
     expected = {
-        "recipe": "mnist", "world_size": 2, "num_nodes": 1, "device": "cpu", "backend": "gloo", "epochs": 4, "steps": 10,
-        "val_samples": 359, "resumed_from_step": None, "restarts": 0,
-    }  # fmt: skip
+        "recipe": "mnist",
+        "world_size": 2,
+        "num_nodes": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        "epochs": 4,
+        "steps": 10,
+        "val_samples": 359,
+        "resumed_from_step": None,
+        "restarts": 0,
+    }
     assert {k: summary[k] for k in expected} == expected
     assert 0 < summary["val_top1"] <= summary["val_top5"] <= 1
     assert summary["samples_per_second"] > 0
@@ -92,7 +120,9 @@ def test_visible_gpus_set_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7")
 
     def ranks(*words: str) -> tuple[int, ...]:
-        return local_layout(command_line.parse(["recipe=toy", "launcher=local", *words], environ={})).ranks
+        return local_layout(
+            command_line.parse(["recipe=toy", "launcher=local", *words], environ={})
+        ).ranks
 
     assert ranks() == (4,)
     assert ranks("gpus_per_node=2") == (2,)
@@ -134,7 +164,9 @@ SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
         (2, "os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
     ],
 )
-def test_a_failed_rank_ends_the_others_and_is_reported(rank: int, end: str, status: int, how: str) -> None:
+def test_a_failed_rank_ends_the_others_and_is_reported(
+    rank: int, end: str, status: int, how: str
+) -> None:
     code = STUBBORN + f"if rank == {rank}:\n    {end}\n" + SLEEP
     ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20).expect(status)
     assert ended.lines[-1].startswith(f"failed: rank {rank} on "), ended.out
@@ -191,7 +223,9 @@ own = attempt.given(os.environ)
 attempt.begin(own, 0, own=False)
 directory.write_status(own.run_dir, "running", attempt=0, step=7)
 """
-    process = helpers.start(launch("from pathlib import Path\n" + STUBBORN + code + SLEEP, 1, tmp_path))
+    process = helpers.start(
+        launch("from pathlib import Path\n" + STUBBORN + code + SLEEP, 1, tmp_path)
+    )
     ups(process, 1)
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -202,8 +236,10 @@ directory.write_status(own.run_dir, "running", attempt=0, step=7)
 
 
 def test_signals_at_the_same_time_are_one_stop() -> None:
-    """Hangups: the kernel sends one where a terminal goes, and the shell passes its own on when it ends. Signals that come together:
-    `timeout 1h python launch.py …` sends its own to the launcher, and then to its group, which the launcher is in."""
+    """Hangups: the kernel sends one where a terminal goes, and the shell passes its own on when it
+    ends. Signals that come together: `timeout 1h python launch.py …` sends its own to the launcher,
+    and then to its group, which the launcher is in.
+    """
     ranks = STUBBORN + SLEEP.replace("30", "3")
     usual = signals.TOGETHER_S
     cases = ((signal.SIGHUP, 0.1, usual), (signal.SIGTERM, 0.1, 60), (signal.SIGHUP, 0.6, usual))
@@ -225,12 +261,17 @@ def test_ranks_that_do_not_end_after_a_stop_are_killed() -> None:
     helpers.finish(process, timeout_s=20).expect(137)
 
 
-def test_children_of_a_rank_that_dies_during_the_check_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_of_a_rank_that_dies_during_the_check_are_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """This was seen once in some thousand kills on busy cores."""
     command = "sleep 60 & echo $!; exec sleep 60"
-    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
+    with subprocess.Popen(
+        ["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as rank:
         assert rank.stdout
-        left, looked = int(rank.stdout.readline()), os.waitid
+        left = int(rank.stdout.readline())
+        looked = os.waitid
 
         def late(*given: Any) -> Any:
             found = looked(*given)

@@ -1,4 +1,6 @@
-"""``script=FILE``: a program of the user as ranks of this machine. What it gets, how it ends, and what is recorded."""
+"""``script=FILE``: a program of the user as ranks of this machine. What it gets, how it ends, and
+what is recorded.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,12 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def start(folder: Path, program: str, *args: str, name: str = "a.py", ranks: int = 1) -> subprocess.Popen[str]:
-    """Starts a program on this machine, with ``folder`` as working folder and ``folder``/run as run directory."""
+def start(
+    folder: Path, program: str, *args: str, name: str = "a.py", ranks: int = 1
+) -> subprocess.Popen[str]:
+    """Starts a program on this machine, with ``folder`` as working folder and ``folder``/run as run
+    directory.
+    """
     (folder / name).write_text(program)
     (folder / name).chmod(0o755)
     words = [f"script={name}", *LOCAL[3:5], f"ranks_per_node={ranks}", "run_dir=run", "--", *args]
@@ -82,7 +88,12 @@ def test_one_rank_of_an_executable_may_form_a_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "code", "kind", "error"),
     [
-        ("raise ValueError('bad data')", 1, "error", "the program exited with status 1; ValueError: bad data"),
+        (
+            "raise ValueError('bad data')",
+            1,
+            "error",
+            "the program exited with status 1; ValueError: bad data",
+        ),
         ("x = = 1", 1, "error", "the program exited with status 1; SyntaxError: invalid syntax"),
         ("import sys; sys.exit(3)", 3, "error", "the program exited with status 3"),
         (
@@ -99,27 +110,40 @@ def test_one_rank_of_an_executable_may_form_a_group(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_rank_that_fails_first_is_named(tmp_path: Path, program: str, code: int, kind: str, error: str) -> None:
+def test_the_rank_that_fails_first_is_named(
+    tmp_path: Path, program: str, code: int, kind: str, error: str
+) -> None:
     (tmp_path / "fails.py").write_text(program)
     peer = "import runpy, os, time\nif os.environ['RANK'] == '1': runpy.run_path('fails.py')\ntime.sleep(1.5); exit(7)"
     ended = helpers.finish(start(tmp_path, peer, ranks=2))
     reason = f"rank 1 on {HOST} failed first: {error}"
     assert ended.status == code, ended.out
     assert ended.lines[-1] == f"failed: {reason}; logs in {tmp_path}/run/logs"
-    assert status(tmp_path, "state", "kind", "first_failing_rank", "exit_status") == ["failed", kind, 1, code]
+    assert status(tmp_path, "state", "kind", "first_failing_rank", "exit_status") == [
+        "failed",
+        kind,
+        1,
+        code,
+    ]
     assert explained(tmp_path)[0] == reason
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_signal_reaches_the_program_once_and_the_run_is_preempted(tmp_path: Path, code: int) -> None:
+def test_a_signal_reaches_the_program_once_and_the_run_is_preempted(
+    tmp_path: Path, code: int
+) -> None:
     launcher = start(tmp_path, HANDLER, str(code), ranks=2)
     notes = [tmp_path / f"run/notes{rank}" for rank in range(2)]
-    helpers.wait_until(lambda: all(note.exists() for note in notes), helpers.START_S, "the programs")
+    helpers.wait_until(
+        lambda: all(note.exists() for note in notes), helpers.START_S, "the programs"
+    )
     launcher.send_signal(signal.SIGUSR1)
     helpers.finish(launcher).expect(75)
     assert [note.read_text() for note in notes] == [str([signal.SIGUSR1.value])] * 2
     assert status(tmp_path, "state", "kind", "reason") == ["preempted", "stopped", "SIGUSR1"]
-    assert explained(tmp_path) == ["stopped by SIGUSR1; to resume, start the run again with the same run_dir="]
+    assert explained(tmp_path) == [
+        "stopped by SIGUSR1; to resume, start the run again with the same run_dir="
+    ]
 
 
 def test_a_signal_to_all_processes_of_a_rank_is_not_passed_on(tmp_path: Path) -> None:
@@ -134,8 +158,13 @@ def test_a_signal_to_all_processes_of_a_rank_is_not_passed_on(tmp_path: Path) ->
     assert note.read_text() == str([signal.SIGTERM.value])
 
 
-def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too(tmp_path: Path) -> None:
-    launcher = start(tmp_path, "import os, time; open(os.environ['RECIPES_RUN_DIR'] + '/up', 'w'); time.sleep(100)")
+def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too(
+    tmp_path: Path,
+) -> None:
+    launcher = start(
+        tmp_path,
+        "import os, time; open(os.environ['RECIPES_RUN_DIR'] + '/up', 'w'); time.sleep(100)",
+    )
     helpers.wait_until((tmp_path / "run/up").exists, helpers.START_S, "the program")
     launcher.terminate()
     assert helpers.finish(launcher).status == 75
@@ -146,7 +175,9 @@ def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too
 
 
 def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
-    launcher = start(tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)")
+    launcher = start(
+        tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"
+    )
     log = tmp_path / "run/logs/rank0.log"
     found = helpers.wait_until(
         lambda: log.exists() and re.search(r"^pid (\d+)$", log.read_text(), re.MULTILINE),
@@ -168,13 +199,24 @@ def test_a_rank_without_a_parent_is_refused(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "recipes.script", f"script={__file__}", f"run_dir={tmp_path}/run"]
     ended = helpers.run(argv)
     assert (ended.status, len(ended.lines)) == (2, 1), ended.out
-    assert "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE" in ended.out
+    assert (
+        "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE" in ended.out
+    )
     assert not (tmp_path / "run").exists()
 
 
-def test_check_does_not_start_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_does_not_start_the_program(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.py").write_text("import pathlib; pathlib.Path('started').touch()")
-    words = ["check", f"script={tmp_path}/a.py", *LOCAL[3:5], f"run_dir={tmp_path}/run", "--", "--help"]
+    words = [
+        "check",
+        f"script={tmp_path}/a.py",
+        *LOCAL[3:5],
+        f"run_dir={tmp_path}/run",
+        "--",
+        "--help",
+    ]
     assert cli.main(words, sys.executable) == 0
     lines = capfd.readouterr().out.splitlines()
     not_checked = f"script: not checked: launch.py check does not start {tmp_path}/a.py"
@@ -186,8 +228,14 @@ def test_check_does_not_start_the_program(tmp_path: Path, capfd: pytest.CaptureF
 def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
     from recipes import script
 
-    log, old = tmp_path / "log", "Traceback (most recent call last):\n  File x\nKeyError: old\n\f\n"
+    log = tmp_path / "log"
+    old = "Traceback (most recent call last):\n  File x\nKeyError: old\n\f\n"
     of_torch = '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x", line 1, in f\n[rank3]: E: a\n[rank3]: more\nend\n'
-    for text, found in ((old, ""), (old + of_torch, "; E: a"), (of_torch + "Traceback\n", "; E: a"), ("a\nb\n", "")):
+    for text, found in (
+        (old, ""),
+        (old + of_torch, "; E: a"),
+        (of_torch + "Traceback\n", "; E: a"),
+        ("a\nb\n", ""),
+    ):
         log.write_text(text)
         assert script.last_exception(log) == found

@@ -1,4 +1,6 @@
-"""The recipe cifar in this process: its inputs, loss, schedule, averages and networks against formulas, and its refusals."""
+"""The recipe cifar in this process: its inputs, loss, schedule, averages and networks against
+formulas, and its refusals.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,30 @@ from tests.distributed import one_rank
 from tests.distributed.one_rank import Trained
 
 # Of CIFAR-10, 0 to 1, to four digits as usually given: red, green, blue.
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-PIXELS = torch.randint(0, 256, (80, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
+PIXELS = torch.randint(
+    0, 256, (80, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+)
 LABELS = torch.randint(0, 10, (80,), generator=torch.Generator().manual_seed(1))
-TRAIN, TEST = ImageSet(PIXELS[:32], LABELS[:32]), ImageSet(PIXELS[32:], LABELS[32:])
+TRAIN = ImageSet(PIXELS[:32], LABELS[:32])
+TEST = ImageSet(PIXELS[32:], LABELS[32:])
 IMAGES = torch.randn(20, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 PLAIN = ("crop=0", "flip=false")
 Train = Callable[..., Trained]
 
 
 def small_net(cfg: Config, run: object, images: Tensor) -> nn.Module:
-    """Of any size of images, with batch normalisation, and other answers for an image than for its mirror image."""
-    conv, head = nn.Conv2d(3, 4, 5, stride=4), nn.Linear(16, 10)
-    nn.init.normal_(head.weight, std=9.0)  # so that the largest logit is one that the image gives, not the bias
-    return nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), head)
+    """Of any size of images, with batch normalisation, and other answers for an image than for its
+    mirror image.
+    """
+    conv = nn.Conv2d(3, 4, 5, stride=4)
+    head = nn.Linear(16, 10)
+    # so that the largest logit is one that the image gives, not the bias
+    nn.init.normal_(head.weight, std=9.0)
+    return nn.Sequential(
+        conv, nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), head
+    )
 
 
 def airbench(deep: bool) -> cifar.AirBench:
@@ -56,14 +68,19 @@ def pixels(inputs: Tensor) -> Tensor:
     return one_rank.unnormalised(inputs, MEAN, STD)
 
 
-def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(train: Train) -> None:
+def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(
+    train: Train,
+) -> None:
     trained = train("epochs=6", "label_smoothing=0.3")
     ways = one_rank.shifts(TRAIN.images, 4, "reflect")
-    found, losses = [], []
+    found = []
+    losses = []
     for forward in trained.training:
         batch = []
         for image in pixels(forward.inputs):
-            plain, mirrored = (ways.get(way.contiguous().numpy().tobytes()) for way in (image, TF.hflip(image)))
+            plain, mirrored = (
+                ways.get(way.contiguous().numpy().tobytes()) for way in (image, TF.hflip(image))
+            )
             assert plain or mirrored
             batch.append((plain or mirrored, plain is None))
         found.append(batch)
@@ -73,7 +90,10 @@ def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(
         batches = found[4 * epoch : 4 * epoch + 4]
         assert sorted(i for batch in batches for (i, _, _), _ in batch) == list(range(32))
         assert 6 <= sum(flipped for batch in batches for _, flipped in batch) <= 26  # of 32
-    mirrored = [{i for batch in found[4 * e : 4 * e + 4] for (i, _, _), flipped in batch if flipped} for e in range(6)]
+    mirrored = [
+        {i for batch in found[4 * e : 4 * e + 4] for (i, _, _), flipped in batch if flipped}
+        for e in range(6)
+    ]
     assert mirrored == [mirrored[0], set(range(32)) - mirrored[0]] * 3  # every second time
     for axis in (1, 2):
         places = [way[axis] for batch in found for way, _ in batch]
@@ -83,15 +103,21 @@ def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(
 
 
 @pytest.mark.parametrize("tta", [True, False])
-def test_an_evaluation_sums_the_logits_of_each_image_and_its_mirror_image(train: Train, tta: bool) -> None:
+def test_an_evaluation_sums_the_logits_of_each_image_and_its_mirror_image(
+    train: Train, tta: bool
+) -> None:
     trained = train("epochs=1", f"tta={str(tta).lower()}")
     seen = [pixels(forward.inputs) for forward in trained.evaluation]
     mirrored = TF.hflip(TEST.images)
-    assert [torch.equal(*pair) for pair in zip(seen, [TEST.images, mirrored], strict=False)] == [True] * (1 + tta)
+    assert [torch.equal(*pair) for pair in zip(seen, [TEST.images, mirrored], strict=False)] == [
+        True
+    ] * (1 + tta)
     answers = [forward.outputs for forward in trained.evaluation]
 
     def results(logits: Tensor) -> dict[str, float]:
-        return {f"val_top{k}": one_rank.top(logits, TEST.labels, k) for k in (1, 5)} | {"val_samples": len(TEST)}
+        return {f"val_top{k}": one_rank.top(logits, TEST.labels, k) for k in (1, 5)} | {
+            "val_samples": len(TEST)
+        }
 
     assert trained.results == results(sum(answers))
     if tta:  # the test tells a half of the sum from the sum
@@ -106,31 +132,42 @@ def test_an_evaluation_with_shifts_gives_them_half_of_the_weight(train: Train) -
     assert all(map(torch.equal, seen, [view.byte() for view in (*views, *map(TF.hflip, views))]))
     answers = [forward.outputs for forward in trained.evaluation]
     logits = sum(answers) + answers[0] + answers[3]
-    wanted, other = ([one_rank.top(one, TEST.labels, k) for k in (1, 5)] for one in (logits, sum(answers)))
+    wanted, other = (
+        [one_rank.top(one, TEST.labels, k) for k in (1, 5)] for one in (logits, sum(answers))
+    )
     assert [trained.results["val_top1"], trained.results["val_top5"]] == wanted != other
 
 
 def test_a_rank_takes_its_own_samples(train: Train) -> None:
-    one_rank.check_second_of_three(train, slice(3, 6), slice(16, 32))  # 8 in 3, 3 and 2; 48 in 16, 16 and 16
+    # 8 in 3, 3 and 2; 48 in 16, 16 and 16
+    one_rank.check_second_of_three(train, slice(3, 6), slice(16, 32))
 
 
 def test_cutout_removes_a_grey_square(train: Train) -> None:
     trained = train("max_steps=4", "cutout=8", *PLAIN)
-    grey = torch.cat([(pixels(forward.inputs) == 121).all(1).sum((1, 2)) for forward in trained.training])
+    grey = torch.cat(
+        [(pixels(forward.inputs) == 121).all(1).sum((1, 2)) for forward in trained.training]
+    )
     assert (grey.min() >= 16, grey.max()) == (True, 64)  # a quarter of it at least
 
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
     trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
-    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 3
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [
+        (torch.float32, torch.bfloat16)
+    ] * 3
     loss = one_rank.cross_entropy(trained.training[0].outputs, torch.zeros(8, dtype=torch.int64), 1)
     assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
 def test_the_learning_rate_schedule(train: Train) -> None:
-    """One quarter of 8 steps up, the others down; for a batch half as large as lr_batch_size the half of it."""
+    """One quarter of 8 steps up, the others down; for a batch half as large as lr_batch_size the
+    half of it.
+    """
     trained = train("epochs=2", "lr=0.08", "warmup=0.25", "lr_batch_size=16")
-    assert trained.lrs == pytest.approx([0.04 * f for f in (1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
+    assert trained.lrs == pytest.approx(
+        [0.04 * f for f in (1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)]
+    )
 
 
 def test_averaged_weights_are_evaluated(train: Train) -> None:
@@ -146,35 +183,53 @@ def test_averaged_weights_are_evaluated(train: Train) -> None:
 
 def test_the_optimizer_settings() -> None:
     net = nn.Linear(2, 2)
-    sgd, plain = (cifar.make_optimizer(cfg, net, 0.1, 8) for cfg in (Config(weight_decay=0.25), Config(momentum=0.0)))
+    sgd, plain = (
+        cifar.make_optimizer(cfg, net, 0.1, 8)
+        for cfg in (Config(weight_decay=0.25), Config(momentum=0.0))
+    )
     assert one_rank.decayed(net, sgd) == {"weight": 0.25, "bias": 0}
-    assert {(group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.1, 0.9, True)}
+    assert {(group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {
+        (0.1, 0.9, True)
+    }
     assert {group["nesterov"] for group in plain.param_groups} == {False}
 
 
 def test_muon_trains_the_filters_of_airbench_and_sgd_the_rest() -> None:
-    """The first layer's filters and the norms' weights are not trained, and its bias only in the first three epochs."""
-    cfg, net = Config(arch=Arch.airbench94, momentum=0.6, weight_decay=2e-6, warmup=0.0), airbench(deep=False)
+    """The first layer's filters and the norms' weights are not trained, and its bias only in the
+    first three epochs.
+    """
+    cfg = Config(arch=Arch.airbench94, momentum=0.6, weight_decay=2e-6, warmup=0.0)
+    net = airbench(deep=False)
     optimizer = cifar.make_optimizer(cfg, net, 0.24, 2000)
     names = {p: name for name, p in net.named_parameters()}
     groups = [sorted(names[p] for p in group["params"]) for group in optimizer.param_groups]
     filters = [f"body.{i}.{part}.0.weight" for i in range(3) for part in ("first", "second")]
     biases = [f"body.{i}.{norm}.bias" for i in range(3) for norm in ("first.2", "second.1")]
     assert groups == [filters, ["whiten.bias"], biases, ["head.weight"]]
-    settings = [(g["lr"], g["momentum"], g["orthogonal"], g["lr"] * g["weight_decay"]) for g in optimizer.param_groups]
+    settings = [
+        (g["lr"], g["momentum"], g["orthogonal"], g["lr"] * g["weight_decay"])
+        for g in optimizer.param_groups
+    ]
     sgd = [(pytest.approx(lr), 0.85, False, pytest.approx(4e-3)) for lr in (106, 106, 1340)]
     assert settings == [(0.24, 0.6, True, 0.0), *sgd]
-    factors = cifar.lr_factors(cfg, GlobalBatches(100, 10, 0, 0, 1), 80, 4)  # eight epochs of ten steps
+    # eight epochs of ten steps
+    factors = cifar.lr_factors(cfg, GlobalBatches(100, 10, 0, 0, 1), 80, 4)
     assert [factors[group](15) for group in range(4)] == [65 / 80, 0.5, 65 / 80, 65 / 80]
     assert factors[1](30) == 0
 
 
 def test_the_networks_are_the_variants_for_32_px() -> None:
-    """The sizes are by hand: a first layer of 3x3 that keeps all pixels, stages of half the side each."""
+    """The sizes are by hand: a first layer of 3x3 that keeps all pixels, stages of half the side
+    each.
+    """
     sides: list[int] = []
-    resnet18, shallow, deep = cifar.resnet18(10), airbench(deep=False), airbench(deep=True)
+    resnet18 = cifar.resnet18(10)
+    shallow = airbench(deep=False)
+    deep = airbench(deep=True)
     for net, last in ((resnet18, "layer4"), (shallow, "body"), (deep, "body")):
-        net.get_submodule(last).register_forward_hook(lambda module, inputs, output: sides.append(output.shape[-1]))
+        net.get_submodule(last).register_forward_hook(
+            lambda module, inputs, output: sides.append(output.shape[-1])
+        )
         assert net.train()(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     assert sides == [4, 3, 3]
     sizes = [sum(p.numel() for p in net.parameters()) for net in (resnet18, shallow, deep)]
@@ -186,19 +241,35 @@ def test_the_first_layer_of_airbench_whitens_patches() -> None:
     images = torch.rand(64, 3, 8, 8) * torch.rand(8, 8)  # neighbours are alike
     answers = F.conv2d(images, cifar.whitening(images)).transpose(0, 1).flatten(1)
     assert torch.allclose(answers[:12], -answers[12:])
-    assert torch.allclose(answers[:12] @ answers[:12].T / answers.shape[1], torch.eye(12), atol=0.05)
+    assert torch.allclose(
+        answers[:12] @ answers[:12].T / answers.shape[1], torch.eye(12), atol=0.05
+    )
 
 
 def test_the_keys_select_the_network() -> None:
     run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
     configs = [Config(arch=arch, weight_decay=0, sync_bn=arch is Arch.airbench94) for arch in Arch]
     nets = [cifar.make_net(config, run, IMAGES) for config in configs]
-    assert [net.head.out_features if isinstance(net, cifar.AirBench) else 0 for net in nets] == [0, 10, 10]
-    assert [sum(p.numel() for p in net.parameters()) > 9_000_000 for net in nets] == [True, False, True]
-    assert [any(isinstance(m, nn.SyncBatchNorm) for m in net.modules()) for net in nets] == [False, True, False]
+    assert [net.head.out_features if isinstance(net, cifar.AirBench) else 0 for net in nets] == [
+        0,
+        10,
+        10,
+    ]
+    assert [sum(p.numel() for p in net.parameters()) > 9_000_000 for net in nets] == [
+        True,
+        False,
+        True,
+    ]
+    assert [any(isinstance(m, nn.SyncBatchNorm) for m in net.modules()) for net in nets] == [
+        False,
+        True,
+        False,
+    ]
 
 
-def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_not_resumed_with_different_images(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train("max_steps=1")
     others = ImageSet(TRAIN.images.flip(0), TRAIN.labels)
     monkeypatch.setattr(in_memory, "load", lambda dataset, folder: (others, TEST))

@@ -1,4 +1,6 @@
-"""The recipe finetune: its schedule and groups against formulas; its images; the same metrics on 1, 2 and 3 ranks; an exact resume."""
+"""The recipe finetune: its schedule and groups against formulas; its images; the same metrics on 1,
+2 and 3 ranks; an exact resume.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,23 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             noise = torch.randint(-40, 40, (48, 40, 3), generator=random)
             pixels = (torch.tensor(color) + noise).clamp(0, 255).to(torch.uint8)
             Image.fromarray(pixels.numpy()).save(folder / name / f"{i}.jpg")
-            rows.append((f"{name}/{i}.jpg", name if i % 2 else f"{name};round", "val" if i < 3 else "train"))
+            rows.append(
+                (f"{name}/{i}.jpg", name if i % 2 else f"{name};round", "val" if i < 3 else "train")
+            )
     with open(folder / "labels.csv", "w", newline="") as file:
         csv.writer(file).writerows([("file", "label", "split"), *rows])
     return folder
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photographs: Path) -> Callable[..., one_rank.Trained]:
+def train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photographs: Path
+) -> Callable[..., one_rank.Trained]:
     folders = (tmp_path / str(i) for i in range(9))
     words = (*SMALL, f"data_dir={photographs}")
-    return lambda *more, **place: one_rank.train(finetune, next(folders), monkeypatch, *words, *more, **place)
+    return lambda *more, **place: one_rank.train(
+        finetune, next(folders), monkeypatch, *words, *more, **place
+    )
 
 
 def test_the_images_are_those_of_the_folder_normalised(train: Any, photographs: Path) -> None:
@@ -74,8 +82,11 @@ def test_several_labels_are_scored_by_average_precision(train: Any, photographs:
 def test_rates_fall_from_block_to_block_and_the_head_begins_alone() -> None:
     with torch.device("meta"):
         net = models.classifier("resnet18", "", 3)
-    rates = {group["depth"]: group["lr"] for group in optimisation.layer_groups(net, 0.01, 0.5, 0.1)}
-    assert rates == {depth: 0.01 * 0.5**depth for depth in range(11)}  # fc, eight blocks, bn1, conv1
+    rates = {
+        group["depth"]: group["lr"] for group in optimisation.layer_groups(net, 0.01, 0.5, 0.1)
+    }
+    # fc, eight blocks, bn1, conv1
+    assert rates == {depth: 0.01 * 0.5**depth for depth in range(11)}
     cfg = Config(head_epochs=1, warmup=0.25)
     of_head, of_others = finetune.lr_factors(cfg, 4, 12, [0, 3])
     assert [of_others(step) for step in range(4)] == [0.0] * 4
@@ -85,13 +96,17 @@ def test_rates_fall_from_block_to_block_and_the_head_begins_alone() -> None:
 
 
 def test_class_weights_and_mixing_change_the_loss(train: Any) -> None:
-    losses = {train("epochs=1", *words).rows[0]["loss"] for words in ((), ("mixup=0.4",), ("cutmix=1",))}
+    losses = {
+        train("epochs=1", *words).rows[0]["loss"] for words in ((), ("mixup=0.4",), ("cutmix=1",))
+    }
     assert len(losses) == 3
-    assert train("epochs=1", "class_weights=true").rows[0]["loss"] in losses  # the classes are of the same size
+    # the classes are of the same size
+    assert train("epochs=1", "class_weights=true").rows[0]["loss"] in losses
     labels = torch.tensor([0, 1, 2, 0])
     x, soft = finetune.mixed(Config(mixup=0.4), torch.rand(4, 3, 8, 8), labels, 3, 0, 1)
     assert soft.sum(1).tolist() == pytest.approx([1.0] * 4)
-    assert finetune.mixed(Config(mixup=0.4), x, labels, 3, 0, 1)[1].equal(soft)  # the same at a resume
+    # the same at a resume
+    assert finetune.mixed(Config(mixup=0.4), x, labels, 3, 0, 1)[1].equal(soft)
 
 
 @pytest.mark.parametrize(
@@ -119,27 +134,48 @@ def test_every_trained_parameter_is_in_one_group(arch: str) -> None:
 
 def launched(folder: Path, photographs: Path, ranks: int, *words: str) -> Path:
     """The run directory of a finished run of ``ranks`` ranks."""
-    keys = (*SMALL, f"data_dir={photographs}", "log_every_steps=1", f"ranks_per_node={ranks}", f"run_dir={folder}")
+    keys = (
+        *SMALL,
+        f"data_dir={photographs}",
+        "log_every_steps=1",
+        f"ranks_per_node={ranks}",
+        f"run_dir={folder}",
+    )
     helpers.run_fork([*helpers.LOCAL, "recipe=finetune", "dataset=images", *keys, *words]).expect(0)
     return folder
 
 
 def test_metrics_are_the_same_on_one_two_and_three_ranks(tmp_path: Path, photographs: Path) -> None:
     words = ("epochs=2", "train=head", "erasing=0.5")
-    rows = [helpers.rows(launched(tmp_path / str(ranks), photographs, ranks, *words)) for ranks in (1, 2, 3)]
+    rows = [
+        helpers.rows(launched(tmp_path / str(ranks), photographs, ranks, *words))
+        for ranks in (1, 2, 3)
+    ]
     for name in ("loss", "val_f1", "val_top1"):
         alone, *others = ([row[name] for row in found if name in row] for found in rows)
         for other in others:
             assert other == pytest.approx(alone, abs=1e-4), name
 
 
-def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: Path, photographs: Path) -> None:
-    keys = ["max_steps=6", "epochs=2", "checkpoint_every_steps=3", "num_workers=1", "train=lora", "cutmix=1", "ema=0.9"]
+def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(
+    tmp_path: Path, photographs: Path
+) -> None:
+    keys = [
+        "max_steps=6",
+        "epochs=2",
+        "checkpoint_every_steps=3",
+        "num_workers=1",
+        "train=lora",
+        "cutmix=1",
+        "ema=0.9",
+    ]
     whole = launched(tmp_path / "whole", photographs, 1, *keys)
     folder = tmp_path / "again/checkpoints"
     folder.mkdir(parents=True)
     shutil.copy(whole / "checkpoints/step-00000003.pt", folder)
     again = launched(tmp_path / "again", photographs, 1, *keys)
     assert helpers.rows(again)[0]["step"] == 4
-    first, second = (checkpoint.read(run_dir / "checkpoints/step-00000006.pt") for run_dir in (whole, again))
+    first, second = (
+        checkpoint.read(run_dir / "checkpoints/step-00000006.pt") for run_dir in (whole, again)
+    )
     assert states.digest(first) == states.digest(second)

@@ -1,4 +1,6 @@
-"""The recipes give the losses, and continue the run directories, that are recorded in tests/goldens."""
+"""The recipes give the losses, and continue the run directories, that are recorded in
+tests/goldens.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import pytest
 
 from tests import goldens, helpers
 
-# Recorded with torch 2.15. On the same CPU, torch 2.10 gives the same bits. Other kernels (AVX2, or plain C, in place
-# of AVX-512) change the losses by less than 1e-5. A learning rate that is 1 % higher changes the last by at least 4e-4.
+# Recorded with torch 2.15. On the same CPU, torch 2.10 gives the same bits. Other kernels (AVX2, or
+# plain C, in place of AVX-512) change the losses by less than 1e-5. A learning rate that is 1 %
+# higher changes the last by at least 4e-4.
 RELATIVE = 1e-4
 SAMPLES = 2  # of the evaluated samples: two logits that are almost equal may change places
 TOY = (sys.executable, "-m", "recipes.toy")
@@ -28,13 +31,16 @@ def test_two_ranks_give_the_recorded_losses_and_accuracies(recipe: str, tmp_path
         for name, value in before.items():
             share = name in ("val_top1", "val_top5")
             near = pytest.approx(
-                value, abs=SAMPLES / before["val_samples"] if share else 0, rel=0 if share else RELATIVE
+                value,
+                abs=SAMPLES / before["val_samples"] if share else 0,
+                rel=0 if share else RELATIVE,
             )
             assert row[name] == near, f"{name} at step {row['step']}"
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}  # the last row of a step counts
+    # the last row of a step counts
+    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}
 
 
 def reported(run_dir: Path) -> dict[str, Any]:
@@ -50,24 +56,33 @@ def reported(run_dir: Path) -> dict[str, Any]:
         ("failed", 2, 12, "rank 1 on ", 8),
     ],
 )
-def test_runs_of_before_are_continued(name: str, ranks: int, step: int, note: str, saved: int, tmp_path: Path) -> None:
+def test_runs_of_before_are_continued(
+    name: str, ranks: int, step: int, note: str, saved: int, tmp_path: Path
+) -> None:
     """step: of the last row before. saved: of the newest checkpoint."""
     run_dir = goldens.copy_of_run(name, tmp_path)
     before = reported(run_dir)
     assert (before["state"], before["recipe"], before["step"]) == (name, "toy", step)
     assert note in before["note"]
 
-    ended = [helpers.finish(process) for process in helpers.fork_ranks([*TOY, f"run_dir={run_dir}"], ranks)]
+    ended = [
+        helpers.finish(process)
+        for process in helpers.fork_ranks([*TOY, f"run_dir={run_dir}"], ranks)
+    ]
     assert [one.status for one in ended] == [0] * ranks, ended
     lines = ended[0].lines
     assert lines[-1] == f"finished at step {goldens.STEPS}"
-    assert any(line.startswith("resumed from ") and line.endswith(f", step {saved}") for line in lines), lines
+    assert any(
+        line.startswith("resumed from ") and line.endswith(f", step {saved}") for line in lines
+    ), lines
     assert any(line.startswith("already finished: ") for line in lines) == (name == "done")
     status = helpers.read(run_dir, "status")
     assert (status["state"], status["attempt"], status["step"]) == ("done", 1, goldens.STEPS)
     after = reported(run_dir)
     assert (after["state"], after["step"], after["note"]) == ("done", goldens.STEPS, "")
     rows = [(row["attempt"], row["step"]) for row in helpers.rows(run_dir)]
-    assert rows == [(0, n) for n in range(1, step + 1)] + [(1, n) for n in range(saved + 1, goldens.STEPS + 1)]
+    assert rows == [(0, n) for n in range(1, step + 1)] + [
+        (1, n) for n in range(saved + 1, goldens.STEPS + 1)
+    ]
     # All runs have the same keys: a run that is continued ends as one that was never stopped.
     assert losses(run_dir) == pytest.approx(losses(goldens.RUNS / "done"), rel=RELATIVE)

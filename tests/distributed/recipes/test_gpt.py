@@ -1,4 +1,6 @@
-"""The recipe gpt: its model and rules, bits per byte against a sum by hand, the same training on 1, 2 and 3 ranks, an exact resume."""
+"""The recipe gpt: its model and rules, bits per byte against a sum by hand, the same training on 1,
+2 and 3 ranks, an exact resume.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,11 @@ TOKENS = torch.randint(0, 32, (3, 12), generator=torch.Generator().manual_seed(1
 
 @torch.no_grad()
 def test_a_later_token_does_not_change_an_earlier_logit() -> None:
-    net, changed = model(), TOKENS.clone()
+    net = model()
+    changed = TOKENS.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 32
-    before, after = net.logits(TOKENS), net.logits(changed)
+    before = net.logits(TOKENS)
+    after = net.logits(changed)
     assert torch.equal(before[:, :7], after[:, :7])
     assert ((before - after)[:, 7:].abs().amax(2) > 1e-3).all()
 
@@ -52,8 +56,11 @@ def turned(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_positions_count_by_their_distance() -> None:
-    """Attention to the same tokens in another order differs; the product of a query and a key depends on their distance alone."""
-    net, swapped = model(), TOKENS.clone()
+    """Attention to the same tokens in another order differs; the product of a query and a key
+    depends on their distance alone.
+    """
+    net = model()
+    swapped = TOKENS.clone()
     swapped[:, [1, 4]] = swapped[:, [4, 1]]
     assert ((net.logits(TOKENS) - net.logits(swapped))[:, -1].abs().amax(1) > 1e-3).all()
     q, k = torch.randn(2, 1, 1, 1, 64).expand(2, 1, 9, 1, 64)
@@ -66,8 +73,11 @@ def test_positions_count_by_their_distance() -> None:
 
 @torch.no_grad()
 def test_attention_by_its_definition() -> None:
-    """Six heads of queries; queries 0, 1, 2 share keys and values 0, and so on. Queries and keys have mean square 1."""
-    net, x = gpt.Attention(384, 2), torch.randn(2, 5, 384)
+    """Six heads of queries; queries 0, 1, 2 share keys and values 0, and so on. Queries and keys
+    have mean square 1.
+    """
+    net = gpt.Attention(384, 2)
+    x = torch.randn(2, 5, 384)
     q, k, v = (layer(x).view(2, 5, -1, 64) for layer in (net.query, net.key, net.value))
     q, k = (turned(part) / turned(part).square().mean(-1, keepdim=True).sqrt() for part in (q, k))
     assert net.key.weight.shape == (128, 384)
@@ -76,7 +86,9 @@ def test_attention_by_its_definition() -> None:
         scores = q[:, :, head] @ k[:, :, head // 3].mT / 8
         scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(2) @ v[:, :, head // 3])
-    assert torch.allclose(net(x, *gpt.rotary_factors(5, x.device)), net.out(torch.cat(heads, 2)), atol=1e-5)
+    assert torch.allclose(
+        net(x, *gpt.rotary_factors(5, x.device)), net.out(torch.cat(heads, 2)), atol=1e-5
+    )
 
 
 def test_the_loss_is_one_number_for_each_sequence() -> None:
@@ -85,14 +97,17 @@ def test_the_loss_is_one_number_for_each_sequence() -> None:
     assert losses.shape == (3,)
     logits = net.logits(TOKENS[:, :-1]).detach()
     for i in range(3):
-        assert float(losses[i]) == pytest.approx(float(F.cross_entropy(logits[i], TOKENS[i, 1:])), rel=1e-5)
+        assert float(losses[i]) == pytest.approx(
+            float(F.cross_entropy(logits[i], TOKENS[i, 1:])), rel=1e-5
+        )
     fresh = gpt.GPT(32, 2, 128, 1)
     assert fresh(TOKENS).tolist() == pytest.approx([math.log(32)] * 3)
     assert net(TOKENS[:0]).shape == (0,)
 
 
 def test_generated_tokens_follow_from_the_seed_and_the_context() -> None:
-    net, first = model(), torch.tensor([3])
+    net = model()
+    first = torch.tensor([3])
     one, same, other = (gpt.generate(net, first, 30, 8, 20, seed) for seed in (0, 0, 1))
     assert one.tolist() == same.tolist() != other.tolist()
     assert (len(one), int(one[0]), int(one.max()) < 20) == (31, 3, True)
@@ -109,12 +124,26 @@ def test_what_follows_from_the_depth() -> None:
     """By hand: 12 * 768**2 parameters of a block of 12, less those of 9 heads of keys and values."""
     cfg = Config()
     parameters = 12 * (12 * 768**2 - 2 * 9 * 64 * 768)
-    assert (cfg.width, cfg.kv_heads, cfg.global_batch_size, cfg.tokens) == (768, 3, 384, 20 * parameters)
+    assert (cfg.width, cfg.kv_heads, cfg.global_batch_size, cfg.tokens) == (
+        768,
+        3,
+        384,
+        20 * parameters,
+    )
     assert cfg.max_steps == math.ceil(20 * parameters / (384 * 1024))
     assert (cfg.lr, cfg.embed_lr, cfg.head_lr) == (0.02, 0.2, 0.004)
     net = gpt.GPT(64, 12, cfg.width, cfg.kv_heads)
     assert sum(p.numel() for p in net.blocks.parameters()) == parameters
-    assert [Config(depth=depth).kv_heads for depth in (1, 2, 3, 4, 5, 6, 16, 20)] == [1, 1, 1, 1, 5, 2, 4, 5]
+    assert [Config(depth=depth).kv_heads for depth in (1, 2, 3, 4, 5, 6, 16, 20)] == [
+        1,
+        1,
+        1,
+        1,
+        5,
+        2,
+        4,
+        5,
+    ]
     assert Config(depth=3).head_lr == pytest.approx(0.008)
     given = {"width": 128, "kv_heads": 2, "global_batch_size": 7, "tokens": 10_000, "embed_lr": 0.5}
     given |= {"max_steps": 3, "head_lr": 0.25}
@@ -125,7 +154,9 @@ def test_what_follows_from_the_depth() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="width=100: must be a multiple of 64, such as 128"):
         Config(width=100)
-    with pytest.raises(ConfigError, match="kv_heads=4: must divide the number of heads, width/64 = 6"):
+    with pytest.raises(
+        ConfigError, match="kv_heads=4: must divide the number of heads, width/64 = 6"
+    ):
         Config(depth=6, kv_heads=4)
 
 
@@ -135,11 +166,15 @@ def test_each_weight_has_its_optimiser_and_rate() -> None:
     optimizer = gpt.make_optimizer(cfg, net)
     blocks, embed, head = optimizer.param_groups
     assert (blocks["params"], embed["params"], head["params"]) == (
-        list(net.blocks.parameters()), [net.embed.weight], [net.head.weight],
-    )  # fmt: skip
+        list(net.blocks.parameters()),
+        [net.embed.weight],
+        [net.head.weight],
+    )
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
-        (0.02, 0.25, ()), (cfg.embed_lr, 0.0, (0.8, 0.95)), (cfg.head_lr, 0.0, (0.8, 0.95)),
-    ]  # fmt: skip
+        (0.02, 0.25, ()),
+        (cfg.embed_lr, 0.0, (0.8, 0.95)),
+        (cfg.head_lr, 0.0, (0.8, 0.95)),
+    ]
     assert all(p.ndim == 2 for p in blocks["params"])
 
 
@@ -150,13 +185,17 @@ def test_the_learning_rate_schedule() -> None:
 
 
 def letters(count: int) -> Text:
-    tokens = torch.randint(1, len(VOCABULARY), (count,), generator=torch.Generator().manual_seed(0)).numpy()
+    tokens = torch.randint(
+        1, len(VOCABULARY), (count,), generator=torch.Generator().manual_seed(0)
+    ).numpy()
     tokens[::50] = 0
     return Text([np.array(tokens, np.uint16)], VOCABULARY, 0, str(count))
 
 
 def test_bits_per_byte_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bits that the model spends on the validation set, end-of-text tokens too, for each byte of text."""
+    """All bits that the model spends on the validation set, end-of-text tokens too, for each byte
+    of text.
+    """
     monkeypatch.setattr(gpt, "EVAL_BATCH", 4)
     data = letters(20_000)
     monkeypatch.setattr(text, "open_text", lambda data_dir: data)
@@ -188,19 +227,33 @@ def test_losses_are_the_same_on_one_two_and_three_ranks(tmp_path: Path) -> None:
     words = ("depth=1", "seq_len=64", "global_batch_size=2", "max_steps=8", "sample=0")
     found = [helpers.rows(launched(tmp_path / str(ranks), ranks, *words)) for ranks in (1, 2, 3)]
     for rows in found[1:]:
-        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in found[0]], abs=1e-4)
+        assert [row["loss"] for row in rows] == pytest.approx(
+            [row["loss"] for row in found[0]], abs=1e-4
+        )
         assert rows[-1]["val_bpb"] == pytest.approx(found[0][-1]["val_bpb"], abs=1e-4)
 
 
 @pytest.mark.long
 def test_an_evaluation_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Of the same weights: the sum of the same losses in another order. It prints text of the model."""
+    """Of the same weights: the sum of the same losses in another order. It prints text of the
+    model.
+    """
     run_dir = launched(tmp_path / "run", 1, *SMALL)
     found = [helpers.read(run_dir, "summary")["val_bpb"]]
     for ranks in (1, 2, 3):
         ended = helpers.run_fork(
-            [*helpers.LOCAL, "recipe=gpt", "dataset=bytes", f"ranks_per_node={ranks}", f"run_dir={run_dir}", "evaluate=true", "sample=20", "prompt=The dog", "cpu_threads=1"]
-        )  # fmt: skip
+            [
+                *helpers.LOCAL,
+                "recipe=gpt",
+                "dataset=bytes",
+                f"ranks_per_node={ranks}",
+                f"run_dir={run_dir}",
+                "evaluate=true",
+                "sample=20",
+                "prompt=The dog",
+                "cpu_threads=1",
+            ]
+        )
         assert ended.status == 0, ended.out
         [path] = (run_dir / "evaluation").glob("**/summary.json")
         found.append(helpers.read(path.parent, "summary")["val_bpb"])
@@ -216,12 +269,16 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     shutil.copy(whole / "checkpoints/step-00000003.pt", folder)
     again = launched(tmp_path / "again", 2, *words)
     assert helpers.rows(again)[0]["step"] == 4
-    first, second = (checkpoint.read(run_dir / "checkpoints/step-00000006.pt") for run_dir in (whole, again))
+    first, second = (
+        checkpoint.read(run_dir / "checkpoints/step-00000006.pt") for run_dir in (whole, again)
+    )
     assert states.digest(first) == states.digest(second)
 
 
 @pytest.mark.long
 def test_a_small_model_learns_to_use_positions(tmp_path: Path) -> None:
     """0.92 after 60 steps; without positions 1.85, and untrained 8.3."""
-    run_dir = launched(tmp_path / "run", 2, "max_steps=60", "depth=2", "seq_len=64", "global_batch_size=32")
+    run_dir = launched(
+        tmp_path / "run", 2, "max_steps=60", "depth=2", "seq_len=64", "global_batch_size=32"
+    )
     assert helpers.read(run_dir, "summary")["val_bpb"] < 1.3

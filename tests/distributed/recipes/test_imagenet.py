@@ -1,4 +1,6 @@
-"""The recipe imagenet in this process: its inputs, loss, schedule and optimisers against formulas, and real images that it memorises."""
+"""The recipe imagenet in this process: its inputs, loss, schedule and optimisers against formulas,
+and real images that it memorises.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,28 @@ from tests.distributed import one_rank
 from tests.distributed.one_rank import Trained
 
 # As all of torchvision's weights have them: red, green, blue, of 0 to 1.
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 Train = Callable[..., Trained]
 
 
 def small_net(cfg: Config, run: object, classes: int) -> nn.Module:
     conv = nn.Conv2d(3, 4, 5, stride=4)
-    layers = [conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    layers = [
+        conv,
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*layers, nn.Linear(16, classes))
 
 
 @pytest.fixture(scope="module")
 def slopes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 training images whose red grows to the right, whose green grows downwards, and whose blue is the class, times 30.
+    """24 training images whose red grows to the right, whose green grows downwards, and whose blue
+    is the class, times 30.
 
     And 13 validation images of several sizes.
     """
@@ -48,21 +59,34 @@ def slopes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(24):
         place = folder / "train" / f"class{i % 6}"
         place.mkdir(parents=True, exist_ok=True)
-        pixels = np.stack([2 * right, 2 * down, np.full_like(down, 30 * (i % 6) + 50)], 2).astype(np.uint8)
+        pixels = np.stack([2 * right, 2 * down, np.full_like(down, 30 * (i % 6) + 50)], 2).astype(
+            np.uint8
+        )
         Image.fromarray(pixels).save(place / f"{i}.JPEG", quality=98, subsampling=0)
     for i in range(13):
         place = folder / "val" / f"class{i % 6}"
         place.mkdir(parents=True, exist_ok=True)
         coarse = np.random.default_rng(i).integers(0, 256, (6, 7, 3), np.uint8)
-        Image.fromarray(coarse).resize((50 + 5 * i, 100 - 4 * i), Image.Resampling.BICUBIC).save(place / f"{i}.JPEG")
+        Image.fromarray(coarse).resize((50 + 5 * i, 100 - 4 * i), Image.Resampling.BICUBIC).save(
+            place / f"{i}.JPEG"
+        )
     return folder
 
 
 @pytest.fixture
 def train(slopes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     monkeypatch.setattr(imagenet, "make_net", small_net)
-    words = (f"data_dir={slopes}", "global_batch_size=12", "px=48", "val_px=40", "val_resize=52", "num_workers=0")
-    return lambda *more, **place: one_rank.train(imagenet, tmp_path / str(place), monkeypatch, *words, *more, **place)
+    words = (
+        f"data_dir={slopes}",
+        "global_batch_size=12",
+        "px=48",
+        "val_px=40",
+        "val_resize=52",
+        "num_workers=0",
+    )
+    return lambda *more, **place: one_rank.train(
+        imagenet, tmp_path / str(place), monkeypatch, *words, *more, **place
+    )
 
 
 def pixels(inputs: Tensor) -> Tensor:
@@ -71,18 +95,23 @@ def pixels(inputs: Tensor) -> Tensor:
 
 def test_half_of_the_crops_are_flipped_and_the_loss_is_that_of_their_labels(train: Train) -> None:
     trained = train("epochs=8", "min_crop=0.25", "label_smoothing=0.3")
-    losses, areas, flips = [], [], []
+    losses = []
+    areas = []
+    flips = []
     for forward in trained.training:
         assert forward.inputs.shape == (12, 3, 48, 48)
         shown = pixels(forward.inputs)
         labels = ((shown[:, 2].mean((1, 2)) - 50) / 30).round().long()
         assert (shown[:, 2] - (30 * labels + 50).view(-1, 1, 1)).abs().max() < 4
         losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
-        red, green = shown[:, 0].mean(1), shown[:, 1].mean(2)
+        red = shown[:, 0].mean(1)
+        green = shown[:, 1].mean(2)
         assert (green[:, -1] > green[:, 0]).all()  # never upside down
         flips += (red[:, 0] > red[:, -1]).tolist()
         # From the middles of the second pixel and the last but one, of 48, to those of the edges.
-        width, height = (((slope[:, -2] - slope[:, 1]).abs() / 2 * 48 / 45) for slope in (red, green))
+        width, height = (
+            ((slope[:, -2] - slope[:, 1]).abs() / 2 * 48 / 45) for slope in (red, green)
+        )
         areas += (width * height / 12000).tolist()
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
     assert 70 < sum(flips) < 122  # of 192
@@ -96,12 +125,17 @@ def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path
     paths = sorted((slopes / "val").rglob("*.JPEG"))
     wanted = torch.stack([preset(Image.open(path)) for path in paths])
     assert [len(forward.inputs) for forward in trained.evaluation] == [5, 5, 3]
-    seen, outputs = (torch.cat([getattr(f, name) for f in trained.evaluation]) for name in ("inputs", "outputs"))
+    seen, outputs = (
+        torch.cat([getattr(f, name) for f in trained.evaluation]) for name in ("inputs", "outputs")
+    )
     assert (seen - wanted).abs().max() < 1.1 / 255 / 0.224  # one unit of a pixel
     labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
-    expected = {f"val_top{k}": one_rank.top(outputs, labels, k) for k in (1, 5)} | {"val_samples": 13}
+    expected = {f"val_top{k}": one_rank.top(outputs, labels, k) for k in (1, 5)} | {
+        "val_samples": 13
+    }
     assert trained.results == expected | {"skipped_samples": 0}
-    assert trained.run.sampler["data"] == classfolder.scan(slopes / "train").digest()  # as in test_mnist
+    # as in test_mnist
+    assert trained.run.sampler["data"] == classfolder.scan(slopes / "train").digest()
 
 
 def test_pretrained_weights_are_evaluated_without_a_checkpoint(train: Train) -> None:
@@ -111,7 +145,8 @@ def test_pretrained_weights_are_evaluated_without_a_checkpoint(train: Train) -> 
 
 
 def test_the_image_size_follows_the_schedule_of_the_epochs(train: Train) -> None:
-    trained = train("epochs=99", "max_steps=16", "px=96", "small_px=32", "flip=false")  # eight epochs
+    # eight epochs
+    trained = train("epochs=99", "max_steps=16", "px=96", "small_px=32", "flip=false")
     sides = [forward.inputs.shape[2:] for forward in trained.training]
     assert sides == [(side, side) for side in (32, 32, 32, 64, 64, 64, 96, 96) for _ in range(2)]
     for forward in trained.training:
@@ -121,41 +156,66 @@ def test_the_image_size_follows_the_schedule_of_the_epochs(train: Train) -> None
 
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
-    one_rank.check_second_of_three(train, slice(4, 8), slice(5, 9))  # 12 in 4, 4 and 4; 13 in 5, 4 and 4
+    # 12 in 4, 4 and 4; 13 in 5, 4 and 4
+    one_rank.check_second_of_three(train, slice(4, 8), slice(5, 9))
 
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
     trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
-    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 2
-    loss = one_rank.cross_entropy(trained.training[0].outputs, torch.zeros(12, dtype=torch.int64), 1)
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [
+        (torch.float32, torch.bfloat16)
+    ] * 2
+    loss = one_rank.cross_entropy(
+        trained.training[0].outputs, torch.zeros(12, dtype=torch.int64), 1
+    )
     assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
-def test_the_keys_select_the_decoder_and_its_workers(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, names, loaded, workers = decode.make_decoder, [], torch_loader.DataLoader, []
+def test_the_keys_select_the_decoder_and_its_workers(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = decode.make_decoder
+    names = []
+    loaded = torch_loader.DataLoader
+    workers = []
 
     def load(*of: Any, **keys: Any) -> Any:
-        """Reads in this process. A fork of it, which has the threads of many tests, may hang or crash."""
+        """Reads in this process. A fork of it, which has the threads of many tests, may hang or
+        crash.
+        """
         workers.append(keys["num_workers"])
         return loaded(*of, **{**keys, "num_workers": 0, "persistent_workers": False})
 
-    monkeypatch.setattr(image_sets, "_decoder", lambda name: names.append(name) or make("torchvision"))
+    monkeypatch.setattr(
+        image_sets, "_decoder", lambda name: names.append(name) or make("torchvision")
+    )
     monkeypatch.setattr(torch_loader, "DataLoader", load)
     for size, name in enumerate(("opencv", "torchvision"), 1):
         names.clear()
         train("max_steps=1", f"decoder={name}", "num_workers=2", size=size)
-        assert names[:2] == [name, name]  # of the two sets; then each read asks for the one that stands in
+        # of the two sets; then each read asks for the one that stands in
+        assert names[:2] == [
+            name,
+            name,
+        ]
     assert set(workers) == {1, 2}  # one compares two reads
 
 
 def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixed, calls = imagenet.mixed, []
-    monkeypatch.setattr(imagenet, "mixed", lambda *of: calls.append((of[2], mixed(*of))) or calls[-1][1])
+    mixed = imagenet.mixed
+    calls = []
+    monkeypatch.setattr(
+        imagenet, "mixed", lambda *of: calls.append((of[2], mixed(*of))) or calls[-1][1]
+    )
     trained = train("epochs=4", "mixup=0.4", "label_smoothing=0")
     shares = []
-    for forward, (labels, (x, others, share)), row in zip(trained.training, calls, trained.rows, strict=True):
+    for forward, (labels, (x, others, share)), row in zip(
+        trained.training, calls, trained.rows, strict=True
+    ):
         assert torch.equal(forward.inputs, x)
-        one, other = (one_rank.cross_entropy(forward.outputs, which, 0) for which in (labels, labels.flip(0)))
+        one, other = (
+            one_rank.cross_entropy(forward.outputs, which, 0) for which in (labels, labels.flip(0))
+        )
         assert row["loss"] == pytest.approx(share * one + (1 - share) * other, rel=1e-5)
         assert torch.equal(others, labels.flip(0))
         shares.append(share)
@@ -164,7 +224,8 @@ def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.M
 
 
 def test_mixup_takes_the_same_share_on_every_rank() -> None:
-    x, labels = torch.randn(6, 3, 4, 4), torch.arange(6)
+    x = torch.randn(6, 3, 4, 4)
+    labels = torch.arange(6)
     blended, _, share = imagenet.mixed(Config(mixup=0.4), x, labels, 3, 5)
     assert torch.allclose(blended, share * x + (1 - share) * x.flip(0), atol=1e-6)
     assert imagenet.mixed(Config(mixup=0.4), x[:2], labels[:2], 3, 5)[2] == share
@@ -172,7 +233,9 @@ def test_mixup_takes_the_same_share_on_every_rank() -> None:
     assert (plain is x, same is labels, whole) == (True, True, 1.0)
 
 
-def test_an_image_that_cannot_be_read_has_no_loss(train: Train, slopes: Path, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_has_no_loss(
+    train: Train, slopes: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(slopes, tmp_path / "copy")
     for path in (copy / "train" / "class0" / "0.JPEG", copy / "val" / "class0" / "0.JPEG"):
         path.write_bytes(b"")
@@ -206,11 +269,14 @@ def test_the_learning_rate_schedule(train: Train, words: list[str], factors: lis
 
 
 def test_the_optimizer_settings() -> None:
-    net, keys = nn.Linear(2, 2), {"weight_decay": 0.25, "momentum": 0.8}
+    net = nn.Linear(2, 2)
+    keys = {"weight_decay": 0.25, "momentum": 0.8}
     for decay_norms, expected in ((False, 0.0), (True, 0.25)):
         sgd = imagenet.make_optimizer(Config(decay_norms=decay_norms, **keys), net, 0.1)
         assert one_rank.decayed(net, sgd) == {"weight": 0.25, "bias": expected}
-        assert {(group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.1, 0.8, True)}
+        assert {
+            (group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups
+        } == {(0.1, 0.8, True)}
     plain = imagenet.make_optimizer(Config(nesterov=False), net, 0.1)
     assert {group["nesterov"] for group in plain.param_groups} == {False}
     lars = imagenet.make_optimizer(Config(optimizer=imagenet.Optimizer.lars, **keys), net, 9.0)
@@ -224,7 +290,11 @@ def test_the_keys_select_the_network(on: bool) -> None:
     run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
     net: Any = imagenet.make_net(Config(arch="resnet18", sync_bn=on, zero_init_residual=on), run, 7)
     norm = net.layer1[0].bn2
-    assert (net.fc.out_features, isinstance(norm, nn.SyncBatchNorm), not norm.weight.any()) == (7, on, on)
+    assert (net.fc.out_features, isinstance(norm, nn.SyncBatchNorm), not norm.weight.any()) == (
+        7,
+        on,
+        on,
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,12 +306,24 @@ def test_the_keys_select_the_network(on: bool) -> None:
             InputError,
             "needs 3, one for each of the parts",
         ),
-        (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has neither train/<class>"),
-        (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),
+        (
+            ["data_dir=/nonexistent"],
+            InputError,
+            "data_dir='/nonexistent' has neither train/<class>",
+        ),
+        (
+            ["pretrained=true", "variant=dev"],
+            MachineError,
+            "python -m recipes.prepare weights arch=resnet18",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(
-    words: list[str], error: type[Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    error: type[Exception],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(error, match=expected):
@@ -252,9 +334,16 @@ def test_invalid_settings_are_refused(
 
 LOCAL = (*helpers.LOCAL[:2], "recipe=imagenet", "launcher=local", "device=cpu", "cpu_threads=1")
 SMALL = (
-    "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "log_every_steps=1", "min_crop=0.5",
-    "warmup_epochs=1", "num_workers=1",
-)  # fmt: skip
+    "arch=resnet18",
+    "px=32",
+    "val_px=32",
+    "val_resize=36",
+    "global_batch_size=16",
+    "log_every_steps=1",
+    "min_crop=0.5",
+    "warmup_epochs=1",
+    "num_workers=1",
+)
 
 
 @pytest.fixture
@@ -276,10 +365,22 @@ def test_images_are_learnt_and_each_is_counted_once(photos: Path, tmp_path: Path
     """From a packed copy, which each node copies to its disk."""
     packed = tmp_path / "packed"
     words = [f"source={photos}", f"data_dir={packed}", "size=36", "workers=1"]
-    ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words]).expect(0)
+    ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words]).expect(
+        0
+    )
     assert "train: 2 images skipped" in ended.out
-    keys = ["ranks_per_node=2", "epochs=4", "ema=0.3", "lr_batch_size=32", "lr=0.06", "mixup=0.1", f"data_dir={packed}"]
-    ended = helpers.run_fork([*LOCAL, *SMALL, *keys, f"run_dir={tmp_path}/run", f"stage_dir={tmp_path}/node"])
+    keys = [
+        "ranks_per_node=2",
+        "epochs=4",
+        "ema=0.3",
+        "lr_batch_size=32",
+        "lr=0.06",
+        "mixup=0.1",
+        f"data_dir={packed}",
+    ]
+    ended = helpers.run_fork(
+        [*LOCAL, *SMALL, *keys, f"run_dir={tmp_path}/run", f"stage_dir={tmp_path}/node"]
+    )
     assert ended.status == 0, ended.out
     summary = helpers.read(tmp_path / "run", "summary")
     assert (summary["world_size"], summary["val_samples"], summary["skipped_samples"]) == (2, 37, 0)

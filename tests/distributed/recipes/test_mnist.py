@@ -1,4 +1,6 @@
-"""The recipe mnist in this process: its inputs, loss, schedule and optimiser against formulas, and its accuracy on real digits."""
+"""The recipe mnist in this process: its inputs, loss, schedule and optimiser against formulas, and
+its accuracy on real digits.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ from tests import helpers
 from tests.distributed import one_rank
 from tests.distributed.one_rank import Trained
 
-MEAN, STD = (0.1307,), (0.3081,)  # of MNIST, 0 to 1, as in torch's own example
+# of MNIST, 0 to 1, as in torch's own example
+MEAN = (0.1307,)
+STD = (0.3081,)
 Train = Callable[..., Trained]
-PIXELS = torch.randint(0, 256, (114, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+PIXELS = torch.randint(
+    0, 256, (114, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+)
 LABELS = torch.randint(0, 10, (114,), generator=torch.Generator().manual_seed(1))
-TRAIN, TEST = ImageSet(PIXELS[:64], LABELS[:64]), ImageSet(PIXELS[64:], LABELS[64:])
+TRAIN = ImageSet(PIXELS[:64], LABELS[:64])
+TEST = ImageSet(PIXELS[64:], LABELS[64:])
 
 
 @pytest.fixture
@@ -35,19 +42,28 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     )
 
 
-def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_their_labels(train: Train) -> None:
+def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_their_labels(
+    train: Train,
+) -> None:
     trained = train("epochs=6", "label_smoothing=0.3")
     ways = one_rank.shifts(TRAIN.images, 1, "constant")
-    found, losses = [], []
+    found = []
+    losses = []
     for forward in trained.training:
-        batch = [ways[pixels.numpy().tobytes()] for pixels in one_rank.unnormalised(forward.inputs, MEAN, STD)]
+        batch = [
+            ways[pixels.numpy().tobytes()]
+            for pixels in one_rank.unnormalised(forward.inputs, MEAN, STD)
+        ]
         found.append(batch)
         labels = TRAIN.labels[[i for i, _, _ in batch]]
         losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
     for epoch in range(6):
-        assert sorted(i for batch in found[4 * epoch : 4 * epoch + 4] for i, _, _ in batch) == list(range(64))
+        assert sorted(i for batch in found[4 * epoch : 4 * epoch + 4] for i, _, _ in batch) == list(
+            range(64)
+        )
     places = [(y, x) for batch in found for _, y, x in batch]
-    assert min(places.count((y, x)) for y in range(3) for x in range(3)) > 25  # of 384, 43 on average
+    # of 384, 43 on average
+    assert min(places.count((y, x)) for y in range(3) for x in range(3)) > 25
     assert len({way for batch in found for way in batch}) > 200  # each epoch has its own: 64 in one
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
 
@@ -60,17 +76,21 @@ def test_test_images_are_unchanged_and_counted_by_their_labels(train: Train) -> 
     assert trained.run.sampler["data"] == TRAIN.digest()  # a run is not resumed with other images
     [forward] = trained.evaluation
     assert torch.equal(one_rank.unnormalised(forward.inputs, MEAN, STD), TEST.images)
-    expected = {f"val_top{k}": one_rank.top(forward.outputs, TEST.labels, k) for k in (1, 5)} | {"val_samples": 50}
+    expected = {f"val_top{k}": one_rank.top(forward.outputs, TEST.labels, k) for k in (1, 5)} | {
+        "val_samples": 50
+    }
     assert trained.results == expected
     assert {name: trained.rows[-1][name] for name in expected} == expected
 
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
-    one_rank.check_second_of_three(train, slice(6, 11), slice(17, 34))  # 16 in 6, 5 and 5; 50 in 17, 17 and 16
+    # 16 in 6, 5 and 5; 50 in 17, 17 and 16
+    one_rank.check_second_of_three(train, slice(6, 11), slice(17, 34))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "falls"), [("cosine", [1, 0.933013, 0.75, 0.5, 0.25, 0.066987]), ("constant", [1] * 6)]
+    ("schedule", "falls"),
+    [("cosine", [1, 0.933013, 0.75, 0.5, 0.25, 0.066987]), ("constant", [1] * 6)],
 )
 def test_the_learning_rate_schedule(train: Train, schedule: str, falls: list[float]) -> None:
     trained = train("epochs=2", "lr=0.01", "warmup=0.25", f"schedule={schedule}")
@@ -79,8 +99,12 @@ def test_the_learning_rate_schedule(train: Train, schedule: str, falls: list[flo
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
     trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
-    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 2
-    loss = one_rank.cross_entropy(trained.training[0].outputs, torch.zeros(16, dtype=torch.int64), 1)
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [
+        (torch.float32, torch.bfloat16)
+    ] * 2
+    loss = one_rank.cross_entropy(
+        trained.training[0].outputs, torch.zeros(16, dtype=torch.int64), 1
+    )
     assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
@@ -88,9 +112,15 @@ def test_the_optimizer_settings() -> None:
     net = torch.nn.Linear(2, 2)
     sgd, adamw = (mnist.make_optimizer(Config(optimizer=chosen), net) for chosen in mnist.Optimizer)
     assert (type(adamw), type(sgd)) == (torch.optim.AdamW, torch.optim.SGD)
-    assert one_rank.decayed(net, adamw) == one_rank.decayed(net, sgd) == {"weight": 0.05, "bias": 0.0}
-    assert {(group["momentum"], group["nesterov"], group["lr"]) for group in sgd.param_groups} == {(0.9, True, 0.004)}
-    assert {(g["betas"], g["lr"], g["eps"]) for g in adamw.param_groups} == {((0.9, 0.999), 0.004, 1e-6)}
+    assert (
+        one_rank.decayed(net, adamw) == one_rank.decayed(net, sgd) == {"weight": 0.05, "bias": 0.0}
+    )
+    assert {(group["momentum"], group["nesterov"], group["lr"]) for group in sgd.param_groups} == {
+        (0.9, True, 0.004)
+    }
+    assert {(g["betas"], g["lr"], g["eps"]) for g in adamw.param_groups} == {
+        ((0.9, 0.999), 0.004, 1e-6)
+    }
 
 
 def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
@@ -105,7 +135,9 @@ def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
             in_memory.load(datasets.MNIST, str(tmp_path))
 
 
-def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_set_is_not_the_training_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = []
     for part, value in (("train", 1), ("test", 2)):
         for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
@@ -113,7 +145,10 @@ def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytes
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
     monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: paths)
-    found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in in_memory.load(datasets.MNIST, "")]
+    found = [
+        (set(each.images.flatten().tolist()), each.labels.tolist())
+        for each in in_memory.load(datasets.MNIST, "")
+    ]
     assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
 
 

@@ -11,7 +11,9 @@ TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
 
 
 def test_it_learns_and_writes_the_usual_files(tmp_path: Path) -> None:
-    helpers.run_fork([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={tmp_path}"]).expect(0)
+    helpers.run_fork(
+        [*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={tmp_path}"]
+    ).expect(0)
     rows = helpers.rows(tmp_path)
     assert (rows[0]["step"], rows[-1]["step"]) == (1, 320)
     assert rows[-1]["loss"] < 0.02 < 0.2 < rows[0]["loss"]

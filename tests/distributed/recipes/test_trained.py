@@ -1,4 +1,6 @@
-"""A trained model in use: recipes.load, recipes.predict, recipes.export, from a run of the recipe finetune."""
+"""A trained model in use: recipes.load, recipes.predict, recipes.export, from a run of the recipe
+finetune.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,21 @@ from recipes.core.errors import ConfigError, InputError
 from recipes.core.train import checkpoint
 from tests.distributed import one_rank
 
-WORDS = ("arch=shufflenet_v2_x0_5", "pretrained=false", "dataset=fake", "px=32", "val_resize=32", "num_workers=0")
+WORDS = (
+    "arch=shufflenet_v2_x0_5",
+    "pretrained=false",
+    "dataset=fake",
+    "px=32",
+    "val_resize=32",
+    "num_workers=0",
+)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with LoRA and averaged weights; beside its checkpoints, the logits of its last evaluation."""
+    """A run with LoRA and averaged weights; beside its checkpoints, the logits of its last
+    evaluation.
+    """
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
         words = (*WORDS, "epochs=1", "train=lora", "ema=0.5", "keep_best=false")
@@ -38,7 +49,11 @@ def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
     assert model.probabilities(inputs).allclose(logits.softmax(1), atol=1e-5)
     assert sum("parametrizations" in name for name, _ in model.model.named_parameters()) == 0
     assert recipes.load(run_dir / "checkpoints/latest").path.name == "step-00000003.pt"
-    assert recipes.load(run_dir / "checkpoints/step-00000003.pt").classes == ["class 0", "class 1", "class 2"]
+    assert recipes.load(run_dir / "checkpoints/step-00000003.pt").classes == [
+        "class 0",
+        "class 1",
+        "class 2",
+    ]
     found = model(Image.new("RGB", (50, 40), "red"))
     assert sum(found.values()) == pytest.approx(1)
     assert list(found.values()) == sorted(found.values(), reverse=True)
@@ -52,14 +67,20 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:
         ({"recipe": "mnist"}, InputError, "recipe mnist does not keep what a prediction needs"),
         ({"recipe": "gone"}, ConfigError, "recipe=gone: must be one of"),
         ({"about": None}, InputError, "recipe finetune does not keep what a prediction needs"),
-        ({"about": {"classes": ["one"]}}, InputError, r"finetune\.make_net\(\) makes a network that does not fit"),
+        (
+            {"about": {"classes": ["one"]}},
+            InputError,
+            r"finetune\.make_net\(\) makes a network that does not fit",
+        ),
     ):
         torch.save({**content, "meta": {**content["meta"], **change}}, tmp_path / "changed.pt")
         with pytest.raises(error, match=expected):
             recipes.load(tmp_path / "changed.pt")
 
 
-def test_predictions_name_images_in_order(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_name_images_in_order(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     tall = Image.effect_noise((30, 50), 90).convert("RGB")
@@ -84,24 +105,34 @@ def test_predictions_name_images_in_order(run_dir: Path, tmp_path: Path, capsys:
     (tmp_path / "d.png").write_bytes(b"damaged")
     assert predict.main([str(run_dir), str(tmp_path), "--json"]) == 2
     said = capsys.readouterr()
-    assert [Path(json.loads(line)["file"]).name for line in said.out.splitlines()] == ["a.png", "b.png", "c.png"]
+    assert [Path(json.loads(line)["file"]).name for line in said.out.splitlines()] == [
+        "a.png",
+        "b.png",
+        "c.png",
+    ]
     assert "d.png is not an image: give another image" in said.err
 
 
-def test_an_export_keeps_outputs_and_classes(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_keeps_outputs_and_classes(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = recipes.load(run_dir)
     assert export.main([str(run_dir), "safetensors"]) == 0
     with safe_open(run_dir / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["classes"]) == list(model.classes)
         assert "Normalize" in file.metadata()["transform"]
-        assert all(file.get_tensor(name).equal(value) for name, value in model.model.state_dict().items())
+        assert all(
+            file.get_tensor(name).equal(value) for name, value in model.model.state_dict().items()
+        )
     onnxruntime = pytest.importorskip("onnxruntime")
     assert export.main([str(run_dir), "onnx", f"out={tmp_path / 'm.onnx'}"]) == 0
     assert "its outputs are within" in capsys.readouterr().out
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(model.classes)
     inputs, logits = torch.load(run_dir / "answers.pt")
-    assert session.run(None, {"images": inputs[:5].numpy()})[0] == pytest.approx(logits[:5].numpy(), abs=1e-5)
+    assert session.run(None, {"images": inputs[:5].numpy()})[0] == pytest.approx(
+        logits[:5].numpy(), abs=1e-5
+    )
     for words, expected in (
         (["tflite"], "tflite: must be one of onnx, safetensors"),
         (["onnx", "to=x"], "only out=FILE"),

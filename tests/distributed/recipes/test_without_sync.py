@@ -1,7 +1,8 @@
 """A step of each recipe never waits for its device, and all tensors of a step are on it.
 
-On torch's device "meta", whose tensors have shapes, strides and autograd but no values: reading one on the host fails, and so does an
-operation on tensors of two devices. Fake CUDA tensors would need a GPU for their backward pass.
+On torch's device "meta", whose tensors have shapes, strides and autograd but no values: reading one
+on the host fails, and so does an operation on tensors of two devices. Fake CUDA tensors would need
+a GPU for their backward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ STEPS: list[tuple[ModuleType, tuple[str, ...]]] = [
 
 
 def train(recipe: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    """Two steps, without what follows them: rows, evaluations and checkpoints do wait for the device."""
+    """Two steps, without what follows them: rows, evaluations and checkpoints do wait for the
+    device.
+    """
     monkeypatch.setattr(one_rank, "DEVICE", META)
     monkeypatch.setattr(optimisation, "autocast", lambda run, cfg: contextlib.nullcontext())
     monkeypatch.setattr(ImageSet, "digest", lambda images: "")  # before the first step
@@ -59,12 +62,18 @@ def test_a_step_does_not_wait_for_its_device(
 ) -> None:
     with contextlib.ExitStack() as stack:
         if recipe in (cifar, imagenet):
-            stack.callback(nn.modules.module.register_module_forward_pre_hook(require_channels_last).remove)
+            stack.callback(
+                nn.modules.module.register_module_forward_pre_hook(require_channels_last).remove
+            )
         train(recipe, tmp_path, monkeypatch, *words)
 
 
-def test_a_step_that_waits_for_its_device_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_its_device_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backward = loop.Step.backward
-    monkeypatch.setattr(loop.Step, "backward", lambda step, losses: backward(step, losses * losses.mean().item()))
+    monkeypatch.setattr(
+        loop.Step, "backward", lambda step, losses: backward(step, losses * losses.mean().item())
+    )
     with pytest.raises(RuntimeError, match=r"Tensor\.item\(\) cannot be called on meta tensors"):
         train(toy, tmp_path, monkeypatch)

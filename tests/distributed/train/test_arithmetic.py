@@ -22,31 +22,55 @@ RUN: Any = SimpleNamespace(say=print)
 
 
 def batches(global_batch_size: int, num_samples: int, per_epoch: int = 1) -> Any:
-    return SimpleNamespace(global_batch_size=global_batch_size, num_samples=num_samples, per_epoch=per_epoch)
+    return SimpleNamespace(
+        global_batch_size=global_batch_size, num_samples=num_samples, per_epoch=per_epoch
+    )
 
 
 def test_top1_and_top5_hits() -> None:
     ten = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0]] * 5)
     assert scores.right(ten, torch.tensor([0, 1, 4, 5, 9])).tolist() == [1, 3, 5]
-    assert scores.right(ten, torch.tensor([0, -100, -1, 4, -100])).tolist() == [1, 2, 2]  # that cannot be read
-    assert scores.right(torch.zeros(10, 10), torch.arange(10)).tolist() == [1, 5, 10]  # equal logits are no answer
+    # that cannot be read
+    assert scores.right(ten, torch.tensor([0, -100, -1, 4, -100])).tolist() == [
+        1,
+        2,
+        2,
+    ]
+    # equal logits are no answer
+    assert scores.right(torch.zeros(10, 10), torch.arange(10)).tolist() == [
+        1,
+        5,
+        10,
+    ]
     assert scores.right(torch.eye(3), torch.tensor([0, 1, 0])).tolist() == [2, 3, 3]
     assert scores.right(torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("lr_batch_size", "batch_size", "samples", "expected"),
-    [(256, 1024, 10_000, 0.4), (256, 64, 10_000, 0.025), (256, 1024, 512, 0.2), (0, 1024, 10_000, 0.1), (64, 64, 99, 0.1)],
-)  # fmt: skip
-def test_the_rate_scales_with_batch_size(lr_batch_size: int, batch_size: int, samples: int, expected: float) -> None:
-    assert optimisation.scaled_lr(RUN, 0.1, lr_batch_size, batches(batch_size, samples)) == pytest.approx(expected)
+    [
+        (256, 1024, 10_000, 0.4),
+        (256, 64, 10_000, 0.025),
+        (256, 1024, 512, 0.2),
+        (0, 1024, 10_000, 0.1),
+        (64, 64, 99, 0.1),
+    ],
+)
+def test_the_rate_scales_with_batch_size(
+    lr_batch_size: int, batch_size: int, samples: int, expected: float
+) -> None:
+    assert optimisation.scaled_lr(
+        RUN, 0.1, lr_batch_size, batches(batch_size, samples)
+    ) == pytest.approx(expected)
 
 
 def test_averaged_weights_scale_with_the_batch_size_and_resume() -> None:
     """With 0.81 a step of 128 samples it is 0.9 a step of 64."""
     net = nn.Linear(1, 1, bias=False)
     assert optimisation.averaged(RUN, net, 0.0, 128, batches(64, 999)) is None
-    whole, first, second = (optimisation.averaged(RUN, net, 0.81, 128, batches(64, 999)) for _ in range(3))
+    whole, first, second = (
+        optimisation.averaged(RUN, net, 0.81, 128, batches(64, 999)) for _ in range(3)
+    )
     assert whole
     assert first
     assert second
@@ -62,32 +86,50 @@ def test_averaged_weights_scale_with_the_batch_size_and_resume() -> None:
 
 def test_bfloat16_is_used_by_all_ranks_or_none() -> None:
     """This rank's CPU has none; with_it: GPUs of other ranks that have it."""
-    for name, with_it, lower in (("auto", 1, False), ("auto", 2, True), ("bfloat16", 0, True), ("float32", 2, False)):
-        world = SimpleNamespace(device=torch.device("cpu"), size=2, sum=lambda values, more=with_it: values + more)
-        with optimisation.autocast(cast(Any, SimpleNamespace(say=print, world=world)), Config(dtype=Dtype[name])):
+    for name, with_it, lower in (
+        ("auto", 1, False),
+        ("auto", 2, True),
+        ("bfloat16", 0, True),
+        ("float32", 2, False),
+    ):
+        world = SimpleNamespace(
+            device=torch.device("cpu"), size=2, sum=lambda values, more=with_it: values + more
+        )
+        with optimisation.autocast(
+            cast(Any, SimpleNamespace(say=print, world=world)), Config(dtype=Dtype[name])
+        ):
             assert torch.is_autocast_enabled("cpu") == lower
 
 
 @pytest.mark.parametrize(
-    ("dtype", "deterministic", "rounds"), [("float32", True, False), ("tf32", False, True), ("bfloat16", True, False)]
+    ("dtype", "deterministic", "rounds"),
+    [("float32", True, False), ("tf32", False, True), ("bfloat16", True, False)],
 )
 def test_how_gpus_multiply_float32(dtype: str, deterministic: bool, rounds: bool) -> None:
     try:
         optimisation._choose_kernels(torch.device("cuda"), Dtype[dtype], deterministic)
-        assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (rounds, rounds)
+        assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (
+            rounds,
+            rounds,
+        )
         assert torch.backends.cudnn.benchmark is not deterministic
     finally:
         optimisation._choose_kernels(torch.device("cpu"), Dtype.float32, False)
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-def test_cpus_of_amd_multiply_float32_with_onednn_if_it_is_exact(rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, times = torch.get_float32_matmul_precision(), torch.Tensor.__matmul__
+def test_cpus_of_amd_multiply_float32_with_onednn_if_it_is_exact(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    times = torch.Tensor.__matmul__
     monkeypatch.setattr(optimisation, "_is_amd", lambda: True)
     if rounds:
         lower = {torch.float32: torch.bfloat16}
         monkeypatch.setattr(
-            torch.Tensor, "__matmul__", lambda x, y: times(x.to(lower.get(x.dtype, x.dtype)).to(x.dtype), y)
+            torch.Tensor,
+            "__matmul__",
+            lambda x, y: times(x.to(lower.get(x.dtype, x.dtype)).to(x.dtype), y),
         )
     try:
         torch.set_float32_matmul_precision("highest")
@@ -101,18 +143,27 @@ def test_buffers_of_batch_norms_are_not_copied_in_each_forward_pass() -> None:
     norm = nn.Sequential(nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1))
     own = nn.Sequential(nn.BatchNorm2d(1))
     own.register_buffer("queue", torch.zeros(1))
-    assert [worlds._needs_buffers(net) for net in (norm, own, nn.Linear(1, 1))] == [False, True, False]
+    assert [worlds._needs_buffers(net) for net in (norm, own, nn.Linear(1, 1))] == [
+        False,
+        True,
+        False,
+    ]
 
 
-def test_a_compiled_model_has_a_graph_for_each_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_has_a_graph_for_each_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also for more shapes than torch's own limit, beyond which a model is not compiled."""
-    shapes, torchs = [], torch.compile
+    shapes = []
+    torchs = torch.compile
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         shapes.append(tuple(inputs[-1].shape))
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", lambda model, **how: torchs(model, backend=backend, **how))
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **how: torchs(model, backend=backend, **how)
+    )
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     world: Any = SimpleNamespace(size=1)
     net = worlds.World.parallel(world, nn.Conv2d(3, 4, 3), Config(compile=True))
@@ -123,12 +174,17 @@ def test_a_compiled_model_has_a_graph_for_each_shape(tmp_path: Path, monkeypatch
 
 
 def test_the_number_of_steps() -> None:
-    found = [loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10)) for most in (0, 7, 99)]
+    found = [
+        loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10))
+        for most in (0, 7, 99)
+    ]
     assert found == [30, 7, 30]
 
 
 def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of three ranks: the gradient is that of the mean over the batch, of which it has its own part."""
+    """The second of three ranks: the gradient is that of the mean over the batch, of which it has
+    its own part.
+    """
     words = ("samples=12", "global_batch_size=7", "max_steps=1", "lr=0.1", "seed=4")
     trained = one_rank.train(toy, tmp_path, monkeypatch, *words, rank=1, size=3)
     inputs, targets = toy.make_data(Config(samples=12, seed=4))
@@ -141,8 +197,12 @@ def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
     slope = 3 * 2 * away.sum() / 6  # times the ranks, over which gradients are averaged
     assert torch.allclose(evaluation.weights, step.weights - 0.1 * slope, rtol=1e-5)
     assert torch.equal(evaluation.inputs, inputs[4:8])
-    assert trained.results["val_loss"] == pytest.approx(F.mse_loss(evaluation.outputs, targets[4:8]).item() * 4 / 12)
-    assert [(group["momentum"], group["lr"]) for group in trained.run.state.optimizer.param_groups] == [(0.9, 0.1)]
+    assert trained.results["val_loss"] == pytest.approx(
+        F.mse_loss(evaluation.outputs, targets[4:8]).item() * 4 / 12
+    )
+    assert [
+        (group["momentum"], group["lr"]) for group in trained.run.state.optimizer.param_groups
+    ] == [(0.9, 0.1)]
 
 
 def test_only_matrices_and_filters_decay() -> None:
@@ -158,7 +218,12 @@ def test_only_matrices_and_filters_decay() -> None:
 
     net = Net()
     names = {parameter: name for name, parameter in net.named_parameters()}
-    weights, others = ([names[p] for p in group["params"]] for group in optimisation.decay_groups(net, 0.1, 0.01))
+    weights, others = (
+        [names[p] for p in group["params"]] for group in optimisation.decay_groups(net, 0.1, 0.01)
+    )
     assert weights == ["attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"]
     assert sorted(others) == sorted({*names.values()} - {*weights, "frozen.weight", "frozen.bias"})
-    assert [group["weight_decay"] for group in optimisation.decay_groups(net, 0.1, 0.01)] == [0.1, 0.01]
+    assert [group["weight_decay"] for group in optimisation.decay_groups(net, 0.1, 0.01)] == [
+        0.1,
+        0.01,
+    ]

@@ -1,4 +1,6 @@
-"""Message passing on real ranks: results are checked, and bandwidths are computed as nccl-tests does. Also the doctor's tests with torch."""
+"""Message passing on real ranks: results are checked, and bandwidths are computed as nccl-tests
+does. Also the doctor's tests with torch.
+"""
 
 from __future__ import annotations
 
@@ -34,33 +36,54 @@ def run(run_dir: Path, ranks: int, *words: str) -> helpers.Ended:
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_lesson_is_correct_on_an_odd_number_of_ranks(tmp_path: Path, size: int) -> None:
     ended = run(tmp_path, size).expect(0)
-    found = {line[:20].strip(): line[20:36].strip() for line in ended.lines if line[:20].strip() in LESSONS}
+    found = {
+        line[:20].strip(): line[20:36].strip()
+        for line in ended.lines
+        if line[:20].strip() in LESSONS
+    }
     alone = dict.fromkeys(LESSONS[:3], "-") if size == 1 else {}
     assert found == dict.fromkeys(LESSONS, f"ok on {size} ranks") | alone
 
 
-# By all_gather.cu, reduce_scatter.cu, alltoall.cu, gather.cu, scatter.cu, all_reduce.cu of nccl-tests.
+# By all_gather.cu, reduce_scatter.cu, alltoall.cu, gather.cu, scatter.cu, all_reduce.cu of
+# nccl-tests.
 PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 def bus_factor(operation: str, size: int) -> float:
-    return (size - 1) / size if operation in PARTS else 2 * (size - 1) / size if operation == "all_reduce" else 1.0
+    return (
+        (size - 1) / size
+        if operation in PARTS
+        else 2 * (size - 1) / size
+        if operation == "all_reduce"
+        else 1.0
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_operation_is_timed(tmp_path: Path, size: int) -> None:
     ended = run(tmp_path, size, "mode=bench", "sizes=5..5K", "seconds=0.01").expect(0)
     best = helpers.read(tmp_path, "summary")["busbw"]
-    rows = [line.replace(",", "").split() for line in ended.lines if re.match(r"\w+ +[\d,]+ +[\d,.]+ ", line)]
-    cut, sizes = 16 * size, (5, 20, 80, 320, 1280, 5120)  # each rank's part is a multiple of 16 bytes
+    rows = [
+        line.replace(",", "").split()
+        for line in ended.lines
+        if re.match(r"\w+ +[\d,]+ +[\d,.]+ ", line)
+    ]
+    # each rank's part is a multiple of 16 bytes
+    cut = 16 * size
+    sizes = (5, 20, 80, 320, 1280, 5120)
     timed = {operation: [4, *sizes[1:]] for operation in collectives.WHOLE}
     timed |= {name: sorted({max(cut, one // cut * cut) for one in sizes}) for name in PARTS}
     if size == 1:
         del timed["send_recv"]
-    assert {operation: [int(row[1]) for row in rows if row[0] == operation] for operation in timed} == timed
+    assert {
+        operation: [int(row[1]) for row in rows if row[0] == operation] for operation in timed
+    } == timed
     assert {row[0] for row in rows} == set(timed) == set(best)
     for operation, value in best.items():
-        assert value == pytest.approx(max(float(row[4]) for row in rows if row[0] == operation), abs=0.001)
+        assert value == pytest.approx(
+            max(float(row[4]) for row in rows if row[0] == operation), abs=0.001
+        )
 
 
 FAULT = """
@@ -100,29 +123,46 @@ linkcheck.main("gloo", listener.fileno() if listener else -1, 20)
 def linkchecks(nodes: str, gpus: int, times: list[int]) -> list[list[dict[str, Any]]]:
     """The lines of JSON of each rank, one per node. times: the clock's readings."""
     environ = {"NODES": nodes, "GPUS": str(gpus), "TIMES": str(times), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = helpers.fork_ranks([sys.executable, "-u", "-c", LINKCHECK], len(json.loads(nodes)), **environ)
-    return [[json.loads(line) for line in helpers.finish(process).lines if line[0] == "{"] for process in processes]
+    processes = helpers.fork_ranks(
+        [sys.executable, "-u", "-c", LINKCHECK], len(json.loads(nodes)), **environ
+    )
+    return [
+        [json.loads(line) for line in helpers.finish(process).lines if line[0] == "{"]
+        for process in processes
+    ]
 
 
 def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_pair() -> None:
     found = linkchecks(nodes="[0, 1, 3, 5]", gpus=1, times=[0, 19])  # two nodes are left out
     for one in found:
         assert [word["at"] for word in one if "at" in word] == [
-            "the creation of the process group", "the first collective", "an all_reduce",
-            *(f"the exchange between nodes {mask} apart in the list of nodes" for mask in (1, 2)), "the end",
-        ]  # fmt: skip
+            "the creation of the process group",
+            "the first collective",
+            "an all_reduce",
+            *(f"the exchange between nodes {mask} apart in the list of nodes" for mask in (1, 2)),
+            "the end",
+        ]
         figure = next(word for word in one if "busbw" in word)
         assert figure["busbw"] == pytest.approx((1 << 20) / 0.25 * 2 * 3 / 4 / 1e9)
         assert figure["correct"] is True
     speed = pytest.approx((1 << 20) / 0.25 / 1e9)
     pairs = [[word["pair"] for word in one if "pair" in word] for one in found]
-    assert pairs == [[[0, 1, 0, speed], [0, 3, 0, speed]], [[1, 5, 0, speed]], [[3, 5, 0, speed]], []]
+    assert pairs == [
+        [[0, 1, 0, speed], [0, 3, 0, speed]],
+        [[1, 5, 0, speed]],
+        [[3, 5, 0, speed]],
+        [],
+    ]
 
 
 def test_the_doctors_bandwidth_test_takes_the_gpus_in_turn_while_there_is_time() -> None:
     times = [0, 5, 9, 11]  # of 20 s; the third GPU would begin in the second half
     for one in linkchecks(nodes="[0, 1]", gpus=3, times=times):
-        at = ["the first collective", "an all_reduce", "the exchange between nodes 1 apart in the list of nodes"]
+        at = [
+            "the first collective",
+            "an all_reduce",
+            "the exchange between nodes 1 apart in the list of nodes",
+        ]
         of_gpus = [f"{it} with GPU {gpu} of each node" for gpu in (0, 1) for it in at]
         expected = ["the creation of the process group", *of_gpus, "the end"]
         assert [word["at"] for word in one if "at" in word] == expected
@@ -136,7 +176,9 @@ def test_each_node_is_paired_with_a_few_others(count: int) -> None:
     assert all(any(node ^ mask < count for mask in masks) for node in range(count))
 
 
-def test_a_wrong_sum_is_found_by_the_doctors_bandwidth_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_is_found_by_the_doctors_bandwidth_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     results = iter([3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     fake = SimpleNamespace(barrier=lambda: None, all_reduce=lambda data: data.fill_(next(results)))
     monkeypatch.setattr(linkcheck, "dist", fake)
@@ -146,17 +188,22 @@ def test_a_wrong_sum_is_found_by_the_doctors_bandwidth_test(monkeypatch: pytest.
 
 
 class OtherRank:
-    """In the place of torch.distributed: a second rank that takes ``call_s`` for each call; and of ``time``."""
+    """In the place of torch.distributed: a second rank that takes ``call_s`` for each call; and of
+    ``time``.
+    """
 
     def __init__(self, call_s: float) -> None:
-        self.call_s, self.now, self.pending = call_s, 0.0, 0.0
+        self.call_s = call_s
+        self.now = 0.0
+        self.pending = 0.0
         self.ReduceOp = dist.ReduceOp
 
     def perf_counter(self) -> float:
         return self.now
 
     def synchronize(self, _: object) -> None:
-        self.now, self.pending = self.now + self.pending, 0.0
+        self.now = self.now + self.pending
+        self.pending = 0.0
 
     def barrier(self) -> None:
         self.pending += 7.0  # waits for the other rank; not to be timed
@@ -167,9 +214,13 @@ class OtherRank:
 
 
 @pytest.mark.parametrize("others", [0.0, 0.05])
-def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch, others: float
+) -> None:
     """This rank takes 1 s for its first call, then 1 ms."""
-    other, calls, repeated = OtherRank(others), itertools.count(), 20
+    other = OtherRank(others)
+    calls = itertools.count()
+    repeated = 20
     for name in ("dist", "time"):
         monkeypatch.setattr(collectives, name, other)
     monkeypatch.setattr(collectives, "synchronize", other.synchronize)
@@ -185,12 +236,18 @@ def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(monkeypatch: pytes
 
 
 def test_bandwidths_are_those_of_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "seconds_of", lambda call, world, budget_s: [4e-9, 1e-9, 9e-9, 2e-9, 64e-9])
+    monkeypatch.setattr(
+        collectives, "seconds_of", lambda call, world, budget_s: [4e-9, 1e-9, 9e-9, 2e-9, 64e-9]
+    )
     world = cast(World, SimpleNamespace(size=4, rank=1, device=torch.device("cpu")))
-    assert collectives.measure("all_reduce", 1000, world, 1.0) == pytest.approx((4e-9, 250.0, 375.0))
+    assert collectives.measure("all_reduce", 1000, world, 1.0) == pytest.approx(
+        (4e-9, 250.0, 375.0)
+    )
     for operation in OPERATIONS:
         share = bus_factor(operation, 4)
-        assert collectives.measure(operation, 640, world, 1.0) == pytest.approx((4e-9, 160.0, 160.0 * share))
+        assert collectives.measure(operation, 640, world, 1.0) == pytest.approx(
+            (4e-9, 160.0, 160.0 * share)
+        )
 
 
 def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,16 +255,29 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpucheck, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     monkeypatch.setattr(gpucheck, "TIMED_SIDE", 100)
     cuda = SimpleNamespace(
-        device=contextlib.nullcontext, is_bf16_supported=lambda **_: True, synchronize=lambda _: None, device_count=lambda: 2,
-        mem_get_info=lambda _: (3, 9), get_device_properties=lambda _: SimpleNamespace(uuid="abc", name="H200"),
-    )  # fmt: skip
+        device=contextlib.nullcontext,
+        is_bf16_supported=lambda **_: True,
+        synchronize=lambda _: None,
+        device_count=lambda: 2,
+        mem_get_info=lambda _: (3, 9),
+        get_device_properties=lambda _: SimpleNamespace(uuid="abc", name="H200"),
+    )
     for name, value in vars(cuda).items():
         monkeypatch.setattr(torch.cuda, name, value)
     assert gpucheck.product_speed(torch.device("cpu")) == pytest.approx(2 * 100**3 / 0.005 / 1e12)
     monkeypatch.setattr(gpucheck, "product_speed", lambda _: 123.44)
-    one = {"uuid": "GPU-abc", "name": "H200", "free": 3, "total": 9, "correct": True, "tflops": 123.4}
+    one = {
+        "uuid": "GPU-abc",
+        "name": "H200",
+        "free": 3,
+        "total": 9,
+        "correct": True,
+        "tflops": 123.4,
+    }
     assert gpucheck.examine(torch.device("cpu")) == one
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor + (torch.arange(len(tensor)) == 7))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, _: tensor + (torch.arange(len(tensor)) == 7)
+    )
     assert gpucheck.examine(torch.device("cpu"))["correct"] is False
 
     def broken(device: torch.device) -> dict[str, Any]:
@@ -228,7 +298,9 @@ def test_copies_go_from_each_gpu_to_the_next(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpucheck, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     speed = pytest.approx(gpucheck.COPIED / 0.25 / 1e9, abs=0.05)
     assert gpucheck.copies(torch.device("cpu"), torch.device("cpu")) == {"to_next": speed}
-    monkeypatch.setattr(gpucheck, "copies", lambda one, other: {"to_next": 10.0 * one.index + other.index})
+    monkeypatch.setattr(
+        gpucheck, "copies", lambda one, other: {"to_next": 10.0 * one.index + other.index}
+    )
     assert [gpu["to_next"] for gpu in gpucheck.gpus()] == [1.0, 12.0, 20.0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "to_next" not in gpucheck.gpus()[0]

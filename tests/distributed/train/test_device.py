@@ -22,21 +22,37 @@ from recipes.core.run.entry import Start
 from recipes.core.train import failure, session, torch_errors
 from recipes.core.train.device import check_mig, choose_backend, resolve_device, take_gpu
 
-HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
+HOST = socket.gethostname()
+GRANTED_2 = {"SLURM_GPUS_ON_NODE": "2"}
 
 
 def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False) -> RankInfo:
     return RankInfo(
-        rank=local_rank, local_rank=local_rank, node_rank=0, world_size=local_world_size, num_nodes=1,
-        local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, nodes=(),
-        in_slurm=in_slurm, run_id=None, restart_count=0,
-    )  # fmt: skip
+        rank=local_rank,
+        local_rank=local_rank,
+        node_rank=0,
+        world_size=local_world_size,
+        num_nodes=1,
+        local_world_size=local_world_size,
+        master_addr="127.0.0.1",
+        master_port=29500,
+        nodes=(),
+        in_slurm=in_slurm,
+        run_id=None,
+        restart_count=0,
+    )
 
 
-def test_every_recipe_obeys_deterministic_and_ranks_have_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_obeys_deterministic_and_ranks_have_one_thread_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    for words, size, wanted in (([], 1, False), (["deterministic=true"], 2, True), (["cpu_threads=5"], 2, False)):
+    for words, size, wanted in (
+        ([], 1, False),
+        (["deterministic=true"], 2, True),
+        (["cpu_threads=5"], 2, False),
+    ):
         settings = command_line.parse(words, recipe="toy", environ={})
         session._set_up(Start(settings, dataclasses.replace(rank(), world_size=size), {}, None))
         assert torch.are_deterministic_algorithms_enabled() is wanted
@@ -53,15 +69,30 @@ def test_every_recipe_obeys_deterministic_and_ranks_have_one_thread_each(monkeyp
         ("auto", rank(1, 2), {"CUDA_VISIBLE_DEVICES": "5,2"}, 2, "cuda:1"),
         ("auto", rank(1, 2), {"CUDA_VISIBLE_DEVICES": "GPU-8a1f0c3d,GPU-77b2"}, 2, "cuda:1"),
         ("auto", rank(), {"CUDA_VISIBLE_DEVICES": "MIG-GPU-8a1f0c3d/1/0"}, 1, "cuda:0"),
-        # Each task sees only its own GPU: --gpus-per-task=1, --gpu-bind=single:1, or a wrapper of the user.
-        ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "4", "ROCR_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        # Each task sees only its own GPU: --gpus-per-task=1, --gpu-bind=single:1, or a wrapper of
+        # the user.
+        (
+            "auto",
+            rank(3, 4, True),
+            {"SLURM_GPUS_ON_NODE": "4", "ROCR_VISIBLE_DEVICES": "3"},
+            1,
+            "cuda:0",
+        ),
         ("auto", rank(3, 4), {"CUDA_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
         # Four of the eight that were granted, as the user has chosen.
-        ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "1,3,5,7"}, 4, "cuda:3"),
+        (
+            "auto",
+            rank(3, 4, True),
+            {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "1,3,5,7"},
+            4,
+            "cuda:3",
+        ),
         ("auto", rank(0, 1), {"CUDA_VISIBLE_DEVICES": "-1"}, 0, "cpu"),
     ],
 )
-def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str) -> None:
+def test_a_rank_takes_its_gpu(
+    device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str
+) -> None:
     """Also on the second of two nodes, whose ranks have other numbers."""
     for there in (info, dataclasses.replace(info, rank=info.rank + 8, node_rank=1, num_nodes=2)):
         assert resolve_device(Device[device], there, environ, seen) == torch.device(expected)
@@ -71,8 +102,20 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
     ("device", "info", "environ", "seen", "words"),
     [
         ("auto", rank(in_slurm=True), {}, 0, ["granted 0 GPUs", "sees 0", "--gpus-per-node"]),
-        ("auto", rank(0, 8, True), {"SLURM_GPUS_ON_NODE": "8"}, 7, ["granted 8 GPUs", "sees 7", "--exclude="]),
-        ("auto", rank(0, 2), {"CUDA_VISIBLE_DEVICES": "0,1"}, 1, ["CUDA_VISIBLE_DEVICES names 2 GPUs", "sees 1"]),
+        (
+            "auto",
+            rank(0, 8, True),
+            {"SLURM_GPUS_ON_NODE": "8"},
+            7,
+            ["granted 8 GPUs", "sees 7", "--exclude="],
+        ),
+        (
+            "auto",
+            rank(0, 2),
+            {"CUDA_VISIBLE_DEVICES": "0,1"},
+            1,
+            ["CUDA_VISIBLE_DEVICES names 2 GPUs", "sees 1"],
+        ),
         ("cuda", rank(), {}, 0, ["device=cuda", "sees 0 GPUs", "device=cpu"]),
         ("auto", rank(1, 2), {}, 1, ["2 ranks and 1 GPUs", "one rank per GPU"]),
         (
@@ -82,7 +125,13 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             1,
             ["one slice for each task"],
         ),
-        ("auto", rank(in_slurm=True), {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""}, 0, ["names none: unset it"]),
+        (
+            "auto",
+            rank(in_slurm=True),
+            {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""},
+            0,
+            ["names none: unset it"],
+        ),
         # --gpu-bind=closest: each rank sees the GPUs of its socket.
         (
             "auto",
@@ -92,7 +141,13 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             ["--gpu-bind=", "leave that option out"],
         ),
         # One GPU on the node and two ranks: not one bound to each.
-        ("auto", rank(1, 2, True), {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, ["2 ranks and 1 GPUs"]),
+        (
+            "auto",
+            rank(1, 2, True),
+            {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"},
+            1,
+            ["2 ranks and 1 GPUs"],
+        ),
     ],
 )
 def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
@@ -119,7 +174,8 @@ def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
 
 
 def test_the_default_backend_and_nccl_without_gpus() -> None:
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    gpu = torch.device("cuda", 0)
+    cpu = torch.device("cpu")
     assert [choose_backend(Backend.auto, one) for one in (gpu, cpu)] == ["nccl", "gloo"]
     assert [choose_backend(Backend[name], gpu) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
     with pytest.raises(MachineError, match="backend=nccl requires GPUs, and torch sees none"):
@@ -130,23 +186,83 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
     ("error", "kind", "status", "line"),
     [
         (torch.distributed.DistNetworkError("anything"), Kind.peer_lost, 1, "anything"),
-        (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), Kind.peer_lost, 1, "Connection closed by peer"),
-        (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), Kind.peer_lost, 1, "ncclRemoteError"),
-        (RuntimeError("NCCL error: remote process exited or there was a network error"), Kind.peer_lost, 1, "remote process exited"),
-        (DistBackendError("NCCL communicator was aborted on rank 1."), Kind.peer_lost, 1, "was aborted"),
-        (DistBackendError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL("), Kind.timeout, 1, "Watchdog caught"),
-        (DistBackendError("unhandled system error\nncclSystemError: System"), Kind.peer_lost, 1, "ncclSystemError: System"),
-        (DistBackendError("invalid usage\nncclInvalidUsage: This"), Kind.error, 1, "DistBackendError: ncclInvalidUsage: This"),
+        (
+            RuntimeError(
+                "[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
+            ),
+            Kind.peer_lost,
+            1,
+            "Connection closed by peer",
+        ),
+        (
+            RuntimeError(
+                "NCCL error: ncclRemoteError: A call failed possibly due to a network error"
+            ),
+            Kind.peer_lost,
+            1,
+            "ncclRemoteError",
+        ),
+        (
+            RuntimeError("NCCL error: remote process exited or there was a network error"),
+            Kind.peer_lost,
+            1,
+            "remote process exited",
+        ),
+        (
+            DistBackendError("NCCL communicator was aborted on rank 1."),
+            Kind.peer_lost,
+            1,
+            "was aborted",
+        ),
+        (
+            DistBackendError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL("),
+            Kind.timeout,
+            1,
+            "Watchdog caught",
+        ),
+        (
+            DistBackendError("unhandled system error\nncclSystemError: System"),
+            Kind.peer_lost,
+            1,
+            "ncclSystemError: System",
+        ),
+        (
+            DistBackendError("invalid usage\nncclInvalidUsage: This"),
+            Kind.error,
+            1,
+            "DistBackendError: ncclInvalidUsage: This",
+        ),
         (RuntimeError("Socket Timeout"), Kind.timeout, 1, "Socket Timeout"),
-        (RuntimeError("the loss at step 3 is nan"), Kind.error, 1, "RuntimeError: the loss at step 3 is nan"),
-        (ValueError("Connection reset by peer"), Kind.error, 1, "ValueError: Connection reset by peer"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded", "/a"), Kind.disk_full, 3, "/a cannot be written (Disk quota exceeded): free some space there"),
+        (
+            RuntimeError("the loss at step 3 is nan"),
+            Kind.error,
+            1,
+            "RuntimeError: the loss at step 3 is nan",
+        ),
+        (
+            ValueError("Connection reset by peer"),
+            Kind.error,
+            1,
+            "ValueError: Connection reset by peer",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded", "/a"),
+            Kind.disk_full,
+            3,
+            "/a cannot be written (Disk quota exceeded): free some space there",
+        ),
         (DiskFull("full"), Kind.disk_full, 3, "full"),
-        (MemoryError("no more"), Kind.out_of_memory, 1,
-         "out of memory: no more: use a smaller global_batch_size=, or a larger accumulate="),
+        (
+            MemoryError("no more"),
+            Kind.out_of_memory,
+            1,
+            "out of memory: no more: use a smaller global_batch_size=, or a larger accumulate=",
+        ),
     ],
-)  # fmt: skip
-def test_the_kind_of_an_error_and_its_exit_status(error: BaseException, kind: Kind, status: int, line: str) -> None:
+)
+def test_the_kind_of_an_error_and_its_exit_status(
+    error: BaseException, kind: Kind, status: int, line: str
+) -> None:
     """A lost peer is distinguished from an own error."""
     cause = failure.cause_of(error)
     assert (cause.kind, cause.exit_status) == (kind, status)
@@ -159,12 +275,17 @@ def test_one_value_per_channel_is_refused_with_the_keys_that_change_it() -> None
     cause = failure.cause_of(caught.value)
     assert (cause.kind, cause.exit_status) == (Kind.input, 2)
     assert "give a larger global_batch_size=, a smaller accumulate= or fewer ranks" in cause.line
-    assert failure.cause_of(ValueError(str(caught.value))).kind is Kind.error  # by its place, not by its text
+    # by its place, not by its text
+    assert failure.cause_of(ValueError(str(caught.value))).kind is Kind.error
 
 
-def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: torch.zeros(2) @ torch.zeros(3)
+    )
     line = rf"^{HOST}: cuda:1 cannot be used .*, or exclude the node: sbatch --exclude={HOST}$"
     with pytest.raises(MachineError, match=line):
         take_gpu(torch.device("cuda", 1))
@@ -179,17 +300,30 @@ def test_of_an_nccl_error_the_line_holds_its_code_and_the_last_error() -> None:
     error = DistBackendError(text)
     line = "DistBackendError: ncclSystemError: socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
     assert torch_errors.text_of(error) == line
-    assert torch_errors.text_of(RuntimeError(text)).startswith("RuntimeError: NCCL error in")  # of another library
-    assert torch_errors.text_of(DistBackendError("ncclInvalidUsage: This\nuses")).endswith("This uses")
+    # of another library
+    assert torch_errors.text_of(RuntimeError(text)).startswith("RuntimeError: NCCL error in")
+    assert torch_errors.text_of(DistBackendError("ncclInvalidUsage: This\nuses")).endswith(
+        "This uses"
+    )
 
 
 @pytest.mark.parametrize(
     ("listed", "count"),
-    [("", 0), ("0, 1", 2), ("0,-1,1", 1), ("NoDevFiles", 0), ("GPU-a,GPU-b", 2), ("MIG-a,MIG-b", 1)],
+    [
+        ("", 0),
+        ("0, 1", 2),
+        ("0,-1,1", 1),
+        ("NoDevFiles", 0),
+        ("GPU-a,GPU-b", 2),
+        ("MIG-a,MIG-b", 1),
+    ],
 )
 def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
     assert gpus.listed_gpus(listed) == count
-    assert gpus.named_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2", gpus.VISIBLE[0]: listed}) == (gpus.VISIBLE[0], count)
+    assert gpus.named_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2", gpus.VISIBLE[0]: listed}) == (
+        gpus.VISIBLE[0],
+        count,
+    )
 
 
 def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
@@ -205,9 +339,13 @@ def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
     assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
 
 
-def test_nccls_flight_record_is_kept_with_the_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nccls_flight_record_is_kept_with_the_logs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "logs").mkdir()
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"record", raising=False)
+    monkeypatch.setattr(
+        torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"record", raising=False
+    )
     for backend in ("gloo", "nccl"):
         run: Any = SimpleNamespace(dir=tmp_path, world=SimpleNamespace(rank=1, backend=backend))
         failure._keep_flight_record(run)

@@ -1,7 +1,9 @@
-"""A run that stops in the middle of an epoch and resumes ends with the state of a run that never stopped, on each rank, to the last bit.
+"""A run that stops in the middle of an epoch and resumes ends with the state of a run that never
+stopped, on each rank, to the last bit.
 
-The model has dropout, batch normalization and averaged weights; the run has AdamW, a schedule, accumulated gradients, and draws
-from the random generators of Python and NumPy. The state is compared, because most of these do not show in the loss.
+The model has dropout, batch normalization and averaged weights; the run has AdamW, a schedule,
+accumulated gradients, and draws from the random generators of Python and NumPy. The state is
+compared, because most of these do not show in the loss.
 """
 
 from __future__ import annotations
@@ -36,7 +38,15 @@ def main(cfg, run):
 broken.misbehave = each_step
 session.run(main, START)
 """
-WORDS = ("device=cpu", "cpu_threads=1", "seed=3", "pace_s=0", "accumulate=2", "log_every_steps=100", "max_steps=24")
+WORDS = (
+    "device=cpu",
+    "cpu_threads=1",
+    "seed=3",
+    "pace_s=0",
+    "accumulate=2",
+    "log_every_steps=100",
+    "max_steps=24",
+)
 
 
 def states_of(ended: helpers.Ended) -> list[str]:
@@ -56,14 +66,20 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     content = checkpoint.read(folder / f"step-{step:08d}.pt")
     assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
     saved = content["rng"]
-    assert saved[0]["torch"].tolist() != saved[1]["torch"].tolist()  # the ranks drop different units
+    # the ranks drop different units
+    assert saved[0]["torch"].tolist() != saved[1]["torch"].tolist()
     assert saved[0]["python"]["numbers"].tolist() != saved[1]["python"]["numbers"].tolist()
     assert saved[0]["numpy"]["keys"].tolist() != saved[1]["numpy"]["keys"].tolist()
     resumed = helpers.run_ranks(CODE, words, 2).expect(0)
     assert f"resumed from {folder}/step-{step:08d}.pt, step {step}" in resumed.lines
     assert "broken: 2 ranks on 1 node, cpu, gloo, attempt 2" in resumed.lines
     status = helpers.read(tmp_path / "stopped", "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 1, 24, "")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
+        "done",
+        1,
+        24,
+        "",
+    )
     summary = helpers.read(tmp_path / "stopped", "summary")
     expected = {"world_size": 2, "steps": 24, "resumed_from_step": step, "restarts": 1}
     assert expected.items() <= summary.items()

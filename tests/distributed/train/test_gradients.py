@@ -1,4 +1,6 @@
-"""What happens to the gradients before ``optimizer.step()``: clipping, and the loss scale of float16."""
+"""What happens to the gradients before ``optimizer.step()``: clipping, and the loss scale of
+float16.
+"""
 
 import math
 
@@ -51,11 +53,14 @@ def test_float16_removes_the_scale_before_the_norm_is_clipped() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, LARS, Muon])
 @pytest.mark.parametrize("overflow", [math.inf, math.nan])
-def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(kind: type, overflow: float) -> None:
+def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(
+    kind: type, overflow: float
+) -> None:
     state = state_of(kind)
     gradients = Gradients(state, Config(dtype=Dtype.float16, clip_grad_norm=1.0))
     before = weights_after(state, 0.25)
-    assert weights_after(state, overflow) == before  # the momentum of the first step would have moved them
+    # the momentum of the first step would have moved them
+    assert weights_after(state, overflow) == before
     assert state.meta["loss_scale"] == [FIRST_SCALE / 2, 0]
     assert gradients.scale == FIRST_SCALE / 2
 

@@ -1,4 +1,6 @@
-"""The guards of a run while it trains: the watchdog, the fence of the run directory, the umask; and a crash after its end."""
+"""The guards of a run while it trains: the watchdog, the fence of the run directory, the umask; and
+a crash after its end.
+"""
 
 from __future__ import annotations
 
@@ -32,38 +34,62 @@ def held(tmp_path: Path) -> Iterator[list[forked.Process]]:
     marks = tmp_path / "marks"
     marks.mkdir()
     words = [
-        "device=cpu", "cpu_threads=1", "pace_s=0", "checkpoint_every_steps=5", "umask=027", f"run_dir={tmp_path}/run",
-    ]  # fmt: skip
+        "device=cpu",
+        "cpu_threads=1",
+        "pace_s=0",
+        "checkpoint_every_steps=5",
+        "umask=027",
+        f"run_dir={tmp_path}/run",
+    ]
     fault = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
     ranks = helpers.fork_ranks([sys.executable, "-c", HELD, *words], 2, **fault)
     try:
         helpers.wait_until((marks / "reached.1").exists, helpers.START_S, "step 8")
         # The checkpoint of step 5 is written, and the status tells it.
-        helpers.wait_until(lambda: helpers.read(tmp_path / "run", "status")["step"] == 5, 30, "a checkpoint")
+        helpers.wait_until(
+            lambda: helpers.read(tmp_path / "run", "status")["step"] == 5, 30, "a checkpoint"
+        )
         yield ranks
     finally:
         for rank in ranks:
             rank.kill()
 
 
-def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(held: list[forked.Process], tmp_path: Path) -> None:
+def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(
+    held: list[forked.Process], tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     os.utime(opened := run_dir / "attempts/0000/opened.json", (0, 0))
-    helpers.wait_until(lambda: opened.stat().st_mtime > 0, 30, "a heartbeat, by which other jobs know that it runs")
+    helpers.wait_until(
+        lambda: opened.stat().st_mtime > 0, 30, "a heartbeat, by which other jobs know that it runs"
+    )
     for rank in held:
-        commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in helpers.children(rank.pid)]
+        commands = [
+            Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            for pid in helpers.children(rank.pid)
+        ]
         [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]
         at = watcher.index("recipes.core.run.watchdog")
         assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
-    found = {p.relative_to(run_dir): stat.S_IMODE(p.stat().st_mode) for p in run_dir.rglob("*") if p.is_file()}
-    assert {Path("checkpoints/step-00000005.pt"), Path("logs/rank1.log"), Path("metrics.jsonl")} <= found.keys()
+    found = {
+        p.relative_to(run_dir): stat.S_IMODE(p.stat().st_mode)
+        for p in run_dir.rglob("*")
+        if p.is_file()
+    }
+    assert {
+        Path("checkpoints/step-00000005.pt"),
+        Path("logs/rank1.log"),
+        Path("metrics.jsonl"),
+    } <= found.keys()
     assert {name: oct(mode) for name, mode in found.items() if mode & 0o137} == {}
     assert stat.S_IMODE((run_dir / "checkpoints").stat().st_mode) == 0o750
     status = helpers.read(run_dir, "status")
     assert (status["state"], status["attempt"], status["step"]) == ("running", 0, 5)
 
 
-def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(held: list[forked.Process], tmp_path: Path) -> None:
+def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(
+    held: list[forked.Process], tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     before = (run_dir / "status.json").read_bytes()
     helpers.attempt(run_dir, launch="other", step=5)
@@ -88,22 +114,31 @@ session.run("""
 
 def test_ranks_with_different_keys_or_data_are_refused(tmp_path: Path) -> None:
     code = OTHER_KEYS + HELD.replace("session.run(", OTHER_DATA)
-    ended = helpers.run_ranks(code, ["device=cpu", "cpu_threads=1", "max_steps=2", f"run_dir={tmp_path}/run"], 2)
+    ended = helpers.run_ranks(
+        code, ["device=cpu", "cpu_threads=1", "max_steps=2", f"run_dir={tmp_path}/run"], 2
+    )
     assert ended.status == 2, ended.out
     host = socket.gethostname()
-    every = [f"{name}=7 here, {name}=0 there" for name in ("checkpoint_every_steps", "keep_every_steps")]
+    every = [
+        f"{name}=7 here, {name}=0 there" for name in ("checkpoint_every_steps", "keep_every_steps")
+    ]
     saves = "; ".join([*every, "keep_best=False here, keep_best=True there"])
     words = f"{host}: its keys differ from those of rank 0 on {host} (lr=0.5 here, lr=0.01 there; data=1 here, data=0 there; {saves}): use the same keys and data on all ranks"
     assert f"broken: {words}" in ended.lines
 
 
 def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog is suspended with the job. The time of the suspension does not count, the time after it does."""
-    now, polls, ends = 0.0, 0, []
+    """The watchdog is suspended with the job. The time of the suspension does not count, the time
+    after it does.
+    """
+    now = 0.0
+    polls = 0
+    ends = []
 
     def sleep(seconds: float) -> None:
         nonlocal now, polls
-        now, polls = now + (1000.0 if polls == 3 else seconds), polls + 1
+        now = now + (1000.0 if polls == 3 else seconds)
+        polls = polls + 1
 
     memory = mmap.mmap(-1, watchdog.BYTES)
     watchdog.PULSE.pack_into(memory, 0, 1, 5, watchdog.FORWARD)
@@ -131,8 +166,19 @@ entry.end(0)
 """
 
 
-@pytest.mark.parametrize(("looked_into", "status"), [({}, 0), ({"LD_PRELOAD": ""}, -signal.SIGABRT)])
-def test_a_crash_after_the_end_does_not_fail_the_run(looked_into: dict[str, str], status: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CRASHES, "device=cpu", "max_steps=1", f"run_dir={tmp_path}/run"]
+@pytest.mark.parametrize(
+    ("looked_into", "status"), [({}, 0), ({"LD_PRELOAD": ""}, -signal.SIGABRT)]
+)
+def test_a_crash_after_the_end_does_not_fail_the_run(
+    looked_into: dict[str, str], status: int, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        CRASHES,
+        "device=cpu",
+        "max_steps=1",
+        f"run_dir={tmp_path}/run",
+    ]
     ended = helpers.run(command, environ=helpers.clean_environment(**looked_into)).expect(status)
     assert "at exit" in ended.lines

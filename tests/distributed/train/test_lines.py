@@ -4,13 +4,28 @@ import pytest
 
 from recipes.core.train import lines
 
-ROW = {"step": 120, "total_steps": 690, "epoch": 1, "loss": 12.34567, "lr": 0.000123, "samples_per_second": 123456.7}
+ROW = {
+    "step": 120,
+    "total_steps": 690,
+    "epoch": 1,
+    "loss": 12.34567,
+    "lr": 0.000123,
+    "samples_per_second": 123456.7,
+}
 
 
 def test_a_row_fits_100_columns_and_names_what_is_left() -> None:
     line = lines.of_row(ROW, 10, 3725.4)
-    assert line[8:] == "  epoch 2/10  step 120/690  loss 12.3457  lr 0.00012  123,457 samples/s  1:02:05 left"
-    assert len(lines.of_row({**ROW, "step": 10**7, "total_steps": 10**7, "epoch": 9999}, 10_000, 10**6)) <= 120
+    assert (
+        line[8:]
+        == "  epoch 2/10  step 120/690  loss 12.3457  lr 0.00012  123,457 samples/s  1:02:05 left"
+    )
+    assert (
+        len(
+            lines.of_row({**ROW, "step": 10**7, "total_steps": 10**7, "epoch": 9999}, 10_000, 10**6)
+        )
+        <= 120
+    )
     assert lines.of_row({**ROW, "total_steps": 0}, 10, None).endswith(
         "step 120  loss 12.3457  lr 0.00012  123,457 samples/s"
     )

@@ -70,21 +70,33 @@ class Trained:
     """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1, 2, 3, …"""
 
     def __init__(self, folder: Path, **changed: Any) -> None:
-        self.folder, self.evaluations, self.stop_at = folder, 0, 0
-        self.samples, self.metric = 10, "val_top1"
+        self.folder = folder
+        self.evaluations = 0
+        self.stop_at = 0
+        self.samples = 10
+        self.metric = "val_top1"
         self.values: list[float | None] = []  # 0: no results; None: a stop comes meanwhile
         self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
-        self.calls, self.leave_at = {"backward": 1, "optimizer": 1, "scheduler": 1}, 0  # of each step, if held wrong
+        # of each step, if held wrong
+        self.calls = {"backward": 1, "optimizer": 1, "scheduler": 1}
+        self.leave_at = 0
         self.reduction: Callable[[Tensor], Tensor] = lambda losses: losses[:, 0]
         vars(self).update(changed)
         for name in ("logs", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, resumes: bool = False, **keys: Any) -> tuple[dict[str, Any], Run]:
-        of_run = [f"{key}={keys.pop(key)}" for key in list(keys) if key.startswith(("checkpoint_", "keep_", "resume"))]
+        of_run = [
+            f"{key}={keys.pop(key)}"
+            for key in list(keys)
+            if key.startswith(("checkpoint_", "keep_", "resume"))
+        ]
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
-        with rendezvous.process_group(start, torch.device("cpu")) as world, signals.stop_flag() as stop:
+        with (
+            rendezvous.process_group(start, torch.device("cpu")) as world,
+            signals.stop_flag() as stop,
+        ):
             net = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -97,7 +109,9 @@ class Trained:
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
                 self.now += 100.0
-                value = self.values[self.evaluations - 1] if self.values else float(self.evaluations)
+                value = (
+                    self.values[self.evaluations - 1] if self.values else float(self.evaluations)
+                )
                 if value is None:
                     os.kill(os.getpid(), signal.SIGUSR2)
                     assert run.stop_is_near()
@@ -148,7 +162,9 @@ def test_an_evaluation_without_best_metric_ends_the_run(tmp_path: Path) -> None:
         Trained(tmp_path).run(best_metric="f1")
 
 
-def test_a_run_ends_patience_epochs_after_its_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_patience_epochs_after_its_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained = Trained(tmp_path, values=[0.5, 0.7, 0.6, 0.7, 0.9])
     _, run = trained.run(resumes=True, epochs=9, patience=2)
     assert (run.state.step, helpers.read(tmp_path, "status")["state"]) == (8, "done")
@@ -202,13 +218,18 @@ def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_
 
 
 def test_a_result_must_not_have_the_name_of_another_value_of_its_row(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it"):
+    with pytest.raises(
+        RunError,
+        match=r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it",
+    ):
         Trained(tmp_path, metric="loss").run(epochs=1)
 
 
 def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: Path) -> None:
     weights = []
-    for number, keys in enumerate(({"clip_grad_norm": 0.01}, {"clip_grad_norm": 0.01, "dtype": Dtype.float16}, {})):
+    for number, keys in enumerate(
+        ({"clip_grad_norm": 0.01}, {"clip_grad_norm": 0.01, "dtype": Dtype.float16}, {})
+    ):
         torch.manual_seed(0)
         _, run = Trained(tmp_path / str(number)).run(max_steps=1, **keys)
         weights.append([p.item() for p in run.state.model.parameters()])
@@ -219,16 +240,30 @@ def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: 
 @pytest.mark.parametrize(
     ("call", "times", "line"),
     [
-        ("backward", 0, r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of step\.shards$"),
+        (
+            "backward",
+            0,
+            r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of step\.shards$",
+        ),
         ("backward", 2, r"^step\.backward\(\): called again for the same shard: call it once "),
-        ("optimizer", 0, r"^optimizer\.step\(\): called 0 times in step 1: call it once in each step"),
+        (
+            "optimizer",
+            0,
+            r"^optimizer\.step\(\): called 0 times in step 1: call it once in each step",
+        ),
         ("optimizer", 2, r"^optimizer\.step\(\): called 2 times in step 1"),
-        ("scheduler", 0, r"^scheduler\.step\(\): called 0 times in step 1: call it once in each step"),
+        (
+            "scheduler",
+            0,
+            r"^scheduler\.step\(\): called 0 times in step 1: call it once in each step",
+        ),
         ("scheduler", 2, r"^scheduler\.step\(\): called 2 times in step 1"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_call_left_out_or_made_twice_ends_the_run(tmp_path: Path, call: str, times: int, line: str) -> None:
+def test_a_call_left_out_or_made_twice_ends_the_run(
+    tmp_path: Path, call: str, times: int, line: str
+) -> None:
     trained = Trained(tmp_path)
     trained.calls[call] = times
     with pytest.raises(RunError, match=line):
@@ -246,12 +281,18 @@ def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
     wrapped: Any = DistributedDataParallel.__new__(DistributedDataParallel)
     begun, new = (cast(Run, SimpleNamespace(begun=value)) for value in (True, False))
     calls: dict[str, Callable[[], object]] = {
-        r"loop\.steps\(\): call run\.resume\(\) before it": lambda: next(loop.steps(new, *4 * (cast(Any, None),))),
-        r"run\.resume\(\): called twice": lambda: Run.resume(begun, cast(Any, None), cast(Any, None)),
+        r"loop\.steps\(\): call run\.resume\(\) before it": lambda: next(
+            loop.steps(new, *4 * (cast(Any, None),))
+        ),
+        r"run\.resume\(\): called twice": lambda: Run.resume(
+            begun, cast(Any, None), cast(Any, None)
+        ),
         r"State\(\): give it the network itself": lambda: Run.resume(
             new, cast(Any, SimpleNamespace(model=wrapped)), cast(Any, None)
         ),
-        r"main\(\) returned NoneType: return a dict": lambda: metrics.require_results("main()", None),
+        r"main\(\) returned NoneType: return a dict": lambda: metrics.require_results(
+            "main()", None
+        ),
         r"evaluate\(\) returned net=Linear: return numbers": lambda: metrics.require_results(
             "evaluate()", {"net": nn.Linear(1, 1)}
         ),
@@ -280,14 +321,17 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
         again = Trained(tmp_path / pointer, values=[0.1, 0.2])
         _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
         assert (run.resumed_from_step, run.state.step) == (step, 6)
-        # The first run's best checkpoint is in another folder, so this run starts without a best result.
+        # The first run's best checkpoint is in another folder, so this run starts without a best
+        # result.
         best = {"val_top1": again.values[again.evaluations - 1], "step": 6}
         assert run.state.meta["best"] == best
         for name in ("best", "latest"):
             assert checkpoint.named(tmp_path / pointer / "checkpoints", name) == "step-00000006.pt"
 
 
-def test_a_stop_before_the_first_step_is_not_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_before_the_first_step_is_not_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, run = Trained(tmp_path).run(resumes=True, epochs=1)
     assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
@@ -296,13 +340,17 @@ def test_a_stop_before_the_first_step_is_not_a_failure(tmp_path: Path, capsys: p
     assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
 
 
-WAITING, FORWARD, BACKWARD, DATA = watchdog.WAITING, watchdog.FORWARD, watchdog.BACKWARD, watchdog.DATA
+WAITING = watchdog.WAITING
+FORWARD = watchdog.FORWARD
+BACKWARD = watchdog.BACKWARD
+DATA = watchdog.DATA
 
 
 @pytest.mark.parametrize(
     ("first", "second", "named"),
     [
-        # Each rank's number of reports, steps and phase, read twice. This is rank 0, at the sum of step 7.
+        # Each rank's number of reports, steps and phase, read twice. This is rank 0, at the sum of
+        # step 7.
         ([(5, 7, WAITING)] * 3, [(5, 7, WAITING), (6, 7, WAITING), (6, 8, DATA)], None),
         (
             [(5, 7, WAITING), (5, 7, WAITING), (5, 6, FORWARD)],
@@ -329,8 +377,12 @@ def test_the_rank_that_is_behind_is_named(
     assert world.behind() == named
 
 
-def test_rows_and_summary_have_rate_speed_and_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained, begin, epoch = Trained(tmp_path), time.monotonic(), GlobalBatches.epoch
+def test_rows_and_summary_have_rate_speed_and_wait_for_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained(tmp_path)
+    begin = time.monotonic()
+    epoch = GlobalBatches.epoch
 
     def slow(batches: GlobalBatches, number: int, first_batch: int = 0) -> Iterator[Shard]:
         for shard in epoch(batches, number, first_batch):
@@ -341,16 +393,39 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(tmp_path: Path, monk
     monkeypatch.setattr(GlobalBatches, "epoch", slow)
     _, run = trained.run(resumes=True, epochs=3, log_every_steps=1, checkpoint_every_steps=1)
     took_s = time.monotonic() - begin
-    found = [(r["step"], r["epoch"], r["lr"], r["samples_per_second"], r["data_wait"]) for r in helpers.rows(tmp_path)]
-    assert found == [(step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.0, 0.2) for step in range(1, 7)]
-    assert [row.get("val_top1") for row in helpers.rows(tmp_path)] == [None, 1.0, None, 2.0, None, 3.0]
+    found = [
+        (r["step"], r["epoch"], r["lr"], r["samples_per_second"], r["data_wait"])
+        for r in helpers.rows(tmp_path)
+    ]
+    assert found == [
+        (step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.0, 0.2) for step in range(1, 7)
+    ]
+    assert [row.get("val_top1") for row in helpers.rows(tmp_path)] == [
+        None,
+        1.0,
+        None,
+        2.0,
+        None,
+        3.0,
+    ]
     assert (run.samples, run.train_s) == (30, 15.0)
     summary = helpers.read(tmp_path, "summary")
-    expected = {"steps": 6, "samples_per_second": 2.0, "restarts": 0, "resumed_from_step": None, "val_top1": 3.0}
+    expected = {
+        "steps": 6,
+        "samples_per_second": 2.0,
+        "restarts": 0,
+        "resumed_from_step": None,
+        "val_top1": 3.0,
+    }
     assert expected.items() <= summary.items()
     assert 0 < summary["wall_seconds"] < took_s
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 6, "")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
+        "done",
+        0,
+        6,
+        "",
+    )
 
 
 def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Path) -> None:
@@ -378,8 +453,12 @@ def test_a_stop_saves_at_its_step_without_an_older_evaluation(
 
 
 @pytest.mark.parametrize(("step", "values"), [(4, [0.1, 0.9, 0.5]), (6, [0.1, 0.2, None, 0.9])])
-def test_a_postponed_evaluation_runs_first_on_a_resume(tmp_path: Path, step: int, values: list[float | None]) -> None:
-    """The row of its step is written again with the results, and the best evaluation has its checkpoint."""
+def test_a_postponed_evaluation_runs_first_on_a_resume(
+    tmp_path: Path, step: int, values: list[float | None]
+) -> None:
+    """The row of its step is written again with the results, and the best evaluation has its
+    checkpoint.
+    """
     trained = Trained(tmp_path, values=values, stop_at=4 if step == 4 else 0)
     _, run = trained.run(resumes=True, epochs=3)
     assert (run.state.step, bool(run.stopping)) == (step, True)
@@ -411,7 +490,10 @@ def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_
     assert waited == [1]
     assert attempts.records(run.attempt)[0]["error"] == "RuntimeError: this"
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["reason"].partition(" failed first: ")[2]) == ("failed", "RuntimeError: this")
+    assert (status["state"], status["reason"].partition(" failed first: ")[2]) == (
+        "failed",
+        "RuntimeError: this",
+    )
 
 
 def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
@@ -426,22 +508,32 @@ def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: P
     assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
 
 
-def test_an_evaluation_cut_short_elsewhere_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_cut_short_elsewhere_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
-    net, batches = nn.Linear(1, 1), GlobalBatches(10, 5, 0, 0, 1)
+    net = nn.Linear(1, 1)
+    batches = GlobalBatches(10, 5, 0, 0, 1)
     ends = loop._StepEnds(run, run.settings.config, net, batches, lambda: {"val_top1": 0.9})
     theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
     monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
     assert not ends._evaluate()
     assert (run.results, run.stopping) == ({}, "SIGUSR2")
     run.results, run.rows = {"loss": 9.0, "val_loss": 0.5}, metrics.Rows(tmp_path / "metrics.jsonl")
-    run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))  # it has been closed
+    # it has been closed
+    run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))
     loop._log_row(run, {**loop.EARLIER_ROW, "epoch": 0, "loss": 1.0, "lr": 0.1})
-    assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (1.0, 0.5)
+    assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (
+        1.0,
+        0.5,
+    )
 
 
-def test_an_attempt_keeps_its_code_and_removes_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained, half = Trained(tmp_path), tmp_path / "checkpoints/.latest.a.7.0123abcd"
+def test_an_attempt_keeps_its_code_and_removes_leftovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained(tmp_path)
+    half = tmp_path / "checkpoints/.latest.a.7.0123abcd"
     monkeypatch.setattr(source, "commit", lambda root: "c0ffee")
     for difference, found in ((b"mine", [b"mine"] * 2), (b"", [])):
         half.touch()
@@ -451,17 +543,24 @@ def test_an_attempt_keeps_its_code_and_removes_leftovers(tmp_path: Path, monkeyp
         assert [path.read_bytes() for path in there if path.exists()] == found
         assert not half.exists()
     assert helpers.read(tmp_path, "summary")["git_commit"] == "c0ffee"
-    with pytest.raises(errors.InputError, match=r"^resume=never: .* has a checkpoint \(step-00000002\.pt\): give"):
+    with pytest.raises(
+        errors.InputError, match=r"^resume=never: .* has a checkpoint \(step-00000002\.pt\): give"
+    ):
         trained.run(resumes=True, resume="never")
-    with pytest.raises(errors.InputError, match=f"^evaluate=true: {tmp_path} has no checkpoint: give the run_dir="):
+    with pytest.raises(
+        errors.InputError, match=f"^evaluate=true: {tmp_path} has no checkpoint: give the run_dir="
+    ):
         Trained(tmp_path).run(evaluate=True)
 
 
-def test_a_failed_save_ends_the_run_before_its_next_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_ends_the_run_before_its_next_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     phases: list[int] = []
 
     def save(saver: Any, content: Any, best: bool, checkpoint_id: str) -> None:
-        phases.append(saver._saved.__self__.world.pulse.read()[2])  # a slow disk is no wait for other ranks
+        # a slow disk is no wait for other ranks
+        phases.append(saver._saved.__self__.world.pulse.read()[2])
         saver._writing = Future()
         saver._writing.set_exception(MemoryError())
 
@@ -484,8 +583,12 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
-    Trained(tmp_path / "never").run(checkpoint_every_s=0, epochs=2, keep_checkpoints=0, keep_best="false")
-    assert [path.name for path in (tmp_path / "never/checkpoints").glob("step-*")] == ["step-00000004.pt"]
+    Trained(tmp_path / "never").run(
+        checkpoint_every_s=0, epochs=2, keep_checkpoints=0, keep_best="false"
+    )
+    assert [path.name for path in (tmp_path / "never/checkpoints").glob("step-*")] == [
+        "step-00000004.pt"
+    ]
     _, run = Trained(tmp_path).run(checkpoint_every_s=0.001)
     time.sleep(0.01)
     assert run.save_is_due()
@@ -497,19 +600,25 @@ def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
 def test_an_error_names_the_line_of_the_recipe() -> None:
     with pytest.raises(AttributeError) as caught:
         scores.accuracy(cast(Run, None), cast(Any, None))
-    assert re.search(r" \(recipes/core/train/scores\.py, line \d+\)$", failure.cause_of(caught.value).line)
+    assert re.search(
+        r" \(recipes/core/train/scores\.py, line \d+\)$", failure.cause_of(caught.value).line
+    )
 
 
 def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
     Trained(tmp_path).run(epochs=600, checkpoint_every_s=0.1, keep_checkpoints=0, keep_best="false")
-    steps = sorted(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").glob("step-*.pt"))
+    steps = sorted(
+        int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").glob("step-*.pt")
+    )
     assert 2 < len(steps) < 300
     # A slow machine has a slow step now and then, and saves behind the next one too.
     assert len([step for step in steps if step + 1 in steps]) < len(steps) / 3, steps
 
 
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
-    _, run = Trained(tmp_path, values=[0.5, 0.75, 0.25, 0.75, 0.125]).run(epochs=5, keep_checkpoints=1)
+    _, run = Trained(tmp_path, values=[0.5, 0.75, 0.25, 0.75, 0.125]).run(
+        epochs=5, keep_checkpoints=1
+    )
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
     left = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert left == ["step-00000004.pt", "step-00000010.pt"]
@@ -537,8 +646,12 @@ def test_a_single_machine_listens_on_the_given_master_port() -> None:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_the_row_of_a_stop_has_the_loss_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks agree after every second step; they stop at a step that has no row and no agreement otherwise."""
+def test_the_row_of_a_stop_has_the_loss_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks agree after every second step; they stop at a step that has no row and no agreement
+    otherwise.
+    """
     read = Agreement.read
     monkeypatch.setattr(Agreement, "read", lambda sums: (*read(sums)[:3], 2.0))
     _, run = Trained(tmp_path, samples=30, stop_at=3).run()
@@ -548,13 +661,17 @@ def test_the_row_of_a_stop_has_the_loss_of_its_step(tmp_path: Path, monkeypatch:
 
 
 def test_averaged_weights_equal_torchs_average() -> None:
-    """For floating-point values. Integers, whose average torch would truncate, are those of the network."""
+    """For floating-point values. Integers, whose average torch would truncate, are those of the
+    network.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     run: Any = SimpleNamespace(say=print)
     batches: Any = SimpleNamespace(global_batch_size=8, num_samples=8)
     ours = optimisation.averaged(run, net, 0.9, 0, batches)
-    theirs = swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
+    theirs = swa_utils.AveragedModel(
+        net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
     assert ours
     assert list(ours.state_dict()) == list(theirs.state_dict())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -564,24 +681,35 @@ def test_averaged_weights_equal_torchs_average() -> None:
         optimizer.step()
         ours.update_parameters(net)
         theirs.update_parameters(net)
-    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+    for (name, one), other in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
         if name.endswith("num_batches_tracked"):
             assert one == 4
         else:
             assert torch.equal(one, other), name
 
 
-def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, names, store = list[float](), list[str](), torch.distributed.HashStore()
+def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[float]()
+    names = list[str]()
+    store = torch.distributed.HashStore()
     monkeypatch.setattr(
-        torch.distributed, "TCPStore", lambda *of, timeout, **more: given.append(timeout.total_seconds()) or store
+        torch.distributed,
+        "TCPStore",
+        lambda *of, timeout, **more: given.append(timeout.total_seconds()) or store,
     )
-    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
+    monkeypatch.setattr(
+        torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store
+    )
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, (), "127.0.0.1", 1, True, "7.1", 2)
         rendezvous._meet(info, "gloo", 40.0)
     assert given == [40, 30]  # rank 1 ends first, and reports why
-    assert store.timeout == worlds.TORCH_TIMEOUT  # torch counts the time in which a job is suspended
+    # torch counts the time in which a job is suspended
+    assert store.timeout == worlds.TORCH_TIMEOUT
     assert set(names) == {"7-attempt-2-gloo"}
     info = dataclasses.replace(info, master_addr="fe80::1%none")  # whose interface does not exist
     line = r"cannot resolve fe80::1%none, the host of rank 0 \(.*: set MASTER_ADDR"
@@ -594,20 +722,36 @@ def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path)
     helpers.attempt(tmp_path / "seen")
     for nodes, name, is_refused in ((1, "unseen", False), (2, "seen", False), (2, "unseen", True)):
         info = RankInfo(0, 0, 0, 1, 1, nodes, (), "127.0.0.1", 1, True, None, 0)
-        world = worlds.World(info, torch.device("cpu"), "gloo", ("a",), torch.distributed.HashStore(), timeout_s=0.2)
-        run: Any = SimpleNamespace(dir=tmp_path / name, attempt=attempts.Attempt(tmp_path / name, 0), world=world)
+        world = worlds.World(
+            info, torch.device("cpu"), "gloo", ("a",), torch.distributed.HashStore(), timeout_s=0.2
+        )
+        run: Any = SimpleNamespace(
+            dir=tmp_path / name, attempt=attempts.Attempt(tmp_path / name, 0), world=world
+        )
         unseen = "this node does not see the files that rank 0 on a writes"
         words = f"^a: run_dir=.*: {unseen}: give a folder that all nodes share"
-        with pytest.raises(errors.MachineError, match=words) if is_refused else contextlib.nullcontext():
+        with (
+            pytest.raises(errors.MachineError, match=words)
+            if is_refused
+            else contextlib.nullcontext()
+        ):
             session.check_shared(run)
 
 
 def test_an_evaluation_of_another_model_is_refused() -> None:
-    run: Any = SimpleNamespace(settings=SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True)))
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True))
+    )
     before = {"arch": "airbench94", "ema": 0.9, "lr": 0.1}
-    for key, changed in (("lr", ""), ("arch", "arch=airbench94 becomes 0"), ("ema", "ema=0.9 becomes 0")):
+    for key, changed in (
+        ("lr", ""),
+        ("arch", "arch=airbench94 becomes 0"),
+        ("ema", "ema=0.9 becomes 0"),
+    ):
         of_run = {"meta": {"recipe": "cifar", "config": before}}
-        with pytest.raises(errors.InputError, match=changed) if changed else contextlib.nullcontext():
+        with (
+            pytest.raises(errors.InputError, match=changed) if changed else contextlib.nullcontext()
+        ):
             resume._check_keys(run, Path("x.pt"), of_run, {}, {**before, key: 0})
 
 
@@ -626,12 +770,18 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     """If no rank is behind, the network is the cause."""
     said: list[Any] = []
     over = threading.Event()
-    monkeypatch.setattr(failure, "fail", lambda run, error, behind: said.append((error, behind)) or 1)
+    monkeypatch.setattr(
+        failure, "fail", lambda run, error, behind: said.append((error, behind)) or 1
+    )
     monkeypatch.setattr(failure, "leave", lambda code: (said.append(code), over.set()))
     pulse = watchdog.Pulse()
     pulse.beat(phase, 7)
-    world = SimpleNamespace(pulse=pulse, clock=pulse.clock, size=2, backend="gloo", behind=lambda: behind)
-    run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), failing=threading.Lock())
+    world = SimpleNamespace(
+        pulse=pulse, clock=pulse.clock, size=2, backend="gloo", behind=lambda: behind
+    )
+    run: Any = SimpleNamespace(
+        world=world, keys=SimpleNamespace(timeout_s=1.0), failing=threading.Lock()
+    )
     ended = threading.Timer(2.0, over.set)
     ended.start()
     failure.watch_peers(run, over)

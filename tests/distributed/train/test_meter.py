@@ -22,7 +22,12 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     clock: Any = SimpleNamespace(now=lambda: clock.time, time=0.0)
     measured = meter.Meter(clock, torch.device("cpu"))
     for _ in range(2):
-        for part, seconds in (("data_wait", 1.0), ("forward_backward", 6.0), ("optimizer", 2.0), ("loop", 1.0)):
+        for part, seconds in (
+            ("data_wait", 1.0),
+            ("forward_backward", 6.0),
+            ("optimizer", 2.0),
+            ("loop", 1.0),
+        ):
             clock.time += seconds
             measured.mark(part)
         measured.step_ends(30)
@@ -33,7 +38,9 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     assert measured.lap() == {"samples_per_second": 0.0}
     assert (measured.samples, measured.train_s) == (60, 20.0)
     world: Any = SimpleNamespace(
-        gather=lambda own: [own, own], hosts=("a", "a"), pulse=SimpleNamespace(beat=lambda stage: None)
+        gather=lambda own: [own, own],
+        hosts=("a", "a"),
+        pulse=SimpleNamespace(beat=lambda stage: None),
     )
     told = measured.of_ranks(world)
     assert told["rank_step_s"] == [7.5, 7.5]  # without the 1.5 s in which it has waited
@@ -48,9 +55,14 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
 def test_the_memory_of_a_node_is_the_sum_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with different numbers of ranks, and ranks that use different amounts."""
     measured = meter.Meter(SimpleNamespace(now=lambda: 0.0), torch.device("cpu"))  # type: ignore[arg-type]
-    ranks = [meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0) for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9)]
+    ranks = [
+        meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0)
+        for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9)
+    ]
     world: Any = SimpleNamespace(
-        gather=lambda own: ranks, hosts=("a", "a", "a", "b"), pulse=SimpleNamespace(beat=lambda stage: None)
+        gather=lambda own: ranks,
+        hosts=("a", "a", "a", "b"),
+        pulse=SimpleNamespace(beat=lambda stage: None),
     )
     assert measured.of_ranks(world)["memory_gb"] == 7.0
 
@@ -76,7 +88,8 @@ TOY = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=12", "log_e
 
 def test_rows_have_the_parts_of_a_step_and_a_profile_is_written(tmp_path: Path) -> None:
     helpers.run_fork([*TOY, "profile=3", f"run_dir={tmp_path}"]).expect(0)
-    last, summary = helpers.rows(tmp_path)[-1], helpers.read(tmp_path, "summary")
+    last = helpers.rows(tmp_path)[-1]
+    summary = helpers.read(tmp_path, "summary")
     assert last["forward_backward"] > 0
     assert last["communication"] == 0
     assert last["tflops"] > 0
@@ -103,7 +116,9 @@ toy.session.run(toy.main, start)
 """
     words = [*TOY[3:], f"run_dir={tmp_path}"]
     ended = helpers.run_ranks(code, words, 2).expect(0)
-    last, summary = helpers.rows(tmp_path)[-1], helpers.read(tmp_path, "summary")
+    last = helpers.rows(tmp_path)[-1]
+    summary = helpers.read(tmp_path, "summary")
     assert last["rank_step_s"][1] > 0.05 + last["rank_step_s"][0]
-    assert "of each step waits for the gradients of other ranks" in summary["efficiency"]  # rank 0 waits
+    # rank 0 waits
+    assert "of each step waits for the gradients of other ranks" in summary["efficiency"]
     assert f"efficiency: {summary['efficiency']}\n" in ended.out

@@ -23,11 +23,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_unknown_models_and_weights_are_refused_with_known_names() -> None:
-    with pytest.raises(InputError, match=r"arch=resnet51: torchvision has no such classifier; did you mean 'resnet"):
+    with pytest.raises(
+        InputError, match=r"arch=resnet51: torchvision has no such classifier; did you mean 'resnet"
+    ):
         models.classifier("resnet51", "", 10)
     with pytest.raises(InputError, match="no such classifier"):
         models.classifier("fcn_resnet50", "", 10)  # of torchvision's, and no classifier
-    with pytest.raises(InputError, match="weights=IMAGENET1K_V9: must be one of IMAGENET1K_V1, or true"):
+    with pytest.raises(
+        InputError, match="weights=IMAGENET1K_V9: must be one of IMAGENET1K_V1, or true"
+    ):
         models.classifier("resnet18", "IMAGENET1K_V9", 1000)
 
 
@@ -39,7 +43,9 @@ def test_random_weights_for_any_number_of_classes() -> None:
 
 
 def test_missing_weights_name_the_command_that_fetches_them(hub: Path) -> None:
-    with pytest.raises(MachineError, match=r"recipes\.prepare weights arch=resnet18 weights=IMAGENET1K_V1") as caught:
+    with pytest.raises(
+        MachineError, match=r"recipes\.prepare weights arch=resnet18 weights=IMAGENET1K_V1"
+    ) as caught:
         models.classifier("resnet18", "true", 1000)
     assert str(hub) in str(caught.value)
 
@@ -56,13 +62,17 @@ def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path)
     assert models.fault_of(good) == ""
     good.write_bytes(good.read_bytes() + b"x")
     assert "its SHA-256 differs from the one in its name" in models.fault_of(good)
-    assert "is not a file of weights" in models.fault_of(saved({"a": Path("of any class")}, tmp_path))
+    assert "is not a file of weights" in models.fault_of(
+        saved({"a": Path("of any class")}, tmp_path)
+    )
     assert models.fault_of(tmp_path / "none-12345678.pth") == "does not exist"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
-def test_weights_with_auxiliary_heads_give_a_net_without_them(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_with_auxiliary_heads_give_a_net_without_them(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchvision refuses aux_logits=False beside them."""
     whole = torchvision.models.get_model(arch, weights=None, aux_logits=True, init_weights=False)
     monkeypatch.setattr(models, "fault_of", lambda path: "")
@@ -73,9 +83,16 @@ def test_weights_with_auxiliary_heads_give_a_net_without_them(arch: str, monkeyp
 
 
 def test_the_head_of_every_classifier_is_its_last_layer() -> None:
-    # One of each family; the others draw their first weights in a way that the device "meta" cannot follow, or that is slow.
-    families = {get_model_builder(name).__module__: name for name in list_models(module=torchvision.models)}
-    names = [name for name in families.values() if name not in ("googlenet", "inception_v3", "regnet_y_8gf")]
+    # One of each family; the others draw their first weights in a way that the device "meta" cannot
+    # follow, or that is slow.
+    families = {
+        get_model_builder(name).__module__: name for name in list_models(module=torchvision.models)
+    }
+    names = [
+        name
+        for name in families.values()
+        if name not in ("googlenet", "inception_v3", "regnet_y_8gf")
+    ]
     assert len(names) > 12
     for name in names:
         with torch.device("meta"):
@@ -84,7 +101,9 @@ def test_the_head_of_every_classifier_is_its_last_layer() -> None:
         assert len(layer.weight) == 7, name
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "squeezenet1_0"])  # their heads are a linear layer and a convolution
+@pytest.mark.parametrize(
+    "arch", ["resnet18", "squeezenet1_0"]
+)  # their heads are a linear layer and a convolution
 def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
     hub: Path, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
@@ -94,7 +113,11 @@ def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
     net = models.classifier(arch, "true", 3, new_head=True).eval()
     (name,) = optimisation.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
-    assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(name))
+    assert all(
+        value.equal(state[key])
+        for key, value in net.state_dict().items()
+        if not key.startswith(name)
+    )
     with pytest.raises(InputError, match="are for 1000 classes, the data has 3"):
         models.classifier(arch, "true", 3)
 
@@ -103,10 +126,13 @@ def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
 def test_frozen_weights_and_averages_stay_as_they_are(kind: str) -> None:
     torch.manual_seed(0)
     net = models.classifier("shufflenet_v2_x0_5", "", 3)
-    x, before = torch.rand(4, 3, 64, 64), net.eval()(torch.ones(1, 3, 64, 64))
+    x = torch.rand(4, 3, 64, 64)
+    before = net.eval()(torch.ones(1, 3, 64, 64))
     models.train_only_head(net) if kind == "head" else models.add_lora(net, 4)
     assert net.eval()(torch.ones(1, 3, 64, 64)).allclose(before, atol=1e-6)
-    frozen = {name: value.clone() for name, value in net.state_dict().items() if not name.startswith("fc")}
+    frozen = {
+        name: value.clone() for name, value in net.state_dict().items() if not name.startswith("fc")
+    }
     optimizer = torch.optim.SGD((p for p in net.parameters() if p.requires_grad), 0.1)
     for _ in range(2):  # at first, the gradient of one of the two matrices is zero
         net.train()(x).square().sum().backward()
@@ -114,7 +140,9 @@ def test_frozen_weights_and_averages_stay_as_they_are(kind: str) -> None:
     changed = [name for name, value in frozen.items() if not value.equal(net.state_dict()[name])]
     assert all(name.endswith((".down", ".up")) for name in changed)
     assert sum(name.endswith(".up") for name in changed) == (0 if kind == "head" else 56)
-    assert models.trained(net).startswith("3,075 of 344,867" if kind == "head" else "28,123 of 369,915")
+    assert models.trained(net).startswith(
+        "3,075 of 344,867" if kind == "head" else "28,123 of 369,915"
+    )
 
 
 def test_timm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +151,11 @@ def test_timm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
         models.classifier("timm/resnet18", "", 3)
 
 
-def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timm, name = pytest.importorskip("timm"), "test_resnet.r160_in1k"
+def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timm = pytest.importorskip("timm")
+    name = "test_resnet.r160_in1k"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(MachineError, match=rf"recipes\.prepare weights arch=timm/{name}"):
         models.classifier(f"timm/{name}", "true", 3)
@@ -137,10 +168,16 @@ def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(tmp_path: Path, m
     net = models.classifier(f"timm/{name}", "true", 3).eval()
     (last,) = optimisation.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
-    assert all(value.equal(state[key]) for key, value in net.state_dict().items() if not key.startswith(last))
+    assert all(
+        value.equal(state[key])
+        for key, value in net.state_dict().items()
+        if not key.startswith(last)
+    )
     cfg = timm.get_pretrained_cfg(name)
     assert models.mean_and_std(f"timm/{name}") == (cfg.mean, cfg.std)
-    with pytest.raises(InputError, match=r"arch=timm/resnet19: timm has no such model; did you mean 'timm/resnet1"):
+    with pytest.raises(
+        InputError, match=r"arch=timm/resnet19: timm has no such model; did you mean 'timm/resnet1"
+    ):
         models.classifier("timm/resnet19", "", 3)
     with pytest.raises(InputError, match="the name of a timm model also selects its weights"):
         models.classifier(f"timm/{name}", "IMAGENET1K_V1", 3)
@@ -155,7 +192,9 @@ def test_all_heads_of_a_model_of_timm_are_trained() -> None:
     groups = optimisation.layer_groups(net.requires_grad_(True), 1.0, 0.5, 0.1)
     assert sum(len(group["params"]) for group in groups if group["depth"] == 0) == 4
     arch = "timm/deit_tiny_distilled_patch16_224"
-    with pytest.raises(InputError, match=rf"px=64: arch={arch} does not accept images of this size"):
+    with pytest.raises(
+        InputError, match=rf"px=64: arch={arch} does not accept images of this size"
+    ):
         models.require_size(net, arch, 64)
 
 

@@ -1,4 +1,6 @@
-"""LARS and Muon: their updates on small tensors against the papers, and plain SGD or AdamW for the other groups."""
+"""LARS and Muon: their updates on small tensors against the papers, and plain SGD or AdamW for the
+other groups.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ def step(optimizer: torch.optim.Optimizer, param: nn.Parameter, grad: Tensor) ->
 
 
 def test_two_steps_of_lars_match_the_paper() -> None:
-    param, grad = parameter(3.0, 4.0), torch.tensor([0.6, 0.8], dtype=torch.float64)
+    param = parameter(3.0, 4.0)
+    grad = torch.tensor([0.6, 0.8], dtype=torch.float64)
     optimizer = LARS([param], lr=2.0, momentum=0.9, weight_decay=0.1, trust=0.01)
-    weights, momentum = param.detach().clone(), torch.zeros(2, dtype=torch.float64)
+    weights = param.detach().clone()
+    momentum = torch.zeros(2, dtype=torch.float64)
     for _ in range(2):
         rate = 0.01 * weights.norm() / (grad.norm() + 0.1 * weights.norm())
         momentum = 0.9 * momentum + rate * (grad + 0.1 * weights)
@@ -34,7 +38,9 @@ def test_two_steps_of_lars_match_the_paper() -> None:
 
 
 @pytest.mark.parametrize(("weights", "grad"), [((0.0, 0.0), (1.0, 1.0)), ((1.0, 1.0), (0.0, 0.0))])
-def test_all_zero_weights_or_gradients_give_no_nan(weights: tuple[float, float], grad: tuple[float, float]) -> None:
+def test_all_zero_weights_or_gradients_give_no_nan(
+    weights: tuple[float, float], grad: tuple[float, float]
+) -> None:
     param = parameter(*weights)
     step(LARS([param], lr=0.1), param, torch.tensor(grad, dtype=torch.float64))
     expected = [w - 0.1 * g for w, g in zip(weights, grad, strict=True)]
@@ -42,7 +48,8 @@ def test_all_zero_weights_or_gradients_give_no_nan(weights: tuple[float, float],
 
 
 def test_a_parameter_without_a_gradient_is_unchanged() -> None:
-    param, frozen = parameter(1.0), parameter(1.0)
+    param = parameter(1.0)
+    frozen = parameter(1.0)
     optimizer = LARS([param, frozen], lr=0.1)
     step(optimizer, param, torch.tensor([1.0], dtype=torch.float64))
     assert frozen.item() == 1.0 != param.item()
@@ -60,7 +67,9 @@ def update(optimizer: Muon, param: nn.Parameter) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (40, 4, 3, 3)])  # a wide matrix and a tall one
-def test_muons_update_of_filters_is_orthogonal_and_along_the_gradient(shape: tuple[int, ...]) -> None:
+def test_muons_update_of_filters_is_orthogonal_and_along_the_gradient(
+    shape: tuple[int, ...],
+) -> None:
     param = filters(*shape)
     param.grad = filters(*shape, seed=1).detach()
     change = update(Muon([param], lr=0.5), param).flatten(1) / -0.5
@@ -73,13 +82,18 @@ def test_muons_update_of_filters_is_orthogonal_and_along_the_gradient(shape: tup
 
 def test_the_momentum_of_muon_is_nesterovs() -> None:
     """After two steps with gradients a and b, the update is the one for (1 + m) b + m m a."""
-    a, b = filters(4, 4, 1, 1, seed=1).detach(), filters(4, 4, 1, 1, seed=2).detach()
-    one, other = filters(4, 4, 1, 1), filters(4, 4, 1, 1)
+    a = filters(4, 4, 1, 1, seed=1).detach()
+    b = filters(4, 4, 1, 1, seed=2).detach()
+    one = filters(4, 4, 1, 1)
+    other = filters(4, 4, 1, 1)
     muon = Muon([one], lr=0.1, momentum=0.6)
     one.grad = a
     muon.step()
-    one.grad, other.grad = b, (1.6 * b + 0.36 * a) / 1.6
-    assert torch.allclose(update(muon, one), update(Muon([other], lr=0.1, momentum=0.6), other), atol=1e-5)
+    one.grad = b
+    other.grad = (1.6 * b + 0.36 * a) / 1.6
+    assert torch.allclose(
+        update(muon, one), update(Muon([other], lr=0.1, momentum=0.6), other), atol=1e-5
+    )
 
 
 def test_filters_of_one_shape_do_not_mix() -> None:
@@ -95,10 +109,12 @@ def test_filters_of_one_shape_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "other", "nesterov"), [(LARS, {"adapt": False}, False), (Muon, {"orthogonal": False}, True)]
+    ("kind", "other", "nesterov"),
+    [(LARS, {"adapt": False}, False), (Muon, {"orthogonal": False}, True)],
 )
 def test_other_groups_are_trained_by_sgd(kind: Any, other: dict[str, bool], nesterov: bool) -> None:
-    ours, theirs = filters(5), filters(5)
+    ours = filters(5)
+    theirs = filters(5)
     optimizer = kind([{"params": [ours], "weight_decay": 0.01, **other}], lr=0.1, momentum=0.8)
     sgd = torch.optim.SGD([theirs], 0.1, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
     for seed in range(3):
@@ -108,9 +124,12 @@ def test_other_groups_are_trained_by_sgd(kind: Any, other: dict[str, bool], nest
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (32, 8)])
-def test_matrices_of_a_transformer_are_not_scaled_and_decay_by_themselves(shape: tuple[int, int]) -> None:
+def test_matrices_of_a_transformer_are_not_scaled_and_decay_by_themselves(
+    shape: tuple[int, int],
+) -> None:
     param = filters(*shape)
-    before, gradient = param.detach().clone(), filters(*shape, seed=1).detach()
+    before = param.detach().clone()
+    gradient = filters(*shape, seed=1).detach()
     param.grad = gradient
     MuonAdamW([param], lr=0.5, weight_decay=0.1).step()
     change = (param.detach() - before * (1 - 0.5 * 0.1)) / -0.5 / max(1, shape[0] / shape[1]) ** 0.5
@@ -120,7 +139,8 @@ def test_matrices_of_a_transformer_are_not_scaled_and_decay_by_themselves(shape:
 
 
 def test_groups_with_betas_are_trained_by_adamw() -> None:
-    ours, theirs = filters(6, 4), filters(6, 4)
+    ours = filters(6, 4)
+    theirs = filters(6, 4)
     group = {"params": [ours], "betas": (0.8, 0.95), "lr": 0.01, "weight_decay": 0.1}
     mixed = MuonAdamW([{"params": [filters(4, 4)]}, group], lr=0.1)
     adamw = torch.optim.AdamW([theirs], 0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)

@@ -1,4 +1,6 @@
-"""Neither the number of ranks nor the launcher changes the result: losses, samples, evaluation, weights."""
+"""Neither the number of ranks nor the launcher changes the result: losses, samples, evaluation,
+weights.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,27 @@ import pytest
 
 from tests import helpers
 
-# 1,438 digits in batches of 205: 3 ranks do not divide one, and the last of an epoch has 2 samples, so that a rank has none.
+# 1,438 digits in batches of 205: 3 ranks do not divide one, and the last of an epoch has 2 samples,
+# so that a rank has none.
 SAME = (
-    "global_batch_size=205", "max_steps=20", "log_every_steps=1", "seed=7", "cpu_threads=1", "dataset=digits", "device=cpu",
-)  # fmt: skip
+    "global_batch_size=205",
+    "max_steps=20",
+    "log_every_steps=1",
+    "seed=7",
+    "cpu_threads=1",
+    "dataset=digits",
+    "device=cpu",
+)
 
-TOLERANCE = 2e-5  # relative; another order of the same sums in float32 comes to 2e-6 in 20 steps (measured)
+# relative; another order of the same sums in float32 comes to 2e-6 in 20 steps (measured)
+TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
 def same_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The run directories of one and the same run, by the number of its ranks: two launchers, started at once."""
+    """The run directories of one and the same run, by the number of its ranks: two launchers,
+    started at once.
+    """
     folder = tmp_path_factory.mktemp("same")
     run_dirs = {size: folder / f"ranks{size}" for size in (1, 3)}
     started = [
@@ -44,7 +56,9 @@ def test_losses_agree_even_if_a_rank_has_no_sample(same_run: dict[int, Path]) ->
 
 
 def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
-    alone, other = ([row for row in helpers.rows(run_dir) if "val_top1" in row] for run_dir in same_run.values())
+    alone, other = (
+        [row for row in helpers.rows(run_dir) if "val_top1" in row] for run_dir in same_run.values()
+    )
     assert [row["step"] for row in alone] == [8, 16, 20]  # the ends of two epochs and of the run
     for row in alone:
         assert row["val_samples"] == 359  # a prime number: no number of ranks divides it

@@ -1,4 +1,6 @@
-"""The samples of a rank: shares, batches and their order; and the augmentation of small sets in memory."""
+"""The samples of a rank: shares, batches and their order; and the augmentation of small sets in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,26 @@ from recipes.core.data import sampling
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches, Shard
 
-COUNT, HEIGHT, WIDTH = 60, 9, 11
+COUNT = 60
+HEIGHT = 9
+WIDTH = 11
 
 
 def images(channels: int = 3) -> torch.Tensor:
     shape = (COUNT, channels, HEIGHT, WIDTH)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def test_the_digest_changes_with_images_and_labels() -> None:
     labels = torch.arange(COUNT)
-    sets = [(images(), labels), (images().flip(0), labels), (images(), labels.flip(0)), (images()[:-1], labels[:-1])]
+    sets = [
+        (images(), labels),
+        (images().flip(0), labels),
+        (images(), labels.flip(0)),
+        (images()[:-1], labels[:-1]),
+    ]
     digests = [ImageSet(*each).digest() for each in sets]
     assert len(set(digests)) == 4
     assert ImageSet(images(), labels).digest() == digests[0]
@@ -45,8 +56,10 @@ def test_cutout_covers_one_square_in_each_image() -> None:
         taken.draw(0, epoch)
         for image, original in zip(taken.take(torch.arange(COUNT)), whole, strict=True):
             covered = (image == 0).all(0)
-            rows, columns = covered.any(1).nonzero().flatten(), covered.any(0).nonzero().flatten()
-            height, width = len(rows), len(columns)
+            rows = covered.any(1).nonzero().flatten()
+            columns = covered.any(0).nonzero().flatten()
+            height = len(rows)
+            width = len(columns)
             assert 2 <= height <= 4
             assert 2 <= width <= 4
             square = covered[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
@@ -97,14 +110,20 @@ def test_pieces_of_a_shard_are_complete_and_not_empty(length: int, count: int) -
 def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_size: int) -> None:
     parts = [list(range(count))[sampling.share(count, r, world_size)] for r in range(world_size)]
     assert [i for part in parts for i in part] == list(range(count))
-    assert [len(part) for part in parts] == [count // world_size + (r < count % world_size) for r in range(world_size)]
+    assert [len(part) for part in parts] == [
+        count // world_size + (r < count % world_size) for r in range(world_size)
+    ]
 
 
 @settings(deadline=None)  # a busy machine may pause for a second
 @given(
-    samples=st.integers(1, 300), batch_size=st.integers(1, 400), world_size=st.integers(1, 9), seed=st.integers(0, 2**62),
-    epoch=st.integers(0, 10**6), from_batch=st.integers(0, 300),
-)  # fmt: skip
+    samples=st.integers(1, 300),
+    batch_size=st.integers(1, 400),
+    world_size=st.integers(1, 9),
+    seed=st.integers(0, 2**62),
+    epoch=st.integers(0, 10**6),
+    from_batch=st.integers(0, 300),
+)
 def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
     samples: int, batch_size: int, world_size: int, seed: int, epoch: int, from_batch: int
 ) -> None:
@@ -117,8 +136,14 @@ def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
     for whole, *parts in zip(alone, *by_rank, strict=True):
         assert [i for part in parts for i in part.indices.tolist()] == whole.indices.tolist()
         assert all(part.global_size == whole.global_size == len(whole.indices) for part in parts)
-    for resumed, full in zip(shards(0, world_size, from_batch), by_rank[0][from_batch:], strict=True):
-        assert (resumed.epoch, resumed.batch, resumed.global_size) == (full.epoch, full.batch, full.global_size)
+    for resumed, full in zip(
+        shards(0, world_size, from_batch), by_rank[0][from_batch:], strict=True
+    ):
+        assert (resumed.epoch, resumed.batch, resumed.global_size) == (
+            full.epoch,
+            full.batch,
+            full.global_size,
+        )
         assert torch.equal(resumed.indices, full.indices)
 
 
@@ -129,4 +154,6 @@ def test_each_seed_and_epoch_has_its_own_order() -> None:
     orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
     assert orders[0] == order(0, 0)
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    assert sampling.generator(3, 4).initial_seed() != sampling.generator(3, 4, stream=1).initial_seed()
+    assert (
+        sampling.generator(3, 4).initial_seed() != sampling.generator(3, 4, stream=1).initial_seed()
+    )

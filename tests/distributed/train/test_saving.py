@@ -1,4 +1,6 @@
-"""Checkpoints written in the background: their content, which are kept, and the errors if they cannot be written."""
+"""Checkpoints written in the background: their content, which are kept, and the errors if they
+cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,18 @@ CPU = torch.device("cpu")
 
 
 def content(step: int = 1, value: float = 0.0) -> dict[str, Any]:
-    parts: dict[str, Any] = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": []}
-    return {"model": {"weight": torch.full((1000,), value)}, **parts, "meta": {"step": step, "config": {}}}
+    parts: dict[str, Any] = {
+        "optimizer": {},
+        "scheduler": {},
+        "ema": None,
+        "sampler": {},
+        "rng": [],
+    }
+    return {
+        "model": {"weight": torch.full((1000,), value)},
+        **parts,
+        "meta": {"step": step, "config": {}},
+    }
 
 
 def make_saver(folder: Path, keep: int = 3, keep_every_steps: int = 0) -> Saver:
@@ -37,9 +49,13 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_after_the_call_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor those of the next save, which uses the same copy in memory: it waits."""
-    held, entered, archive = threading.Event(), threading.Event(), torch.save
+    held = threading.Event()
+    entered = threading.Event()
+    archive = torch.save
 
     def hold(content: Mapping[str, Any], file: IO[bytes]) -> None:
         entered.set()
@@ -47,7 +63,8 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytes
         archive(content, file)
 
     monkeypatch.setattr(torch, "save", hold)
-    saver, now = make_saver(tmp_path), content(step=4, value=1.0)
+    saver = make_saver(tmp_path)
+    now = content(step=4, value=1.0)
     saver.save(now)
     assert entered.wait(20)
     now["model"]["weight"].fill_(2.0)  # the next step
@@ -55,7 +72,8 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytes
     second = threading.Thread(target=saver.save, args=(now,))
     second.start()
     second.join(0.2)
-    assert names(tmp_path)[0].startswith(".step-00000004.pt.")  # it is being written, and has no name yet
+    # it is being written, and has no name yet
+    assert names(tmp_path)[0].startswith(".step-00000004.pt.")
     held.set()
     second.join(20)
     saver.wait()
@@ -65,7 +83,9 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(found["model"]["weight"], torch.full((1000,), value))
 
 
-def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_raised_in_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
 
@@ -82,7 +102,9 @@ def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: p
     assert names(folder) == []
 
 
-def test_free_space_is_checked_before_the_state_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_before_the_state_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=3999)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     line = r"cannot be written \(No space left on device; 4\.0 kB needed, 4\.0 kB free"
@@ -110,7 +132,10 @@ def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) ->
 
 def test_rows_are_not_written_through_a_planted_link(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "keys")
-    with pytest.raises(MachineError, match=r"^run_dir='.*': cannot be written \(Too many levels of symbolic links\)"):
+    with pytest.raises(
+        MachineError,
+        match=r"^run_dir='.*': cannot be written \(Too many levels of symbolic links\)",
+    ):
         metrics.Rows(tmp_path / "metrics.jsonl")
     assert not (tmp_path / "keys").exists()
 
@@ -144,7 +169,8 @@ def test_candidates_are_checkpoints_newest_first(tmp_path: Path) -> None:
     for name in [*names, ".step-00000011.pt.77", "step-00000012.pt.bak", "step-3.pt", "other.pt"]:
         (tmp_path / name).touch()
     assert [path.name for path in checkpoint.candidates(tmp_path)] == names[::-1]
-    (tmp_path / "latest").write_text("step-00000010.pt\n")  # the run was resumed from step 9 and has saved since
+    # the run was resumed from step 9 and has saved since
+    (tmp_path / "latest").write_text("step-00000010.pt\n")
     assert [path.name for path in checkpoint.candidates(tmp_path)] == [names[1], names[0], names[2]]
     (tmp_path / "latest").write_text("\0torn")
     assert [path.name for path in checkpoint.candidates(tmp_path)] == names[::-1]
@@ -159,9 +185,16 @@ def test_a_checkpoint_with_a_hash_in_its_archives_comment_is_read(tmp_path: Path
     assert checkpoint.read(path)["meta"]["step"] == 2
 
 
-@pytest.mark.parametrize("content", [
-    {"state_dict": {}}, [1, 2], {"meta": content()["meta"]}, content() | {"meta": {"step": 1}}, content() | {"meta": {"config": {}}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": {}},
+        [1, 2],
+        {"meta": content()["meta"]},
+        content() | {"meta": {"step": 1}},
+        content() | {"meta": {"config": {}}},
+    ],
+)
 def test_somebody_elses_checkpoint_is_refused(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "foreign.pt")
     with pytest.raises(InputError, match=r"foreign\.pt: was not written by these recipes"):
@@ -188,11 +221,14 @@ def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
     assert first["model"]["0.weight"].stride() == net[0].weight.stride()
     assert (first["list"][1], first["none"]) == ((1, "text"), None)
     assert checkpoint.size_of(state) == checkpoint.size_of(first)
-    begun = checkpoint.State(net, torch.optim.Adam(net.parameters()), cast(Any, nn.Module()))  # keeps two averages
+    # keeps two averages
+    begun = checkpoint.State(net, torch.optim.Adam(net.parameters()), cast(Any, nn.Module()))
     assert checkpoint.size_in_training(begun) == 3 * checkpoint.size_of(net.state_dict())
     for momentum, averages in ((0.9, 1), (0.0, 0)):
         begun.optimizer = torch.optim.SGD(net.parameters(), momentum=momentum)
-        assert checkpoint.size_in_training(begun) == (1 + averages) * checkpoint.size_of(net.state_dict())
+        assert checkpoint.size_in_training(begun) == (1 + averages) * checkpoint.size_of(
+            net.state_dict()
+        )
     place = first["model"]["0.weight"].data_ptr()
     with torch.no_grad():
         net[0].weight.fill_(7)
@@ -204,7 +240,13 @@ def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
 
 def test_every_random_state_is_restored() -> None:
     def draw() -> tuple[Any, ...]:
-        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
+        return (
+            torch.rand(3).tolist(),
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+        )
 
     random.gauss(0, 1)  # the second of a pair is kept
     np.random.randn()

@@ -13,9 +13,15 @@ from torch.nn import functional as F
 from recipes.core.train import scores
 
 
-def of_classes(labels: Tensor, predicted: Tensor, classes: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    run: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts))
-    monkeypatch.setattr(scores, "answered", lambda run, answers: [(F.one_hot(predicted, classes), labels)])
+def of_classes(
+    labels: Tensor, predicted: Tensor, classes: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
+    )
+    monkeypatch.setattr(
+        scores, "answered", lambda run, answers: [(F.one_hot(predicted, classes), labels)]
+    )
     return scores.of_classes(run, lambda net: [], classes)
 
 
@@ -25,12 +31,19 @@ def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyP
     found = of_classes(labels, predicted, 5, monkeypatch)
     assert found["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
     assert found["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
-    assert found["val_recall"] == pytest.approx(sklearn.recall_score(labels, predicted, average=None))
-    assert (found["val_samples"], found["val_confusion"][3][1]) == (200, int(((labels == 3) & (predicted == 1)).sum()))
+    assert found["val_recall"] == pytest.approx(
+        sklearn.recall_score(labels, predicted, average=None)
+    )
+    assert (found["val_samples"], found["val_confusion"][3][1]) == (
+        200,
+        int(((labels == 3) & (predicted == 1)).sum()),
+    )
 
 
 def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts))
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
+    )
     for labels, expected in (([0, 3, 5, -1], (1 / 3, 2 / 3, 3)), ([-1, -1, -1, -1], (0, 0, 0))):
         pairs = [(torch.tensor([[9.0, 8, 7, 6, 5, 4]] * 4), torch.tensor(labels))]
         monkeypatch.setattr(scores, "answered", lambda run, answers, pairs=pairs: pairs)
@@ -40,7 +53,9 @@ def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.Monk
 def test_classes_that_do_not_occur_have_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     none = torch.tensor([-1])
     assert of_classes(none, torch.tensor([3]), 60, monkeypatch)["val_f1"] == 0.0
-    found = of_classes(torch.tensor([0, 0, 0, 0, 2]), torch.tensor([0, 0, 1, 1, 2]), 60, monkeypatch)
+    found = of_classes(
+        torch.tensor([0, 0, 0, 0, 2]), torch.tensor([0, 0, 1, 1, 2]), 60, monkeypatch
+    )
     assert found["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
     assert found["val_recall"] == [0.5, None, 1.0] + [None] * 57
     assert "val_confusion" not in found
@@ -55,7 +70,9 @@ def test_the_memory_of_the_scores_grows_with_the_classes_and_not_with_their_squa
 
 
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
-def test_scores_of_several_labels_are_those_of_scikit_learn(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_several_labels_are_those_of_scikit_learn(
+    levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.integers(0, levels, (80, 4)) / levels - 0.5)
     labels = torch.from_numpy((random.random((80, 4)) < 0.3).astype(float))
@@ -64,7 +81,9 @@ def test_scores_of_several_labels_are_those_of_scikit_learn(levels: int, monkeyp
     monkeypatch.setattr(scores, "answered", lambda run, answers: pairs)
     monkeypatch.setattr(scores, "CLASSES_AT_ONCE", 3)
     sizes: list[int] = []
-    run: Any = SimpleNamespace(world=SimpleNamespace(gather=lambda part: sizes.append(len(part)) or [part]))
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(gather=lambda part: sizes.append(len(part)) or [part])
+    )
     precisions = [sklearn.average_precision_score(labels[:, i], logits[:, i]) for i in range(3)]
     assert scores.of_labels(run, lambda net: [], 4) == {
         "val_map": pytest.approx(sum(precisions) / 3),

@@ -1,4 +1,6 @@
-"""strategy=fsdp: the same results as DDP with a part of the memory, checkpoints that fit any number of ranks."""
+"""strategy=fsdp: the same results as DDP with a part of the memory, checkpoints that fit any number
+of ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ toy.session.run(toy.main, start)
 def train(run_dir: Path, ranks: int, *words: str) -> tuple[dict[int, float], list[int]]:
     """The loss of each step, and the bytes that each rank holds."""
     ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={run_dir}"], ranks).expect(0)
-    held = {line.split()[1]: int(line.split()[2]) for line in ended.lines if line.startswith("bytes ")}
+    held = {
+        line.split()[1]: int(line.split()[2]) for line in ended.lines if line.startswith("bytes ")
+    }
     return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}, [*held.values()]
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = sharding.whole(checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0])["model"])
+    found: dict[str, Any] = sharding.whole(
+        checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0])["model"]
+    )
     return found
 
 
@@ -53,7 +59,9 @@ def test_a_checkpoint_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Pa
     unbroken, _ = train(tmp_path / "one", 2, "max_steps=12", "strategy=fsdp", "force=true")
     train(tmp_path / "bits", 2, "max_steps=6", "strategy=fsdp")
     assert train(tmp_path / "bits", 2, "max_steps=12", "force=true")[0] == unbroken  # to the bit
-    torch.testing.assert_close(weights(tmp_path / "bits"), weights(tmp_path / "one"), rtol=0, atol=0)
+    torch.testing.assert_close(
+        weights(tmp_path / "bits"), weights(tmp_path / "one"), rtol=0, atol=0
+    )
     train(tmp_path / "other", 4, "max_steps=4", "strategy=fsdp")
     train(tmp_path / "other", 2, "max_steps=8", "force=true")
     losses, _ = train(tmp_path / "other", 3, "max_steps=12", "force=true", "strategy=ddp")
@@ -65,7 +73,12 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
     unbroken, _ = train(tmp_path / "unbroken", 4, "max_steps=12", *words)
     train(tmp_path / "run", 4, "max_steps=8", *words)
     folder = tmp_path / "run/checkpoints"
-    names = ["step-00000004.0-1of2.rows", "step-00000004.pt", "step-00000008.0-1of2.rows", "step-00000008.pt"]
+    names = [
+        "step-00000004.0-1of2.rows",
+        "step-00000004.pt",
+        "step-00000008.0-1of2.rows",
+        "step-00000008.pt",
+    ]
     assert sorted(path.name for path in folder.glob("step-*")) == names  # one copy of the model
     rows_of = [torch.load(folder / name, weights_only=True)["rows"] for name in names[2:]]
     assert checkpoint.size_of(rows_of[0]) == pytest.approx(checkpoint.size_of(rows_of[1]), rel=0.1)
@@ -73,10 +86,15 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
     rows.write_bytes(bytes([*rows.read_bytes()[:-400], *bytes(400)]))
     assert train(tmp_path / "run", 4, "max_steps=12", *words)[0] == unbroken  # from step 4
     assert "step-00000008.0-1of2.rows: is damaged" in (tmp_path / "run/logs/rank0.log").read_text()
-    assert [path.name for path in folder.glob("step-00000008.*.rows")] == ["step-00000008.1-1of2.rows"]  # redone
+    # redone
+    assert [path.name for path in folder.glob("step-00000008.*.rows")] == [
+        "step-00000008.1-1of2.rows"
+    ]
     last = folder / "step-00000012.1-1of2.rows"
     shutil.copy(folder / names[0], last)  # of step 4
-    with pytest.raises(InputError, match=r"its files do not belong together: copy all files step-00000012\.\*"):
+    with pytest.raises(
+        InputError, match=r"its files do not belong together: copy all files step-00000012\.\*"
+    ):
         checkpoint.read(folder / "step-00000012.pt")
     for path in (last, folder / "step-00000012.pt"):  # earlier versions wrote no ID
         torch.save({name: value for name, value in torch.load(path).items() if name != "id"}, path)
@@ -85,7 +103,9 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
     with pytest.raises(InputError, match="its files do not belong together"):
         checkpoint.read(folder / "step-00000012.pt")
     last.unlink()
-    with pytest.raises(InputError, match=r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"):
+    with pytest.raises(
+        InputError, match=r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"
+    ):
         checkpoint.read(folder / "step-00000012.pt")
 
 
@@ -96,7 +116,9 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
         (("strategy=fdsp",), "strategy=fdsp: must be one of ddp, fsdp"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+def test_what_cannot_be_divided_is_refused_in_one_line(
+    tmp_path: Path, words: tuple[str, ...], line: str
+) -> None:
     ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={tmp_path}"], 3)
     assert ended.status == 2
     assert line in ended.out
@@ -126,18 +148,35 @@ def test_an_evaluation_before_the_first_step_and_other_memory_formats() -> None:
 
 
 def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> None:
-    words = ["device=cpu", "dataset=fake", "strategy=fsdp", "accumulate=2", "global_batch_size=3", "max_steps=2"]
+    words = [
+        "device=cpu",
+        "dataset=fake",
+        "strategy=fsdp",
+        "accumulate=2",
+        "global_batch_size=3",
+        "max_steps=2",
+    ]
     code = "from recipes import mnist; mnist.session.run(mnist.main, mnist.entry.begin('mnist'))"
     helpers.run_ranks(code, [*words, "timeout_s=20", f"run_dir={tmp_path}"], 2).expect(0)
 
 
 def test_muon_treats_whole_matrices(tmp_path: Path) -> None:
     """Recipe gpt, whose rows are the same with and without division."""
-    words = ["device=cpu", "dataset=bytes", "seq_len=16", "global_batch_size=4", "max_steps=3", "log_every_steps=1", "sample=0"]  # fmt: skip
+    words = [
+        "device=cpu",
+        "dataset=bytes",
+        "seq_len=16",
+        "global_batch_size=4",
+        "max_steps=3",
+        "log_every_steps=1",
+        "sample=0",
+    ]
     code = "from recipes import gpt; gpt.session.run(gpt.main, gpt.entry.begin('gpt'))"
     losses = []
     for strategy in ("ddp", "fsdp"):
-        helpers.run_ranks(code, [*words, f"strategy={strategy}", f"run_dir={tmp_path / strategy}"], 2).expect(0)
+        helpers.run_ranks(
+            code, [*words, f"strategy={strategy}", f"run_dir={tmp_path / strategy}"], 2
+        ).expect(0)
         losses.append([row["loss"] for row in helpers.rows(tmp_path / strategy)])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)

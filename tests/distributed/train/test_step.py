@@ -1,4 +1,6 @@
-"""Parts of a step on real ranks: accumulation, averaged weights, buffers, and waiting for all ranks without a collective."""
+"""Parts of a step on real ranks: accumulation, averaged weights, buffers, and waiting for all ranks
+without a collective.
+"""
 
 from __future__ import annotations
 
@@ -58,19 +60,32 @@ FIT = """
         return {"val_top1": 0.0}
     return train(evaluate, optimisation.averaged(run, net, EMA, 0, batches))
 """
-# The ranks meet with as much patience as their imports may take; what follows waits no longer than this.
+# The ranks meet with as much patience as their imports may take; what follows waits no longer than
+# this.
 IMPATIENT = """
 assert world.timeout_s == 100
 world = dataclasses.replace(world, timeout_s={timeout_s})
 """
 
 
-def run_ranks(folder: Path, work: str, *keys: str, ranks: int = 2, norm: bool = False, ema: float = 0) -> helpers.Ended:
-    """The test's recipe with ``work`` as its body, on ``ranks`` processes with ranks in their environment."""
-    code = RECIPE.replace("WORK", textwrap.indent(textwrap.dedent(work), "    ")).replace("NORM", str(norm))
+def run_ranks(
+    folder: Path, work: str, *keys: str, ranks: int = 2, norm: bool = False, ema: float = 0
+) -> helpers.Ended:
+    """The test's recipe with ``work`` as its body, on ``ranks`` processes with ranks in their
+    environment.
+    """
+    code = RECIPE.replace("WORK", textwrap.indent(textwrap.dedent(work), "    ")).replace(
+        "NORM", str(norm)
+    )
     words = [
-        "device=cpu", "cpu_threads=1", "epochs=2", "global_batch_size=8", "log_every_steps=1", f"run_dir={folder}", *keys,
-    ]  # fmt: skip
+        "device=cpu",
+        "cpu_threads=1",
+        "epochs=2",
+        "global_batch_size=8",
+        "log_every_steps=1",
+        f"run_dir={folder}",
+        *keys,
+    ]
     return helpers.run_ranks(code.replace("EMA", str(ema)), words, ranks)
 
 
@@ -91,7 +106,9 @@ def test_accumulation_gives_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_a_forward_pass_that_bypasses_ddp_ends_all_ranks(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, "return train(dict, losses=lambda shard: net(x[shard.indices])[:, 0])").expect(1)
+    ended = run_ranks(
+        tmp_path, "return train(dict, losses=lambda shard: net(x[shard.indices])[:, 0])"
+    ).expect(1)
     line = (
         "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
         "and pass the same model to loop.steps()"
@@ -139,14 +156,21 @@ def test_all_ranks_wait_for_slow_work_that_makes_progress(tmp_path: Path) -> Non
     assert time.monotonic() - began > 2.3  # longer than timeout_s, on the rank that had nothing to do too
     raise InputError("all came" if has_beaten else "silent")
     """
-    ended = run_ranks(tmp_path, IMPATIENT.format(timeout_s=1.5) + textwrap.dedent(work), "timeout_s=100")
-    assert (ended.status, "all came" in ended.out, "silent" in ended.out) == (2, True, False), ended.out
+    ended = run_ranks(
+        tmp_path, IMPATIENT.format(timeout_s=1.5) + textwrap.dedent(work), "timeout_s=100"
+    )
+    assert (ended.status, "all came" in ended.out, "silent" in ended.out) == (2, True, False), (
+        ended.out
+    )
 
 
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        ("time.sleep(3.5 if world.rank else 0)", "rank 1 made no progress with slow in 1 s (timeout_s)"),
+        (
+            "time.sleep(3.5 if world.rank else 0)",
+            "rank 1 made no progress with slow in 1 s (timeout_s)",
+        ),
         ("if world.rank: raise MachineError('the disk is full')", "HOST: the disk is full"),
         ("if world.rank: raise OSError(5, 'Input/output error')", "HOST: "),
         ("if not world.rank: raise InputError('no such folder')", "HOST: no such folder"),

@@ -20,11 +20,15 @@ RECIPES = recipe_conf.names()
 
 
 def parse(*words: str, recipe: str = "", **environ: str) -> parser.Settings:
-    return command_line.parse(words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ)
+    return command_line.parse(
+        words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ
+    )
 
 
 def refusal(*words: str, recipe: str = "", **environ: str) -> str:
-    """The message of the ConfigError that these words give; it has to be one line that can be printed."""
+    """The message of the ConfigError that these words give; it has to be one line that can be
+    printed.
+    """
     with pytest.raises(ConfigError) as caught:
         parse(*words, recipe=recipe, **environ)
     message = str(caught.value)
@@ -33,7 +37,9 @@ def refusal(*words: str, recipe: str = "", **environ: str) -> str:
     return message
 
 
-def test_the_precedence_of_a_run_key(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_precedence_of_a_run_key(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mnist, "VARIANTS", {"v": {"network": "efa"}})
     site.write_text("network: roce\n")
     (tmp_path / "keys.yaml").write_text("network: ethernet\n")
@@ -56,16 +62,26 @@ def test_the_precedence_of_a_recipe_key(tmp_path: Path, monkeypatch: pytest.Monk
     file = f"config={tmp_path}/keys.yaml"
     (tmp_path / "keys.yaml").write_text("epochs: 13\n")
     for epochs, *words in (
-        (4,), (11, "dataset=digits"), (11, "variant=d"), (12, "variant=v", "dataset=digits"), (13, "variant=v", file),
-        (14, "epochs=14", "variant=v", file), (2, "epochs=1", "epochs=2"),
-    ):  # fmt: skip
+        (4,),
+        (11, "dataset=digits"),
+        (11, "variant=d"),
+        (12, "variant=v", "dataset=digits"),
+        (13, "variant=v", file),
+        (14, "epochs=14", "variant=v", file),
+        (2, "epochs=1", "epochs=2"),
+    ):
         assert parse(*words).config.epochs == epochs, words
 
 
 def test_the_precedence_of_a_job_key(site: Path) -> None:
     site.write_text("gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12\n")
     given = parse("cluster=here").job
-    assert (given.gpus_per_node, given.time, given.partition, given.qos) == (4, "2:00:00", "gpu", "")
+    assert (given.gpus_per_node, given.time, given.partition, given.qos) == (
+        4,
+        "2:00:00",
+        "gpu",
+        "",
+    )
     assert parse("cluster=here", "gpus_per_node=2").job.gpus_per_node == 2
     assert parse(RECIPES_CLUSTER="here").job.gpus_per_node == 4
     assert parse().job.gpus_per_node is None
@@ -73,10 +89,21 @@ def test_the_precedence_of_a_job_key(site: Path) -> None:
 
 def test_every_key_of_a_profile_is_used(site: Path) -> None:
     profile = {
-        "partition": "p", "account": "a", "qos": "q", "constraint": "c", "reservation": "r", "extra": "--mem=0", "container": "docker://x",
-        "container_runtime": "pyxis", "container_mounts": "/m", "gpus_per_node": "4", "gpu_type": "a100", "cpus_per_rank": "6", "time": "2:00:00",
+        "partition": "p",
+        "account": "a",
+        "qos": "q",
+        "constraint": "c",
+        "reservation": "r",
+        "extra": "--mem=0",
+        "container": "docker://x",
+        "container_runtime": "pyxis",
+        "container_mounts": "/m",
+        "gpus_per_node": "4",
+        "gpu_type": "a100",
+        "cpus_per_rank": "6",
+        "time": "2:00:00",
         "network": "roce",
-    }  # fmt: skip
+    }
     site.write_text("".join(f"{name}: {value}\n" for name, value in profile.items()))
     found = parse("cluster=here")
     keys = {**vars(found.job), **vars(found.run)}
@@ -88,11 +115,13 @@ def test_data_dir_of_a_profile_is_the_default_of_the_recipe(site: Path, tmp_path
     site.write_text("data_dir: /site/data\n")
     assert parse("cluster=here").config.data_dir == "/site/data"
     assert parse("cluster=here", "data_dir=/mine").config.data_dir == "/mine"
-    assert parse("cluster=here", RECIPES_DATA="/mine").config.data_dir == ""  # which stands for that variable
+    # which stands for that variable
+    assert parse("cluster=here", RECIPES_DATA="/mine").config.data_dir == ""
     for data_dir, expected in (("''", "/site/data"), ("/old", "/old")):
         run = a_run(tmp_path / expected[1:], 5, data_dir=data_dir)
         assert parse("cluster=here", f"run_dir={run}").config.data_dir == expected
-    assert command_line.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
+    # has no such key
+    assert command_line.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"
 
 
 def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> None:
@@ -110,12 +139,21 @@ def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> N
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("nodes=2", 2), ("lr=1", 1.0), ("compile=no", False), ("device=cpu", Device.cpu), ("gpus_per_node=null", None),
-        ("data_dir=a=b", "a=b"), ("data_dir=null", "null"), ("data_dir=010", "010"), ("data_dir=[1,2]", "[1,2]"), ("run_dir=", ""),
+        ("nodes=2", 2),
+        ("lr=1", 1.0),
+        ("compile=no", False),
+        ("device=cpu", Device.cpu),
+        ("gpus_per_node=null", None),
+        ("data_dir=a=b", "a=b"),
+        ("data_dir=null", "null"),
+        ("data_dir=010", "010"),
+        ("data_dir=[1,2]", "[1,2]"),
+        ("run_dir=", ""),
     ],
-)  # fmt: skip
+)
 def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: object) -> None:
-    settings, name = parse(word), word.partition("=")[0]
+    settings = parse(word)
+    name = word.partition("=")[0]
     holder = next(h for h in (settings.job, settings.run, settings.config) if hasattr(h, name))
     value = getattr(holder, name)
     assert value == expected
@@ -125,14 +163,21 @@ def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: obj
 @pytest.mark.parametrize(
     ("word", "wanted"),
     [
-        ("nodes=1.5", "a whole number"), ("parallel=null", "a whole number"), ("lr=fast", "a number"),
-        ("compile=maybe", "true or false"), ("device=gpu", "one of auto, cuda, cpu; did you mean 'cpu'?"),
-        ("dataset=x", "one of mnist, digits, fake"), ("dataset=???", "must be text"), ("nodes=0", "must be at least 1"),
-        ("nodes=99999999999999999999", "must be at most 65536"), ("lr=nan", "a finite number"),
-        ("umask=177", "must be three octal digits"), ("umask=", "must be three octal digits"),
+        ("nodes=1.5", "a whole number"),
+        ("parallel=null", "a whole number"),
+        ("lr=fast", "a number"),
+        ("compile=maybe", "true or false"),
+        ("device=gpu", "one of auto, cuda, cpu; did you mean 'cpu'?"),
+        ("dataset=x", "one of mnist, digits, fake"),
+        ("dataset=???", "must be text"),
+        ("nodes=0", "must be at least 1"),
+        ("nodes=99999999999999999999", "must be at most 65536"),
+        ("lr=nan", "a finite number"),
+        ("umask=177", "must be three octal digits"),
+        ("umask=", "must be three octal digits"),
         ("time=0", "must be more than 0"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_value_is_refused_with_key_value_and_rule(word: str, wanted: str) -> None:
     message = refusal(word)
     assert message.startswith(f"{word}: ")
@@ -148,7 +193,10 @@ def test_keys_that_contradict_each_other_are_refused() -> None:
     ):
         assert refusal(word, "dataset=fake", recipe=recipe) == f"{word}: {wanted}"
     start, fix = refusal("arch=airbench94", recipe="cifar").split("; ")
-    assert start == "weight_decay=0.0005: is too large, since arch=airbench94 multiplies it by the batch size"
+    assert (
+        start
+        == "weight_decay=0.0005: is too large, since arch=airbench94 multiplies it by the batch size"
+    )
     assert fix == "give variant=fast, or weight_decay=2e-6"
 
 
@@ -161,8 +209,13 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
 
 def test_the_value_of_one_swept_key_is_named_once() -> None:
     assert not parse("sweep.lr=0.1").sweep  # submitit makes no array of one job
-    assert refusal("sweep.epoch=1") == "sweep.epoch=1: epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
-    assert refusal("sweep.lr=x", "sweep.seed=1").startswith("sweep.lr=x sweep.seed=1: lr=x: must be a number")
+    assert (
+        refusal("sweep.epoch=1")
+        == "sweep.epoch=1: epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
+    )
+    assert refusal("sweep.lr=x", "sweep.seed=1").startswith(
+        "sweep.lr=x sweep.seed=1: lr=x: must be a number"
+    )
 
 
 def test_a_job_key_for_a_recipe_is_refused_with_the_option_of_sbatch() -> None:
@@ -186,13 +239,23 @@ def test_interpolations_of_omegaconf_are_plain_text(monkeypatch: pytest.MonkeyPa
 def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     typed = {
-        "run_dir": "runs/a", "data_dir": "~/d", "config": "/x/../y.yaml", "resume": "a/b.pt", "network": "my.env",
-        "epochs": "3", "dataset": "digits",
-    }  # fmt: skip
+        "run_dir": "runs/a",
+        "data_dir": "~/d",
+        "config": "/x/../y.yaml",
+        "resume": "a/b.pt",
+        "network": "my.env",
+        "epochs": "3",
+        "dataset": "digits",
+    }
     assert parser.absolute(typed, mnist.Config, Path("/base")) == {
-        "run_dir": "/base/runs/a", "data_dir": "/home/me/d", "config": "/y.yaml", "resume": "/base/a/b.pt",
-        "network": "/base/my.env", "epochs": "3", "dataset": "digits",
-    }  # fmt: skip
+        "run_dir": "/base/runs/a",
+        "data_dir": "/home/me/d",
+        "config": "/y.yaml",
+        "resume": "/base/a/b.pt",
+        "network": "/base/my.env",
+        "epochs": "3",
+        "dataset": "digits",
+    }
     for word in ("auto", "never", "best", "latest"):
         same = {"run_dir": "", "data_dir": "$SCRATCH/d", "resume": word, "network": "efa"}
         assert parser.absolute(same, mnist.Config, Path("/base")) == same
@@ -227,13 +290,21 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
         ("partition: a\npartition: b\n", ["here.yaml", "'partition' is set twice"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
-        ('environment: "/opt/e"\n', ["here.yaml", "write environment: /opt/e on its own line, without quotes"]),
-        ("gpus: --gres=gpu\n", ["here.yaml", "'gpus: --gres=gpu' must be --gres, --gpus-per-node or"]),
+        (
+            'environment: "/opt/e"\n',
+            ["here.yaml", "write environment: /opt/e on its own line, without quotes"],
+        ),
+        (
+            "gpus: --gres=gpu\n",
+            ["here.yaml", "'gpus: --gres=gpu' must be --gres, --gpus-per-node or"],
+        ),
         ("data_dir: data\n", ["here.yaml", "'data_dir: data' must be an absolute path"]),
         ("environment: a;b\n", ["here.yaml", "'environment: a;b' must be the absolute path"]),
     ],
 )
-def test_an_invalid_profile_is_refused_with_its_file_and_key(site: Path, text: str, words: list[str]) -> None:
+def test_an_invalid_profile_is_refused_with_its_file_and_key(
+    site: Path, text: str, words: list[str]
+) -> None:
     site.write_text(text)
     message = refusal("cluster=here")
     assert all(word in message for word in words), message
@@ -265,7 +336,9 @@ def test_every_key_has_one_place_a_help_text_and_a_valid_default(recipe: str) ->
 
 
 @pytest.mark.parametrize(("attribute", "kind"), [("VARIANTS", "variant"), ("DATASETS", "dataset")])
-def test_an_invalid_variant_or_data_set_is_refused(monkeypatch: pytest.MonkeyPatch, attribute: str, kind: str) -> None:
+def test_an_invalid_variant_or_data_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, kind: str
+) -> None:
     monkeypatch.setattr(mnist, attribute, {"digits": {"epoch": 3}})
     message = refusal()  # even if it is not selected
     assert message.startswith(f"recipes/conf/mnist.py: {kind}=digits: sets 'epoch', ")
@@ -294,7 +367,9 @@ def test_help_has_every_key_with_its_default(recipe: str) -> None:
             assert " ".join(field.metadata["help"].split()) in plain
 
 
-def test_help_of_launch_shows_the_recipes_keys_and_the_keys_of_variants(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_launch_shows_the_recipes_keys_and_the_keys_of_variants(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert launch.main(["recipe=mnist", "--help"]) == 0
     said = capsys.readouterr().out
     assert "\nvariant=sgd sets optimizer=sgd lr=0.1 weight_decay=0.0005\n" in said
@@ -305,20 +380,53 @@ def test_help_of_launch_shows_the_recipes_keys_and_the_keys_of_variants(capsys: 
 
 def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
     of_all = {
-        "epochs", "max_steps", "num_workers", "accumulate", "compile", "deterministic", "evaluate", "log_every_steps",
-        "data_dir", "clip_grad_norm", "best_metric", "best_mode", "patience", "profile", "tensorboard", "strategy", "shard_size",
-    }  # fmt: skip
-    assert declare.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
+        "epochs",
+        "max_steps",
+        "num_workers",
+        "accumulate",
+        "compile",
+        "deterministic",
+        "evaluate",
+        "log_every_steps",
+        "data_dir",
+        "clip_grad_norm",
+        "best_metric",
+        "best_mode",
+        "patience",
+        "profile",
+        "tensorboard",
+        "strategy",
+        "shard_size",
+    }
+    # also where a recipe has a default of its own
+    assert declare.may_change(mnist.Config) == of_all
     assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
-    own = {name for keys in (RunKeys, TrainKeys) for name in declare.declared(keys, "not_inherited")}
-    assert own == {"run_dir", "variant", "config", "resume", "force", "debug", "evaluate", "profile"}
+    own = {
+        name for keys in (RunKeys, TrainKeys) for name in declare.declared(keys, "not_inherited")
+    }
+    assert own == {
+        "run_dir",
+        "variant",
+        "config",
+        "resume",
+        "force",
+        "debug",
+        "evaluate",
+        "profile",
+    }
 
 
-def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mnist", **keys: object) -> Path:
+def a_run(
+    folder: Path, *steps: int, state: str = "preempted", recipe: str = "mnist", **keys: object
+) -> Path:
     """What a run leaves: its keys, its status at its last step, and empty checkpoints."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in keys.items()))
-    (folder / "attempt.json").write_text(json.dumps({"attempt": 0, "launch": "", "from_step": 0, "recipe": recipe}))
+    (folder / "config.yaml").write_text(
+        "".join(f"{name}: {value}\n" for name, value in keys.items())
+    )
+    (folder / "attempt.json").write_text(
+        json.dumps({"attempt": 0, "launch": "", "from_step": 0, "recipe": recipe})
+    )
     directory.write_status(folder, state, attempt=0, step=max(steps, default=0))
     for step in steps:
         (folder / f"checkpoints/step-{step:08d}.pt").touch()
@@ -326,12 +434,26 @@ def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mn
 
 
 def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "r", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, log_every_steps=2)
+    run = a_run(
+        tmp_path / "r",
+        5,
+        dataset="digits",
+        lr=0.02,
+        epochs=40,
+        device="cpu",
+        timeout_s=60,
+        log_every_steps=2,
+    )
     (tmp_path / "keys.yaml").write_text("log_every_steps: 3\n")
     words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70", "force=true"]
     for settings in (parse(*words), parse(*words, recipe="mnist")):
         config = settings.config
-        assert (config.dataset, config.lr, config.epochs, config.log_every_steps) == ("digits", 0.02, 40, 3)
+        assert (config.dataset, config.lr, config.epochs, config.log_every_steps) == (
+            "digits",
+            0.02,
+            40,
+            3,
+        )
         assert config.global_batch_size == 64  # digits' own
         assert (settings.run.device.name, settings.run.timeout_s) == ("cpu", 70)
         assert settings.resumes == run
@@ -343,23 +465,30 @@ def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_p
 
 
 @pytest.mark.parametrize("words", [["resume=never"], ["run_dir=other"], []])
-def test_a_new_run_inherits_no_keys(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_inherits_no_keys(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     a_run(tmp_path / "run", 5, epochs=40)
     settings = parse(*(["run_dir=run", *words] if words == ["resume=never"] else words))
     assert (settings.config.epochs, settings.from_run, settings.resumes) == (4, {}, None)
 
 
-@pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/step-00000005.pt", "/checkpoints/best"])
+@pytest.mark.parametrize(
+    "place", ["", "/checkpoints", "/checkpoints/step-00000005.pt", "/checkpoints/best"]
+)
 def test_a_checkpoint_of_another_run_gives_its_keys(tmp_path: Path, place: str) -> None:
     run = a_run(tmp_path / "run", 5, epochs=40)
     (run / "checkpoints/best").write_text("step-00000005.pt\n")
     assert parse(f"resume={run}{place}", f"run_dir={tmp_path}/new").config.epochs == 40
-    with pytest.raises(ConfigError, match=r"^resume=.* is a run of recipe mnist, not cifar: give another resume=$"):
+    with pytest.raises(
+        ConfigError, match=r"^resume=.* is a run of recipe mnist, not cifar: give another resume=$"
+    ):
         parse("recipe=cifar", f"resume={run}{place}")
 
 
-SHORTER, SCHEDULE = "would become shorter", "learning-rate schedule"
+SHORTER = "would become shorter"
+SCHEDULE = "learning-rate schedule"
 CONSTANT = {"schedule": "constant", "warmup": 0}
 
 
@@ -367,12 +496,27 @@ CONSTANT = {"schedule": "constant", "warmup": 0}
     ("keys", "state", "words", "refused"),
     [
         ({"epochs": 40}, "preempted", ["epochs=40", "lr=0.004", "log_every_steps=3"], ""),
-        ({"epochs": 40}, "preempted", ["epochs=50"], f"epochs=50: the run has epochs=40, and the {SCHEDULE}"),
+        (
+            {"epochs": 40},
+            "preempted",
+            ["epochs=50"],
+            f"epochs=50: the run has epochs=40, and the {SCHEDULE}",
+        ),
         ({"epochs": 40}, "preempted", ["epochs=50", "force=true"], ""),
         ({"epochs": 40}, "done", ["epochs=50", "resume=latest"], ""),
-        ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000003.pt"], SCHEDULE),
+        (
+            {"epochs": 40},
+            "done",
+            ["epochs=50", "resume=RUN/checkpoints/step-00000003.pt"],
+            SCHEDULE,
+        ),
         ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000005.pt"], ""),
-        ({"epochs": 40}, "preempted", ["max_steps=9"], f"max_steps=9: the run has max_steps=0, and {SHORTER}"),
+        (
+            {"epochs": 40},
+            "preempted",
+            ["max_steps=9"],
+            f"max_steps=9: the run has max_steps=0, and {SHORTER}",
+        ),
         ({"max_steps": 9}, "done", ["max_steps=0"], ""),
         (CONSTANT, "preempted", ["epochs=50"], ""),
         (CONSTANT, "preempted", ["epochs=3"], SHORTER),
@@ -404,7 +548,9 @@ def test_keys_that_would_change_the_result_are_refused_on_a_resume(
         ("colour: red\n", "^/.*/run/config.yaml: has colour=, which recipe mnist does not have"),
     ],
 )
-def test_a_damaged_config_yaml_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_damaged_config_yaml_is_refused_in_one_line(
+    tmp_path: Path, text: str, words: str
+) -> None:
     run = a_run(tmp_path / "run", 5)
     (run / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,6 @@
-"""Env files: read as dash and bash read them, refused where the two could differ; and the files that are shipped."""
+"""Env files: read as dash and bash read them, refused where the two could differ; and the files
+that are shipped.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ def words(text: str) -> list[str]:
 
 
 def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, str]]:
-    """What `set -a; . file` adds to an empty environment, for each file, in one shell; it fails on any message."""
+    """What `set -a; . file` adds to an empty environment, for each file, in one shell; it fails on
+    any message.
+    """
     argv = shell.split()
     if shutil.which(argv[0]) is None:
         pytest.skip(f"{argv[0]} is not installed")
     cwd.mkdir(parents=True, exist_ok=True)
     script = 'for f do ( set -a; . "$f" && exec env -0 ) || exit 1; printf "=\\0"; done'
     argv += ["-c", script, "sh", "/dev/null", *map(str, files)]
-    done = subprocess.run(argv, env={"PATH": "/usr/bin:/bin"}, cwd=cwd, capture_output=True, timeout=60)
+    done = subprocess.run(
+        argv, env={"PATH": "/usr/bin:/bin"}, cwd=cwd, capture_output=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
     bare, *read = [
@@ -41,13 +47,22 @@ def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, st
     ]
     assert not list(cwd.iterdir()), "something in an env file was run"
     for found in read:
-        assert all(found.get(name) == value for name, value in bare.items()), "an env file changed the shell's own"
+        assert all(found.get(name) == value for name, value in bare.items()), (
+            "an env file changed the shell's own"
+        )
     return [{name: value for name, value in found.items() if name not in bare} for found in read]
 
 
 def test_settings_comments_and_blank_lines_are_accepted(tmp_path: Path) -> None:
     text = '# one\n\n \t\n  # another: $(x) `y`\nA=1\nB_2=\n_c="two words"\nD==mlx5_0:1,^x\nE=""\nF="# \'~*!&;|<>"'
-    expected = {"A": "1", "B_2": "", "_c": "two words", "D": "=mlx5_0:1,^x", "E": "", "F": "# '~*!&;|<>"}
+    expected = {
+        "A": "1",
+        "B_2": "",
+        "_c": "two words",
+        "D": "=mlx5_0:1,^x",
+        "E": "",
+        "F": "# '~*!&;|<>",
+    }
     assert envfile.parse(text, "x.env") == expected
     assert_shells_agree(text, tmp_path)
 
@@ -63,16 +78,56 @@ def test_names_similar_to_refused_ones_are_accepted() -> None:
 
 BAD_LINES = (
     # expanded, executed or split by a shell
-    "A=$(touch x)", 'A="$(touch x)"', "A=`touch x`", 'A="${HOME:-`touch x`}"', "A=\\n", 'A="a\\"; touch x; \\""',
-    "A=b; touch x", "A=b touch x", "A=b ", "A=b#c", "A=b&touch x", "A=<(touch x)", "A=~", "A=*", "A={a,b}", "A=!!",
+    "A=$(touch x)",
+    'A="$(touch x)"',
+    "A=`touch x`",
+    'A="${HOME:-`touch x`}"',
+    "A=\\n",
+    'A="a\\"; touch x; \\""',
+    "A=b; touch x",
+    "A=b touch x",
+    "A=b ",
+    "A=b#c",
+    "A=b&touch x",
+    "A=<(touch x)",
+    "A=~",
+    "A=*",
+    "A={a,b}",
+    "A=!!",
     # quotes
-    'A=a"b"', 'A="b', 'A="b\nc"', 'A="b"c', 'A="b" ', 'A="b"; touch x', "A='b'",
+    'A=a"b"',
+    'A="b',
+    'A="b\nc"',
+    'A="b"c',
+    'A="b" ',
+    'A="b"; touch x',
+    "A='b'",
     # blanks, invisible and other characters
-    "A =b", " A=b", "A=\tb", 'A="b\tc"', "A=b\r", "# a comment\rtouch x", "A=b\0", "\ufeffA=b", "A=b\u2028B=c",
-    "# \x1b[2J", "# \u202e", "A=\ud800", 'A="é"',
+    "A =b",
+    " A=b",
+    "A=\tb",
+    'A="b\tc"',
+    "A=b\r",
+    "# a comment\rtouch x",
+    "A=b\0",
+    "\ufeffA=b",
+    "A=b\u2028B=c",
+    "# \x1b[2J",
+    "# \u202e",
+    "A=\ud800",
+    'A="é"',
     # names, and no setting at all
-    "É=b", "1A=b", "A+=c", "A[0]=c", "A$(touch x)=c", "=b", "export A=b", ". ./other.env", "A", "A=1\nA=2",
-)  # fmt: skip
+    "É=b",
+    "1A=b",
+    "A+=c",
+    "A[0]=c",
+    "A$(touch x)=c",
+    "=b",
+    "export A=b",
+    ". ./other.env",
+    "A",
+    "A=1\nA=2",
+)
 
 
 def test_an_invalid_line_is_refused_in_one_line_without_its_value() -> None:
@@ -94,12 +149,18 @@ REFUSED_NAMES = words(
     " UCX_MODULE_DIR OMP_TOOL_LIBRARIES COMPILER_PATH GCC_EXEC_PREFIX HIP_VISIBLE_DEVICES SLURMD_NODENAME SALLOC_QOS"
     " GROUP_RANK ROLE_WORLD_SIZE RECIPES_CHECK RECIPES_ATTEMPT RECIPES_CONTAINER"
 )
-SECRET_NAMES = words("AWS_SECRET_ACCESS_KEY HF_TOKEN api_key DB_PASS DB_PASSWD KEY TOKEN_2 My_Secret APIKEY PASSPHRASE")
+SECRET_NAMES = words(
+    "AWS_SECRET_ACCESS_KEY HF_TOKEN api_key DB_PASS DB_PASSWD KEY TOKEN_2 My_Secret APIKEY PASSPHRASE"
+)
 
 
 def test_reserved_and_secret_names_are_refused_without_their_value() -> None:
     for name in (*REFUSED_NAMES, *SECRET_NAMES):
-        reason = "looks like a secret, .*your own shell" if name in SECRET_NAMES else "chooses which code runs"
+        reason = (
+            "looks like a secret, .*your own shell"
+            if name in SECRET_NAMES
+            else "chooses which code runs"
+        )
         with pytest.raises(ConfigError, match=rf"^f:1: {name} {reason}") as caught:
             envfile.parse(f"{name}=s3cret", "f")
         assert "s3cret" not in str(caught.value), name
@@ -142,7 +203,9 @@ def test_the_fabrics_file_is_between_common_and_site() -> None:
 
 
 def test_an_unknown_network_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(ConfigError, match=r"^network=infinband: .*did you mean 'infiniband'\?") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^network=infinband: .*did you mean 'infiniband'\?"
+    ) as caught:
         envfile.files_for("infinband", ENV_DIR)
     assert all(name in str(caught.value) for name in SHIPPED - {"common"})
 
@@ -170,14 +233,24 @@ def assert_shells_agree(text: str, tmp_path: Path) -> None:
     """Every shell reads the text as parse does."""
     (tmp_path / "f.env").write_text(text, encoding="ascii")
     for shell in SHELLS:
-        assert read_by_shell(shell, [tmp_path / "f.env"], tmp_path / "cwd") == [envfile.parse(text, "f")], shell
+        assert read_by_shell(shell, [tmp_path / "f.env"], tmp_path / "cwd") == [
+            envfile.parse(text, "f")
+        ], shell
 
 
 def test_shells_read_each_accepted_character_literally(tmp_path: Path) -> None:
-    """Each printable character alone, first, last and doubled, bare and quoted: all that parse takes, in one file."""
-    bodies = [form.format(c) for c in map(chr, range(0x20, 0x7F)) for form in ("{0}", "{0}b", "b{0}", "b{0}{0}:{0}/b")]
+    """Each printable character alone, first, last and doubled, bare and quoted: all that parse
+    takes, in one file.
+    """
+    bodies = [
+        form.format(c)
+        for c in map(chr, range(0x20, 0x7F))
+        for form in ("{0}", "{0}b", "b{0}", "b{0}{0}:{0}/b")
+    ]
     values = [f"{quote}{body}{quote}" for body in bodies for quote in ("", '"')]
-    lines = [f"A{number}={value}" for number, value in enumerate(values) if is_accepted(f"A={value}")]
+    lines = [
+        f"A{number}={value}" for number, value in enumerate(values) if is_accepted(f"A={value}")
+    ]
     assert len(lines) == 4 * (len(PLAIN) + len(QUOTABLE))
     assert_shells_agree("\n".join(lines), tmp_path)
 
@@ -186,7 +259,9 @@ def test_shells_read_the_shipped_files_as_python_does(tmp_path: Path) -> None:
     files = sorted(ENV_DIR.glob("*.env"))
     assert {path.stem for path in files} == SHIPPED
     for shell in SHELLS:
-        assert read_by_shell(shell, files, tmp_path / "cwd") == [envfile.read(path) for path in files]
+        assert read_by_shell(shell, files, tmp_path / "cwd") == [
+            envfile.read(path) for path in files
+        ]
 
 
 def test_the_readme_of_env_lists_every_fabric() -> None:
@@ -195,7 +270,9 @@ def test_the_readme_of_env_lists_every_fabric() -> None:
     assert listed == SHIPPED - {"common", "debug"}
 
 
-def test_the_example_profile_is_valid_and_shows_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_profile_is_valid_and_shows_every_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     example = profiles.cluster_profile("example")
     assert example["modules"] == ["gcc/12", "cuda/12.4"]
     assert example["network"] in SHIPPED
@@ -204,5 +281,9 @@ def test_the_example_profile_is_valid_and_shows_every_key(tmp_path: Path, monkey
     uncommented = re.sub(r"^# ((?:[a-z_]+:|  - ).*)$", r"\1", text, flags=re.MULTILINE)
     (tmp_path / "env/clusters/all.yaml").write_text(uncommented)
     use_root(monkeypatch, tmp_path)
-    known = {*profiles.DEFAULTS, *profiles.TEXTS, *profiles.LISTS} - {"reservation", "time", "container_runtime"}
+    known = {*profiles.DEFAULTS, *profiles.TEXTS, *profiles.LISTS} - {
+        "reservation",
+        "time",
+        "container_runtime",
+    }
     assert set(profiles.cluster_profile("all")) == known

@@ -22,9 +22,15 @@ def names(listing: classfolder.Listing) -> list[str]:
 
 def test_a_listing_has_nested_images_and_no_other_or_hidden_files(tmp_path: Path) -> None:
     there = "a/1.jpg a/notes.txt a/._1.jpg a/.hidden/2.jpg a/more/deep/3.JPG .git/4.jpg list.txt a/folder.jpg/5.png"
-    hidden = "@eaDir/a/1.jpg a/@eaDir/1.jpg __MACOSX/1.jpg a/.ipynb_checkpoints/1.jpg a/#recycle/1.jpg"
+    hidden = (
+        "@eaDir/a/1.jpg a/@eaDir/1.jpg __MACOSX/1.jpg a/.ipynb_checkpoints/1.jpg a/#recycle/1.jpg"
+    )
     make(tmp_path, *there.split(), *hidden.split())
-    assert names(classfolder.scan(tmp_path)) == ["a/1.jpg", "a/folder.jpg/5.png", "a/more/deep/3.JPG"]
+    assert names(classfolder.scan(tmp_path)) == [
+        "a/1.jpg",
+        "a/folder.jpg/5.png",
+        "a/more/deep/3.JPG",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,9 @@ def test_a_listing_has_nested_images_and_no_other_or_hidden_files(tmp_path: Path
         ("a/.hidden b/@eaDir/1.heic", ""),
     ],
 )
-def test_files_that_are_left_out_are_counted_by_ending(tmp_path: Path, files: str, expected: str) -> None:
+def test_files_that_are_left_out_are_counted_by_ending(
+    tmp_path: Path, files: str, expected: str
+) -> None:
     lines = list[str]()
     classfolder.scan(make(tmp_path, "a/1.jpg", "b/1.jpg", *files.split()), say=lines.append)
     assert lines == ([f"{str(tmp_path)!r}: left out: {expected}"] if expected else [])
@@ -44,7 +52,14 @@ def test_files_that_are_left_out_are_counted_by_ending(tmp_path: Path, files: st
 
 @pytest.mark.parametrize("target", [".", "..", "sub", "../dog", "../..", "../dog/sub"])
 def test_a_linked_folder_is_read_once(tmp_path: Path, target: str) -> None:
-    make(tmp_path / "set", "cat/1.jpg", "cat/sub/2.jpg", "dog/3.jpg", "dog/more/4.jpg", "dog/sub/5.jpg")
+    make(
+        tmp_path / "set",
+        "cat/1.jpg",
+        "cat/sub/2.jpg",
+        "dog/3.jpg",
+        "dog/more/4.jpg",
+        "dog/sub/5.jpg",
+    )
     make(tmp_path, "other/6.jpg")
     (tmp_path / "set/cat/sub/z").symlink_to(f"../{target}")
     listing = classfolder.scan(tmp_path / "set")
@@ -77,7 +92,11 @@ def test_the_digest_depends_on_names_and_classes(tmp_path: Path) -> None:
 
     first = digest("a/1.jpg", "a/2.jpg", "b/3.jpg")
     assert digest("b/3.jpg", "a/2.jpg", "a/1.jpg") == first
-    others = [("a/1.jpg", "a/2.jpg", "b/4.jpg"), ("a/1.jpg", "b/2.jpg", "b/3.jpg"), ("a/1.jpg", "a/2.jpg", "c/3.jpg")]
+    others = [
+        ("a/1.jpg", "a/2.jpg", "b/4.jpg"),
+        ("a/1.jpg", "b/2.jpg", "b/3.jpg"),
+        ("a/1.jpg", "a/2.jpg", "c/3.jpg"),
+    ]
     assert len({first, *(digest(*files) for files in others)}) == 4
 
 
@@ -97,7 +116,9 @@ def test_labels_are_positions_in_the_given_classes(tmp_path: Path) -> None:
         (["a/1.jpg", "b/", "c/x.txt"], "has no image in the class folder 'b': fill or remove it"),
     ],
 )
-def test_an_invalid_class_folder_is_reported_in_one_line(tmp_path: Path, files: list[str], words: str) -> None:
+def test_an_invalid_class_folder_is_reported_in_one_line(
+    tmp_path: Path, files: list[str], words: str
+) -> None:
     with pytest.raises(InputError) as caught:
         classfolder.scan(make(tmp_path, *files))
     assert words in str(caught.value)
@@ -114,7 +135,8 @@ def test_an_unreadable_class(reachable: Path) -> None:
 
 def test_a_listing_with_links_equals_torchvisions_image_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
-    root, store = tmp_path / "root", make(tmp_path / "store", "1.jpg", "a/sub/2.jpg", "d/2.jpg", "d/sub/3.jpg")
+    root = tmp_path / "root"
+    store = make(tmp_path / "store", "1.jpg", "a/sub/2.jpg", "d/2.jpg", "d/sub/3.jpg")
     make(root, "b/2.jpg", "b/1.png", "a/x/9.JPEG", "a/0.jpeg", "c/q.txt", "c/z.bmp")
     for link, of in (("a/one.jpg", "1.jpg"), ("a/sub", "a"), ("d", "d")):
         (root / link).symlink_to(store / of)
@@ -123,6 +145,8 @@ def test_a_listing_with_links_equals_torchvisions_image_folder(tmp_path: Path) -
     listing = classfolder.scan(root, None, told.append)
     assert told == [0, 1, 2, 3]
     assert len(listing) == 9
-    assert [(f"{root}/{listing.name(i)}", listing.label(i)) for i in range(len(listing))] == theirs.imgs
+    assert [
+        (f"{root}/{listing.name(i)}", listing.label(i)) for i in range(len(listing))
+    ] == theirs.imgs
     assert list(listing.classes) == theirs.classes
     assert {ending.encode() for ending in datasets.folder.IMG_EXTENSIONS} < set(classfolder.ENDINGS)

@@ -39,7 +39,9 @@ BAD = {
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
 @pytest.mark.parametrize(("content", "words"), BAD.values(), ids=BAD.keys())
-def test_a_damaged_idx_file_is_named_with_fix(tmp_path: Path, content: bytes | None, words: str, dataset: str) -> None:
+def test_a_damaged_idx_file_is_named_with_fix(
+    tmp_path: Path, content: bytes | None, words: str, dataset: str
+) -> None:
     path = tmp_path / dataset / "train-labels-idx1-ubyte"
     path.parent.mkdir()
     if content is not None:

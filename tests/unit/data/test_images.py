@@ -1,4 +1,6 @@
-"""Reading images: the same pixels on any number of ranks and workers, and what becomes of a file that is odd or damaged."""
+"""Reading images: the same pixels on any number of ranks and workers, and what becomes of a file
+that is odd or damaged.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,13 @@ PER_CLASS = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/ and val/ of three classes; the pictures are of several sizes, some smaller than what is cut out of them."""
+    """train/ and val/ of three classes; the pictures are of several sizes, some smaller than what
+    is cut out of them.
+    """
     root = tmp_path_factory.mktemp("images")
-    for split, (label, name), i in itertools.product(("train", "val"), enumerate(CLASSES), range(PER_CLASS)):
+    for split, (label, name), i in itertools.product(
+        ("train", "val"), enumerate(CLASSES), range(PER_CLASS)
+    ):
         path = root / split / name / f"{i}.JPEG"
         put(path, encoded(picture(100 * label + i, 60 + 17 * i, 150 - 11 * i)))
     return root
@@ -78,10 +84,14 @@ def make_loader(
 ) -> TorchLoader:
     batches = GlobalBatches(len(source), batch, 3, rank, world_size)
     crops = Crops(source, decoder, partial(random_crop, size))
-    return TorchLoader(crops, batches, num_workers=workers, device=CPU, collate=image_sets.collate, warn=warn)
+    return TorchLoader(
+        crops, batches, num_workers=workers, device=CPU, collate=image_sets.collate, warn=warn
+    )
 
 
-def centres(source: Images, size: int, resize: int, decoder: str = "torchvision", part: slice = slice(None)) -> Any:
+def centres(
+    source: Images, size: int, resize: int, decoder: str = "torchvision", part: slice = slice(None)
+) -> Any:
     """The images and labels of a part of ``source``."""
     crops = Crops(source, decoder, partial(centre_crop, size, resize))
     found = make_loader(source).in_order(crops, part, 5)
@@ -106,15 +116,23 @@ def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
 
 def test_a_random_crop_has_the_pixels_of_torchvisions_transform(folder: Path) -> None:
     """With the same random numbers, which are then drawn for mirroring."""
-    reference, mirrored = transforms.RandomResizedCrop(32, (0.08, 1), antialias=True), set()
-    source, torchvision = open_images(folder, "train"), make_decoder("torchvision")
+    reference = transforms.RandomResizedCrop(32, (0.08, 1), antialias=True)
+    mirrored = set()
+    source = open_images(folder, "train")
+    torchvision = make_decoder("torchvision")
     for i in range(len(source)):
         torch.manual_seed(i)
         wanted = reference(Image.open(folder / "train" / source.name(i)).convert("RGB"))
         mirrored.add(flip := float(torch.rand(())) < 0.5)
         torch.manual_seed(i)
         found = decode.random_crop(torchvision, torchvision.decode(source.read(i)), 32, 0.08, True)
-        assert worst(torch.from_numpy(found).permute(2, 0, 1), ImageOps.mirror(wanted) if flip else wanted) <= 1
+        assert (
+            worst(
+                torch.from_numpy(found).permute(2, 0, 1),
+                ImageOps.mirror(wanted) if flip else wanted,
+            )
+            <= 1
+        )
     assert mirrored == {True, False}
     (shard,) = make_loader(source, batch=100).epoch(2)
     images, labels = shard.data
@@ -123,7 +141,9 @@ def test_a_random_crop_has_the_pixels_of_torchvisions_transform(folder: Path) ->
 
 
 @pytest.mark.parametrize(("size", "resize"), [(32, 36), (48, 64), (31, 36), (64, 64)])
-def test_a_centre_has_the_pixels_of_pillow_and_torchvisions_transforms(folder: Path, size: int, resize: int) -> None:
+def test_a_centre_has_the_pixels_of_pillow_and_torchvisions_transforms(
+    folder: Path, size: int, resize: int
+) -> None:
     source = open_images(folder, "val")
     reference = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(size)])
     batch, labels = centres(source, size, resize)
@@ -137,7 +157,9 @@ def test_opencvs_pixels_are_close_to_torchvisions(folder: Path) -> None:
     cv2 = pytest.importorskip("cv2")
     pytest.importorskip("simplejpeg")
     source = open_images(folder, "train")
-    (ours,), (fast,) = (make_loader(source, batch=100, decoder=name).epoch(0) for name in ("torchvision", "opencv"))
+    (ours,), (fast,) = (
+        make_loader(source, batch=100, decoder=name).epoch(0) for name in ("torchvision", "opencv")
+    )
     difference = (ours.data[0].int() - fast.data[0].int()).abs().float()
     assert 0 < difference.mean() < 6
     assert cv2.getNumThreads() == 1  # the loader has its own processes
@@ -165,7 +187,9 @@ def test_the_exif_orientation_is_applied_as_by_pillow(decoder: str, orientation:
 
 
 @pytest.mark.parametrize("kind", ["files", "packed"])
-def test_samples_do_not_depend_on_ranks_and_workers(folder: Path, packed: Path, kind: str, decoder: str) -> None:
+def test_samples_do_not_depend_on_ranks_and_workers(
+    folder: Path, packed: Path, kind: str, decoder: str
+) -> None:
     source = open_images(packed if kind == "packed" else folder, "train")
     alone = sorted(content(make_loader(source, decoder=decoder).epoch(1)))
     assert len(alone) == len(source) == len({sample[2] for sample in alone})
@@ -179,7 +203,9 @@ def test_samples_do_not_depend_on_ranks_and_workers(folder: Path, packed: Path, 
 def test_a_resumed_epoch_has_the_remaining_samples(folder: Path) -> None:
     source = open_images(folder, "train")
     whole = content(make_loader(source, batch=5).epoch(4))
-    assert content(make_loader(source, batch=5, workers=2).epoch(4, first_batch=2)) == [s for s in whole if s[1] >= 2]
+    assert content(make_loader(source, batch=5, workers=2).epoch(4, first_batch=2)) == [
+        s for s in whole if s[1] >= 2
+    ]
 
 
 def test_crops_differ_between_batches_and_epochs(tmp_path: Path) -> None:
@@ -196,7 +222,9 @@ def test_the_size_depends_on_the_epoch_and_a_rank_may_have_no_sample(folder: Pat
     assert [next(sized.epoch(epoch)).data[0].shape[2:] for epoch in (0, 1)] == [(16, 16), (24, 24)]
     shards = list(make_loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))
     assert len(shards) == len(source) // 2
-    assert all(shard.data[0].shape == (0, 3, 32, 32) and len(shard.data[1]) == 0 for shard in shards)
+    assert all(
+        shard.data[0].shape == (0, 3, 32, 32) and len(shard.data[1]) == 0 for shard in shards
+    )
 
 
 def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: Path) -> None:
@@ -211,11 +239,14 @@ def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: Path)
 def test_workers_that_are_not_forked_can_unpickle_the_images(folder: Path, packed: Path) -> None:
     for path in (folder, packed):
         crops = Crops(open_images(path, "train"), "auto", partial(centre_crop, 32, 36))
-        (image, label), (same, again) = crops[9], pickle.loads(pickle.dumps(crops))[9]
+        image, label = crops[9]
+        same, again = pickle.loads(pickle.dumps(crops))[9]
         assert (torch.equal(image, same), label) == (True, again)
 
 
-ODD: dict[str, tuple[Callable[[Image.Image], bytes], bool]] = {  # what it is, and whether Pillow has to read it
+ODD: dict[
+    str, tuple[Callable[[Image.Image], bytes], bool]
+] = {  # what it is, and whether Pillow has to read it
     "cmyk": (lambda image: encoded(image.convert("CMYK")), False),
     "grey": (lambda image: encoded(image.convert("L")), False),
     "webp": (lambda image: encoded(image, "WEBP"), True),
@@ -233,7 +264,9 @@ def test_images_of_other_formats_are_read(tmp_path: Path, kind: str, decoder: st
     assert labels.tolist() == [0, 0, 0]
     for i in range(3):
         whole = Image.open(tmp_path / "train" / "a" / f"{i}.JPEG").convert("RGB")
-        assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (1 if decoder != "opencv" or by_pillow else 48)
+        assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (
+            1 if decoder != "opencv" or by_pillow else 48
+        )
 
 
 DAMAGED: dict[str, Callable[[Path], object]] = {
@@ -245,19 +278,26 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGED)
-def test_an_unreadable_image_is_skipped_named_and_counted(folder: Path, tmp_path: Path, how: str, decoder: str) -> None:
+def test_an_unreadable_image_is_skipped_named_and_counted(
+    folder: Path, tmp_path: Path, how: str, decoder: str
+) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     source = open_images(tmp_path / "copy", "train")
     bad = 11
     DAMAGED[how](tmp_path / "copy" / "train" / source.name(bad))
     told: list[str] = []
     one = make_loader(source, decoder=decoder, workers=2, warn=told.append)
-    good = {s[2]: s for s in content(make_loader(open_images(folder, "train"), decoder=decoder).epoch(0))}
+    good = {
+        s[2]: s
+        for s in content(make_loader(open_images(folder, "train"), decoder=decoder).epoch(0))
+    }
     for _ in range(2):
         found = {s[2]: s for s in content(one.epoch(0))}
         assert found[bad][4] == IGNORE
         assert not any(found[bad][3])
-        assert {i: s for i, s in found.items() if i != bad} == {i: s for i, s in good.items() if i != bad}
+        assert {i: s for i, s in found.items() if i != bad} == {
+            i: s for i, s in good.items() if i != bad
+        }
     assert len(one.skipped) == 1
     assert len(told) == 1
     assert one.skipped_on_all(lambda mine: [mine, b'["another"]', mine]) == 2
@@ -268,7 +308,9 @@ def test_an_unreadable_image_is_skipped_named_and_counted(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("every", [50, 200])
-def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+def test_more_than_one_percent_unreadable_images_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
     source = Fake(3000)
     intact = source.read
     monkeypatch.setattr(source, "read", lambda i: intact(i) if i % every else b"")
@@ -295,8 +337,14 @@ def flip_a_label(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda copy: cut(copy / "train-00001.bin", 1), r"train-00001.bin' has \d+ bytes instead of \d+"),
-        (lambda copy: (copy / "train-00001.bin").unlink(), r"train-00001.bin' cannot be read \(No such file"),
+        (
+            lambda copy: cut(copy / "train-00001.bin", 1),
+            r"train-00001.bin' has \d+ bytes instead of \d+",
+        ),
+        (
+            lambda copy: (copy / "train-00001.bin").unlink(),
+            r"train-00001.bin' cannot be read \(No such file",
+        ),
         (lambda copy: flip_a_label(copy / "train.index"), r"train.index' is damaged"),
     ],
 )
@@ -351,28 +399,40 @@ def fake_run(told: list[str]) -> Any:
             raise type(error)(f"node1: {error}") from None
 
     world = SimpleNamespace(together=together)
-    return SimpleNamespace(world=world, say=told.append, progress=lambda text: None, stop=StopFlag())
+    return SimpleNamespace(
+        world=world, say=told.append, progress=lambda text: None, stop=StopFlag()
+    )
 
 
 def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> dict[str, str]:
     return {"dataset": dataset, "data_dir": str(data_dir), "stage_dir": stage_dir}
 
 
-def test_stage_dir_takes_variables(packed: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_dir_takes_variables(
+    packed: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     train, val = images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NODE_DISK"))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"
     assert told[0] == "copying the packed data to stage_dir=$NODE_DISK, unless it is already there"
-    assert told[1:] == [f"24 training images and 24 validation images in 3 classes: packed jpeg, 64 px, {train.place}"]
-    with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
+    assert told[1:] == [
+        f"24 training images and 24 validation images in 3 classes: packed jpeg, 64 px, {train.place}"
+    ]
+    with pytest.raises(
+        InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"
+    ):
         images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NO_SUCH_DISK/x"))
-    with pytest.raises(InputError, match=r"^node1: stage_dir= requires a packed copy .*no index\.json.*prepare im"):
+    with pytest.raises(
+        InputError, match=r"^node1: stage_dir= requires a packed copy .*no index\.json.*prepare im"
+    ):
         images.open_sets(fake_run(told), **keys(data_dir=folder, stage_dir="$NODE_DISK"))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
     assert images.open_sets(fake_run(told), **keys())[1].kind == "files"
-    assert {len(source.classes) for source in images.open_sets(fake_run(told), **keys("fake"))} == {1000}
+    assert {len(source.classes) for source in images.open_sets(fake_run(told), **keys("fake"))} == {
+        1000
+    }
 
 
 def test_a_stop_signal_ends_the_staging(packed: Path, tmp_path: Path) -> None:
@@ -389,12 +449,21 @@ def test_a_stop_signal_ends_the_staging(packed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "allowed", "environ", "workers"),
     [
-        (0, 8, {}, 0), (5, 8, {}, 5), (-1, 8, {}, 3), (-1, 8, {"SLURM_CPUS_PER_TASK": "8"}, 7), (-1, 64, {"SLURM_CPUS_PER_TASK": "6"}, 5),
-        (-1, 1, {}, 1), (-1, 256, {}, 16),
+        (0, 8, {}, 0),
+        (5, 8, {}, 5),
+        (-1, 8, {}, 3),
+        (-1, 8, {"SLURM_CPUS_PER_TASK": "8"}, 7),
+        (-1, 64, {"SLURM_CPUS_PER_TASK": "6"}, 5),
+        (-1, 1, {}, 1),
+        (-1, 256, {}, 16),
     ],
-)  # fmt: skip
+)
 def test_a_rank_decodes_with_the_workers_that_its_cpus_allow(
-    monkeypatch: pytest.MonkeyPatch, wanted: int, allowed: int, environ: dict[str, str], workers: int
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int,
+    allowed: int,
+    environ: dict[str, str],
+    workers: int,
 ) -> None:
     """Two ranks are on the node."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
@@ -405,14 +474,21 @@ def test_a_rank_decodes_with_the_workers_that_its_cpus_allow(
     assert images.workers(run, wanted) == workers
 
 
-def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_libraries_decoder_opencv_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(InputError, match=r"^decoder=opencv: .*cv2.*: pip install '\.\[fast\]'"):
         make_decoder("opencv")
 
 
-def test_without_torchcodec_the_default_decoder_is_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchcodec_the_default_decoder_is_torchvisions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     assert make_decoder("auto").name == "torchvision"
-    with pytest.raises(InputError, match=r"^decoder=torchcodec: cannot be loaded .*: pip install 'torchcodec>=0.16'"):
+    with pytest.raises(
+        InputError,
+        match=r"^decoder=torchcodec: cannot be loaded .*: pip install 'torchcodec>=0.16'",
+    ):
         make_decoder("torchcodec")

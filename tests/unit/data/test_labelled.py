@@ -1,4 +1,6 @@
-"""One's own images: class folders and CSV files, their division into training and validation, and what is refused."""
+"""One's own images: class folders and CSV files, their division into training and validation, and
+what is refused.
+"""
 
 import re
 from pathlib import Path
@@ -27,7 +29,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, table: str = "", several: bool = False, fraction: float = 0.2, seed: int = 0) -> Any:
+def opened(
+    folder: Path, table: str = "", several: bool = False, fraction: float = 0.2, seed: int = 0
+) -> Any:
     return open_parts("images", str(folder), table, several, fraction, seed)
 
 
@@ -68,14 +72,30 @@ def test_train_and_val_folders_are_taken_as_they_are(folder: Path) -> None:
     ("train", "val", "expected"),
     [
         ("train", "val", "for training 'train', for validation 'val', left out nothing"),
-        ("Train", "Val", "warning: .* for training 'Train', for validation 'Val', left out nothing"),
-        ("TRAINING", "valid", "warning: .* for training 'TRAINING', for validation 'valid', left out nothing"),
-        ("train", "Validation", "warning: .* for training 'train', for validation 'Validation', left out nothing"),
+        (
+            "Train",
+            "Val",
+            "warning: .* for training 'Train', for validation 'Val', left out nothing",
+        ),
+        (
+            "TRAINING",
+            "valid",
+            "warning: .* for training 'TRAINING', for validation 'valid', left out nothing",
+        ),
+        (
+            "train",
+            "Validation",
+            "warning: .* for training 'train', for validation 'Validation', left out nothing",
+        ),
         ("train", "test", "for training 'train', for validation a part of it, left out 'test'"),
     ],
 )
-def test_split_folders_are_known_in_any_spelling(tmp_path: Path, train: str, val: str, expected: str) -> None:
-    images(tmp_path, *(f"{train}/{name}/{i}.png" for name in "ab" for i in range(4)), f"{val}/b/9.png")
+def test_split_folders_are_known_in_any_spelling(
+    tmp_path: Path, train: str, val: str, expected: str
+) -> None:
+    images(
+        tmp_path, *(f"{train}/{name}/{i}.png" for name in "ab" for i in range(4)), f"{val}/b/9.png"
+    )
     ((source, positions), (val_source, val_positions)), [line] = said(tmp_path)
     assert re.search(expected, line)
     assert source.classes == ("a", "b")
@@ -91,7 +111,10 @@ def test_class_folders_are_named_in_the_first_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (("train/a/1.png", "Training/a/2.png"), "'Training' and 'train' for the same split: remove or rename one"),
+        (
+            ("train/a/1.png", "Training/a/2.png"),
+            "'Training' and 'train' for the same split: remove or rename one",
+        ),
         (("train/a/1.png", "val/a/2.png", "valid/a/2.png"), "'val' and 'valid' for the same split"),
         (
             ("test/1.png", "drive/1.png"),
@@ -102,21 +125,39 @@ def test_class_folders_are_named_in_the_first_line(folder: Path) -> None:
             ("PetImages/Cat/1.png", "PetImages/Dog/1.png"),
             "only the class 'PetImages': .*, give data_dir='.*/PetImages'",
         ),
-        (("train/all/a/1.png", "val/all/a/1.png"), "only the class 'all': .*, give data_dir='.*/train/all'"),
-        (("archive/train/a/1.png", "archive/val/a/1.png"), "only the class 'archive': .*, give data_dir='.*/archive'"),
+        (
+            ("train/all/a/1.png", "val/all/a/1.png"),
+            "only the class 'all': .*, give data_dir='.*/train/all'",
+        ),
+        (
+            ("archive/train/a/1.png", "archive/val/a/1.png"),
+            "only the class 'archive': .*, give data_dir='.*/archive'",
+        ),
         (("cat/1.png", "cat/2.png"), "only the class 'cat': give images of at least two classes"),
     ],
 )
-def test_ambiguous_folders_are_refused(tmp_path: Path, names: tuple[str, ...], expected: str) -> None:
+def test_ambiguous_folders_are_refused(
+    tmp_path: Path, names: tuple[str, ...], expected: str
+) -> None:
     with pytest.raises(InputError, match=expected) as caught:
         opened(images(tmp_path, *names))
     assert "\n" not in str(caught.value)
 
 
 def test_classes_that_differ_only_in_spelling_are_named(tmp_path: Path) -> None:
-    _, lines = said(images(tmp_path, *(f"{name}/{i}.png" for name in ("Cat", "cat", "dog") for i in range(2))))
+    _, lines = said(
+        images(tmp_path, *(f"{name}/{i}.png" for name in ("Cat", "cat", "dog") for i in range(2)))
+    )
     assert lines[1:] == [f"warning: {str(tmp_path)!r}: 'Cat' and 'cat' are read as two classes"]
-    table = write(tmp_path, "file,label", "Cat/0.png,1", "Cat/1.png,1.0", "cat/0.png,01", "cat/1.png,2", "dog/0.png,2")
+    table = write(
+        tmp_path,
+        "file,label",
+        "Cat/0.png,1",
+        "Cat/1.png,1.0",
+        "cat/0.png,01",
+        "cat/1.png,2",
+        "dog/0.png,2",
+    )
     lines = said(tmp_path, table)[1]
     assert [line.partition("csv': ")[2] for line in lines] == [
         f"'01' and {name!r} are read as two classes" for name in ("1", "1.0")
@@ -138,7 +179,12 @@ def test_a_table_gives_files_labels_and_split(folder: Path) -> None:
 
 
 def test_what_a_table_has_besides_is_named(folder: Path) -> None:
-    rows = ("a/0.png,dog,Train,7", "a/1.png,cat,TRAINING,7", "a/2.png,cat,valid,7", "a/3.png,ant,Test,7")
+    rows = (
+        "a/0.png,dog,Train,7",
+        "a/1.png,cat,TRAINING,7",
+        "a/2.png,cat,valid,7",
+        "a/3.png,ant,Test,7",
+    )
     table = write(folder, "file,label,split,age", *rows, "a/0.png,dog,train,8")
     ((source, train), (_, val)), lines = said(folder, table)
     assert (source.classes, list(train), list(val)) == (("cat", "dog"), [0, 1, 3], [2])
@@ -149,7 +195,13 @@ def test_what_a_table_has_besides_is_named(folder: Path) -> None:
 
 
 def test_an_image_may_have_several_labels(folder: Path) -> None:
-    table = write(folder, "file,label", "a/0.png,dog; cat", "a/1.png,", *(f"a/{i}.png,cow" for i in range(2, 10)))
+    table = write(
+        folder,
+        "file,label",
+        "a/0.png,dog; cat",
+        "a/1.png,",
+        *(f"a/{i}.png,cow" for i in range(2, 10)),
+    )
     (source, train), (_, val) = opened(folder, table, several=True)
     assert (source.classes, len(train), len(val)) == (("cat", "cow", "dog"), 8, 2)
     pictures = Pictures(source, [0, 1, 5], lambda image: image.size)
@@ -159,27 +211,80 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "several", "expected"),
     [
-        (("file,label", "a/0.png,dog", "a/none.png,dog"), False, "line 3: '.*/a/none.png' does not exist: correct"),
-        (("file,label", "a/0.png,dog;cat"), False, "line 2: label 'dog;cat' must be one class: give one, or multi_label=true"),
+        (
+            ("file,label", "a/0.png,dog", "a/none.png,dog"),
+            False,
+            "line 3: '.*/a/none.png' does not exist: correct",
+        ),
+        (
+            ("file,label", "a/0.png,dog;cat"),
+            False,
+            "line 2: label 'dog;cat' must be one class: give one, or multi_label=true",
+        ),
         (("file,label", "a/0.png,"), False, "line 2: label '' must be one class"),
-        (("file,label,split", "a/0.png,dog,tset"), True, "line 2: split 'tset' must be train, val or test"),
-        (("file,label", "a/0.png,dog", "a/1.png,cat", "a/0.png,dog"), False, "line 4: 'a/0.png' is also the file of line 2: keep one of the rows"),
-        (("file,label,split", "a/0.png,dog,train", "./a/0.png,dog,val"), False, "line 3: './a/0.png' is also the file of line 2"),
-        (("file,label,split", "a/0.png,dog,train", "a/../a/0.png,cat,train"), False, "is also the file of line 2"),
-        (("file,label,split", "a/0.png,dog,test", "a/0.png,dog,train"), False, "is also the file of line 2"),
+        (
+            ("file,label,split", "a/0.png,dog,tset"),
+            True,
+            "line 2: split 'tset' must be train, val or test",
+        ),
+        (
+            ("file,label", "a/0.png,dog", "a/1.png,cat", "a/0.png,dog"),
+            False,
+            "line 4: 'a/0.png' is also the file of line 2: keep one of the rows",
+        ),
+        (
+            ("file,label,split", "a/0.png,dog,train", "./a/0.png,dog,val"),
+            False,
+            "line 3: './a/0.png' is also the file of line 2",
+        ),
+        (
+            ("file,label,split", "a/0.png,dog,train", "a/../a/0.png,cat,train"),
+            False,
+            "is also the file of line 2",
+        ),
+        (
+            ("file,label,split", "a/0.png,dog,test", "a/0.png,dog,train"),
+            False,
+            "is also the file of line 2",
+        ),
         (("file,label", "a/0.png,dog,brown"), False, "line 2: has more values than the first line"),
-        (("file,label,split", "a/0.png,dog,train", "a/1.png,dog,val,x"), False, "line 3: has more values than the first line"),
-        (("file,label,label", "a/0.png,dog,cat"), False, "has the column label twice: remove or rename one"),
+        (
+            ("file,label,split", "a/0.png,dog,train", "a/1.png,dog,val,x"),
+            False,
+            "line 3: has more values than the first line",
+        ),
+        (
+            ("file,label,label", "a/0.png,dog,cat"),
+            False,
+            "has the column label twice: remove or rename one",
+        ),
         (("file,split,label,split", "a/0.png,train,cat,val"), False, "has the column split twice"),
-        (("file, label, split", "a/0.png, dog, train", "a/1.png, cat, train"), False, "no row has split val: add such rows, or remove the column"),
-        (("file,label", "a/0.png,dog,", "a/1.png,dog,"), False, "has only the class 'dog': give images of at least two"),
+        (
+            ("file, label, split", "a/0.png, dog, train", "a/1.png, cat, train"),
+            False,
+            "no row has split val: add such rows, or remove the column",
+        ),
+        (
+            ("file,label", "a/0.png,dog,", "a/1.png,dog,"),
+            False,
+            "has only the class 'dog': give images of at least two",
+        ),
         (("file,label", f"{'x' * 300}.png,dog"), False, "line 2: .* does not exist"),
-        (("image,class", "a/0.png,dog"), False, "must have a first line with the columns file,label"),
-        (("file,label,split", "a/0.png,dog,train", "a/1.png,cat,val"), False,
-         "all images of class 'cat', such as 'a/1.png', have split val: "),
+        (
+            ("image,class", "a/0.png,dog"),
+            False,
+            "must have a first line with the columns file,label",
+        ),
+        (
+            ("file,label,split", "a/0.png,dog,train", "a/1.png,cat,val"),
+            False,
+            "all images of class 'cat', such as 'a/1.png', have split val: ",
+        ),
     ],
-)  # fmt: skip
-def test_a_faulty_table_is_refused_by_line(folder: Path, lines: tuple[str, ...], several: bool, expected: str) -> None:
+)
+def test_a_faulty_table_is_refused_by_line(
+    folder: Path, lines: tuple[str, ...], several: bool, expected: str
+) -> None:
     with pytest.raises(InputError, match=r"^(labels=)?'.*labels.csv'") as caught:
         opened(folder, write(folder, *lines), several)
     assert caught.match(expected)
@@ -214,6 +319,10 @@ def test_images_are_upright_rgb_and_a_damaged_one_is_named(folder: Path) -> None
 def test_the_digest_changes_with_the_images_and_their_part(folder: Path) -> None:
     (source, train), (_, val) = opened(folder)
     first = Pictures(source, train, torch.Tensor).digest()
-    assert first == Pictures(source, list(train), torch.Tensor).digest() != Pictures(source, val, torch.Tensor).digest()
+    assert (
+        first
+        == Pictures(source, list(train), torch.Tensor).digest()
+        != Pictures(source, val, torch.Tensor).digest()
+    )
     image(folder / "a/99.png")
     assert Pictures(opened(folder)[0][0], train, torch.Tensor).digest() != first

@@ -89,7 +89,12 @@ def far_apart(one: Any, other: Any) -> int:
 
 def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -> None:
     index = json.loads((unbroken / "index.json").read_bytes())
-    assert [index[name] for name in ("format", "version", "encoding", "size")] == ["packed images", 1, "jpeg", 24]
+    assert [index[name] for name in ("format", "version", "encoding", "size")] == [
+        "packed images",
+        1,
+        "jpeg",
+        24,
+    ]
     assert (index["quality"], index["classes"]) == (90, ["n00", "n01", "n02"])
     shards = [shard["file"] for split in index["splits"].values() for shard in split["shards"]]
     assert shards == [*(f"train-{i:05d}.bin" for i in range(5)), "val-00000.bin", "val-00001.bin"]
@@ -113,14 +118,18 @@ def test_a_resized_image_has_the_quality_and_no_comment_or_profile() -> None:
     image = picture(1, 90, 60, 3)
     content = encoded(image, quality=100, comment=b"spam" * 1000, icc_profile=b"spam" * 1000)
     payload, *_ = pillow.encode(content, 24, 30)
-    tables = [Image.open(io.BytesIO(one)).quantization for one in (payload, encoded(image, quality=30))]  # type: ignore[attr-defined]
+    tables = [
+        Image.open(io.BytesIO(one)).quantization for one in (payload, encoded(image, quality=30))
+    ]  # type: ignore[attr-defined]
     assert tables[0] == tables[1]
     assert b"spam" not in payload
 
 
 @pytest.mark.parametrize(("width", "height"), [(24, 60), (20, 20), (60, 24)])
 def test_a_small_jpeg_is_stored_unchanged(width: int, height: int) -> None:
-    content = encoded(picture(1, width, height, 3), quality=50, comment=b"kept", progressive=width == 60)
+    content = encoded(
+        picture(1, width, height, 3), quality=50, comment=b"kept", progressive=width == 60
+    )
     assert pillow.encode(content, 24, 90) == (content, height, width)
 
 
@@ -161,7 +170,10 @@ BAD = {
     "float": (encoded(GREY16.convert("F"), "TIFF"), "has more than 8 bits per value"),
     "32 bits": (encoded(GREY16.convert("I"), "TIFF"), "has more than 8 bits per value"),
     "bomb": (bomb(), "has more than 178 million pixels"),
-    "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: its longer side is too long"),
+    "too long": (
+        encoded(Image.new("RGB", (65501, 1)), "PNG"),
+        "is 65501 x 1 pixels: its longer side is too long",
+    ),
 }
 
 
@@ -177,10 +189,14 @@ def test_file_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
     write.pack(tmp_path / "in", tmp_path / "out", **OPTIONS)
     index = json.loads((tmp_path / "out/index.json").read_bytes())
     assert os.fsencode(index["classes"][0]) == b"caf\xe9"
-    assert os.fsencode(index["splits"]["train"]["skipped"][0]["file"]) == b"train/caf\xe9/\xff\n2.jpg"
+    assert (
+        os.fsencode(index["splits"]["train"]["skipped"][0]["file"]) == b"train/caf\xe9/\xff\n2.jpg"
+    )
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_workers(source: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_the_bytes_do_not_depend_on_the_number_of_workers(
+    source: Path, unbroken: Path, tmp_path: Path
+) -> None:
     write.pack(source, tmp_path, **OPTIONS | {"workers": 1})
     assert contents(tmp_path) == contents(unbroken)
 
@@ -203,7 +219,9 @@ def test_too_many_unreadable_images_end_packing(tmp_path: Path) -> None:
         write.pack(tmp_path / "in", tmp_path / "none", **OPTIONS)
 
 
-def test_progress_is_a_line_every_few_seconds(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_line_every_few_seconds(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     write.pack(source, tmp_path / "quick", **OPTIONS | {"say": said.append})
     assert said == []
@@ -215,16 +233,25 @@ def test_progress_is_a_line_every_few_seconds(source: Path, tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("number", "status", "err"),
-    [(signal.SIGKILL, -9, ""), (signal.SIGINT, 130, "error: interrupted; run the same command again\n")],
+    [
+        (signal.SIGKILL, -9, ""),
+        (signal.SIGINT, 130, "error: interrupted; run the same command again\n"),
+    ],
 )
-def test_stopped_packing_restarts(source: Path, tmp_path: Path, number: signal.Signals, status: int, err: str) -> None:
-    many, target, whole = tmp_path / "many", tmp_path / "out", tmp_path / "whole"
+def test_stopped_packing_restarts(
+    source: Path, tmp_path: Path, number: signal.Signals, status: int, err: str
+) -> None:
+    many = tmp_path / "many"
+    target = tmp_path / "out"
+    whole = tmp_path / "whole"
     both(many, "a/good.jpg")
     for i in range(600):
         os.link(source / "train/n00/00.JPEG", many / f"train/a/{i}.png")
     write.pack(many, whole, **OPTIONS)
     command = [sys.executable, "-c", RUNNER, f"source={many}", f"data_dir={target}"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         helpers.wait_until(lambda: list(target.glob("*.bin")), 20, "a shard")
         child.send_signal(number)
         assert child.communicate(timeout=20)[1] == err
@@ -260,25 +287,36 @@ def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_a_finished_copy_is_verified_and_damage_is_reported(source: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_a_finished_copy_is_verified_and_damage_is_reported(
+    source: Path, unbroken: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "packed"
     shutil.copytree(unbroken, target)
     assert write.pack(source, target, **OPTIONS) == format.read_index(target)
     for other in ({"size": 25}, {"quality": 80}):
-        with pytest.raises(InputError, match="was packed with size=24 quality=90: give these keys, or remove"):
+        with pytest.raises(
+            InputError, match="was packed with size=24 quality=90: give these keys, or remove"
+        ):
             write.pack(source, target, **OPTIONS | other)
     shard = target / "train-00003.bin"
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
-    with pytest.raises(InputError, match=rf"damaged \(train-00003.bin has invalid content .*: remove {target} and run"):
+    with pytest.raises(
+        InputError,
+        match=rf"damaged \(train-00003.bin has invalid content .*: remove {target} and run",
+    ):
         write.pack(source, target, **OPTIONS)
 
 
 @pytest.mark.parametrize("changed", [{"version": 2}, {"splits": 1}])
-def test_an_invalid_index_is_reported(source: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_an_invalid_index_is_reported(
+    source: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
     target = shutil.copytree(unbroken, tmp_path / "copy")
     index = target / "index.json"
     index.write_text(json.dumps({**json.loads(index.read_bytes()), **changed}))
-    with pytest.raises(InputError, match=rf"'{index}' is damaged or of another version: remove it and pack again"):
+    with pytest.raises(
+        InputError, match=rf"'{index}' is damaged or of another version: remove it and pack again"
+    ):
         write.pack(source, target, **OPTIONS)
     index.unlink()
     (target / "train-00077.bin").write_bytes(b"of a larger source")
@@ -294,22 +332,36 @@ def test_a_disk_that_fills_up_is_reported(tmp_path: Path) -> None:
     with helpers.small_disk(tmp_path / "small", "64k") as small:
         with pytest.raises(MachineError) as caught:
             write.pack(tmp_path / "in", small, **OPTIONS | {"size": 64})
-        assert f"data_dir='{small}': cannot be written (No space left on device" in str(caught.value)
+        assert f"data_dir='{small}': cannot be written (No space left on device" in str(
+            caught.value
+        )
         assert "\n" not in str(caught.value)
         assert list(small.glob(".*")) == []
 
 
-def test_prepare_names_skipped_images_and_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_names_skipped_images_and_the_next_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     both(tmp_path / "in", "n00/good.jpg")
     (tmp_path / "in/val/n00/bad.jpg").symlink_to("nowhere")
-    argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", "size=24", "quality=80", "workers=1"]
+    argv = [
+        "imagenet",
+        f"data_dir={tmp_path}/a b",
+        f"source={tmp_path}/in",
+        "size=24",
+        "quality=80",
+        "workers=1",
+    ]
     for first in (True, False):
         assert prepare.main(argv) == 0
         out, err = capsys.readouterr()
         assert err == ""
         assert "val: 1 images skipped; index.json names them" in out.splitlines()
         assert ("imagenet: a packed copy exists already; verifying it" in out) is not first
-        assert out.splitlines()[-1] == f"next: python launch.py recipe=imagenet data_dir='{tmp_path}/a b'"
+        assert (
+            out.splitlines()[-1]
+            == f"next: python launch.py recipe=imagenet data_dir='{tmp_path}/a b'"
+        )
     index = json.loads((tmp_path / "a b/index.json").read_bytes())
     assert (index["size"], index["quality"]) == (24, 80)
     skipped = {"file": "val/n00/bad.jpg", "why": "cannot be read (No such file or directory)"}

@@ -15,10 +15,13 @@ from recipes.core.data.datasets import DataFile
 from tests.unit.data.common import not_root
 from tests.unit.data.serving import Answer, Server, content, dropped, serving, status
 
-IMAGES, LABELS = "tiny-images-idx3-ubyte", "tiny-labels-idx1-ubyte"
+IMAGES = "tiny-images-idx3-ubyte"
+LABELS = "tiny-labels-idx1-ubyte"
 # random bytes do not pack, so that the middle of the .gz is the middle of the file
 PLAIN = {
-    IMAGES: bytes([0, 0, 8, 3]) + struct.pack(">3I", 400, 28, 28) + random.Random(0).randbytes(400 * 28 * 28),
+    IMAGES: bytes([0, 0, 8, 3])
+    + struct.pack(">3I", 400, 28, 28)
+    + random.Random(0).randbytes(400 * 28 * 28),
     LABELS: bytes([0, 0, 8, 1]) + struct.pack(">I", 400) + random.Random(1).randbytes(400),
 }
 PACKED = {name: gzip.compress(content) for name, content in PLAIN.items()}
@@ -36,8 +39,13 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """run(url, source=…) prepares the tiny set in tmp_path/data; returns exit status, stdout, stderr."""
-    tiny = [DataFile(name, len(plain), hashlib.sha256(plain).hexdigest()) for name, plain in PLAIN.items()]
+    """run(url, source=…) prepares the tiny set in tmp_path/data; returns exit status, stdout,
+    stderr.
+    """
+    tiny = [
+        DataFile(name, len(plain), hashlib.sha256(plain).hexdigest())
+        for name, plain in PLAIN.items()
+    ]
     monkeypatch.setattr(datasets, "MNIST_FILES", tiny)
 
     def go(
@@ -90,7 +98,10 @@ def test_a_source_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> None
 
 DAMAGED = {
     "cut": (PACKED[IMAGES][:-20], "is damaged"),
-    "bytes changed": (PACKED[IMAGES][:10] + b"\xff" * 9 + PACKED[IMAGES][19:], "is damaged (Error -3"),
+    "bytes changed": (
+        PACKED[IMAGES][:10] + b"\xff" * 9 + PACKED[IMAGES][19:],
+        "is damaged (Error -3",
+    ),
     "other content": (gzip.compress(PLAIN[IMAGES][:-1] + b"\0"), "invalid content"),
     "web page": (b"<html>please log in</html>", "has 26 bytes"),
     "bomb": (gzip.compress(bytes(50_000_000)), "has more than "),
@@ -108,7 +119,9 @@ def test_a_damaged_source_is_refused(run: Run, tmp_path: Path, data: bytes, word
     assert there(tmp_path / "data") == {}
 
 
-def test_a_damaged_file_is_replaced_only_by_a_valid_one(run: Run, server: Server, tmp_path: Path) -> None:
+def test_a_damaged_file_is_replaced_only_by_a_valid_one(
+    run: Run, server: Server, tmp_path: Path
+) -> None:
     final = raw(tmp_path / "data") / IMAGES
     final.parent.mkdir(parents=True)
     final.write_bytes(PLAIN[IMAGES][:-1] + b"\0")
@@ -131,7 +144,13 @@ def test_a_damaged_file_is_replaced_only_by_a_valid_one(run: Run, server: Server
     ids=["web page", "drops the connection", "is silent"],
 )
 def test_a_server_that_misbehaves_is_named_and_leaves_no_file(
-    run: Run, server: Server, tmp_path: Path, answer: Answer, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    server: Server,
+    tmp_path: Path,
+    answer: Answer,
+    status: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prepare, "TIMEOUT_S", 0.3)
     server.answers = {f"{name}.gz": answer for name in PLAIN}
@@ -147,7 +166,9 @@ def test_a_download_says_how_far_it_is(
     server.answers["large"] = content(data := bytes(5 << 19))
     assert prepare.download(url := f"{server.url}large") == data
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(", about")[0] for line in lines[1:3]] == [f"{url}: {n} of 2 MiB" for n in (1, 2)]
+    assert [line.partition(", about")[0] for line in lines[1:3]] == [
+        f"{url}: {n} of 2 MiB" for n in (1, 2)
+    ]
 
 
 def test_offline_the_reason_and_the_fix_are_named(run: Run) -> None:
@@ -169,9 +190,14 @@ def test_an_unwritable_data_dir_is_refused(run: Run, server: Server, reachable: 
 
 @pytest.mark.parametrize(
     ("argv", "key"),
-    [("mnist source={}/locked data_dir={}/out", "source"), ("imagenet source={} data_dir={}/locked/out", "data_dir")],
+    [
+        ("mnist source={}/locked data_dir={}/out", "source"),
+        ("imagenet source={} data_dir={}/locked/out", "data_dir"),
+    ],
 )
-def test_missing_permission_names_key(argv: str, key: str, reachable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_permission_names_key(
+    argv: str, key: str, reachable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (reachable / "locked").mkdir(mode=0)
     (reachable / "out").mkdir(mode=0o777)
     (reachable / "out").chmod(0o777)
@@ -189,12 +215,20 @@ def test_missing_permission_names_key(argv: str, key: str, reachable: Path, caps
         (["mnits"], ["mnits: give a dataset first", "did you mean 'mnist'?"]),
         (["mnist", "datadir=x"], ["datadir=x", "did you mean 'data_dir'?"]),
         (["mn\nist"], ["mn\\nist"]),
-        (["imagenet", "data_dir=x"], ["an account at image-net.org", "sort a flat val/ into class folders first"]),
+        (
+            ["imagenet", "data_dir=x"],
+            ["an account at image-net.org", "sort a flat val/ into class folders first"],
+        ),
         (["imagenet", "source=x"], ["data_dir= is missing"]),
-        (["imagenet", "data_dir=x", "source=y", "quality=101"], ["quality=101: must be at most 100"]),
+        (
+            ["imagenet", "data_dir=x", "source=y", "quality=101"],
+            ["quality=101: must be at most 100"],
+        ),
     ],
 )
-def test_bad_arguments_are_one_line(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_one_line(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert prepare.main(argv) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -215,5 +249,8 @@ def test_data_dir_defaults_to_recipes_data(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("RECIPES_DATA", raising=False)
     assert datasets.folder_of("") == Path("data")
     monkeypatch.setenv("RECIPES_DATA", "/elsewhere")
-    assert (datasets.folder_of(""), datasets.folder_of("here")) == (Path("/elsewhere"), Path("here"))
+    assert (datasets.folder_of(""), datasets.folder_of("here")) == (
+        Path("/elsewhere"),
+        Path("here"),
+    )
     assert datasets.folder_of("~/data") == Path.home() / "data"

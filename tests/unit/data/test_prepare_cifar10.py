@@ -21,7 +21,14 @@ from tests.unit.data.common import encoded, picture, put
 from tests.unit.data.serving import serving
 
 REAL_URL = cifar10.URL
-BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+BATCHES = (
+    "data_batch_1",
+    "data_batch_2",
+    "data_batch_3",
+    "data_batch_4",
+    "data_batch_5",
+    "test_batch",
+)
 N = 12  # images of a batch here
 
 
@@ -64,9 +71,14 @@ def put_all(root: Path, contents: dict[str, bytes]) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torchvision take this CIFAR-10 of few images for the published one. Nothing is downloaded."""
+    """Makes torchvision take this CIFAR-10 of few images for the published one. Nothing is
+    downloaded.
+    """
     theirs = torchvision.datasets.CIFAR10
-    sums = {name.rpartition("/")[2]: hashlib.md5(content).hexdigest() for name, content in PICKLES.items()}
+    sums = {
+        name.rpartition("/")[2]: hashlib.md5(content).hexdigest()
+        for name, content in PICKLES.items()
+    }
     monkeypatch.setattr(theirs, "train_list", [[name, sums[name]] for name in BATCHES[:5]])
     monkeypatch.setattr(theirs, "test_list", [["test_batch", sums["test_batch"]]])
     monkeypatch.setattr(theirs, "meta", {**theirs.meta, "md5": sums["batches.meta"]})
@@ -99,7 +111,9 @@ def assert_complete(data_dir: Path) -> dict[str, Any]:
     index: dict[str, Any] = json.loads((folder / "index.json").read_bytes())
     assert index["classes"] == list(CIFAR10_CLASSES)
     assert index["samples"] == {"train": 5 * N, "test": N}
-    assert index["sha256"] == {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in datasets.CIFAR10_IDX}
+    assert index["sha256"] == {
+        n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in datasets.CIFAR10_IDX
+    }
     return index
 
 
@@ -113,7 +127,9 @@ def test_all_kinds_of_sources_give_the_same_files(
     assert index["source"].startswith(str(source))
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[-1] == f"next: python launch.py recipe=cifar data_dir='{tmp_path}/my data'"
+    assert (
+        out.splitlines()[-1] == f"next: python launch.py recipe=cifar data_dir='{tmp_path}/my data'"
+    )
     assert all((source / name).is_file() for name in contents)
 
 
@@ -122,7 +138,9 @@ def test_a_file_that_its_owner_exchanges_after_the_check_is_not_read(
     contents: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = put_all(tmp_path / "source", contents)
-    of_theirs = {of: of.check_integrity for of in (torchvision.datasets.utils, torchvision.datasets.cifar)}
+    of_theirs = {
+        of: of.check_integrity for of in (torchvision.datasets.utils, torchvision.datasets.cifar)
+    }
 
     def check(of: Any, path: str, md5: str | None = None) -> bool:
         is_right: bool = of_theirs[of](path, md5)
@@ -135,7 +153,9 @@ def test_a_file_that_its_owner_exchanges_after_the_check_is_not_read(
     assert_complete(tmp_path / "data")
 
 
-def test_an_archive_that_was_not_published_is_never_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_archive_that_was_not_published_is_never_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = put_all(tmp_path / "source", {cifar10.ARCHIVE: tarred({"../outside": b"x"})})
     assert run(tmp_path / "data", source) == 2
     err = capsys.readouterr().err
@@ -161,7 +181,10 @@ def test_a_class_folder_is_decoded_as_pillow_does(tmp_path: Path) -> None:
     train, test = read(tmp_path / "data")
     classes = [*"01234567", "cat", "dog"]
     order = [*(f"{i}/1.png" for i in range(8)), "cat/a.jpg", "cat/b.png", "dog/cmyk.jpg"]
-    assert train == [(classes.index(n.partition("/")[0]), planes(Image.open(source / "train" / n))) for n in order]
+    assert train == [
+        (classes.index(n.partition("/")[0]), planes(Image.open(source / "train" / n)))
+        for n in order
+    ]
     assert test == [(9, planes(picture(6, 32, 32)))]
     index = json.loads((tmp_path / "data/cifar10/index.json").read_bytes())
     assert (index["classes"], index["source"]) == (classes, str(source))
@@ -170,12 +193,18 @@ def test_a_class_folder_is_decoded_as_pillow_does(tmp_path: Path) -> None:
 def test_other_sizes_are_resized(tmp_path: Path) -> None:
     wide = Image.new("RGB", (96, 64), "red")
     wide.paste("blue", (16, 0, 80, 64))  # the middle square
-    images = {"train/a/1.png": wide, "train/a/2.png": picture(1, 20, 16), "test/a/1.png": picture(3)}
+    images = {
+        "train/a/1.png": wide,
+        "train/a/2.png": picture(1, 20, 16),
+        "test/a/1.png": picture(3),
+    }
     files = {name: encoded(image, "PNG") for name, image in images.items()}
     assert run(tmp_path / "data", put_all(tmp_path / "source", files)) == 0
     train, _ = read(tmp_path / "data")
     rows = [train[0][1][start : start + 32] for start in range(0, 3072, 32)]
-    assert all(row[4:28] == (b"\xff" if i >= 64 else b"\0") * 24 for i, row in enumerate(rows)), "not the middle"
+    assert all(row[4:28] == (b"\xff" if i >= 64 else b"\0") * 24 for i, row in enumerate(rows)), (
+        "not the middle"
+    )
     assert len(train) == 2
 
 
@@ -188,20 +217,28 @@ def test_other_sizes_are_resized(tmp_path: Path) -> None:
             [f"{split}/{i:02d}/1.png" for split in ("train", "test") for i in range(11)],
             "train/ has 11 classes, but CIFAR-10 has ten",
         ),
-        (["train/a/1.png", "train/a/bad.png", "test/a/1.png"], "train/a/bad.png' is empty: repair or remove it"),
+        (
+            ["train/a/1.png", "train/a/bad.png", "test/a/1.png"],
+            "train/a/bad.png' is empty: repair or remove it",
+        ),
     ],
 )
 def test_an_invalid_source_of_cifar10_is_one_line(
     names: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = put_all(tmp_path / "in", {name: b"" if "bad" in name else encoded(picture(0), "PNG") for name in names})
+    source = put_all(
+        tmp_path / "in",
+        {name: b"" if "bad" in name else encoded(picture(0), "PNG") for name in names},
+    )
     assert run(tmp_path / "data", source) == 2
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
 
 
-def test_a_valid_conversion_is_kept_a_damaged_one_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_conversion_is_kept_a_damaged_one_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = put_all(tmp_path / "source", PICKLES)
     assert run(tmp_path / "data", source) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data/cifar10").iterdir()}
@@ -216,7 +253,9 @@ def test_a_valid_conversion_is_kept_a_damaged_one_repeated(tmp_path: Path, capsy
         assert_complete(tmp_path / "data")
 
 
-def test_an_interrupted_conversion_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversion_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def end(*args: Any) -> None:
         raise KeyboardInterrupt
 
@@ -228,11 +267,15 @@ def test_an_interrupted_conversion_is_not_found(tmp_path: Path, monkeypatch: pyt
         patched.setattr(cifar10, "convert", end)
         assert run(tmp_path / "data", source) == 130
     path.write_bytes(b"half")
-    with pytest.raises(InputError, match=r"lacks index.json .*python -m recipes.prepare cifar10 data_dir="):
+    with pytest.raises(
+        InputError, match=r"lacks index.json .*python -m recipes.prepare cifar10 data_dir="
+    ):
         find_files(CIFAR10, tmp_path / "data")
 
 
-def test_the_archive_is_fetched_verified_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_archive_is_fetched_verified_and_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with serving({cifar10.ARCHIVE: ARCHIVE}) as server:
         url = f"{server.url}{cifar10.ARCHIVE}"
         monkeypatch.setattr(cifar10, "URL", url)
@@ -246,6 +289,8 @@ def test_sizes_and_mirrors_are_the_published_ones() -> None:
     assert theirs.CIFAR10.base_folder == cifar10.BATCHES
     sizes = [16 + 60_000 * 784, 8 + 60_000, 16 + 10_000 * 784, 8 + 10_000]
     assert [file.size for file in datasets.MNIST_FILES] == sizes
-    assert [f"{name}.gz" for name in datasets.MNIST.names] == [name for name, _ in theirs.MNIST.resources]
+    assert [f"{name}.gz" for name in datasets.MNIST.names] == [
+        name for name, _ in theirs.MNIST.resources
+    ]
     assert datasets.MNIST_URL in theirs.MNIST.mirrors
     assert all(url.startswith("https://") for url in (datasets.MNIST_URL, REAL_URL))

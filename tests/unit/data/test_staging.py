@@ -1,4 +1,6 @@
-"""Bringing a packed copy to a node's own disk: once, whole, by one process at a time, whatever ends it."""
+"""Bringing a packed copy to a node's own disk: once, whole, by one process at a time, whatever ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from recipes.core.errors import InputError, MachineError
 from tests import helpers
 from tests.helpers import ROOT
 
-SHARDS, SHARD_BYTES = 6, 300_000
+SHARDS = 6
+SHARD_BYTES = 300_000
 STAGE = "import sys; from pathlib import Path; from recipes.core.data.packed.stage import to_local_disk; "
 STAGE += "print(to_local_disk(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None))"
 
@@ -31,14 +34,30 @@ def make(folder: Path, shards: int = SHARDS, size: int = SHARD_BYTES) -> Path:
     folder.mkdir(parents=True)
     splits = {}
     for split, count in (("train", shards), ("val", 1)):
-        files = [(f"{split}-{i:05d}.bin", random.Random(f"{split} {i}").randbytes(size)) for i in range(count)]
+        files = [
+            (f"{split}-{i:05d}.bin", random.Random(f"{split} {i}").randbytes(size))
+            for i in range(count)
+        ]
         records = random.Random(split).randbytes(24 * 10)
         for name, content in [*files, (f"{split}.index", records)]:
             (folder / name).write_bytes(content)
-        listed = [{"file": n, "bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files]
-        splits[split] = {"samples": 10, "index_sha256": hashlib.sha256(records).hexdigest(), "shards": listed}
+        listed = [
+            {"file": n, "bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files
+        ]
+        splits[split] = {
+            "samples": 10,
+            "index_sha256": hashlib.sha256(records).hexdigest(),
+            "shards": listed,
+        }
         splits[split] |= {"skipped": []}
-    index = {"format": "packed images", "version": 1, "encoding": "jpeg", "size": 256, "quality": 90, "classes": ["a"]}
+    index = {
+        "format": "packed images",
+        "version": 1,
+        "encoding": "jpeg",
+        "size": 256,
+        "quality": 90,
+        "classes": ["a"],
+    }
     (folder / "index.json").write_text(json.dumps({**index, "splits": splits}))
     return folder
 
@@ -67,9 +86,13 @@ def same(folder: Path, staged: Path) -> bool:
     return found == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_copy_is_whole_private_and_made_once(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_whole_private_and_made_once(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[tuple[int, int]] = []
-    staged = to_local_disk(packed, tmp_path / "node", lambda done, total: told.append((done, total)))
+    staged = to_local_disk(
+        packed, tmp_path / "node", lambda done, total: told.append((done, total))
+    )
     assert staged == target(packed, tmp_path / "node")
     assert same(packed, staged)
     assert staged.stat().st_mode & 0o777 == 0o700
@@ -79,7 +102,9 @@ def test_a_copy_is_whole_private_and_made_once(packed: Path, tmp_path: Path, mon
     assert to_local_disk(packed, tmp_path / "node", ignore) == staged
 
 
-def test_missing_and_truncated_files_of_a_copy_are_copied_again(packed: Path, tmp_path: Path) -> None:
+def test_missing_and_truncated_files_of_a_copy_are_copied_again(
+    packed: Path, tmp_path: Path
+) -> None:
     staged = to_local_disk(packed, tmp_path / "node", ignore)
     (staged / "train-00001.bin").unlink()
     (staged / "train-00002.bin").write_bytes(b"short")
@@ -95,11 +120,14 @@ def test_missing_and_truncated_files_of_a_copy_are_copied_again(packed: Path, tm
 def test_processes_of_a_node_share_one_copy(packed: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     counted = STAGE.replace(
-        "print(", "import os; from recipes.core.data.packed import stage; c = stage._copy; "
+        "print(",
+        "import os; from recipes.core.data.packed import stage; c = stage._copy; "
         "stage._copy = lambda file, *to: (os.write(1, f'copied {file.name}\\n'.encode()), c(file, *to)); print(",
-    )  # fmt: skip
+    )
     command = [sys.executable, "-c", counted, packed, tmp_path / "node"]
-    ranks = [subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE) for _ in range(4)]
+    ranks = [
+        subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE) for _ in range(4)
+    ]
     told = [rank.communicate(timeout=30)[0].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4
     assert len({lines[-1] for lines in told}) == 1
@@ -120,7 +148,8 @@ def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None
     helpers.wait_until(lambda: told, 20, "a word on how far it is")
     total = size(packed)
     assert told[0] == (total - SHARD_BYTES, total)
-    inode = kept.rename(staged / "train-00000.bin").stat().st_ino  # the process that has the lock completes the copy
+    # the process that has the lock completes the copy
+    inode = kept.rename(staged / "train-00000.bin").stat().st_ino
     os.close(lock)
     waiting.join(10)
     assert same(packed, staged)
@@ -128,11 +157,17 @@ def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["flipped", "short", "long", "gone"])
-def test_a_damaged_source_is_named_and_never_staged(packed: Path, tmp_path: Path, kind: str) -> None:
+def test_a_damaged_source_is_named_and_never_staged(
+    packed: Path, tmp_path: Path, kind: str
+) -> None:
     shard = packed / "train-00002.bin"
     content = bytearray(shard.read_bytes())
     content[1000] ^= 4
-    changed = {"flipped": bytes(content), "short": bytes(content[:-5]), "long": bytes(content) + b"x"}
+    changed = {
+        "flipped": bytes(content),
+        "short": bytes(content[:-5]),
+        "long": bytes(content) + b"x",
+    }
     shard.unlink() if kind == "gone" else shard.write_bytes(changed[kind])
     line = r"train-00002\.bin' (has invalid content|has (\d+ bytes|more than)|cannot be read)"
     with pytest.raises(InputError, match=line) as caught:
@@ -154,8 +189,11 @@ def test_a_name_in_the_index_names_no_file(packed: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["link", "others may write", "link for a lock", "another user's"])
-def test_a_folder_that_another_user_may_have_created_is_refused(packed: Path, tmp_path: Path, kind: str) -> None:
-    node, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+def test_a_folder_that_another_user_may_have_created_is_refused(
+    packed: Path, tmp_path: Path, kind: str
+) -> None:
+    node = tmp_path / "node"
+    elsewhere = tmp_path / "elsewhere"
     node.mkdir()
     elsewhere.mkdir(mode=0o700)
     planted = target(packed, node)
@@ -178,7 +216,9 @@ def test_a_folder_that_another_user_may_have_created_is_refused(packed: Path, tm
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_full_disk_keeps_the_complete_files(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_complete_files(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stage, "COPIERS", 1)
     with helpers.small_disk(tmp_path / "small", "1m") as small:
         with monkeypatch.context() as patch:
@@ -195,5 +235,7 @@ def test_a_full_disk_keeps_the_complete_files(packed: Path, tmp_path: Path, monk
 
 def test_an_unwritable_stage_dir_is_reported(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match=r"file/.*: cannot be created \(.*give another stage_dir="):
+    with pytest.raises(
+        MachineError, match=r"file/.*: cannot be created \(.*give another stage_dir="
+    ):
         to_local_disk(packed, tmp_path / "file", ignore)

@@ -31,12 +31,16 @@ Prepare = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Prepare:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Prepare:
     """Prepares tmp_path/source in threads; exit status, and stdout or the one line of an error."""
     monkeypatch.setattr(text, "ProcessPoolExecutor", lambda count, *rest: ThreadPoolExecutor(count))
 
     def go(*words: str) -> tuple[int, str]:
-        status = prepare.main(["text", f"source={tmp_path}/source", f"data_dir={tmp_path}/data", *words])
+        status = prepare.main(
+            ["text", f"source={tmp_path}/source", f"data_dir={tmp_path}/data", *words]
+        )
         out, err = capsys.readouterr()
         assert err.count("\n") == (status != 0)
         return status, err or out
@@ -55,7 +59,9 @@ def put(folder: Path, **contents: str) -> None:
 def of_parquet(monkeypatch: pytest.MonkeyPatch, *values: object) -> None:
     """pyarrow, whose files have these values in the column text."""
     batches = [{"text": SimpleNamespace(to_pylist=lambda: list(values))}]
-    parquet = SimpleNamespace(ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda columns: batches))
+    parquet = SimpleNamespace(
+        ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda columns: batches)
+    )
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
 
 
@@ -69,9 +75,17 @@ def all_tokens(data: Text) -> list[int]:
 
 def test_documents_are_packed_one_after_another(tmp_path: Path, run: Prepare) -> None:
     lines = [json.dumps({"text": document}) for document in ("two\n", "drei ä", "\ud800")]
-    put(tmp_path, a_txt="one<|endoftext|>\nrest\n<|endoftext|>\n", b_jsonl="\n".join(lines) + "\n\n", c_md="not read")
+    put(
+        tmp_path,
+        a_txt="one<|endoftext|>\nrest\n<|endoftext|>\n",
+        b_jsonl="\n".join(lines) + "\n\n",
+        c_md="not read",
+    )
     status, out = run()
-    assert (status, out.splitlines()[-1]) == (0, f"next: python launch.py recipe=gpt data_dir={tmp_path}/data")
+    assert (status, out.splitlines()[-1]) == (
+        0,
+        f"next: python launch.py recipe=gpt data_dir={tmp_path}/data",
+    )
     data = text.open_text(str(tmp_path / "data"))
     expected = ids("one", "\nrest\n", "two\n", "drei ä", "?")
     assert all_tokens(data) == expected
@@ -81,14 +95,21 @@ def test_documents_are_packed_one_after_another(tmp_path: Path, run: Prepare) ->
     assert data.decode(expected) == "one\nrest\ntwo\ndrei ä?"
 
 
-def test_other_libraries_tokenizers_and_formats(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_libraries_tokenizers_and_formats(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tokenizer of 70,000 words, which needs uint32; a column that has a null."""
     words = [f"w{i} ".encode() for i in range(69_999)]
     gpt2 = SimpleNamespace(
-        eot_token=69_999, n_vocab=70_000, token_byte_values=lambda: sorted(words), encode_single_token=lambda w: int(w[1:]),
+        eot_token=69_999,
+        n_vocab=70_000,
+        token_byte_values=lambda: sorted(words),
+        encode_single_token=lambda w: int(w[1:]),
         encode_ordinary=lambda document: [int(word[1:]) for word in document.split()],
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": gpt2}.__getitem__))
+    )
+    monkeypatch.setitem(
+        sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": gpt2}.__getitem__)
+    )
     of_parquet(monkeypatch, "w1 w65536", None)
     put(tmp_path, a_parquet="", b_txt="w69998 w0")
     assert run("tokenizer=gpt2")[0] == 0
@@ -104,17 +125,33 @@ def test_other_libraries_tokenizers_and_formats(tmp_path: Path, run: Prepare, mo
     [
         ({}, ("source=",), "source= is missing"),
         ({"a_md": "x"}, (), r"source='.*/source' has no \.txt"),
-        ({"a_jsonl": '{"text": "x"}\n{"text'}, (), r"a\.jsonl', line 2: JSONDecodeError.*: give UTF-8 text"),
+        (
+            {"a_jsonl": '{"text": "x"}\n{"text'},
+            (),
+            r"a\.jsonl', line 2: JSONDecodeError.*: give UTF-8 text",
+        ),
         ({"a_jsonl": '{"body": "x"}'}, (), r"a\.jsonl', line 1: KeyError"),
-        ({"a_jsonl": '{"text": 1}'}, (), r"a\.jsonl', line 1: TypeError: text is of the type int: give UTF-8 text"),
+        (
+            {"a_jsonl": '{"text": 1}'},
+            (),
+            r"a\.jsonl', line 1: TypeError: text is of the type int: give UTF-8 text",
+        ),
         ({"a_txt": "\udcff"}, (), r"a\.txt': UnicodeDecodeError"),
-        ({"a_txt": "x\0y\0"}, (), r"a\.txt': ValueError: it has zero bytes, as UTF-16 has: give UTF-8 text"),
+        (
+            {"a_txt": "x\0y\0"},
+            (),
+            r"a\.txt': ValueError: it has zero bytes, as UTF-16 has: give UTF-8 text",
+        ),
         ({"a_jsonl": "{\0}\0"}, (), r"a\.jsonl', line 1: JSONDecodeError.*: give UTF-8 text"),
         ({"a_parquet": "x"}, (), r"a\.parquet': needs pyarrow: pip install '\.\[text\]'"),
-        ({"a_txt": "x"}, ("tokenizer=gpt2",), r"tokenizer=gpt2: .*tiktoken.*: pip install '\.\[text\]'"),
+        (
+            {"a_txt": "x"},
+            ("tokenizer=gpt2",),
+            r"tokenizer=gpt2: .*tiktoken.*: pip install '\.\[text\]'",
+        ),
         ({"a_txt": "x"}, ("tokenizer=gpt3",), "tokenizer=gpt3: must be one of bytes, gpt2"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(
     contents: dict[str, str],
     words: tuple[str, ...],
@@ -145,7 +182,11 @@ def test_bad_input_is_one_line(
     ],
 )
 def test_a_column_has_strings_or_bytes(
-    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch, value: object, expected: list[int] | str
+    tmp_path: Path,
+    run: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+    value: object,
+    expected: list[int] | str,
 ) -> None:
     of_parquet(monkeypatch, None, value, "")
     put(tmp_path, a_parquet="")
@@ -156,11 +197,20 @@ def test_a_column_has_strings_or_bytes(
         assert (status, all_tokens(text.open_text(str(tmp_path / "data")))) == (0, expected)
 
 
-def test_which_files_of_a_folder_are_read(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_files_of_a_folder_are_read(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of_parquet(monkeypatch, "row")
     for name in ("a.txt", "B.TXT", "c.JSONL", "corpus.parquet/part-0.parquet", "more/d.txt"):
-        data_common.put(tmp_path / "source" / name, b'{"text": "j"}' if "JSON" in name else name[:1].encode())
-    for name in ("._a.txt", ".ipynb_checkpoints/a.txt", "@eaDir/a.txt", "corpus.parquet/.part-0.parquet.crc"):
+        data_common.put(
+            tmp_path / "source" / name, b'{"text": "j"}' if "JSON" in name else name[:1].encode()
+        )
+    for name in (
+        "._a.txt",
+        ".ipynb_checkpoints/a.txt",
+        "@eaDir/a.txt",
+        "corpus.parquet/.part-0.parquet.crc",
+    ):
         data_common.put(tmp_path / "source" / name, b"\xff")
     for name in ("e.md", "f.json", "g.jsonl.gz", "h.md", "corpus.parquet/_SUCCESS"):
         data_common.put(tmp_path / "source" / name)
@@ -169,9 +219,12 @@ def test_which_files_of_a_folder_are_read(tmp_path: Path, run: Prepare, monkeypa
         (tmp_path / "source" / name).symlink_to(target)
     status, out = run()
     assert (status, out.splitlines()[0]) == (
-        0, f"'{tmp_path}/source': left out: 2 .md, 1 .json, 1 .jsonl.gz, 1 without an ending"
-    )  # fmt: skip
-    documents = text.open_text(str(tmp_path / "data")).decode(all_tokens(text.open_text(str(tmp_path / "data"))))
+        0,
+        f"'{tmp_path}/source': left out: 2 .md, 1 .json, 1 .jsonl.gz, 1 without an ending",
+    )
+    documents = text.open_text(str(tmp_path / "data")).decode(
+        all_tokens(text.open_text(str(tmp_path / "data")))
+    )
     assert sorted(documents.replace("row", "r")) == sorted("aBjrml")
 
 
@@ -217,23 +270,36 @@ prepare.main(["text", "workers=1", *sys.argv[1:]])
 """
 
 
-def test_a_killed_preparation_continues(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_preparation_continues(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     six_shards(tmp_path, monkeypatch)
-    folder, words = tmp_path / "data/text", [f"source={tmp_path}/source", f"data_dir={tmp_path}/data"]
+    folder = tmp_path / "data/text"
+    words = [f"source={tmp_path}/source", f"data_dir={tmp_path}/data"]
     ended = helpers.run([sys.executable, "-c", KILLED, *words])
     assert ended.status == -9, ended.out
-    with pytest.raises(InputError, match=r"lacks index\.json .*: python -m recipes\.prepare text data_dir="):
+    with pytest.raises(
+        InputError, match=r"lacks index\.json .*: python -m recipes\.prepare text data_dir="
+    ):
         text.open_text(str(tmp_path / "data"))
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
     assert [path.name for path in sorted(kept)] == ["00000.bin", "00001.bin", "00002.bin"]
-    (folder / "00001.bin").write_bytes(bytes((folder / "00001.bin").stat().st_size))  # it was damaged meanwhile
+    # it was damaged meanwhile
+    (folder / "00001.bin").write_bytes(bytes((folder / "00001.bin").stat().st_size))
     assert run()[0] == 0
-    assert [path.name for path in sorted(kept) if path.stat().st_mtime_ns == kept[path]] == ["00000.bin", "00002.bin"]
-    assert all_tokens(text.open_text(str(tmp_path / "data"))) == ids(*(f"document {i}" for i in range(6)))
+    assert [path.name for path in sorted(kept) if path.stat().st_mtime_ns == kept[path]] == [
+        "00000.bin",
+        "00002.bin",
+    ]
+    assert all_tokens(text.open_text(str(tmp_path / "data"))) == ids(
+        *(f"document {i}" for i in range(6))
+    )
     assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_source_that_has_changed_is_read_again(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_has_changed_is_read_again(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     six_shards(tmp_path, monkeypatch)
     run()
     before = text.open_text(str(tmp_path / "data")).digest
@@ -247,14 +313,20 @@ def test_a_source_that_has_changed_is_read_again(tmp_path: Path, run: Prepare, m
 def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     put(tmp_path, a_txt="some text")
     run()
-    folder, where = tmp_path / "data/text", str(tmp_path / "data")
-    shard, index = folder / "00000.bin", folder / "index.json"
-    content, known = shard.read_bytes(), index.read_text()
+    folder = tmp_path / "data/text"
+    where = str(tmp_path / "data")
+    shard = folder / "00000.bin"
+    index = folder / "index.json"
+    content = shard.read_bytes()
+    known = index.read_text()
     shard.write_bytes(b"\xff\xff" + content[2:])
     with pytest.raises(InputError, match="token 65535 is not one of the 257"):
         text.open_text(where).take([0], 3)
     shard.write_bytes(content[:-2])
-    with pytest.raises(InputError, match=r"00000\.bin' is not a file of 20 bytes: run python -m recipes\.prepare text"):
+    with pytest.raises(
+        InputError,
+        match=r"00000\.bin' is not a file of 20 bytes: run python -m recipes\.prepare text",
+    ):
         text.open_text(where)
     for damaged in (
         "",
@@ -266,27 +338,40 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     ):
         assert damaged != known
         index.write_text(damaged)
-        with pytest.raises(InputError, match=r"index\.json' is damaged, or does not describe a text"):
+        with pytest.raises(
+            InputError, match=r"index\.json' is damaged, or does not describe a text"
+        ):
             text.open_text(where)
 
 
-def test_a_dead_worker_leaves_no_complete_text(tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_leaves_no_complete_text(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*tasks: object) -> Iterator[object]:
         raise BrokenProcessPool
 
     put(tmp_path, a_txt="x")
     assert run()[0] == 0
     monkeypatch.setattr(text, "write_shard", broken)
-    assert run() == (3, "error: a worker process died, probably for lack of memory: reduce workers=\n")
-    assert not (tmp_path / "data/text/index.json").exists()  # it is not complete until a run has ended well
+    assert run() == (
+        3,
+        "error: a worker process died, probably for lack of memory: reduce workers=\n",
+    )
+    # it is not complete until a run has ended well
+    assert not (tmp_path / "data/text/index.json").exists()
 
 
 def test_processes_write_the_same_text(tmp_path: Path) -> None:
     put(tmp_path, a_txt="x", b_txt="y")
     words = ["text", "workers=2", f"source={tmp_path}/source/*.txt", f"data_dir={tmp_path}"]
     code = "import sys; from recipes import prepare; from recipes.core.data import text; text.SHARD_BYTES = 1"
-    ended = helpers.run([sys.executable, "-c", f"{code}; sys.exit(prepare.main(sys.argv[1:]))", *words], cwd=ROOT)
-    assert (ended.status, ended.lines[:2]) == (0, ["shard 1 of 2: 2 tokens", "shard 2 of 2: 2 tokens"]), ended.out
+    ended = helpers.run(
+        [sys.executable, "-c", f"{code}; sys.exit(prepare.main(sys.argv[1:]))", *words], cwd=ROOT
+    )
+    assert (ended.status, ended.lines[:2]) == (
+        0,
+        ["shard 1 of 2: 2 tokens", "shard 2 of 2: 2 tokens"],
+    ), ended.out
     assert all_tokens(text.open_text(str(tmp_path))) == ids("x", "y")
 
 
@@ -312,7 +397,9 @@ def test_each_token_is_a_target_once(seq_len: int) -> None:
     last = 1 + len(training) * seq_len
     assert sorted(seen) == sorted(tokens[1:last])
     of_validation = data.take(validation, seq_len)
-    assert of_validation[:, 1:].flatten().tolist() == tokens[last : last + len(validation) * seq_len]
+    assert (
+        of_validation[:, 1:].flatten().tolist() == tokens[last : last + len(validation) * seq_len]
+    )
     assert of_validation[:, 0].tolist() == [tokens[i * seq_len] for i in validation]
     assert len(tokens) - last - len(validation) * seq_len < seq_len
 
@@ -330,7 +417,9 @@ def test_the_share_of_the_validation_set(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_text_that_is_made_in_memory_is_the_same_everywhere() -> None:
     made = sentences.made()
     assert made.digest == "d4e6cd56565fe670e2f018875d25195fbb98feafa8561a8179753cf98f720801"
-    documents = made.decode([token if token != END else 10 for token in all_tokens(made)]).splitlines()
+    documents = made.decode(
+        [token if token != END else 10 for token in all_tokens(made)]
+    ).splitlines()
     assert len(documents) > 1000
     for document in documents[:100]:
         inner = re.sub(r"[^(){}\[\]]", "", document)
@@ -341,7 +430,9 @@ def test_the_text_that_is_made_in_memory_is_the_same_everywhere() -> None:
         while flat != (flat := re.sub(r" [({\[][^(){}\[\]]*[)}\]]", "", flat)):
             pass
         verbs = re.findall(r"says the (?:\w+ )?(\w+) (\w+) the", flat)
-        assert [noun.endswith("s") for noun, _ in verbs] == [not verb.endswith("s") for _, verb in verbs]
+        assert [noun.endswith("s") for noun, _ in verbs] == [
+            not verb.endswith("s") for _, verb in verbs
+        ]
         assert len(verbs) == 8
 
 

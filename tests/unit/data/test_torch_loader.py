@@ -24,7 +24,9 @@ from recipes.core.errors import InputError, RunError
 from tests import helpers
 
 CPU = torch.device("cpu")
-COUNT, BATCH = 22, 6  # batches of 6, 6, 5 and 5
+# batches of 6, 6, 5 and 5
+COUNT = 22
+BATCH = 6
 Found = list[tuple[int, int, int, list[float]]]
 
 
@@ -82,13 +84,17 @@ def of_set(part: GlobalBatches, workers: int) -> TorchLoader:
 
 
 def of_stream(part: GlobalBatches, workers: int) -> StreamLoader:
-    return StreamLoader(stream, part, num_workers=workers, device=CPU, transform=Numbers().__getitem__)
+    return StreamLoader(
+        stream, part, num_workers=workers, device=CPU, transform=Numbers().__getitem__
+    )
 
 
 def rows(loader: TorchLoader | StreamLoader, epoch: int, first_batch: int = 0) -> Found:
     """Epoch, batch, sample and its random numbers, of each sample."""
     shards = list(loader.epoch(epoch, first_batch))
-    assert [shard.indices.tolist() for shard in shards] == [shard.data["i"].tolist() for shard in shards]
+    assert [shard.indices.tolist() for shard in shards] == [
+        shard.data["i"].tolist() for shard in shards
+    ]
     return [
         (shard.epoch, shard.batch, int(i), [float(value[n]) for value in shard.data["drawn"]])
         for shard in shards
@@ -98,7 +104,9 @@ def rows(loader: TorchLoader | StreamLoader, epoch: int, first_batch: int = 0) -
 
 @pytest.mark.parametrize("make", [of_set, of_stream])
 @pytest.mark.parametrize(("ranks", "workers"), [(3, 0), (2, 2)])
-def test_samples_and_their_random_numbers_are_those_of_one_rank(make: Any, ranks: int, workers: int) -> None:
+def test_samples_and_their_random_numbers_are_those_of_one_rank(
+    make: Any, ranks: int, workers: int
+) -> None:
     whole = make(batches(), 0)
     parts = [make(batches(rank, ranks), workers) for rank in range(ranks)]
     for epoch in range(2):
@@ -118,7 +126,11 @@ def test_a_shard_of_any_structure_is_cut_into_pieces() -> None:
     (shard, *_) = of_set(batches(), 0).epoch(0)
     pieces = shard.pieces(4)
     assert [type(piece) for piece in pieces] == [LoadedBatch] * 4
-    assert [len(piece.data["drawn"][2]) for piece in pieces] == [len(piece.indices) for piece in pieces] == [2, 2, 1, 1]
+    assert (
+        [len(piece.data["drawn"][2]) for piece in pieces]
+        == [len(piece.indices) for piece in pieces]
+        == [2, 2, 1, 1]
+    )
     assert torch.cat([piece.data["i"] for piece in pieces]).equal(shard.indices)
 
 
@@ -140,8 +152,11 @@ def test_reading_here_leaves_the_generators_as_they_were() -> None:
 
 
 def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
-    loader, part = of_set(batches(), 2), sampling.share(COUNT, 1, 3)
-    first, again = ([b["i"].tolist() for b in loader.in_order(numbers, part, 4)] for numbers in [Numbers()] * 2)
+    loader = of_set(batches(), 2)
+    part = sampling.share(COUNT, 1, 3)
+    first, again = (
+        [b["i"].tolist() for b in loader.in_order(numbers, part, 4)] for numbers in [Numbers()] * 2
+    )
     assert first == again == [[8, 9, 10, 11], [12, 13, 14]]
 
 
@@ -151,14 +166,18 @@ def test_an_error_of_a_sample_is_one_line(workers: int, capfd: pytest.CaptureFix
     with pytest.raises(InputError, match=r"^sample 1: is damaged: remove it$"):
         list(loader.in_order(Faulty(), slice(1, 2), 4))
     if workers:
-        with pytest.raises(RunError, match=r"^ZeroDivisionError: .*zero \(.*test_torch_loader\.py, line \d+\)$"):
+        with pytest.raises(
+            RunError, match=r"^ZeroDivisionError: .*zero \(.*test_torch_loader\.py, line \d+\)$"
+        ):
             list(loader.in_order(Faulty(), slice(2), 2))
         assert "Traceback" in capfd.readouterr().err
 
 
 def test_an_error_in_a_worker_mentions_a_small_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_loader, "LITTLE_SHM", 1 << 60)
-    with pytest.raises(RunError, match=r"line \d+\); /dev/shm has only \d+ MB free: in a container, use --shm-size"):
+    with pytest.raises(
+        RunError, match=r"line \d+\); /dev/shm has only \d+ MB free: in a container, use --shm-size"
+    ):
         list(of_set(batches(), 1).in_order(Faulty(), slice(2), 2))
 
 
@@ -169,7 +188,9 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield folder
 
 
-def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(
+    short_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     longest = f"{short_folder}/".ljust(75, "x")
     Path(longest).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", longest)
@@ -178,7 +199,8 @@ def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(short_folder: str, mon
     of_set(batches(), 0)
     for make in (of_set, of_stream):
         with pytest.raises(
-            InputError, match=r"^TMPDIR=.*x: too long for .*: set TMPDIR to a folder of at most 75 bytes"
+            InputError,
+            match=r"^TMPDIR=.*x: too long for .*: set TMPDIR to a folder of at most 75 bytes",
         ):
             make(batches(), 1)
 
@@ -211,16 +233,28 @@ def test_the_workers_end_with_their_loader() -> None:
     gc.collect()
     for worker in workers:
         worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0]  # DataLoader kills workers that it cannot tell to end
+    # DataLoader kills workers that it cannot tell to end
+    assert [worker.exitcode for worker in workers] == [
+        0,
+        0,
+    ]
 
 
 def test_a_worker_that_hangs_ends_with_its_rank(tmp_path: Path) -> None:
     def read() -> None:
-        list(TorchLoader(Hanging(tmp_path / "pid"), batches(1, 2), num_workers=1, device=CPU).epoch(0))
+        list(
+            TorchLoader(Hanging(tmp_path / "pid"), batches(1, 2), num_workers=1, device=CPU).epoch(
+                0
+            )
+        )
 
     rank = multiprocessing.get_context("fork").Process(target=read)
     rank.start()
-    pid = int(helpers.wait_until(lambda: list(tmp_path.glob("pid")) and (tmp_path / "pid").read_text(), 20, "a read"))
+    pid = int(
+        helpers.wait_until(
+            lambda: list(tmp_path.glob("pid")) and (tmp_path / "pid").read_text(), 20, "a read"
+        )
+    )
     rank.kill()
     rank.join()
     helpers.wait_for_the_end_of([pid], 10)
@@ -230,11 +264,16 @@ def test_a_sample_that_is_skipped_again_counts_once() -> None:
     lines: list[str] = []
     loader = TorchLoader(Missing(), batches(1, 2), num_workers=0, device=CPU, warn=lines.append)
     assert {int(label) for shard in loader.epoch(0) for label in shard.data} == {-1}
-    assert (lines, loader.skipped) == (["'the same' cannot be read (is gone) and is skipped"], {"the same"})
+    assert (lines, loader.skipped) == (
+        ["'the same' cannot be read (is gone) and is skipped"],
+        {"the same"},
+    )
 
 
 def test_texts_cannot_be_cut_into_pieces() -> None:
-    make = partial(TorchLoader, num_workers=0, device=CPU, collate=lambda samples: ["text"] * len(samples))
+    make = partial(
+        TorchLoader, num_workers=0, device=CPU, collate=lambda samples: ["text"] * len(samples)
+    )
     (shard, *_) = make(Numbers(), batches()).epoch(0)
     assert shard.pieces(1) == [shard]
     with pytest.raises(InputError, match="accumulate=2: str cannot be divided"):
@@ -243,4 +282,6 @@ def test_texts_cannot_be_cut_into_pieces() -> None:
 
 def test_workers_that_are_spawned_can_unpickle_what_they_need() -> None:
     of = StreamLoader(stream, batches(), num_workers=1, device=CPU)
-    assert pickle.loads(pickle.dumps((of_set(batches(), 1)._training.batches, of, torch_loader.unchanged)))
+    assert pickle.loads(
+        pickle.dumps((of_set(batches(), 1)._training.batches, of, torch_loader.unchanged))
+    )

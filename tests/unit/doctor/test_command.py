@@ -15,7 +15,10 @@ from tests import helpers
 
 
 def doctor(*words: str, **environ: str) -> helpers.Ended:
-    return helpers.run([sys.executable, "-m", "recipes.doctor", *words], environ=helpers.clean_environment(**environ))
+    return helpers.run(
+        [sys.executable, "-m", "recipes.doctor", *words],
+        environ=helpers.clean_environment(**environ),
+    )
 
 
 def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
@@ -38,7 +41,12 @@ def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
     ended = doctor("report", "device=cpu", f"run_dir={tmp_path}", RECIPES_DATA=f"{tmp_path}/none")
     assert (ended.status, ended.out) == (0, "")
     assert [path.name for path in (tmp_path / "reports").iterdir()] == ["0.json"]
-    batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}
+    batch = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_PROCID": "0",
+    }
     ended = doctor("judge", f"run_dir={tmp_path}", **batch)
     assert ended.status == 3, ended.out
     assert f"BAD   n1: data_dir={tmp_path}/none cannot be used" in ended.out
@@ -46,19 +54,29 @@ def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
     assert helpers.read(tmp_path, "doctor")["healthy"] is False
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]  # no status of a run
     ended = doctor("judge", f"run_dir={tmp_path}")
-    assert (ended.status, ended.lines) == (3, [f"doctor: no node has written a report into {tmp_path}/reports"])
+    assert (ended.status, ended.lines) == (
+        3,
+        [f"doctor: no node has written a report into {tmp_path}/reports"],
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     environ = helpers.clean_environment()
     command = [sys.executable, "-m", "recipes.doctor", f"run_dir={tmp_path}/run"]
-    usual = partial(signal.signal, number, signal.SIG_DFL)  # whoever started the tests may ignore it
+    # whoever started the tests may ignore it
+    usual = partial(signal.signal, number, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=helpers.ROOT, env=environ, preexec_fn=usual) as process:
         tasks = Path(f"/proc/{process.pid}/task")
 
         def commands() -> list[int]:
-            return [int(child) for path in tasks.glob("*/children") for child in path.read_text().split()]
+            return [
+                int(child)
+                for path in tasks.glob("*/children")
+                for child in path.read_text().split()
+            ]
 
         helpers.wait_until(commands, 60, "its commands")
         running = commands()
@@ -69,8 +87,13 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
 
 def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
     hang = "import recipes.doctor as d; d.OVER_S = -120; d.examine.run = lambda *_, **__: d.threading.Event().wait(9)"
-    ended = helpers.run([sys.executable, "-c", f"{hang}; d.main([], dict())"], environ=helpers.clean_environment())
-    assert (ended.status, "the examination exceeded seconds= and was stopped" in ended.out) == (3, True)
+    ended = helpers.run(
+        [sys.executable, "-c", f"{hang}; d.main([], dict())"], environ=helpers.clean_environment()
+    )
+    assert (ended.status, "the examination exceeded seconds= and was stopped" in ended.out) == (
+        3,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +106,10 @@ def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
         (("seconds=19",), 2, "seconds=19.0: must be at least 20"),
         (("run_dir=/proc/none",), 3, "give another run_dir="),
     ],
-)  # fmt: skip
-def test_an_invalid_command_line_is_reported_in_one_line(words: tuple[str, ...], status: int, expected: str) -> None:
+)
+def test_an_invalid_command_line_is_reported_in_one_line(
+    words: tuple[str, ...], status: int, expected: str
+) -> None:
     ended = doctor(*words)
     assert ended.status == status
     assert len(ended.lines) == 1, ended.out

@@ -1,4 +1,6 @@
-"""The parts of an examination: its reports, who measures bandwidth, who judges, and two nodes as threads."""
+"""The parts of an examination: its reports, who measures bandwidth, who judges, and two nodes as
+threads.
+"""
 
 import json
 import os
@@ -14,7 +16,14 @@ from typing import Any
 import pytest
 
 from recipes.core.doctor import commands, probes, reach
-from recipes.core.doctor.examine import _measure, _members, _probe_peers, _stand_by, give_verdict, run
+from recipes.core.doctor.examine import (
+    _measure,
+    _members,
+    _probe_peers,
+    _stand_by,
+    give_verdict,
+    run,
+)
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.errors import Kind
@@ -23,19 +32,36 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import judge
 from tests import helpers
 
-BROKEN = {"what": "GPU 3 returns a wrong matrix product", "fix": "drain it", "bad": True, "leave_out": True}
+BROKEN = {
+    "what": "GPU 3 returns a wrong matrix product",
+    "fix": "drain it",
+    "bad": True,
+    "leave_out": True,
+}
 
 
 def place(rank: int, size: int = 2) -> ranks.RankInfo:
     environ = {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,
-    }  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
     return ranks.detect({name: str(value) for name, value in environ.items()})
 
 
 def report(node: int, gpus: int = 0, **changes: Any) -> dict[str, Any]:
     facts = {"gpus": {"gpus": [{"correct": True}] * gpus}}
-    return {"host": f"node{node}", "facts": facts, "findings": [], "links": [], "stage": Stage.examined, **changes}
+    return {
+        "host": f"node{node}",
+        "facts": facts,
+        "findings": [],
+        "links": [],
+        "stage": Stage.examined,
+        **changes,
+    }
 
 
 def written(folder: Path, stage: Stage, *reports: dict[str, Any]) -> None:
@@ -44,7 +70,8 @@ def written(folder: Path, stage: Stage, *reports: dict[str, Any]) -> None:
 
 
 def test_reports_are_read_again_after_each_stage(tmp_path: Path) -> None:
-    first, second = Reports(tmp_path / "reports", 0), Reports(tmp_path / "reports", 1)
+    first = Reports(tmp_path / "reports", 0)
+    second = Reports(tmp_path / "reports", 1)
     assert second.collect([0, 1], Stage.listening, 0) == {}
     first.write({"port": 1}, Stage.listening)
     second.write({"port": 2}, Stage.listening)
@@ -70,29 +97,43 @@ def test_an_invalid_report_counts_as_missing(tmp_path: Path) -> None:
         ([report(node) for node in range(4)], [0, 1, 2, 3]),
         ([report(0), report(1), report(2, findings=[BROKEN]), report(3)], [0, 1, 3]),
         ([report(0), report(1), report(2, stage=Stage.listening), report(3)], [0, 1, 3]),
-        ([report(0, findings=[BROKEN]), report(1), report(2), report(3)], []),  # the first one has the store
+        (
+            [report(0, findings=[BROKEN]), report(1), report(2), report(3)],
+            [],
+        ),  # the first one has the store
         ([report(0)], []),
     ],
 )
-def test_nodes_that_answered_and_are_good_measure_bandwidth(reports: list[dict[str, Any]], expected: list[int]) -> None:
+def test_nodes_that_answered_and_are_good_measure_bandwidth(
+    reports: list[dict[str, Any]], expected: list[int]
+) -> None:
     by_node = dict(enumerate(reports))
     chosen = _members(by_node, place(0, 4), 4711)
     assert (chosen["nodes"], chosen["port"]) == (expected, 4711)
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [((2, 3), ("nccl", 2)), ((2, 0), ("gloo", 1)), ((0, 0), ("gloo", 1))])
-def test_nccl_is_measured_with_the_gpus_that_each_node_has(gpus: tuple[int, int], expected: tuple[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [((2, 3), ("nccl", 2)), ((2, 0), ("gloo", 1)), ((0, 0), ("gloo", 1))]
+)
+def test_nccl_is_measured_with_the_gpus_that_each_node_has(
+    gpus: tuple[int, int], expected: tuple[str, int]
+) -> None:
     found = _members({node: report(node, count) for node, count in enumerate(gpus)}, place(0), 1)
     assert (found["backend"], found["gpus"]) == expected
 
 
 @pytest.mark.parametrize(
-    ("gpus", "status", "exclude"), [((8, 8, 8), 0, []), ((8, 8, 7), 3, ["node2"]), ((7, 8, 8), 3, ["node0"])]
+    ("gpus", "status", "exclude"),
+    [((8, 8, 8), 0, []), ((8, 8, 7), 3, ["node2"]), ((7, 8, 8), 3, ["node0"])],
 )
 def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: tuple[int, ...], status: int, exclude: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    gpus: tuple[int, ...],
+    status: int,
+    exclude: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     opened = helpers.attempt(tmp_path, hosts=(), step=None)  # by the batch script of recipe=doctor
     monkeypatch.setenv(attempts.VARIABLE, str(opened.folder))
     reports = [report(node, seen, findings=[BROKEN] * (seen < 8)) for node, seen in enumerate(gpus)]
@@ -101,7 +142,11 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     found = helpers.read(tmp_path, "doctor")
     hosts = ["node0", "node1", "node2"]
     assert (found["exclude"], found["healthy"], found["hosts"]) == (exclude, not status, hosts)
-    last = "healthy: 3 nodes" if not status else f"bad nodes: 1 of 3; to exclude: sbatch --exclude={exclude[0]}"
+    last = (
+        "healthy: 3 nodes"
+        if not status
+        else f"bad nodes: 1 of 3; to exclude: sbatch --exclude={exclude[0]}"
+    )
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert not (tmp_path / "reports").exists()
     judged = judge.judge(opened, judge.End(status))
@@ -113,7 +158,8 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
 def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, ended = tmp_path / "reports", list[str]()
+    folder = tmp_path / "reports"
+    ended = list[str]()
     monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.setenv(name, "7")
@@ -126,8 +172,9 @@ def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent
     assert give_verdict(Reports(folder), [""] * 4, tmp_path, 0) == 3
     found = helpers.read(tmp_path, "doctor")
     assert [(entry["nodes"], entry["what"][:19]) for entry in found["entries"] if entry["bad"]] == [
-        ([2], "answered at first, "), ([3], "did not answer: it "),
-    ]  # fmt: skip
+        ([2], "answered at first, "),
+        ([3], "did not answer: it "),
+    ]
     assert found["exclude"] == ["node2"]  # the name of the other one is unknown
     assert ended == ["7.7"]  # srun would wait for the other one
 
@@ -140,16 +187,28 @@ def test_two_nodes_measure_and_are_judged(
     measured: list[dict[str, str]] = []
 
     def quick(
-        command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, *more: Any
+        command: Sequence[str],
+        timeout_s: float,
+        environ: Mapping[str, str] | None = None,
+        *more: Any,
     ) -> tuple[str, str]:
         if "recipes.core.doctor.linkcheck" in command:
             measured.append(dict(environ))
-            assert [path.name for path in (tmp_path / "reports").iterdir()] == ["now-0"]  # not those of another start
+            # not those of another start
+            assert [path.name for path in (tmp_path / "reports").iterdir()] == ["now-0"]
             assert environ["GLOO_SOCKET_IFNAME"] == "lo"
             pair = [{"pair": [0, 1, 0, 5.0]}] if environ["RANK"] == "0" else []
-            words = [{"at": "an all_reduce", "busbw": 7.0, "correct": True}, *pair, {"at": "the end", "ended": True}]
+            words = [
+                {"at": "an all_reduce", "busbw": 7.0, "correct": True},
+                *pair,
+                {"at": "the end", "ended": True},
+            ]
             return "\n".join(map(json.dumps, words)), ""
-        return ('{"torch": "2.15.0", "nccl": null}', "") if "versions" in command else ask(command, timeout_s)
+        return (
+            ('{"torch": "2.15.0", "nccl": null}', "")
+            if "versions" in command
+            else ask(command, timeout_s)
+        )
 
     monkeypatch.setattr(probes, "CHECKS", {name: probes.CHECKS[name] for name in ("torch",)})
     monkeypatch.setattr(commands, "run", quick)
@@ -162,14 +221,19 @@ def test_two_nodes_measure_and_are_judged(
     def examined(rank: int) -> None:
         codes[rank] = run(Surroundings(os.environ, place(rank), tmp_path, on_cpu=True), 60)
 
-    threads = [threading.Thread(target=examined, args=(rank,), name=f"node{rank}") for rank in range(2)]
+    threads = [
+        threading.Thread(target=examined, args=(rank,), name=f"node{rank}") for rank in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert codes == {0: 0, 1: 0}
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == ["all_reduce busbw 7 GB/s; pairs of nodes, median 5 GB/s", "healthy: 2 nodes"]
+    assert lines[-2:] == [
+        "all_reduce busbw 7 GB/s; pairs of nodes, median 5 GB/s",
+        "healthy: 2 nodes",
+    ]
     assert [row["torch"] for row in helpers.read(tmp_path, "doctor")["table"]] == ["2.15.0"] * 2
     assert list(tmp_path.glob("reports/*")) == []
     there = [tuple(one[name] for name in ("RANK", "WORLD_SIZE", "NODES")) for one in measured]
@@ -178,11 +242,16 @@ def test_two_nodes_measure_and_are_judged(
 
 
 def test_only_the_first_rank_of_a_node_examines_it(tmp_path: Path) -> None:
-    assert run(Surroundings(os.environ, replace(place(1), local_rank=1, node_rank=0), tmp_path), 60) == 0
+    assert (
+        run(Surroundings(os.environ, replace(place(1), local_rank=1, node_rank=0), tmp_path), 60)
+        == 0
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_if_node_0_hangs_the_next_one_gives_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_node_0_hangs_the_next_one_gives_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "reports"
     written(folder, Stage.final, report(1), report(2))
     assert _stand_by(Reports(folder, 2), place(2, 3), tmp_path, 0, time.monotonic() + 0.5) == 0
@@ -192,7 +261,9 @@ def test_if_node_0_hangs_the_next_one_gives_the_verdict(tmp_path: Path, capsys: 
     assert helpers.read(tmp_path, "doctor")["healthy"] is False
 
 
-def test_each_node_probes_some_others_at_their_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_probes_some_others_at_their_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def probe(host: str, port: int, timeout_s: float) -> tuple[str, str]:
@@ -208,7 +279,9 @@ def test_each_node_probes_some_others_at_their_ports(tmp_path: Path, monkeypatch
     assert sorted(asked) == [("127.0.0.1", 100), ("d", 103)]
     assert sorted((link["peer"], link["fault"]) for link in links) == [(0, ""), (3, "")]
     asked.clear()
-    _probe_peers(Reports(tmp_path, 2), replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), end, 2)
+    _probe_peers(
+        Reports(tmp_path, 2), replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), end, 2
+    )
     assert ("n3", 103) in asked  # Slurm's names take precedence
     monkeypatch.setattr(reach, "probe", lambda *_: time.sleep(3))  # as a resolver that hangs
     links = _probe_peers(Reports(tmp_path, 2), info, time.monotonic() + 0.5, 2)
@@ -219,7 +292,10 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
     asked: list[tuple[Any, ...]] = []
 
     def ask(
-        command: Sequence[str], timeout_s: float, environ: Mapping[str, str], descriptors: Sequence[int]
+        command: Sequence[str],
+        timeout_s: float,
+        environ: Mapping[str, str],
+        descriptors: Sequence[int],
     ) -> tuple[str, str]:
         names = ("RANK", "WORLD_SIZE", "NODES", "GPUS", "MASTER_ADDR", "MASTER_PORT")
         asked.append((command[-3:-1], tuple(environ[name] for name in names), descriptors))
@@ -232,8 +308,12 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
     members = {"nodes": [0, 3, 5], "port": 99, "backend": "nccl", "gpus": 4}
     found = _measure(members, replace(place(3, 6), master_addr="n0"), 7, time.monotonic() + 30)
     assert found == {
-        "at": "an all_reduce", "busbw": 30.0, "correct": False, "pairs": [[3, 5, 0, 5.0]], "error": "killed",
-    }  # fmt: skip
+        "at": "an all_reduce",
+        "busbw": 30.0,
+        "correct": False,
+        "pairs": [[3, 5, 0, 5.0]],
+        "error": "killed",
+    }
     numbers = ("1", "3", "[0, 3, 5]", "4", "n0", "99")
     assert asked == [(["nccl", "7"], numbers, (7,))]
     assert _measure(members, place(4, 6), -1, 0) == _measure({}, place(3, 6), -1, 0) == {}

@@ -22,7 +22,9 @@ NO_SLURM = None
 Argument = TypeVar("Argument")
 
 
-def asking(call: Callable[[Argument], list[str]], argument: Argument, answers: Answers | None) -> list[str]:
+def asking(
+    call: Callable[[Argument], list[str]], argument: Argument, answers: Answers | None
+) -> list[str]:
     """The lines of ``call`` if Slurm gives these answers; None: no Slurm that can be asked."""
 
     def find(job_id: str, **options: object) -> Job | None:
@@ -44,13 +46,20 @@ def explain(paths: Sequence[Path], answers: Answers | None) -> list[str]:
 
 
 def run_directory(
-    path: Path, state: str = "failed", reason: str = "", rank: int | None = None, host: str | None = None,
-    kind: Kind | None = None, launch: str = "1.0",
-) -> Path:  # fmt: skip
+    path: Path,
+    state: str = "failed",
+    reason: str = "",
+    rank: int | None = None,
+    host: str | None = None,
+    kind: Kind | None = None,
+    launch: str = "1.0",
+) -> Path:
     for name in ("logs", "checkpoints"):
         (path / name).mkdir(parents=True)
     job = launch.partition(".")[0] if launch == "1.0" else ""
-    helpers.attempt(path, launch=launch, job=job, hosts=["node1", "node1", "node2", "node2"], process={})
+    helpers.attempt(
+        path, launch=launch, job=job, hosts=["node1", "node1", "node2", "node2"], process={}
+    )
     first = {"rank": rank, "host": host, "exit_status": 1} if rank is not None else None
     directory.write_status(path, state, attempt=0, step=7, reason=reason, kind=kind, first=first)
     return path
@@ -73,25 +82,38 @@ def grow_old(run: Path) -> None:
 def test_the_runs_own_records_come_first(tmp_path: Path) -> None:
     reason = "rank 3 on node2 failed first: RuntimeError: [Errno 5] Input/output error"
     run = run_directory(tmp_path / "run", reason=reason, rank=3, host="node2")
-    (run / "logs" / "rank0.log").write_text("RuntimeError: Connection closed by peer\nOSError: Stale file handle\n")
+    (run / "logs" / "rank0.log").write_text(
+        "RuntimeError: Connection closed by peer\nOSError: Stale file handle\n"
+    )
     (run / "logs" / "rank3.log").write_text("step 6\nOSError: [Errno 5] Input/output error\n")
     (run / "checkpoints" / "x.log").write_text("CUDA out of memory\n")
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     found = of_run(run, NO_SLURM)
-    assert (found[0], found[3]) == (reason, "  logs/rank3.log: OSError: [Errno 5] Input/output error")
+    assert (found[0], found[3]) == (
+        reason,
+        "  logs/rank3.log: OSError: [Errno 5] Input/output error",
+    )
     assert found[4].startswith("consequence: lost another rank (1 file)")
-    assert found[-3:] == ["logs/rank3.log ends:", "  | step 6", "  | OSError: [Errno 5] Input/output error"]
+    assert found[-3:] == [
+        "logs/rank3.log ends:",
+        "  | step 6",
+        "  | OSError: [Errno 5] Input/output error",
+    ]
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 
 def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "running")
     found = of_run(run, NO_SLURM)
-    assert found == ["it is running, at step 7, status written 0:00:00 ago; scontrol is not on the PATH"]
+    assert found == [
+        "it is running, at step 7, status written 0:00:00 ago; scontrol is not on the PATH"
+    ]
     grow_old(run)
     ended = "it ended without a final status, at step 7, status written 1:00:00 ago"
     assert of_run(run, NO_SLURM) == [ended, "scontrol is not on the PATH"]
-    attempts.record(attempts.Attempt(run, 0), rank=2, host="node2", kind=Kind.error, error="ValueError: x")
+    attempts.record(
+        attempts.Attempt(run, 0), rank=2, host="node2", kind=Kind.error, error="ValueError: x"
+    )
     assert of_run(run, NO_SLURM)[0] == "rank 2 on node2 failed first: ValueError: x"
 
 
@@ -107,7 +129,9 @@ def test_a_stopped_run_outside_slurm_says_how_to_resume(tmp_path: Path) -> None:
 def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "done")
     refuse(run, "checkpoint x: differs from these keys")
-    assert of_run(run, NO_SLURM) == ["the newest launch did not begin: checkpoint x: differs from these keys"]
+    assert of_run(run, NO_SLURM) == [
+        "the newest launch did not begin: checkpoint x: differs from these keys"
+    ]
 
 
 def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
@@ -128,23 +152,44 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
 @pytest.mark.parametrize(
     ("found", "noted", "words"),
     [
-        (job("PENDING", "BeginTime", 1, StartTime="2026-11-23T13:25:32"), Next.requeued,
-         "job 1 is pending (BeginTime), expected to start at 2026-11-23T13:25:32"),
+        (
+            job("PENDING", "BeginTime", 1, StartTime="2026-11-23T13:25:32"),
+            Next.requeued,
+            "job 1 is pending (BeginTime), expected to start at 2026-11-23T13:25:32",
+        ),
         (job("COMPLETING", "", 1), None, "job 1 is completing"),
-        (job("CANCELLED"), Next.requeued,
-         "job 1 is cancelled; the job was cancelled: to resume, start the run again with the same run_dir="),
-        (job("COMPLETING", "NonZeroExitCode"), Next.max_requeues,
-         "job 1 is completing (NonZeroExitCode); not requeued, since max_requeues= is reached: "
-         "to resume, start the run again with the same run_dir="),
-        (job("RUNNING", BatchFlag="0"), None,
-         "job 1 is running; to resume, start the run again with the same run_dir="),
-        (None, Next.no_progress,
-         "Slurm no longer knows job 1; not requeued, since its last start completed no step or saved no file: "
-         "to resume, start the run again with the same run_dir="),
-        (None, Next.requeued, "Slurm no longer knows job 1; to resume, start the run again with the same run_dir="),
+        (
+            job("CANCELLED"),
+            Next.requeued,
+            "job 1 is cancelled; the job was cancelled: to resume, start the run again with the same run_dir=",
+        ),
+        (
+            job("COMPLETING", "NonZeroExitCode"),
+            Next.max_requeues,
+            "job 1 is completing (NonZeroExitCode); not requeued, since max_requeues= is reached: "
+            "to resume, start the run again with the same run_dir=",
+        ),
+        (
+            job("RUNNING", BatchFlag="0"),
+            None,
+            "job 1 is running; to resume, start the run again with the same run_dir=",
+        ),
+        (
+            None,
+            Next.no_progress,
+            "Slurm no longer knows job 1; not requeued, since its last start completed no step or saved no file: "
+            "to resume, start the run again with the same run_dir=",
+        ),
+        (
+            None,
+            Next.requeued,
+            "Slurm no longer knows job 1; to resume, start the run again with the same run_dir=",
+        ),
     ],
-)  # fmt: skip
-def test_a_stopped_run_says_what_comes_next(tmp_path: Path, found: Job | None, noted: Next | None, words: str) -> None:
+)
+def test_a_stopped_run_says_what_comes_next(
+    tmp_path: Path, found: Job | None, noted: Next | None, words: str
+) -> None:
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
     if noted:
         directory.note_next(run, noted, 0)
@@ -157,7 +202,10 @@ def test_a_job_submitted_later_is_the_one_that_counts(tmp_path: Path) -> None:
     answers = Answers({"1": job("FAILED"), "2": Job("2", "PENDING", "Resources", 0, 0)})
     for given, said in (
         (answers, "job 2 is pending (Resources)"),
-        (NO_SLURM, "scontrol is not on the PATH; to resume, start the run again with the same run_dir="),
+        (
+            NO_SLURM,
+            "scontrol is not on the PATH; to resume, start the run again with the same run_dir=",
+        ),
     ):
         assert of_run(run, given) == [f"stopped by SIGTERM, saved at step 7; {said}"]
 
@@ -204,7 +252,9 @@ def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> 
 
 
 def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
-    run = run_directory(tmp_path, "failed", "rank 1 on node1 failed first: x", 1, "node1", Kind.error)
+    run = run_directory(
+        tmp_path, "failed", "rank 1 on node1 failed first: x", 1, "node1", Kind.error
+    )
     found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
     assert found == ["rank 1 on node1 failed first: x", "job 1 is pending (BeginTime)"]
 
@@ -213,7 +263,9 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     for number, reason in enumerate(("rank 1 on a failed first: x", "rank 2 on b failed first: y")):
         path = tmp_path / "runs" / "mnist" / str(number)
         run = run_directory(path, "failed", reason, number + 1, "ab"[number], Kind.error)
-        (run / "logs" / f"rank{number + 1}.log").write_text("CUDA out of memory\n" if number else "Stale file handle\n")
+        (run / "logs" / f"rank{number + 1}.log").write_text(
+            "CUDA out of memory\n" if number else "Stale file handle\n"
+        )
         os.utime(run, (number, number))
     other = run_directory(tmp_path / "other", "done")
     monkeypatch.chdir(tmp_path)
@@ -221,7 +273,8 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     found = explain([Path("runs"), other], known)
     heads = [line for line in found if not line.startswith(" ")]
     assert heads == ["runs/mnist/0:", "runs/mnist/1:", "other:"]
-    first, second = found[: found.index(heads[1])], found[found.index(heads[1]) : found.index(heads[2])]
+    first = found[: found.index(heads[1])]
+    second = found[found.index(heads[1]) : found.index(heads[2])]
     assert "  rank 1 on a failed first: x" in first
     assert any("file system failed" in line for line in first)
     assert not any("CUDA" in line for line in first)
@@ -246,7 +299,8 @@ def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> N
 
 def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     """It says why a run never began, and holds srun's lines."""
-    run, log = tmp_path / "runs" / "mnist" / "1", tmp_path / "mnist-1.out"
+    run = tmp_path / "runs" / "mnist" / "1"
+    log = tmp_path / "mnist-1.out"
     run.mkdir(parents=True)
     log.write_text("no Python environment: activate yours before sbatch\n")
     files.write_json(run / "job.yaml", {"job_id": "1", "root": str(tmp_path), "log": str(log)})
@@ -256,16 +310,28 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
         "  | no Python environment: activate yours before sbatch",
     ]
     files.write_json(run / "job.yaml", {"job_id": "1"})
-    assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", StdErr=str(log))}))  # Slurm names it too
+    # Slurm names it too
+    assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", StdErr=str(log))}))
 
 
-def test_a_run_is_found_by_its_job_and_as_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_its_job_and_as_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
-    for seconds, name, job in ((9, "mnist/1", "1"), (5, "cifar/2", "77_1")):  # the second one with run_dir=
+    # the second one with run_dir=
+    for seconds, name, job in (
+        (9, "mnist/1", "1"),
+        (5, "cifar/2", "77_1"),
+    ):
         folder = tmp_path / "runs" / name
         (folder / "attempts").mkdir(parents=True)
         files.write_json(folder / "job.yaml", {"job_id": job})
         os.utime(folder, (seconds, seconds))
-    for word, run in (("77", "cifar/2"), ("77_1", "cifar/2"), ("1", "mnist/1"), ("last", "mnist/1")):
+    for word, run in (
+        ("77", "cifar/2"),
+        ("77_1", "cifar/2"),
+        ("1", "mnist/1"),
+        ("last", "mnist/1"),
+    ):
         [(name, _)] = explaining.explain([Path(word)])
         assert name.endswith(run)

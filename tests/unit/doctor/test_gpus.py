@@ -19,20 +19,34 @@ GIB = 2**30
 
 
 def info(in_slurm: bool = True) -> RankInfo:
-    return ranks.detect({"RANK": "0", "WORLD_SIZE": "1", **({"SLURM_JOB_ID": "7"} if in_slurm else {})})
+    return ranks.detect(
+        {"RANK": "0", "WORLD_SIZE": "1", **({"SLURM_JOB_ID": "7"} if in_slurm else {})}
+    )
 
 
 def card(index: int, **changes: Any) -> dict[str, Any]:
     return {
-        "index": index, "uuid": f"GPU-{index}", "name": "H200", "free": 126 * GIB, "total": 140 * GIB, "correct": True,
-        "tflops": 700.0, **changes,
-    }  # fmt: skip
+        "index": index,
+        "uuid": f"GPU-{index}",
+        "name": "H200",
+        "free": 126 * GIB,
+        "total": 140 * GIB,
+        "correct": True,
+        "tflops": 700.0,
+        **changes,
+    }
 
 
 def findings(
-    cards: Sequence[dict[str, Any]] | None, why: str = "", in_slurm: bool = True, smi: str = "", **environ: str
+    cards: Sequence[dict[str, Any]] | None,
+    why: str = "",
+    in_slurm: bool = True,
+    smi: str = "",
+    **environ: str,
 ) -> list[Finding]:
-    """The findings where the commands answer so; cards: what torch sees, None where it does not answer."""
+    """The findings where the commands answer so; cards: what torch sees, None where it does not
+    answer.
+    """
 
     def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
         assert timeout_s <= 60
@@ -40,7 +54,9 @@ def findings(
             return smi, ""
         return ("", why) if cards is None else (json.dumps(cards), "")
 
-    here = Surroundings({"SLURM_GPUS_ON_NODE": "8" if in_slurm else "", **environ}, info(in_slurm), Path())
+    here = Surroundings(
+        {"SLURM_GPUS_ON_NODE": "8" if in_slurm else "", **environ}, info(in_slurm), Path()
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "run", ask)
         return probes.gpus(here)[1]
@@ -62,7 +78,11 @@ def test_the_numbers_of_granted_gpus_may_differ_between_nodes(
 ) -> None:
     """Numbers that are reported must be equal on all nodes."""
     monkeypatch.setattr(
-        commands, "run", lambda command, timeout_s: ("", "") if command[0] == "nvidia-smi" else (json.dumps(EIGHT), "")
+        commands,
+        "run",
+        lambda command, timeout_s: (
+            ("", "") if command[0] == "nvidia-smi" else (json.dumps(EIGHT), "")
+        ),
     )
     facts, _ = probes.gpus(Surroundings({"SLURM_GPUS_ON_NODE": granted}, info(), Path()))
     assert facts["count"] == count
@@ -70,9 +90,17 @@ def test_the_numbers_of_granted_gpus_may_differ_between_nodes(
 
 def test_missing_gpus() -> None:
     (found,) = findings(EIGHT[:7])
-    assert (found.what, found.bad, found.leave_out) == ("Slurm granted 8 GPUs and torch sees 7", True, True)
+    assert (found.what, found.bad, found.leave_out) == (
+        "Slurm granted 8 GPUs and torch sees 7",
+        True,
+        True,
+    )
     (found,) = findings([], SLURM_GPUS_ON_NODE="")  # not the fault of the node
-    assert (found.what, found.bad, found.leave_out) == ("Slurm granted 0 GPUs and torch sees 0", True, False)
+    assert (found.what, found.bad, found.leave_out) == (
+        "Slurm granted 0 GPUs and torch sees 0",
+        True,
+        False,
+    )
 
 
 def third(**changed: Any) -> list[dict[str, Any]]:
@@ -86,13 +114,30 @@ SMI = "".join(f"GPU-{i}, {5 if i == 4 else '[N/A]'}\n" for i in range(8))
     ("cards", "said", "expected", "is_bad"),
     [
         (third(correct=False), {}, "GPU 2 (GPU-2) returns a wrong matrix product", True),
-        (third(error="CUDA error: an illegal x"), {}, "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal", True),
+        (
+            third(error="CUDA error: an illegal x"),
+            {},
+            "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal",
+            True,
+        ),
         (third(free=125 * GIB), {}, "GPU 2 (GPU-2) has 125.0 of 140.0 GiB free", False),
-        (EIGHT, {"smi": SMI}, "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded", True),
-        (None, {"why": "no answer in 60 s"}, "its GPUs could not be tested (no answer in 60 s)", True),
+        (
+            EIGHT,
+            {"smi": SMI},
+            "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded",
+            True,
+        ),
+        (
+            None,
+            {"why": "no answer in 60 s"},
+            "its GPUs could not be tested (no answer in 60 s)",
+            True,
+        ),
     ],
 )
-def test_a_faulty_gpu_or_driver_is_a_finding(cards: Any, said: dict[str, str], expected: str, is_bad: bool) -> None:
+def test_a_faulty_gpu_or_driver_is_a_finding(
+    cards: Any, said: dict[str, str], expected: str, is_bad: bool
+) -> None:
     (found,) = findings(cards, **said)
     assert found.what.startswith(expected)
     assert found.bad is is_bad

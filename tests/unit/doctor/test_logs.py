@@ -35,14 +35,25 @@ def test_a_line_with_a_text_of_a_pattern_is_explained(tmp_path: Path, pattern: P
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        ("NVRM: Xid (PCI:0000:06:00): 79, pid=1234, GPU has fallen off the bus.", "GPU hardware failed"),
-        ("error: *** JOB 1 ON n17 CANCELLED AT 2020-07-11T22:48:26 DUE TO TIME LIMIT ***", "time limit or preemption"),
-        ("RuntimeError: DataLoader worker (pid 46794) is killed by signal: Killed.", "memory is used up"),
+        (
+            "NVRM: Xid (PCI:0000:06:00): 79, pid=1234, GPU has fallen off the bus.",
+            "GPU hardware failed",
+        ),
+        (
+            "error: *** JOB 1 ON n17 CANCELLED AT 2020-07-11T22:48:26 DUE TO TIME LIMIT ***",
+            "time limit or preemption",
+        ),
+        (
+            "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Killed.",
+            "memory is used up",
+        ),
     ],
 )
 def test_a_line_with_several_texts_has_one_cause(tmp_path: Path, line: str, name: str) -> None:
     (tmp_path / "a.log").write_text(line)
-    assert [pattern.name for pattern in explaining.read_log(tmp_path / "a.log", "a.log").known] == [name]
+    assert [pattern.name for pattern in explaining.read_log(tmp_path / "a.log", "a.log").known] == [
+        name
+    ]
 
 
 def test_no_pattern_matches_what_this_project_prints(tmp_path: Path) -> None:
@@ -72,7 +83,12 @@ def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     assert found[1].startswith("cause: CUDA out of memory (1 file): the GPU has")
     assert found[3] == f"  rank2.log: {OOM.strip()}"
     assert found[4].startswith("consequence: lost another rank (1 file): ")
-    assert found[7:] == ["rank2.log ends:", "  | step 4", "  | node7:11:12 [0] NCCL INFO x", f"  | {OOM.strip()}"]
+    assert found[7:] == [
+        "rank2.log ends:",
+        "  | step 4",
+        "  | node7:11:12 [0] NCCL INFO x",
+        f"  | {OOM.strip()}",
+    ]
 
 
 def test_only_the_newest_attempt_in_a_log_counts(tmp_path: Path) -> None:
@@ -118,7 +134,9 @@ def test_binary_content_is_escaped_and_colours_hide_nothing(tmp_path: Path) -> N
     assert "\\x1b]0;title\\x07 \\u202e end" in found[3]
 
 
-@pytest.mark.parametrize("content", ["Killed", "[rank1", "\x1b[", "Traceback (most recent call last)\n"])
+@pytest.mark.parametrize(
+    "content", ["Killed", "[rank1", "\x1b[", "Traceback (most recent call last)\n"]
+)
 def test_ten_megabytes_of_anything_take_little_time(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.log").write_text(content * (10_000_000 // len(content)))
     begun = time.process_time()
@@ -143,5 +161,11 @@ def test_the_source_code_in_a_traceback_is_not_what_a_log_says(tmp_path: Path) -
             "          ^^^^^",
             "ValueError: no such thing",
         ]
-        assert said(tmp_path, job__out="".join(f"{prefix}{line}\n" for line in text))[0] == "no known cause in 1 file"
-    assert said(tmp_path, job__out="\n".join([*text, OOM]))[0] == "best clue in the logs: CUDA out of memory"
+        assert (
+            said(tmp_path, job__out="".join(f"{prefix}{line}\n" for line in text))[0]
+            == "no known cause in 1 file"
+        )
+    assert (
+        said(tmp_path, job__out="\n".join([*text, OOM]))[0]
+        == "best clue in the logs: CUDA out of memory"
+    )

@@ -19,13 +19,25 @@ from recipes.core.place import network, ranks
 
 ALONE = ranks.detect({})
 TASK = {
-    "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "one,two", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_NODELIST": "one,two",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "one,two",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_JOB_NODELIST": "one,two",
+}
 
 
 def here(
-    tmp_path: Path, info: ranks.RankInfo = ALONE, root: str = "/", data_dir: str = "", **environ: str
+    tmp_path: Path,
+    info: ranks.RankInfo = ALONE,
+    root: str = "/",
+    data_dir: str = "",
+    **environ: str,
 ) -> Surroundings:
     return Surroundings(environ, info, tmp_path, data_dir, True, Path(root))
 
@@ -40,7 +52,11 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ask = commands.run
 
     def quick(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        return ('{"torch": "2.15.0", "nccl": null}', "") if "versions" in command else ask(command, timeout_s)
+        return (
+            ('{"torch": "2.15.0", "nccl": null}', "")
+            if "versions" in command
+            else ask(command, timeout_s)
+        )
 
     monkeypatch.setattr(commands, "run", quick)
     facts, _ = probes.run_all(here(tmp_path), 60)
@@ -49,7 +65,9 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert facts["interfaces"]["interface"] == "lo"
 
 
-def test_a_check_that_hangs_or_breaks_costs_no_other_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hangs(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
         time.sleep(5)
         raise AssertionError
@@ -75,7 +93,9 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert found.bad
     # It may be the node's fault or a mistyped key, which a node alone cannot tell.
     assert not found.leave_out
-    assert only(probes.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))).leave_out
+    assert only(
+        probes.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))
+    ).leave_out
     found = only(probes.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
     unset = probes.disks(here(tmp_path, TMPDIR=""))[1]
@@ -103,17 +123,28 @@ def test_shared_memory_that_is_nearly_full(
     monkeypatch.setattr(commands, "run", ask)
     found = probes.disks(here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
     assert [(one.what, one.bad) for one in found] == expected
-    assert asked == {"/dev/shm": "write", str(tmp_path): "write", "/scratch": "write", "/data": "read"}
+    assert asked == {
+        "/dev/shm": "write",
+        str(tmp_path): "write",
+        "/scratch": "write",
+        "/data": "read",
+    }
 
 
 def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('warning\n{"nccl": null}\n', ""))
+    monkeypatch.setattr(
+        commands, "run", lambda command, timeout_s: ('warning\n{"nccl": null}\n', "")
+    )
     assert probes.torch_import(here(tmp_path)) == ({"nccl": None}, [])
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "No module named torch"))
     found = only(probes.torch_import(here(tmp_path, ranks.detect(TASK))))
-    assert (found.what, found.bad) == ("torch cannot be imported there (No module named torch)", True)
+    assert (found.what, found.bad) == (
+        "torch cannot be imported there (No module named torch)",
+        True,
+    )
     assert found.leave_out
-    assert not only(probes.torch_import(here(tmp_path))).leave_out  # alone it may be the wrong environment
+    # alone it may be the wrong environment
+    assert not only(probes.torch_import(here(tmp_path))).leave_out
 
 
 def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +157,9 @@ def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.Monk
     assert hang == [("2.28.3", "x86_64"), ("2.28.3", "aarch64"), ("2.29.2", "aarch64")]
 
 
-def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_system_that_does_not_answer_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     begin = time.monotonic()
     out, wrong = commands.run(["sh", "-c", "echo so far; sleep 30"], 2)
     assert time.monotonic() - begin < 5
@@ -146,25 +179,35 @@ def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Pat
     assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
 
-def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_was_set_and_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = network.Choice("eth1", "10.0.0.1", "two", "route to two")
     monkeypatch.setattr(network, "choose", lambda info: chosen)
     two = ranks.detect(TASK)
     assert probes.interfaces(here(tmp_path, two)) == ({"interface": "eth1"}, [])
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "eth0,eth1"):
         assert probes.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
-    for name, value in (("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "^eth"), ("GLOO_SOCKET_IFNAME", "eth9")):
+    for name, value in (
+        ("NCCL_SOCKET_IFNAME", "eth0"),
+        ("NCCL_SOCKET_IFNAME", "^eth"),
+        ("GLOO_SOCKET_IFNAME", "eth9"),
+    ):
         one = only(probes.interfaces(here(tmp_path, two, **{name: value})))
         assert one.what == f"{name}={value}, but the route to two uses eth1"
-    assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
+    # alone it has no peer
+    assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []
 
 
 def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = network.Choice("eth1", "10.0.0.1", "two", "route to two")
     monkeypatch.setattr(network, "choose", lambda info: chosen)
     for name, speed, state, is_card in (
-        ("eth1", "1000", "up", True), ("eth2", "25000", "up", True), ("eth3", "100000", "down", True), ("docker0", "40000", "up", False),
-    ):  # fmt: skip
+        ("eth1", "1000", "up", True),
+        ("eth2", "25000", "up", True),
+        ("eth3", "100000", "down", True),
+        ("docker0", "40000", "up", False),
+    ):
         folder = tmp_path / "sys/class/net" / name
         (folder / "device" if is_card else folder).mkdir(parents=True)
         (folder / "speed").write_text(f"{speed}\n")
@@ -176,8 +219,11 @@ def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
     assert probes.interfaces(here(tmp_path, two, root=str(tmp_path)))[1] == []
     (tmp_path / "sys/class/net/eth1/speed").write_text("1000\n")
-    (tmp_path / "sys/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)  # which NCCL uses instead
-    assert probes.interfaces(replace(here(tmp_path, two, root=str(tmp_path)), on_cpu=False))[1] == []
+    # which NCCL uses instead
+    (tmp_path / "sys/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)
+    assert (
+        probes.interfaces(replace(here(tmp_path, two, root=str(tmp_path)), on_cpu=False))[1] == []
+    )
 
 
 def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,5 +243,8 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits.pop(0)
     assert probes.infiniband(on_gpus)[1] == [down]
     assert down.fix.endswith("NCCL_IB_HCA=^mlx5_1:1")
-    for unused in (replace(on_gpus, environ={"NCCL_IB_DISABLE": "1"}), replace(on_gpus, on_cpu=True)):
+    for unused in (
+        replace(on_gpus, environ={"NCCL_IB_DISABLE": "1"}),
+        replace(on_gpus, on_cpu=True),
+    ):
         assert probes.infiniband(unused)[1] == []

@@ -27,7 +27,9 @@ def served(answer: Callable[[socket.socket], object], connections: int = 1) -> i
     return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
+)
 def test_a_node_that_answers(host: str) -> None:
     assert reach.probe(host, reach.serve(), 5) == ("", "")
 
@@ -45,7 +47,9 @@ def test_a_port_that_is_closed() -> None:
         (lambda connection: connection.recv(9), "the connection was closed"),
     ],
 )
-def test_a_connection_without_an_answer(answer: Callable[[socket.socket], object], why: str) -> None:
+def test_a_connection_without_an_answer(
+    answer: Callable[[socket.socket], object], why: str
+) -> None:
     begin = time.monotonic()
     assert reach.probe("127.0.0.1", served(answer), 0.5) == ("small", why)
     assert time.monotonic() - begin < 2

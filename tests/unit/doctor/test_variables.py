@@ -29,8 +29,12 @@ NCCL_IB_DISABLE=1;NCCL_NET=IB | NCCL_NET! | unset one | NCCL_IB_DISABLE=0;NCCL_N
 TABLE = [tuple(part.strip() for part in line.split(" | ")) for line in RULES.strip().splitlines()]
 
 
-@pytest.mark.parametrize(("invalid", "name", "said", "valid"), TABLE, ids=[f"{row[0]}" for row in TABLE])
-def test_an_invalid_variable_is_reported_and_a_valid_one_is_not(invalid: str, name: str, said: str, valid: str) -> None:
+@pytest.mark.parametrize(
+    ("invalid", "name", "said", "valid"), TABLE, ids=[f"{row[0]}" for row in TABLE]
+)
+def test_an_invalid_variable_is_reported_and_a_valid_one_is_not(
+    invalid: str, name: str, said: str, valid: str
+) -> None:
     found = problems(pairs(invalid))
     assert [problem.what.partition(":")[0] for problem in found] == [name.removesuffix("!")]
     assert said in f"{found[0].what}; {found[0].fix}"

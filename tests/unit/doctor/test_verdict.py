@@ -22,18 +22,38 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
     def of(node: int) -> Report:
         others = reach.peers(node, count)
         return {
-            "node_rank": node, "host": f"node{node}", "findings": [],
+            "node_rank": node,
+            "host": f"node{node}",
+            "findings": [],
             "facts": {
                 "torch": {"python": "3.11.7", "torch": "2.15.0", "cuda": "13.2", "nccl": "2.30.1"},
-                "gpus": {"count": gpus, "name": "H200", "gpus": [
-                    {"index": i, "uuid": f"GPU-{node}-{i}", "name": "H200", "correct": True, "tflops": 700.0 + i, "free": 9, "total": 9}
-                    for i in range(gpus)
-                ]},
+                "gpus": {
+                    "count": gpus,
+                    "name": "H200",
+                    "gpus": [
+                        {
+                            "index": i,
+                            "uuid": f"GPU-{node}-{i}",
+                            "name": "H200",
+                            "correct": True,
+                            "tflops": 700.0 + i,
+                            "free": 9,
+                            "total": 9,
+                        }
+                        for i in range(gpus)
+                    ],
+                },
                 "interfaces": {"interface": "ib0"},
             },
             "links": [{"peer": peer, "fault": "", "why": ""} for peer in others],
-            "bandwidth": {"at": "the end", "ended": True, "correct": True, "busbw": 40.0, "pairs": [[node, peer, 0, 45.0] for peer in others if peer > node]},
-        }  # fmt: skip
+            "bandwidth": {
+                "at": "the end",
+                "ended": True,
+                "correct": True,
+                "busbw": 40.0,
+                "pairs": [[node, peer, 0, 45.0] for peer in others if peer > node],
+            },
+        }
 
     return [of(node) for node in range(count)]
 
@@ -44,7 +64,12 @@ def judged(reports: list[Any], count: int) -> verdict.Verdict:
 
 
 def bad(found: verdict.Verdict) -> dict[str, str]:
-    return {found.hosts[node]: entry.what for entry in found.entries if entry.bad for node in entry.nodes}
+    return {
+        found.hosts[node]: entry.what
+        for entry in found.entries
+        if entry.bad
+        for node in entry.nodes
+    }
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -83,8 +108,12 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
                 pair[3] = 4.0
     reports[12]["facts"]["torch"]["nccl"] = "2.18.3"
     reports[20]["facts"]["gpus"]["gpus"][3]["tflops"] = 90.0
-    reports[22]["findings"].append(finding("GPU 2 computes a matrix product\x1b[2J wrongly", "drain it"))
-    reports[23]["findings"].append(finding("open files (ulimit -n) are limited to 1024", "raise it", bad=False))
+    reports[22]["findings"].append(
+        finding("GPU 2 computes a matrix product\x1b[2J wrongly", "drain it")
+    )
+    reports[23]["findings"].append(
+        finding("open files (ulimit -n) are limited to 1024", "raise it", bad=False)
+    )
     reports[40]["bandwidth"]["correct"] = False
     fail(reports, "connect", 33)
     del reports[63]
@@ -106,8 +135,12 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     assert all(line.isprintable() for line in lines)
 
 
-@pytest.mark.parametrize(("broken", "count"), [((4, 5), 6), ((1, 2, 3), 8), ((62, 63), 64), (tuple(range(40, 56)), 64)])
-def test_nodes_without_a_network_are_named_and_the_healthy_first_is_not(broken: tuple[int, ...], count: int) -> None:
+@pytest.mark.parametrize(
+    ("broken", "count"), [((4, 5), 6), ((1, 2, 3), 8), ((62, 63), 64), (tuple(range(40, 56)), 64)]
+)
+def test_nodes_without_a_network_are_named_and_the_healthy_first_is_not(
+    broken: tuple[int, ...], count: int
+) -> None:
     reports = healthy(count)
     for node in broken:
         fail(reports, "connect", node)
@@ -129,7 +162,10 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     fail(reports, "large")
     found = judged(reports, 2)
     assert found.exclude == ["node0"]
-    assert all(words in verdict.lines(found)[4] for words in ("large ones are lost: the MTU", "give both interfaces"))
+    assert all(
+        words in verdict.lines(found)[4]
+        for words in ("large ones are lost: the MTU", "give both interfaces")
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,12 +178,18 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
         ("gpus", "name", "H200", "H100", "the kind of GPU"),
     ],
 )
-def test_the_one_node_that_differs_is_named(part: str, name: str, usual: object, other: object, called: str) -> None:
+def test_the_one_node_that_differs_is_named(
+    part: str, name: str, usual: object, other: object, called: str
+) -> None:
     reports = healthy(4)
     reports[2]["facts"][part][name] = other
     found = judged(reports, 4)
     (entry,) = found.entries
-    assert (entry.nodes, entry.what, entry.bad) == ([2], f"{called} is {other}, but {usual} on 3 others", True)
+    assert (entry.nodes, entry.what, entry.bad) == (
+        [2],
+        f"{called} is {other}, but {usual} on 3 others",
+        True,
+    )
     assert found.exclude == ["node2"]
 
 
@@ -181,9 +223,12 @@ def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
     reports = all_pairs(6)
     for report in reports:
         for pair in report["bandwidth"]["pairs"]:
-            pair[3] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0  # 0.6 of the median is 27
+            # 0.6 of the median is 27
+            pair[3] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0
     found = judged(reports, 6)
-    assert bad(found) == {"node5": "its network is slow: 26 GB/s with other nodes; the median is 45"}
+    assert bad(found) == {
+        "node5": "its network is slow: 26 GB/s with other nodes; the median is 45"
+    }
     assert found.figures == {"all_reduce_busbw_gb_per_s": 40.0, "pairs_median_gb_per_s": 45.0}
 
 
@@ -191,7 +236,9 @@ def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
     reports = all_pairs(6)
     for report in reports:
         pairs = report["bandwidth"]["pairs"]
-        report["bandwidth"]["pairs"] = [[*pair[:2], gpu, 45.0] for gpu in range(8) for pair in pairs]
+        report["bandwidth"]["pairs"] = [
+            [*pair[:2], gpu, 45.0] for gpu in range(8) for pair in pairs
+        ]
         for pair in report["bandwidth"]["pairs"]:
             usual = 20.0 if pair[2] == 7 else 45.0  # GPU 7 of each node
             pair[3] = 11.0 if pair[2] == 5 and 2 in pair[:2] else usual
@@ -213,10 +260,21 @@ def test_the_table_shows_what_each_node_has() -> None:
     reports[1]["findings"] = [finding("GPU 3 returns a wrong matrix product", "drain it")]
     reports[0]["findings"] = [finding("a note", "nothing", bad=False)]
     found = judged(reports, 2)
-    row = {"node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "torch": "2.15.0", "network": "ib0"}
+    row = {
+        "node": "node0",
+        "verdict": "ok",
+        "gpus": "8/8",
+        "tflops": "704",
+        "torch": "2.15.0",
+        "network": "ib0",
+    }
     assert found.table == [row, {**row, "node": "node1", "verdict": "BAD", "gpus": "7/8"}]
     lines = verdict.lines(found)
-    assert [line.split()[:2] for line in lines[:3]] == [["node", "verdict"], ["node0", "ok"], ["node1", "BAD"]]
+    assert [line.split()[:2] for line in lines[:3]] == [
+        ["node", "verdict"],
+        ["node0", "ok"],
+        ["node1", "BAD"],
+    ]
     assert lines[3:] == [
         "BAD   node1: GPU 3 returns a wrong matrix product: drain it",
         "note  node0: a note: nothing",
@@ -250,7 +308,9 @@ def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
     found = judged(healthy(4)[:1], 4)
     assert set(bad(found)) == {"node1", "node2", "node3"}
     assert found.exclude == []
-    assert "give a run_dir= on a file system that all nodes share" in "\n".join(verdict.lines(found))
+    assert "give a run_dir= on a file system that all nodes share" in "\n".join(
+        verdict.lines(found)
+    )
     assert judged(healthy(4)[:2], 4).exclude == ["node2", "node3"]
     assert judged(healthy(2)[:1], 2).exclude == ["node1"]
 
@@ -261,4 +321,6 @@ def test_versions_without_a_majority_exclude_no_node() -> None:
         report["facts"]["torch"]["torch"] = "2.10.0"
     found = judged(reports, 4)
     assert found.exclude == []
-    assert "torch is 2.10.0, and no value has a majority of the nodes" in "\n".join(verdict.lines(found))
+    assert "torch is 2.10.0, and no value has a majority of the nodes" in "\n".join(
+        verdict.lines(found)
+    )

@@ -1,4 +1,6 @@
-"""Stand-ins for a repository and for the commands of Slurm, and the scripts that the tests of this folder share."""
+"""Stand-ins for a repository and for the commands of Slurm, and the scripts that the tests of this
+folder share.
+"""
 
 import os
 import shlex
@@ -18,9 +20,20 @@ SHARED = ROOT / "sbatch/job.sh"
 READY = sorted(set((ROOT / "sbatch").glob("*.sh")) - {SHARED})
 HOSTILE_ROOT = Path('/srv/it\'s a "repo"; $(touch canary) `touch canary` $HOME & <x> #y')
 HOSTILE = (
-    "data_dir=/$(touch canary)", "data_dir=/`touch canary`", "data_dir=/a b", "data_dir=/it's", 'data_dir=/"x"', "data_dir=/;touch canary",
-    "data_dir=/a&b|c>d<e", "data_dir=/*?[a]{b,c}", "data_dir=/~", "data_dir=/\\\\n", "data_dir=/é ü 中", "data_dir=/!!", "data_dir=/#x",
-)  # fmt: skip
+    "data_dir=/$(touch canary)",
+    "data_dir=/`touch canary`",
+    "data_dir=/a b",
+    "data_dir=/it's",
+    'data_dir=/"x"',
+    "data_dir=/;touch canary",
+    "data_dir=/a&b|c>d<e",
+    "data_dir=/*?[a]{b,c}",
+    "data_dir=/~",
+    "data_dir=/\\\\n",
+    "data_dir=/é ü 中",
+    "data_dir=/!!",
+    "data_dir=/#x",
+)
 
 
 def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
@@ -52,27 +65,46 @@ class Bench:
     """A copy of the repository in which scripts run as in a job, with stubs of srun and Python."""
 
     def __init__(self, folder: Path, root: Path) -> None:
-        self.folder, self.root = folder, root
+        self.folder = folder
+        self.root = root
         self.run_dir = f"run_dir={folder}/run"  # a word for `run`
-        shutil.copytree(ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__")
+        )
         shutil.copytree(ROOT / "env", root / "env")
         shutil.copytree(ROOT / "sbatch", root / "sbatch")
-        self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"')  # fmt: skip
+        self.stub(
+            "srun",
+            'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"',
+        )
         self.stub("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
         self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
 
     def stub(self, name: str, body: str) -> None:
         executable(self.folder / "bin" / name, f"#!/bin/bash\n{body}\n")
 
-    def run(self, script: Path | str, *words: str, cwd: str = "", **environ: str) -> tuple[int, str]:
+    def run(
+        self, script: Path | str, *words: str, cwd: str = "", **environ: str
+    ) -> tuple[int, str]:
         """Runs a script as in a job. Returns its exit status and its stderr."""
         variables = {
-            "PATH": f"{self.folder}/bin:/usr/bin:/bin", "NOTES": str(self.folder), "VIRTUAL_ENV": str(self.folder), "LC_ALL": "C.UTF-8",
-            "SLURM_JOB_ID": "7", "HOME": str(self.folder), **environ,
-        }  # fmt: skip
+            "PATH": f"{self.folder}/bin:/usr/bin:/bin",
+            "NOTES": str(self.folder),
+            "VIRTUAL_ENV": str(self.folder),
+            "LC_ALL": "C.UTF-8",
+            "SLURM_JOB_ID": "7",
+            "HOME": str(self.folder),
+            **environ,
+        }
         ran = subprocess.run(
-            ["bash", script, *words], cwd=cwd or self.root, env=variables, capture_output=True, text=True, timeout=60, check=False
-        )  # fmt: skip
+            ["bash", script, *words],
+            cwd=cwd or self.root,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         return ran.returncode, ran.stderr
 
     @property
@@ -90,7 +122,9 @@ MODULE = {"BASH_FUNC_module%%": '() { echo "$*" >> "$NOTES/modules"; return "${M
 
 
 class Stubs:
-    """Stubs for commands, found before the real ones. Each stub records its arguments in ``folder``."""
+    """Stubs for commands, found before the real ones. Each stub records its arguments in
+    ``folder``.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -105,4 +139,8 @@ class Stubs:
     def calls(self, name: str) -> list[list[str]]:
         """The arguments of each call of the command ``name``."""
         path = self.folder / f"{name}.calls"
-        return [line.split("\0")[:-1] for line in path.read_text().splitlines()] if path.exists() else []
+        return (
+            [line.split("\0")[:-1] for line in path.read_text().splitlines()]
+            if path.exists()
+            else []
+        )

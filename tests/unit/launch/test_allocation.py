@@ -15,7 +15,11 @@ def assignments(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("fields", "environ", "unset"),
     [
-        ("Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", "SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID"),
+        (
+            "Restarts=0",
+            "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4",
+            "SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",
+        ),
         ("ArrayJobId=5 ArrayTaskId=4 Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", ""),
         ("Restarts=0", "SLURM_RESTART_COUNT=1", "SLURM_RESTART_COUNT"),
         ("Restarts=1", "SLURM_RESTART_COUNT=1", ""),
@@ -50,17 +54,59 @@ def test_a_step_requests_all_gpus_that_were_requested_per_task(fields: str, expe
 
 def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
     kept = {
-        "SLURM_CONF": "/etc/x", "SBATCH_CONSTRAINT": "a100", "SBATCH_MEM_PER_NODE": "0", "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r",
-        "SLURM_CLUSTERS": "x", "SBATCH_CLUSTERS": "x", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1", "PMIX_MCA_gds": "hash",
-        "PATH": "/bin", "MY_SLURM_X": "1", "MASTER_PORT": "29400", "RECIPES_DATA": "/d", "RECIPES_CLUSTER": "c", "MY_RANK": "1", "NCCL_DEBUG": "INFO",
-    }  # fmt: skip
+        "SLURM_CONF": "/etc/x",
+        "SBATCH_CONSTRAINT": "a100",
+        "SBATCH_MEM_PER_NODE": "0",
+        "SBATCH_ACCOUNT": "a",
+        "SBATCH_PARTITION": "p",
+        "SBATCH_QOS": "q",
+        "SBATCH_RESERVATION": "r",
+        "SLURM_CLUSTERS": "x",
+        "SBATCH_CLUSTERS": "x",
+        "SBATCH_MEM_PER_CPU": "1",
+        "SBATCH_MEM_PER_GPU": "1",
+        "PMIX_MCA_gds": "hash",
+        "PATH": "/bin",
+        "MY_SLURM_X": "1",
+        "MASTER_PORT": "29400",
+        "RECIPES_DATA": "/d",
+        "RECIPES_CLUSTER": "c",
+        "MY_RANK": "1",
+        "NCCL_DEBUG": "INFO",
+    }
     scrubbed = {
-        "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "1", "SBATCH_EXCLUSIVE": "1",
-        "SBATCH_GRES": "gpu:8", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1",
-        "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "node9", "PMI_RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "GROUP_RANK": "0",
-        "NODE_RANK": "1", "ROLE_RANK": "1",
-        **{f"RECIPES_{name}": "1" for name in ("ATTEMPT", "BATCH", "BY_CLOCK", "CODE", "LAUNCH", "LISTEN_FD", "PYTHON", "SCRIPT")},
-    }  # fmt: skip
+        "SLURM_JOB_ID": "1",
+        "SLURM_CPU_BIND": "x",
+        "SLURM_NTASKS": "4",
+        "SRUN_CPUS_PER_TASK": "1",
+        "SBATCH_EXCLUSIVE": "1",
+        "SBATCH_GRES": "gpu:8",
+        "RANK": "0",
+        "LOCAL_WORLD_SIZE": "8",
+        "PMIX_RANK": "1",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "MASTER_ADDR": "node9",
+        "PMI_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "0",
+        "NODE_RANK": "1",
+        "ROLE_RANK": "1",
+        **{
+            f"RECIPES_{name}": "1"
+            for name in (
+                "ATTEMPT",
+                "BATCH",
+                "BY_CLOCK",
+                "CODE",
+                "LAUNCH",
+                "LISTEN_FD",
+                "PYTHON",
+                "SCRIPT",
+            )
+        },
+    }
     assert allocation.clean_environment({**kept, **scrubbed}) == kept
 
 

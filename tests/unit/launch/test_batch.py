@@ -1,4 +1,6 @@
-"""The steps of the batch script: what begin writes for the shell, and how finish ends or requeues a job."""
+"""The steps of the batch script: what begin writes for the shell, and how finish ends or requeues a
+job.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ RUNNING = "JobId=7 JobName=mnist\n   JobState=RUNNING Reason=None"
 def preempted(tmp_path: Path) -> Path:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    directory.write_status(run_dir, "preempted", attempt=helpers.attempt(run_dir, launch="7.0").number, step=12)
+    directory.write_status(
+        run_dir, "preempted", attempt=helpers.attempt(run_dir, launch="7.0").number, step=12
+    )
     return run_dir
 
 
@@ -50,7 +54,11 @@ def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> 
 def begin(folder: Path, *words: str, recipe: str = "mnist", **environ: str) -> list[str]:
     """The lines that batch.begin writes for the shell of job 7."""
     with open(folder / "lines", "w") as lines:
-        own = {"SLURM_JOB_ID": "7", "RECIPES_LINES": str(lines.fileno()), "RECIPES_SNAPSHOT": "false"}
+        own = {
+            "SLURM_JOB_ID": "7",
+            "RECIPES_LINES": str(lines.fileno()),
+            "RECIPES_SNAPSHOT": "false",
+        }
         assert batch.begin(recipe, [f"run_dir={folder}/run", *words], {**own, **environ}) == 0
     return (folder / "lines").read_text().splitlines()
 
@@ -58,16 +66,26 @@ def begin(folder: Path, *words: str, recipe: str = "mnist", **environ: str) -> l
 def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs) -> None:
     """And only those that a shell can have reach its lines."""
     stubs.add("scontrol", "printf 'JobId=6 Restarts=1\\n\\nJobId=7 Restarts=0\\n   StdOut=/log\\n'")
-    outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_$(touch canary)": "1"}
+    outer = {
+        "SLURM_ARRAY_JOB_ID": "5",
+        "SLURM_ARRAY_TASK_ID": "4",
+        "SLURM_ARRAY_$(touch canary)": "1",
+    }
     lines = begin(tmp_path, SLURM_RESTART_COUNT="1", RECIPES_SCRIPT=__file__, **outer)
     unset = {"unset SLURM_ARRAY_JOB_ID", "unset SLURM_ARRAY_TASK_ID", "unset SLURM_RESTART_COUNT"}
     assert {line for line in lines if "SLURM_" in line} == unset
     described = json.loads((tmp_path / "run/job.yaml").read_text())
-    assert (described["job_id"], described["log"], described["root"]) == ("7", "/log", str(helpers.ROOT))
+    assert (described["job_id"], described["log"], described["root"]) == (
+        "7",
+        "/log",
+        str(helpers.ROOT),
+    )
 
 
 @pytest.mark.parametrize(("umask", "mode"), [("077", 0o600), ("027", 0o640)])
-def test_the_log_of_a_job_follows_the_umask_of_the_run(tmp_path: Path, stubs: Stubs, umask: str, mode: int) -> None:
+def test_the_log_of_a_job_follows_the_umask_of_the_run(
+    tmp_path: Path, stubs: Stubs, umask: str, mode: int
+) -> None:
     """Slurm makes it with the umask of the user's shell."""
     log = tmp_path / "mnist-7.out"
     log.touch()
@@ -84,12 +102,20 @@ def test_the_log_of_a_job_follows_the_umask_of_the_run(tmp_path: Path, stubs: St
 
 
 @pytest.mark.parametrize(
-    ("age_s", "restarts", "is_refused"), [(7200.0, "0", True), (7200.0, "1", False), (600.0, "0", False)]
+    ("age_s", "restarts", "is_refused"),
+    [(7200.0, "0", True), (7200.0, "1", False), (600.0, "0", False)],
 )
 def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, age_s: float, restarts: str, is_refused: bool
+    tmp_path: Path,
+    stubs: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    age_s: float,
+    restarts: str,
+    is_refused: bool,
 ) -> None:
-    """Job IDs start again after Slurm has lost its state. A second step of this job is younger than the job."""
+    """Job IDs start again after Slurm has lost its state. A second step of this job is younger than
+    the job.
+    """
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
     earlier = attempts.open_next(tmp_path / "runs/mnist/7", "mnist", {"SLURM_JOB_ID": "7"})
     attempts.begin(earlier, 0, own=False)
@@ -98,15 +124,25 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
     files.write_json(earlier.folder / "opened.json", {**earlier.facts(), "time": now - age_s})
     started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - 3600))
     stub_scontrol(stubs, f"{RUNNING} StartTime={started}")
-    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts, "RECIPES_SNAPSHOT": "false", "RECIPES_LINES": "2"}
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": restarts,
+        "RECIPES_SNAPSHOT": "false",
+        "RECIPES_LINES": "2",
+    }
     if is_refused:
-        with pytest.raises(ConfigError, match=r"runs/mnist/7: holds the run of an earlier job .*: give run_dir=$"):
+        with pytest.raises(
+            ConfigError, match=r"runs/mnist/7: holds the run of an earlier job .*: give run_dir=$"
+        ):
             batch.begin("mnist", [], environ)
     else:
         assert batch.begin("mnist", [], environ) == errors.EXIT_DONE
 
 
-@pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "words", "expected"),
+    [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)],
+)
 def test_a_job_of_a_few_minutes_stops_by_the_clock(
     tmp_path: Path, stubs: Stubs, limit: str, words: Sequence[str], expected: bool
 ) -> None:
@@ -114,15 +150,24 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     stub_scontrol(stubs, f"{RUNNING} TimeLimit={limit} RunTime=00:00:01")
     lines = begin(tmp_path, *words)
     assert ("export RECIPES_BY_CLOCK=1" in lines) == expected
-    ends = [line.partition("=")[2] for line in lines if line.startswith("export SLURM_JOB_END_TIME=")]
+    ends = [
+        line.partition("=")[2] for line in lines if line.startswith("export SLURM_JOB_END_TIME=")
+    ]
     assert [60 < int(end) - time.time() <= 119 for end in ends] == [True] * expected
 
 
-def test_a_job_that_lost_its_files_is_refused(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_lost_its_files_is_refused(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its run directory is on the disk of the node of that start."""
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
     stub_scontrol(stubs)
-    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "RECIPES_SNAPSHOT": "false", "RECIPES_LINES": "2"}
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "1",
+        "RECIPES_SNAPSHOT": "false",
+        "RECIPES_LINES": "2",
+    }
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code").mkdir(parents=True)
     (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
@@ -144,12 +189,16 @@ def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
     helpers.attempt(tmp_path, step=None, hosts=())
     stub_scontrol(stubs, RUNNING.replace("RUNNING", "PENDING") + " Restarts=1")
     assert finish(tmp_path, srun_status=143) == errors.EXIT_REQUEUE
-    assert capfd.readouterr().err == "mnist: it was stopped before the run began; requeued by Slurm\n"
+    assert (
+        capfd.readouterr().err == "mnist: it was stopped before the run began; requeued by Slurm\n"
+    )
     stub_scontrol(stubs, f"{RUNNING} Restarts=1")  # Slurm has not decided
     assert finish(tmp_path, srun_status=143, SLURM_RESTART_COUNT="1") == 143
 
 
-def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_doctor_in_a_run_directory_has_its_own_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "doctor").mkdir(parents=True)
     (run_dir / "config.yaml").touch()
@@ -162,7 +211,9 @@ def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capfd: p
     assert (directory.read_status(run_dir) or {})["state"] == "failed"
 
 
-def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_preempted_run_is_requeued(
+    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
     stub_scontrol(stubs, requeue=f"grep -q requeued {preempted}/status.json")  # written before
     assert finish(preempted, "umask=027", srun_status=143) == errors.EXIT_REQUEUE
     assert (preempted / "status.json").stat().st_mode & 0o777 == 0o640
@@ -172,13 +223,20 @@ def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capfd: pytes
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
-def test_a_run_that_was_saved_after_its_time_limit_is_requeued(preempted: Path, stubs: Stubs) -> None:
-    stub_scontrol(stubs, "JobId=7 JobName=x\nJobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:01:00")
+def test_a_run_that_was_saved_after_its_time_limit_is_requeued(
+    preempted: Path, stubs: Stubs
+) -> None:
+    stub_scontrol(
+        stubs,
+        "JobId=7 JobName=x\nJobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:01:00",
+    )
     finish(preempted)
     assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
 
 
-def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_array_task_requeues_only_itself(
+    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
     stub_scontrol(stubs, f"{RUNNING} Restarts=4")
     finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
     assert stubs.calls("scontrol") == [["show", "job", "5_3"], ["requeue", "5_3"]]
@@ -190,17 +248,31 @@ def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capfd
     [
         ("JobState=COMPLETING Restarts=0", "the job was cancelled: to resume", "cancelled"),
         ("JobState=COMPLETING Restarts=1", "requeued by Slurm;", "requeued"),
-        ("Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
-         "requeued, but job 7 is held (JobHeldUser): scontrol release 7 lets it start", "held"),
-        ("JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29", "not requeued by Slurm: to resume", "not-requeued"),
-        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:00:40",
-         "the job was cancelled: to resume", "cancelled"),
+        (
+            "Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
+            "requeued, but job 7 is held (JobHeldUser): scontrol release 7 lets it start",
+            "held",
+        ),
+        (
+            "JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29",
+            "not requeued by Slurm: to resume",
+            "not-requeued",
+        ),
+        (
+            "JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:00:40",
+            "the job was cancelled: to resume",
+            "cancelled",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
-    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str], state: str, words: str,
+    preempted: Path,
+    stubs: Stubs,
+    capfd: pytest.CaptureFixture[str],
+    state: str,
+    words: str,
     next_word: str,
-) -> None:  # fmt: skip
+) -> None:
     stub_scontrol(stubs, f"JobId=7 JobName=x\n{state}")
     assert finish(preempted) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
@@ -210,8 +282,12 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
 
 @pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), "")])
 def test_max_requeues_limits_the_requeues(
-    preempted: Path, stubs: Stubs, capfd: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
-) -> None:  # fmt: skip
+    preempted: Path,
+    stubs: Stubs,
+    capfd: pytest.CaptureFixture[str],
+    words: Sequence[str],
+    restarts: str,
+) -> None:
     stub_scontrol(stubs, f"{RUNNING} Restarts={restarts or 0}")
     assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
@@ -237,7 +313,10 @@ def test_a_job_without_progress_is_not_requeued(
     directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
-    assert "not requeued, since its last start completed no step or saved no file: to resume" in capfd.readouterr().out
+    assert (
+        "not requeued, since its last start completed no step or saved no file: to resume"
+        in capfd.readouterr().out
+    )
     assert (directory.read_status(preempted) or {})["next"] == "no-progress"
     directory.write_status(preempted, "preempted", attempt=again.number, step=13)
     finish(preempted, SLURM_RESTART_COUNT="1")
@@ -251,13 +330,19 @@ def test_a_job_without_progress_is_not_requeued(
 PROGRAM = f"program={__file__}"
 
 
-def stopped_program(run_dir: Path, launch: str = "7.1", catches: Sequence[str] | None = None) -> Attempt:
-    """The last of two attempts of a program, which was stopped. catches: the signals, None if the program has ended before."""
+def stopped_program(
+    run_dir: Path, launch: str = "7.1", catches: Sequence[str] | None = None
+) -> Attempt:
+    """The last of two attempts of a program, which was stopped. catches: the signals, None if the
+    program has ended before.
+    """
     for number in range(2):
         attempt = helpers.attempt(run_dir, launch=launch, step=None)
         attempts.begin(attempt, 0, own=False, of_program=True)
         directory.write_status(run_dir, "preempted", attempt=number, step=0)
-    attempts.record(attempt, rank=0, host="a", kind=Kind.stopped, error="SIGTERM", exit_status=75, name="stop")
+    attempts.record(
+        attempt, rank=0, host="a", kind=Kind.stopped, error="SIGTERM", exit_status=75, name="stop"
+    )
     if catches is not None:
         files.write_json(attempt.folder / attempts.CATCHES, {"signals": catches})
     return attempt
@@ -272,7 +357,9 @@ def test_a_program_is_requeued_without_steps_up_to_max_requeues(
     assert "mnist: stopped; requeued (restart 2 of at most 20)" in capfd.readouterr().out
 
 
-def test_a_requeued_program_that_saves_nothing_is_not_requeued_again(tmp_path: Path, stubs: Stubs) -> None:
+def test_a_requeued_program_that_saves_nothing_is_not_requeued_again(
+    tmp_path: Path, stubs: Stubs
+) -> None:
     stub_scontrol(stubs)
     run_dir = tmp_path / "run"
     attempt = stopped_program(run_dir)
@@ -301,9 +388,14 @@ def test_a_requeued_program_that_saves_nothing_is_not_requeued_again(tmp_path: P
     ],
 )
 def test_a_program_that_catches_no_signal_and_saves_nothing_is_requeued_twice(
-    tmp_path: Path, stubs: Stubs, catches: Sequence[str] | None, words: Sequence[str], is_saved: bool, restarts: int,
+    tmp_path: Path,
+    stubs: Stubs,
+    catches: Sequence[str] | None,
+    words: Sequence[str],
+    is_saved: bool,
+    restarts: int,
     following: str,
-) -> None:  # fmt: skip
+) -> None:
     stub_scontrol(stubs, f"{RUNNING} Restarts={restarts}")
     run_dir = tmp_path / "run"
     saves.note(stopped_program(run_dir, catches=catches), "")
@@ -330,10 +422,16 @@ def test_a_program_that_catches_no_signal_and_saves_nothing_is_requeued_twice(
     ],
 )
 def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_s: float | None, left_s: float | None,
-    words: Sequence[str], expected_s: float,
-) -> None:  # fmt: skip
-    """Slurm signals up to 60 s early. A request long before the limit acts as soon as all nodes have read the note."""
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before_s: float | None,
+    left_s: float | None,
+    words: Sequence[str],
+    expected_s: float,
+) -> None:
+    """Slurm signals up to 60 s early. A request long before the limit acts as soon as all nodes
+    have read the note.
+    """
     attempt = helpers.attempt(tmp_path)
     stop_note.write(attempt, StopNote(before_s=before_s))
     monkeypatch.setattr(batch.queue, "seconds_left", lambda environ: left_s)
@@ -350,7 +448,9 @@ def test_a_signal_to_a_batch_shell_without_an_attempt_is_no_error() -> None:
     assert batch.ask_to_stop("script", "USR1", [PROGRAM], {}) == 0
 
 
-def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(tmp_path: Path, stubs: Stubs) -> None:
+def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(
+    tmp_path: Path, stubs: Stubs
+) -> None:
     """srun would end the others 60 s after the first one."""
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
     own = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK", "program=script"}
@@ -379,8 +479,15 @@ def test_the_begin_of_a_program_notes_when_it_is_stopped_and_what_is_saved(
 
 
 @pytest.mark.parametrize(
-    ("per_node", "through", "is_refused"), [("2", "node", True), ("8", "torchrun", True), ("1", "node", False), ("2", "rank", False), ("0", "node", False)]
-)  # fmt: skip
+    ("per_node", "through", "is_refused"),
+    [
+        ("2", "node", True),
+        ("8", "torchrun", True),
+        ("1", "node", False),
+        ("2", "rank", False),
+        ("0", "node", False),
+    ],
+)
 def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
     tmp_path: Path, stubs: Stubs, per_node: str, through: str, is_refused: bool
 ) -> None:
@@ -398,15 +505,27 @@ def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(source, "go_home", lambda root: None)
     before = signal.getsignal(signal.SIGTERM)
     for step, module in (("finish", batch), ("examine", batch.examination)):
-        monkeypatch.setattr(module, step, lambda *given: signal.signal(signal.SIGTERM, before) is signal.SIG_IGN)
+        monkeypatch.setattr(
+            module, step, lambda *given: signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
+        )
         assert batch.main([step, "mnist", "0"]) is True
 
 
 def test_a_failed_requeue_is_reported_in_one_line(
-    preempted: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    preempted: Path,
+    stubs: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    stub_scontrol(stubs, f"{RUNNING} Restarts=1", "printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
-    for why in ("slurm_update error: Access denied): to resume, start the run again", "scontrol is not on the PATH"):
+    stub_scontrol(
+        stubs,
+        f"{RUNNING} Restarts=1",
+        "printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1",
+    )
+    for why in (
+        "slurm_update error: Access denied): to resume, start the run again",
+        "scontrol is not on the PATH",
+    ):
         assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
         output = capfd.readouterr().out
         assert f"not requeued ({why}" in output
@@ -418,17 +537,29 @@ def test_a_failed_requeue_is_reported_in_one_line(
 
 @pytest.mark.parametrize(
     ("state", "srun_status", "expected"),
-    [("done", 0, 0), ("done", 143, 0), ("failed", 143, 143), ("running", 137, 137), ("running", 0, 1)],
+    [
+        ("done", 0, 0),
+        ("done", 143, 0),
+        ("failed", 143, 143),
+        ("running", 137, 137),
+        ("running", 0, 1),
+    ],
 )
-def test_finish_has_the_runs_status(tmp_path: Path, stubs: Stubs, state: str, srun_status: int, expected: int) -> None:
+def test_finish_has_the_runs_status(
+    tmp_path: Path, stubs: Stubs, state: str, srun_status: int, expected: int
+) -> None:
     stub_scontrol(stubs)
-    directory.write_status(tmp_path, state, attempt=helpers.attempt(tmp_path, launch="7.0").number, step=1)
+    directory.write_status(
+        tmp_path, state, attempt=helpers.attempt(tmp_path, launch="7.0").number, step=1
+    )
     assert finish(tmp_path, srun_status=srun_status) == expected
     assert stubs.calls("scontrol") == []
     assert directory.read_status(tmp_path)["state"] != "running"
 
 
-def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_finish_of_a_refused_run_keeps_the_status(
+    preempted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = (preempted / "status.json").read_bytes()
     refused = helpers.attempt(preempted, step=None)
     attempts.refuse({attempts.VARIABLE: str(refused.folder)}, 2, "host: no data in /d")
@@ -437,7 +568,9 @@ def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capfd: pytest
     assert (preempted / "status.json").read_bytes() == before
 
 
-def test_a_config_file_that_became_invalid_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_config_file_that_became_invalid_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "keys.yaml").write_text("epoch: 3\n")
     assert finish(tmp_path, f"config={tmp_path}/keys.yaml", srun_status=75) == 75
     assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == errors.EXIT_CONFIG
@@ -446,7 +579,9 @@ def test_a_config_file_that_became_invalid_is_one_line(tmp_path: Path, capfd: py
     assert "is not requeued" in second
 
 
-def test_a_run_that_never_began_ends_with_sruns_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_never_began_ends_with_sruns_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
     (tmp_path / "logs").mkdir()
     assert finish(tmp_path, srun_status=137) == 137
@@ -455,12 +590,24 @@ def test_a_run_that_never_began_ends_with_sruns_status(tmp_path: Path, capfd: py
 
 
 @pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1)])
-def test_a_log_on_a_full_disk_does_not_change_the_exit_status(tmp_path: Path, state: str, status: int) -> None:
+def test_a_log_on_a_full_disk_does_not_change_the_exit_status(
+    tmp_path: Path, state: str, status: int
+) -> None:
     attempt = helpers.attempt(tmp_path, launch="7.0")
     helpers.attempt(tmp_path, launch="7.0")  # by a second step of the script
     directory.write_status(tmp_path, state, attempt=1, step=9)
-    environ = helpers.clean_environment(SLURM_JOB_ID="7", **{attempts.VARIABLE: str(attempt.folder)})
-    command = [sys.executable, "-m", "recipes.core.launch.batch", "finish", "mnist", str(status), f"run_dir={tmp_path}"]
+    environ = helpers.clean_environment(
+        SLURM_JOB_ID="7", **{attempts.VARIABLE: str(attempt.folder)}
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.core.launch.batch",
+        "finish",
+        "mnist",
+        str(status),
+        f"run_dir={tmp_path}",
+    ]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=helpers.ROOT, env=environ, stdout=full, stderr=full)
     assert done.returncode == status

@@ -12,21 +12,53 @@ from recipes.core.run.dryrun import Request
 
 
 def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH", "PYTHONSAFEPATH"):
+    for name in (
+        "RANK",
+        "SLURM_JOB_ID",
+        "PMI_RANK",
+        "MASTER_ADDR",
+        "RECIPES_BATCH",
+        "PYTHONSAFEPATH",
+    ):
         monkeypatch.setenv(name, "5")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("RECIPES_DATA", "/d")
-    words = ["recipe=imagenet", "cluster=example", "stage_dir=$TMPDIR/x", "backend=nccl", "resume=c.pt"]
+    words = [
+        "recipe=imagenet",
+        "cluster=example",
+        "stage_dir=$TMPDIR/x",
+        "backend=nccl",
+        "resume=c.pt",
+    ]
     settings = command_line.parse([*words, "sweep.lr=0.5,0.1"], environ={})
     environ = checks.environment(settings, Request("/f", 16))
-    assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH", "PYTHONSAFEPATH"} & set(environ)
+    assert not {
+        "RANK",
+        "SLURM_JOB_ID",
+        "PMI_RANK",
+        "MASTER_ADDR",
+        "RECIPES_BATCH",
+        "PYTHONSAFEPATH",
+    } & set(environ)
     asked = dryrun.asked(environ)
-    assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == ("/d", "example", Request("/f", 16))
-    changed = [environ[name] for name in ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")]
+    assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
+        "/d",
+        "example",
+        Request("/f", 16),
+    )
+    changed = [
+        environ[name]
+        for name in ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    ]
     assert changed == ["", "lo", "lo"]
     assert checks.arguments(settings, Path("/t/run"), Path("/base")) == {
-        "lr": "0.5", "stage_dir": "", "backend": "auto", "resume": "/base/c.pt", "device": "cpu", "run_dir": "/t/run",
-    }  # fmt: skip
+        "lr": "0.5",
+        "stage_dir": "",
+        "backend": "auto",
+        "resume": "/base/c.pt",
+        "device": "cpu",
+        "run_dir": "/t/run",
+    }
 
 
 @pytest.mark.parametrize(
@@ -41,7 +73,9 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         (True, 1.9, "the training needs 2000.0 MB .*: divide it over more ranks"),
     ],
 )
-def test_a_model_that_does_not_fit_on_a_gpu_is_refused(is_divided: bool, gb: float, expected: str) -> None:
+def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
+    is_divided: bool, gb: float, expected: str
+) -> None:
     found = dryrun.Found(parameters=10**8, rank_bytes=16 * 10**8)
     try:
         line = checks.memory(found, is_divided, gb)

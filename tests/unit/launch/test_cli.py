@@ -18,7 +18,10 @@ from tests.unit.launch.stand_ins import Stubs
 
 
 def test_a_submission_takes_a_snapshot_and_prints_its_paths(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    stubs: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/toy.py").write_text("as submitted")
@@ -30,7 +33,8 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     stubs.add("scontrol", "[ $SLURM_CLUSTERS = far ] && echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
-    monkeypatch.setenv("SLURM_CLUSTERS", "x")  # so that what launch.py sets is undone at the end of the test
+    # so that what launch.py sets is undone at the end of the test
+    monkeypatch.setenv("SLURM_CLUSTERS", "x")
     monkeypatch.delenv("SLURM_CLUSTERS")
     words = ["recipe=mnist", "data_dir=d", "epochs=1", "umask=027"]
     assert launch.main(words) == 0
@@ -38,7 +42,11 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert (tmp_path / "runs/mnist/7/job.yaml").stat().st_mode & 0o777 == 0o640
     output = capsys.readouterr().out.splitlines()
     log = f"{tmp_path}/runs/submitit/7_0_log.out"
-    assert output == ["job 7: submitted", f"run directory: {tmp_path}/runs/mnist/7", f"log: tail -F {log}"]
+    assert output == [
+        "job 7: submitted",
+        f"run directory: {tmp_path}/runs/mnist/7",
+        f"log: tail -F {log}",
+    ]
     [copy] = (tmp_path / "runs/code").iterdir()
     assert (copy / "recipes/toy.py").read_text() == "as submitted"
     arguments = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["arguments"]
@@ -62,37 +70,58 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
 
 
 def test_a_job_whose_data_is_missing_is_not_submitted(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    stubs: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     stubs.add("sbatch", "echo Submitted batch job 7")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     for folder in ("empty", "runs"):
         (tmp_path / folder).mkdir()
-    empty, elsewhere = f"{tmp_path}/empty", f"{tmp_path}/elsewhere"
+    empty = f"{tmp_path}/empty"
+    elsewhere = f"{tmp_path}/elsewhere"
     for data, words, named in (
         ("", ["recipe=mnist"], f"data_dir='{tmp_path}/data' lacks train-images-idx3-ubyte, "),
         (empty, ["recipe=cifar"], f"data_dir='{empty}' lacks train-images-idx4-ubyte, "),
-        ("", ["recipe=imagenet", f"data_dir={empty}"], f"data_dir='{empty}' has neither train/<class>/*.JPEG"),
+        (
+            "",
+            ["recipe=imagenet", f"data_dir={empty}"],
+            f"data_dir='{empty}' has neither train/<class>/*.JPEG",
+        ),
     ):
         monkeypatch.setenv("RECIPES_DATA", data)
         assert launch.main(words) == errors.EXIT_CONFIG
         assert capsys.readouterr().err.startswith(f"launch.py: {named}")
     assert stubs.calls("sbatch") == []
-    for data, words, named in (("", [f"data_dir={elsewhere}"], "data_dir"), (elsewhere, [], "RECIPES_DATA")):
+    for data, words, named in (
+        ("", [f"data_dir={elsewhere}"], "data_dir"),
+        (elsewhere, [], "RECIPES_DATA"),
+    ):
         monkeypatch.setenv("RECIPES_DATA", data)
         assert launch.main(["recipe=imagenet", "snapshot=false", *words]) == 0
-        assert f"launch.py: {named}={elsewhere} does not exist on this machine" in capsys.readouterr().err
+        assert (
+            f"launch.py: {named}={elsewhere} does not exist on this machine"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(
     ("failing", "error", "status"),
     [
-        ("", None, 0), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
-        ("disk_space", MachineError("x"), 3), ("expected_start", MachineError("x"), 3),
+        ("", None, 0),
+        ("start", errors.InputError("x"), 2),
+        ("start", errors.RunError("x"), 1),
+        ("disk_space", MachineError("x"), 3),
+        ("expected_start", MachineError("x"), 3),
     ],
-)  # fmt: skip
+)
 def test_check_returns_the_status_of_the_failed_part(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str, error: Exception, status: int
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failing: str,
+    error: Exception,
+    status: int,
 ) -> None:
     for name in ("start", "disk_space", "expected_start"):
 
@@ -120,7 +149,10 @@ def test_check_of_a_sweep_checks_its_first_run(
     assert launch.main(["check", "launcher=print", *words]) == 0
     assert checked == [tmp_path / "s/0"] * 2
     output = capsys.readouterr().out.splitlines()
-    assert output[:2] == ["keys:   ok: mnist, 10 ranks", "sweep:  the first of 2 runs is checked: lr=0.5"]
+    assert output[:2] == [
+        "keys:   ok: mnist, 10 ranks",
+        "sweep:  the first of 2 runs is checked: lr=0.5",
+    ]
     assert launch.main(["check", "launcher=print", "container=docker://x", *words]) == 0
     assert len(checked) == 3  # the recipe was not tried
     assert launch.main(["check", *words]) == 3
@@ -153,14 +185,21 @@ def test_local_reports_keys_without_effect(
     words = ["recipe=mnist", "launcher=local", "device=cpu", f"run_dir={tmp_path}/r"]
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
-    assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true", "container=docker://x"]) == 0
+    assert (
+        launch.main([*words, "partition=gpu", "epochs=1", "doctor=true", "container=docker://x"])
+        == 0
+    )
     line = "launch.py: launcher=local does not use partition=, doctor=, container=docker://x\n"
     assert capsys.readouterr().err == line
 
 
 def test_the_second_machine_creates_no_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        local, "run", lambda command, layout, run_dir, *_: run_dir is None and "run_dir=" not in " ".join(command)
+        local,
+        "run",
+        lambda command, layout, run_dir, *_: (
+            run_dir is None and "run_dir=" not in " ".join(command)
+        ),
     )
     words = ("launcher=local", "gpus=2,1", "master=h:29400", "node_rank=1", "device=cpu")
     assert launch.main(["recipe=mnist", *words]) is True
@@ -168,15 +207,22 @@ def test_the_second_machine_creates_no_run_directory(monkeypatch: pytest.MonkeyP
 
 def test_each_machine_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("launcher=local", "gpus=2,1", "master=[fd00::1]:29400")
-    found = cli.local_layout(command_line.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
+    found = cli.local_layout(
+        command_line.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={})
+    )
     assert found == local.Layout((2, 1), 1, "fd00::1", 29400)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert cli.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
+    assert (
+        cli.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={}))
+        == found
+    )
     with pytest.raises(MachineError, match="2 ranks need one GPU each, and 1 are visible"):
         cli.local_layout(command_line.parse(["recipe=mnist", *words], environ={}))
 
 
-def test_json_has_the_results_and_nothing_else_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_results_and_nothing_else_is_on_stdout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["recipe=toy", "launcher=print", "--json"], sys.executable) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["script"].splitlines()[0], told["exit_status"]) == ("#!/bin/bash", 0)

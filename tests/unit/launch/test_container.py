@@ -1,4 +1,6 @@
-"""Ranks in a container: the runtime, the folders and the variables. tests/slurm starts real containers."""
+"""Ranks in a container: the runtime, the folders and the variables. tests/slurm starts real
+containers.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,29 @@ from tests.helpers import ROOT
 @pytest.mark.parametrize(
     ("image", "runtime", "expected"),
     [
-        ("docker://x/y:1", "auto", "apptainer"), ("registry#x/y:1", "auto", "pyxis"), ("docker://x", "pyxis", "pyxis"),
-        ("registry#x/y:1", "singularity", "singularity"), ("docker://x.sqsh", "", "pyxis"),
+        ("docker://x/y:1", "auto", "apptainer"),
+        ("registry#x/y:1", "auto", "pyxis"),
+        ("docker://x", "pyxis", "pyxis"),
+        ("registry#x/y:1", "singularity", "singularity"),
+        ("docker://x.sqsh", "", "pyxis"),
     ],
-)  # fmt: skip
+)
 def test_the_image_determines_the_runtime(image: str, runtime: str, expected: str) -> None:
     variables = {"": image, "_RUNTIME": runtime, "_MOUNTS": "~/a,/b:/c"}
     environ = {f"RECIPES_CONTAINER{name}": value for name, value in variables.items()}
     settings = command_line.parse([], recipe="toy", environ=environ)
     found = container.of_job(settings, {}, environ)
-    assert (found.image, found.runtime, found.mounts[-2:]) == (image, expected, (f"{Path.home()}/a", "/b:/c"))
+    assert (found.image, found.runtime, found.mounts[-2:]) == (
+        image,
+        expected,
+        (f"{Path.home()}/a", "/b:/c"),
+    )
     assert container.of_job(settings, {}, {**environ, "RECIPES_CONTAINER": ""}) is None
 
 
-def test_an_image_file_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_file_becomes_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "x.sif").touch()
     assert container.absolute_image("x.sif", tmp_path) == f"{tmp_path}/x.sif"
     assert container.absolute_image("docker://x", tmp_path) == "docker://x"
@@ -38,7 +49,9 @@ def test_an_image_file_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pyt
     assert container.absolute_image("~/x.sif", Path("/")) == f"{tmp_path}/x.sif"
 
 
-def test_only_existing_folders_are_bound_and_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_existing_folders_are_bound_and_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RECIPES_DATA", "TORCH_HOME"):
         monkeypatch.setenv(name, f"{tmp_path}/{name}")
     names = ["RECIPES_DATA", "TORCH_HOME", "data", "disk", "old", "other", "repository"]
@@ -47,20 +60,33 @@ def test_only_existing_folders_are_bound_and_each_once(tmp_path: Path, monkeypat
     (tmp_path / "repository/runs").symlink_to(tmp_path / "disk")
     (tmp_path / "other/file.env").write_text("")
     words = {
-        "data_dir": f"{tmp_path}/data", "run_dir": f"{tmp_path}/repository/runs/new/1", "network": f"{tmp_path}/other/file.env",
-        "stage_dir": "$TMPDIR", "resume": f"{tmp_path}/old/c.pt", "lr": f"{tmp_path}/lr",
-    }  # fmt: skip
+        "data_dir": f"{tmp_path}/data",
+        "run_dir": f"{tmp_path}/repository/runs/new/1",
+        "network": f"{tmp_path}/other/file.env",
+        "stage_dir": "$TMPDIR",
+        "resume": f"{tmp_path}/old/c.pt",
+        "lr": f"{tmp_path}/lr",
+    }
     settings = command_line.parse([], recipe="imagenet", environ={})
     found = container.folders_of_run(settings, words, tmp_path / "repository")
     assert found == [str(tmp_path / name) for name in names]
 
 
-def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_starts_ranks_in_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RECIPES_DATA", raising=False)  # it would also be bound
     (tmp_path / "x.sqsh").touch()
-    for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
+    for image, option in (
+        (f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"),
+        ("docker://x", ""),
+    ):
         with open(tmp_path / "lines", "w") as out:
-            environ = {"RECIPES_CONTAINER": image, "RECIPES_CONTAINER_MOUNTS": "/m", "RECIPES_LINES": str(out.fileno())}
+            environ = {
+                "RECIPES_CONTAINER": image,
+                "RECIPES_CONTAINER_MOUNTS": "/m",
+                "RECIPES_LINES": str(out.fileno()),
+            }
             assert batch.begin("toy", ["network=ethernet", "device=cpu"], environ) == 0
         output = (tmp_path / "lines").read_text()
         assert "export NCCL_IB_DISABLE=1" in output
@@ -73,49 +99,107 @@ def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
 def test_variables_of_the_host_take_precedence_over_the_image(runtime: str) -> None:
-    """A value of the user, even an empty one, replaces that of the env file. A value for the inside only replaces both."""
+    """A value of the user, even an empty one, replaces that of the env file. A value for the inside
+    only replaces both.
+    """
     prefix = f"{runtime.upper()}ENV_"
     variables = {"NCCL_A": "file", "NCCL_B": "file", "OMP_X": 'a "b" $c'}
     lines = container.exports(container.Container("x.sif", runtime, variables=variables))
     shell = "; ".join(["stop() { :; }", *lines, "env"])
-    environ = {"NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "HOME": "/h", "PATH": "/usr/bin:/bin"}
+    environ = {
+        "NCCL_B": "mine",
+        "NCCL_C": "mine",
+        "UCX_D": "",
+        "HOME": "/h",
+        "PATH": "/usr/bin:/bin",
+    }
     environ |= {f"{prefix}NCCL_E": "inside", "NCCL_E": "outside"}
-    output = subprocess.run(["bash", "-c", shell], env=environ, capture_output=True, text=True, check=True).stdout
-    assert f"{runtime.upper()}_NO_EVAL=1" in output.splitlines()  # the shell inside does not expand values
-    inside = dict(line.removeprefix(prefix).split("=", 1) for line in output.splitlines() if line.startswith(prefix))
+    output = subprocess.run(
+        ["bash", "-c", shell], env=environ, capture_output=True, text=True, check=True
+    ).stdout
+    # the shell inside does not expand values
+    assert f"{runtime.upper()}_NO_EVAL=1" in output.splitlines()
+    inside = dict(
+        line.removeprefix(prefix).split("=", 1)
+        for line in output.splitlines()
+        if line.startswith(prefix)
+    )
     assert inside == {
-        "NCCL_A": "file", "NCCL_B": "mine", "NCCL_C": "mine", "NCCL_E": "inside", "UCX_D": "", "OMP_X": 'a "b" $c',
+        "NCCL_A": "file",
+        "NCCL_B": "mine",
+        "NCCL_C": "mine",
+        "NCCL_E": "inside",
+        "UCX_D": "",
+        "OMP_X": 'a "b" $c',
         "PYTHONNOUSERSITE": "1",
-    }  # fmt: skip
+    }
 
 
 def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command has the folders of the run, the mounts, the folder of the code, and the network variables."""
+    """The command has the folders of the run, the mounts, the folder of the code, and the network
+    variables.
+    """
     starts = ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]
     environ = {f"{start}_X": "1" for start in starts} | {"PATH": "/bin"}
-    of_run, given = ("/c:/c", "/d:/d"), (Path("/c"), environ)
-    for device, option in (("/dev/null", "--rocm"), ("/dev/nosuch", "--nv")):  # the driver of AMD, or NVIDIA's
+    of_run = ("/c:/c", "/d:/d")
+    given = (Path("/c"), environ)
+    # the driver of AMD, or NVIDIA's
+    for device, option in (
+        ("/dev/null", "--rocm"),
+        ("/dev/nosuch", "--nv"),
+    ):
         monkeypatch.setattr(container, "AMD", device)
         assert option in container.step(container.Container("x.sif", "apptainer"), *given)[1]
-    options, inside = container.step(container.Container("x.sif", "singularity", (*of_run, "/m:/i"), False), *given)
+    options, inside = container.step(
+        container.Container("x.sif", "singularity", (*of_run, "/m:/i"), False), *given
+    )
     assert options == []
     binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
-    clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH"]  # set for the Python outside
-    assert inside == [*clean, "sh", "-c", container.EXEC, "singularity", *binds, "--pwd", "/c", "x.sif", "python3"]
+    # set for the Python outside
+    clean = [
+        "env",
+        "-u",
+        "PYTHONPATH",
+        "-u",
+        "PYTHONHOME",
+        "-u",
+        "PYTHONSAFEPATH",
+    ]
+    assert inside == [
+        *clean,
+        "sh",
+        "-c",
+        container.EXEC,
+        "singularity",
+        *binds,
+        "--pwd",
+        "/c",
+        "x.sif",
+        "python3",
+    ]
     pyxis = container.Container("x.sqsh", "pyxis", (*of_run, "/m:/i", "/n"), False, {"OMP_X": "1"})
     options, inside = container.step(pyxis, *given)
     names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
     assert options == [
-        "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
-    ]  # fmt: skip
+        "--container-image=x.sqsh",
+        "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n",
+        "--container-workdir=/c",
+        f"--container-env={names}",
+    ]
     assert inside == [*clean, "python3"]
 
 
 def test_the_tmpdir_of_a_node_is_mounted_if_it_exists(tmp_path: Path) -> None:
     inside = container.step(container.Container("x.sif", "echo", (), False), Path("/c"), {})[1]
-    for folder, mounted in ((f"{tmp_path}", f"--bind {tmp_path} "), (f"{tmp_path}/nosuch", ""), ("", "")):
+    for folder, mounted in (
+        (f"{tmp_path}", f"--bind {tmp_path} "),
+        (f"{tmp_path}/nosuch", ""),
+        ("", ""),
+    ):
         environ = {"PATH": "/usr/bin:/bin", "TMPDIR": folder}
-        output = subprocess.run(inside, env=environ, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            inside, env=environ, capture_output=True, text=True, check=True
+        ).stdout
         assert output == f"exec {mounted}--pwd /c x.sif python3\n"
 
 
@@ -132,13 +216,19 @@ def test_precedence_of_the_container_keys(site: Path) -> None:
         if not words:  # a batch script has no typed keys
             in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "here"})
             found = container.of_job(in_script, {}, environ)
-            assert (found.image, found.runtime, found.mounts[-1]) == (image, "apptainer", "/scratch")
+            assert (found.image, found.runtime, found.mounts[-1]) == (
+                image,
+                "apptainer",
+                "/scratch",
+            )
 
 
 def test_a_missing_container_runtime_is_reported(tmp_path: Path) -> None:
     lines = container.exports(container.Container("x.sif", "apptainer"))
     shell = "; ".join(['stop() { echo "$1"; exit "$2"; }', "hostname() { echo node1; }", *lines])
-    ran = subprocess.run(["/bin/bash", "-c", shell], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    ran = subprocess.run(
+        ["/bin/bash", "-c", shell], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert (ran.returncode, "container=: node1 has no apptainer" in ran.stdout) == (3, True), ran
 
 
@@ -147,7 +237,9 @@ def test_the_images_install_all_dependencies(name: str) -> None:
     text = (ROOT / "env" / name).read_text()
     [line] = re.findall(r"pip install .*", text)
     project = (ROOT / "pyproject.toml").read_text()
-    blocks = re.findall(r"^(?:dependencies|digits|fast) = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^(?:dependencies|digits|fast) = \[(.*?)\]", project, re.MULTILINE | re.DOTALL
+    )
     wanted = {found for block in blocks for found in re.findall(r'"([a-z-]+)[<>=]', block)}
     assert len(wanted) == 8
     assert wanted == set(line.split("tested-versions.txt ")[1].split())
@@ -155,12 +247,19 @@ def test_the_images_install_all_dependencies(name: str) -> None:
 
 
 @pytest.mark.parametrize("gpus", [True, False])
-def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(monkeypatch: pytest.MonkeyPatch, gpus: bool) -> None:
-    monkeypatch.setattr(container.profiles, "env_variables", lambda *given: {"NVIDIA_VISIBLE_DEVICES": "0"})
+def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: bool
+) -> None:
+    monkeypatch.setattr(
+        container.profiles, "env_variables", lambda *given: {"NVIDIA_VISIBLE_DEVICES": "0"}
+    )
     settings = command_line.parse([] if gpus else ["device=cpu"], recipe="toy", environ={})
     pyxis = container.of_job(settings, {}, {"RECIPES_CONTAINER": "registry#x"})
     [*_, names] = container.step(pyxis, Path("/c"), {})[0]
     lines = container.exports(pyxis)
     assert lines[0].endswith("export NVIDIA_DRIVER_CAPABILITIES=compute,utility") is gpus
     assert lines[-1].endswith("export NVIDIA_VISIBLE_DEVICES=0")  # of an env file
-    assert names == "--container-env=" + "NVIDIA_DRIVER_CAPABILITIES," * gpus + "NVIDIA_VISIBLE_DEVICES"
+    assert (
+        names
+        == "--container-env=" + "NVIDIA_DRIVER_CAPABILITIES," * gpus + "NVIDIA_VISIBLE_DEVICES"
+    )

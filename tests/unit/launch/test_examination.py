@@ -54,17 +54,24 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
     stubs.add("srun", doctor_finds("n2", "n3"))
     stubs.add("sbatch", "cat > $NOTES/asked; env > $NOTES/sbatch.env")
     environ = {
-        **os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "5",
+        **os.environ,
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "5",
         "SLURM_NTASKS": "4",
-    }  # fmt: skip
+    }
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "job.sh").write_text("#SBATCH --nodes=2\n#SBATCH --dependency=afterok:3\n#SBATCH --requeue\n")
+    (run_dir / "job.sh").write_text(
+        "#SBATCH --nodes=2\n#SBATCH --dependency=afterok:3\n#SBATCH --requeue\n"
+    )
     words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
     return ScriptJob(run_dir, words, environ)
 
 
-def test_a_requeue_leaves_out_bad_nodes(script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_requeue_leaves_out_bad_nodes(
+    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
     """First Slurm is asked whether the job could run without them."""
     (stubs.folder / "runs").mkdir()
     refused = {attempts.VARIABLE: str(helpers.attempt(script_job.run_dir, step=None).folder)}
@@ -73,7 +80,14 @@ def test_a_requeue_leaves_out_bad_nodes(script_job: ScriptJob, stubs: Stubs, cap
     assert line in capfd.readouterr().err
     assert line in helpers.failure(script_job.run_dir, 0)["error"]
     assert set(bad_nodes.known(stubs.folder, "c")) == {"n2", "n3"}
-    options = ["--qos=high", "--constraint=a100", "--time=00:07:00", "--nodes=2", "--partition=gpu", "--reservation=r1"]
+    options = [
+        "--qos=high",
+        "--constraint=a100",
+        "--time=00:07:00",
+        "--nodes=2",
+        "--partition=gpu",
+        "--reservation=r1",
+    ]
     assert stubs.calls("sbatch") == [["--test-only", *options, "--exclude=n1,n2,n3"]]
     assert (stubs.folder / "asked").read_text() == "#SBATCH --nodes=2\n#SBATCH --requeue\n"
     assert "SLURM_NTASKS" not in (stubs.folder / "sbatch.env").read_text()
@@ -95,7 +109,9 @@ def test_max_resubmits_limits_the_requeues(
     assert len(stubs.calls("sbatch")) == 2
 
 
-def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(script_job: ScriptJob, stubs: Stubs) -> None:
+def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(
+    script_job: ScriptJob, stubs: Stubs
+) -> None:
     (script_job.run_dir / "job.sh").write_text("#SBATCH --nodes=1-4\n")
     script_job.examine()
     [call] = stubs.calls("sbatch")
@@ -117,11 +133,25 @@ def test_a_refused_requeue_is_reported_in_one_line(
     assert not [call for call in stubs.calls("scontrol") if call[0] == "update"]
 
 
-def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(script_job: ScriptJob, stubs: Stubs) -> None:
+def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
+    script_job: ScriptJob, stubs: Stubs
+) -> None:
     script_job.examine()
     [call] = stubs.calls("srun")
-    assert call[-4:] == [f"run_dir={script_job.run_dir}/doctor", "device=cpu", "network=ethernet", "data_dir=/d"]
-    size = {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=5", "--mem=0", "--gpus=4"}
+    assert call[-4:] == [
+        f"run_dir={script_job.run_dir}/doctor",
+        "device=cpu",
+        "network=ethernet",
+        "data_dir=/d",
+    ]
+    size = {
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=5",
+        "--mem=0",
+        "--gpus=4",
+    }
     assert {*size, "--export=ALL", "--wait=60", "recipes.doctor"} <= set(call)
     script_job.examine(RECIPES_CONTAINER="docker://x")
     call = stubs.calls("srun")[-1]
@@ -129,7 +159,9 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(script_job: ScriptJob,
     assert "--nv" not in call
 
 
-def test_no_training_without_a_verdict(script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_training_without_a_verdict(
+    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A verdict of an earlier job does not count."""
     (script_job.run_dir / "doctor/reports").mkdir(parents=True)
     (script_job.run_dir / "doctor/doctor.json").write_text('{"healthy": true}')
@@ -146,14 +178,24 @@ def test_no_training_without_a_verdict(script_job: ScriptJob, stubs: Stubs, capf
 
 def test_bad_nodes_are_known_for_a_day_in_their_cluster(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    ago = {"n1": time.time() - 25 * 3600, "n2": time.time() - 23 * 3600, "n3": "today", "n4": time.time() + 3600}
+    ago = {
+        "n1": time.time() - 25 * 3600,
+        "n2": time.time() - 23 * 3600,
+        "n3": "today",
+        "n4": time.time() + 3600,
+    }
     (tmp_path / "runs/bad-nodes.json").write_text(json.dumps({"a": ago, "b": 3}))
     bad_nodes.remember(tmp_path, "b", ["n9"])
-    assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == ({"n2"}, {"n9"})
+    assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == (
+        {"n2"},
+        {"n9"},
+    )
     assert bad_nodes.known(tmp_path, "c") == {}
 
 
-def test_jobs_avoid_bad_nodes_until_forgotten(tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_avoid_bad_nodes_until_forgotten(
+    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("scontrol", "echo ClusterName = a")
     stubs.add("sinfo", "echo n1; echo n2; echo n3")
@@ -165,4 +207,7 @@ def test_jobs_avoid_bad_nodes_until_forgotten(tmp_path: Path, stubs: Stubs, caps
         assert (found, "n2 (" in capsys.readouterr().out) == (excluded, but != "all")
     for node, left in (("n1", {"gone", "n2"}), ("all", set())):
         bad_nodes.forget(tmp_path, node)
-        assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == (left, {"n3"})
+        assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == (
+            left,
+            {"n3"},
+        )

@@ -22,17 +22,33 @@ from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe, execut
 
 def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
     word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
-    status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, bench.run_dir, SLURM_CPUS_PER_TASK="5")
+    status, stderr = bench.run(
+        "sbatch/imagenet_2x8.sh", word, bench.run_dir, SLURM_CPUS_PER_TASK="5"
+    )
     assert "before the run began" in stderr  # nothing ran: srun is a stub
     assert status == errors.EXIT_CRASH
     assert bench.srun == [
-        "--cpus-per-task=5", *jobs.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, bench.run_dir,
-    ]  # fmt: skip
+        "--cpus-per-task=5",
+        *jobs.SRUN_OPTIONS,
+        f"{bench.folder}/bin/python",
+        "-u",
+        "-m",
+        "recipes.imagenet",
+        word,
+        bench.run_dir,
+    ]
     assert not {"canary", "d", "x"} & bench.files
 
 
 def test_the_arguments_of_a_program_are_no_keys_of_the_job(bench: Bench) -> None:
-    bench.run("sbatch/script_2x8.sh", f"script={__file__}", bench.run_dir, "--", "cluster=mine", "$(touch canary)")
+    bench.run(
+        "sbatch/script_2x8.sh",
+        f"script={__file__}",
+        bench.run_dir,
+        "--",
+        "cluster=mine",
+        "$(touch canary)",
+    )
     keys = [bench.run_dir, f"program={__file__}", "args=cluster=mine '$(touch canary)'"]
     assert bench.srun[-4:] == [f"workdir={bench.root}", *keys]
     assert (bench.folder / "cluster").read_text() == "none\n"
@@ -43,7 +59,8 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
     run_dir = bench.folder / "run"
     run_dir.mkdir()
     for number, (state, expected) in enumerate((("done", 0), ("failed", 143), ("running", 143))):
-        directory.write_status(run_dir, state, attempt=number, step=3)  # by the attempt that `begin` opens
+        # by the attempt that `begin` opens
+        directory.write_status(run_dir, state, attempt=number, step=3)
         # A signal to all processes of the job, including the batch shell, ends only the step.
         ends = {"STEP_ENDS": "143", "SIGNALS": "TERM USR1 USR2"}
         status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", **ends)
@@ -56,11 +73,19 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
 
 
 def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path: Path) -> None:
-    executable(tmp_path / "srun", "#!/bin/bash\ntrap 'exit 75' USR1\necho ready\nwhile :; do sleep 0.05; done\n")
+    executable(
+        tmp_path / "srun",
+        "#!/bin/bash\ntrap 'exit 75' USR1\necho ready\nwhile :; do sleep 0.05; done\n",
+    )
     script = ". sbatch/job.sh; srun; echo status $?"
     environ = helpers.clean_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(
-        ["bash", "-c", script], cwd=helpers.ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ["bash", "-c", script],
+        cwd=helpers.ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as shell:
         try:
             assert shell.stdout.readline() == "ready\n"
@@ -74,11 +99,16 @@ def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path:
 
 
 @pytest.mark.parametrize("moment", ["begin", "srun"])
-def test_a_signal_that_only_the_batch_shell_receives_leaves_a_stop_note(bench: Bench, moment: str) -> None:
+def test_a_signal_that_only_the_batch_shell_receives_leaves_a_stop_note(
+    bench: Bench, moment: str
+) -> None:
     """In a job of a few minutes, Slurm sends it while the job begins."""
     python = shlex.quote(sys.executable)
     signals = 'kill -USR2 "$SHELL_PID"'
-    bench.stub("python", f'case "{moment} $*" in begin*"batch begin"*) {signals} ;; esac; exec {python} "$@"')
+    bench.stub(
+        "python",
+        f'case "{moment} $*" in begin*"batch begin"*) {signals} ;; esac; exec {python} "$@"',
+    )
     bench.stub("srun", f'trap : USR1; [ {moment} = begin ] || {signals}; touch "$NOTES/not_killed"')
     (bench.folder / "job.sh").write_text("export SHELL_PID=$$\n. sbatch/script_2x8.sh")
     _, stderr = bench.run(bench.folder / "job.sh", f"script={__file__}", bench.run_dir)
@@ -88,13 +118,16 @@ def test_a_signal_that_only_the_batch_shell_receives_leaves_a_stop_note(bench: B
 
 
 @pytest.mark.parametrize(
-    "options", ["errexit", "nounset", "noglob:noclobber", "posix", "errexit:nounset:noglob:noclobber:posix"]
+    "options",
+    ["errexit", "nounset", "noglob:noclobber", "posix", "errexit:nounset:noglob:noclobber:posix"],
 )
 def test_a_users_options_of_the_shell_have_no_effect(bench: Bench, options: str) -> None:
     bench.stub("srun", 'echo "${SHELLOPTS-}" > "$NOTES/options"; exit 75')
     _, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir, SHELLOPTS=options)
     assert "before the run began" in stderr  # `finish` has run
-    assert not set(options.split(":")) & set((bench.folder / "options").read_text().strip().split(":"))
+    assert not set(options.split(":")) & set(
+        (bench.folder / "options").read_text().strip().split(":")
+    )
 
 
 def test_python_uses_utf8_in_every_locale() -> None:
@@ -110,8 +143,14 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
     of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "PYTHONSAFEPATH": "1"}
     of_profile |= {f"SLURM_STD{name}MODE": "/tmp/x" for name in ("IN", "OUT", "ERR")}
-    of_step = {f"SLURM_{name}": "1" for name in ["GRES", "STEP_GRES", "CPUS_PER_GPU", "NO_KILL", "EXCLUSIVE", "EXACT"]}
-    of_step |= {f"SLURM_{name}": "/x" for name in ["HOSTFILE", "PROLOG", "EPILOG", "TASK_PROLOG", "TASK_EPILOG"]}
+    of_step = {
+        f"SLURM_{name}": "1"
+        for name in ["GRES", "STEP_GRES", "CPUS_PER_GPU", "NO_KILL", "EXCLUSIVE", "EXACT"]
+    }
+    of_step |= {
+        f"SLURM_{name}": "/x"
+        for name in ["HOSTFILE", "PROLOG", "EPILOG", "TASK_PROLOG", "TASK_EPILOG"]
+    }
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, **cpus, **gpus, **of_profile, **of_step)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
@@ -122,7 +161,9 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     assert "SLURM_DISTRIBUTION=cyclic" in (bench.folder / "env").read_text()
 
 
-TWO = "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4"
+TWO = (
+    "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4"
+)
 WINDOWS = "partition: gpu\r\nmodules:\r\n  - gcc/12\r\n  - cuda/12.4 \r\n"
 PROFILES = {
     TWO: ["gcc/12", "cuda/12.4"],
@@ -132,7 +173,9 @@ PROFILES = {
 
 
 @pytest.mark.parametrize("text", PROFILES)
-def test_the_profiles_modules_are_loaded(bench: Bench, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profiles_modules_are_loaded(
+    bench: Bench, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clusters = bench.root / "env" / "clusters"
     (clusters / "here.yaml").write_text(text)
     (clusters / "here.env").write_text("T_X=1\n")
@@ -161,7 +204,9 @@ def make_python(path: Path) -> str:
 def test_the_profiles_environment_is_used_if_none_is_active(bench: Bench) -> None:
     folders = (bench.folder / "envs/torch", bench.folder / "active", bench.root / ".venv")
     of_profile, active, venv = (make_python(folder / "bin/python") for folder in folders)
-    (bench.root / "env/clusters/here.yaml").write_text(f"environment:   {bench.folder}/envs/torch   # ours\n")
+    (bench.root / "env/clusters/here.yaml").write_text(
+        f"environment:   {bench.folder}/envs/torch   # ours\n"
+    )
     assert chosen_python(bench, "cluster=here", VIRTUAL_ENV="") == of_profile
     assert chosen_python(bench, "cluster=here", VIRTUAL_ENV=str(bench.folder / "active")) == active
     assert chosen_python(bench, VIRTUAL_ENV="") == venv
@@ -173,7 +218,11 @@ def test_the_profiles_environment_is_used_if_none_is_active(bench: Bench) -> Non
 def test_the_active_conda_environment_is_used(bench: Bench) -> None:
     """conda's base comes last, since conda activates it in each shell of its users."""
     conda, venv = (make_python(bench.folder / name / "bin/python") for name in ("conda", "venv"))
-    active = {"VIRTUAL_ENV": "", "CONDA_PREFIX": str(bench.folder / "conda"), "CONDA_DEFAULT_ENV": "torch"}
+    active = {
+        "VIRTUAL_ENV": "",
+        "CONDA_PREFIX": str(bench.folder / "conda"),
+        "CONDA_DEFAULT_ENV": "torch",
+    }
     base = {**active, "CONDA_DEFAULT_ENV": "base"}
     assert chosen_python(bench, **active) == conda
     assert chosen_python(bench, **base) == conda
@@ -182,8 +231,14 @@ def test_the_active_conda_environment_is_used(bench: Bench) -> None:
     assert chosen_python(bench, **base) == own
     both = {**active, "VIRTUAL_ENV": str(bench.folder / "venv")}
     path = f"{bench.folder}/bin:/usr/bin:/bin"
-    assert chosen_python(bench, **both, PATH=f"{Path(venv).parent}:{Path(conda).parent}:{path}") == venv
-    assert chosen_python(bench, **both, PATH=f"{Path(conda).parent}:{Path(venv).parent}:{path}") == conda
+    assert (
+        chosen_python(bench, **both, PATH=f"{Path(venv).parent}:{Path(conda).parent}:{path}")
+        == venv
+    )
+    assert (
+        chosen_python(bench, **both, PATH=f"{Path(conda).parent}:{Path(venv).parent}:{path}")
+        == conda
+    )
 
 
 def test_the_environments_python_comes_before_a_modules(bench: Bench) -> None:
@@ -193,7 +248,9 @@ def test_the_environments_python_comes_before_a_modules(bench: Bench) -> None:
     (theirs / "python").symlink_to("/bin/false")
     module = {"BASH_FUNC_module%%": "() { PATH=$NOTES/module:$PATH; }"}
     bench.stub("srun", 'command -v python > "$NOTES/which"')
-    (bench.folder / "job.sh").write_text(jobs.sbatch_script(describe("cluster=example", root=bench.root)))
+    (bench.folder / "job.sh").write_text(
+        jobs.sbatch_script(describe("cluster=example", root=bench.root))
+    )
     for script in ("sbatch/mnist_1x1.sh", bench.folder / "job.sh"):
         bench.run(script, RECIPES_CLUSTER="example", **module)
         assert (bench.folder / "which").read_text() == f"{bench.folder}/bin/python\n"
@@ -214,7 +271,12 @@ def test_a_line_break_in_a_folder_name_runs_no_command(bench: Bench) -> None:
     bad = bench.folder / "x\ntouch canary;#"
     bad.mkdir()
     (bench.folder / "link").symlink_to(bad)
-    refused(bench, bench.run("sbatch/mnist_1x1.sh", f"data_dir={bench.folder}/link"), "data_dir=", "cannot be printed")
+    refused(
+        bench,
+        bench.run("sbatch/mnist_1x1.sh", f"data_dir={bench.folder}/link"),
+        "data_dir=",
+        "cannot be printed",
+    )
     assert "canary" not in bench.files
     moved = bad / "repository"
     shutil.copytree(bench.root, moved)
@@ -237,14 +299,23 @@ def test_a_requeued_job_runs_the_same_code_with_the_same_paths(bench: Bench) -> 
     words = ("config=mine.yaml", "network=mine.env", "run_dir=here", "umask=027")
     ran_in = set()
     for restarts in ("0", "1"):
-        bench.run("sbatch/mnist_1x1.sh", *words, SLURM_RESTART_COUNT=restarts, CDPATH=str(bench.folder))
+        bench.run(
+            "sbatch/mnist_1x1.sh", *words, SLURM_RESTART_COUNT=restarts, CDPATH=str(bench.folder)
+        )
         ran_in.add((bench.folder / "pwd").read_text())
         (bench.root / "recipes/toy.py").write_text("edited")
-        whole = {"epochs=7", f"network={bench.root}/mine.env", f"run_dir={bench.root}/here", "umask=027"}
+        whole = {
+            "epochs=7",
+            f"network={bench.root}/mine.env",
+            f"run_dir={bench.root}/here",
+            "umask=027",
+        }
         assert set(bench.srun[-4:]) == whole
         (bench.folder / "srun").unlink()
     # From these a job on a bad node is submitted again.
-    assert (bench.root / "here/job.sh").read_text() == (bench.root / "sbatch/mnist_1x1.sh").read_text()
+    assert (bench.root / "here/job.sh").read_text() == (
+        bench.root / "sbatch/mnist_1x1.sh"
+    ).read_text()
     described = json.loads((bench.root / "here/job.yaml").read_text())
     assert (bench.root / "here/job.yaml").stat().st_mode & 0o777 == 0o640
     [copy] = ran_in  # the requeued job runs the same snapshot
@@ -261,7 +332,12 @@ def test_a_script_outside_the_repository_is_refused(bench: Bench) -> None:
 
 def test_a_missing_python_environment_is_refused(bench: Bench) -> None:
     bench.stub("python", "exit 1")
-    refused(bench, bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""), "no Python environment", "make install")
+    refused(
+        bench,
+        bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""),
+        "no Python environment",
+        "make install",
+    )
 
 
 @pytest.mark.parametrize("name", ["python", "python3"])
@@ -281,13 +357,27 @@ def test_an_unknown_key_or_cluster_ends_the_job_before_srun(bench: Bench) -> Non
 def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
     ran = bench.run("sbatch/mnist_1x1.sh", "cluster=example", MODULE_ENDS="1", **MODULE)
     refused(bench, ran, "cluster=example", "gcc/12")
-    (bench.folder / "job.sh").write_text(jobs.sbatch_script(describe("cluster=example", root=bench.root)))
-    refused(bench, bench.run(bench.folder / "job.sh", MODULE_ENDS="1", **MODULE), "cluster=example", "gcc/12")
-    refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=example"), "cluster=example", "has no command 'module'")
+    (bench.folder / "job.sh").write_text(
+        jobs.sbatch_script(describe("cluster=example", root=bench.root))
+    )
+    refused(
+        bench,
+        bench.run(bench.folder / "job.sh", MODULE_ENDS="1", **MODULE),
+        "cluster=example",
+        "gcc/12",
+    )
+    refused(
+        bench,
+        bench.run("sbatch/mnist_1x1.sh", "cluster=example"),
+        "cluster=example",
+        "has no command 'module'",
+    )
 
 
 def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
-    (bench.folder / "job.sh").write_text(jobs.sbatch_script(describe("snapshot=false", root=bench.root)))
+    (bench.folder / "job.sh").write_text(
+        jobs.sbatch_script(describe("snapshot=false", root=bench.root))
+    )
     bench.run(bench.folder / "job.sh", bench.run_dir)
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, RECIPES_SNAPSHOT="false")
     assert not (bench.root / "runs/code").exists()
@@ -301,7 +391,9 @@ def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench)
     shutil.copytree(bench.root / "recipes", code / "recipes")
     shutil.copytree(bench.root / "env", code / "env")
     (code / "sbatch").mkdir()
-    (code / "sbatch/job.sh").write_text((bench.root / "sbatch/job.sh").read_text() + "\necho of the snapshot >&2\n")
+    (code / "sbatch/job.sh").write_text(
+        (bench.root / "sbatch/job.sh").read_text() + "\necho of the snapshot >&2\n"
+    )
     (code / source.STAMP).write_text(json.dumps({"root": str(bench.root), "commit": None}))
     (bench.root / "recipes/mnist.py").unlink()
     words = ("sbatch/mnist_1x1.sh", bench.run_dir)

@@ -15,7 +15,9 @@ def test_typed_options_take_precedence_over_the_profile(site: Path) -> None:
     site.write_text("gpus: --gres\nextra: --mem=64G --switches=2\n")
     typed = describe("cluster=here", "extra=--exclusive --switches=1")
     assert {"mem": "64G", "switches": "1", "exclusive": ""}.items() <= typed.directives.items()
-    with pytest.raises(ConfigError, match="gpus=10: cluster=here requires --gres: give nodes= and gpus_per_node="):
+    with pytest.raises(
+        ConfigError, match="gpus=10: cluster=here requires --gres: give nodes= and gpus_per_node="
+    ):
         describe("cluster=here", "gpus=10")
     assert describe("cluster=here", "gpus=10", "device=cpu").ranks == 10
 
@@ -28,8 +30,15 @@ def test_each_run_of_a_sweep_has_its_own_folder() -> None:
 
 
 def test_paths_are_relative_to_the_folder_of_the_submission() -> None:
-    job = describe("data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt", base=Path("/base/sub"))
-    assert job.arguments == ("data_dir=/base/sub/d", "run_dir=/base/r", "network=infiniband", "resume=/base/sub/c.pt")
+    job = describe(
+        "data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt", base=Path("/base/sub")
+    )
+    assert job.arguments == (
+        "data_dir=/base/sub/d",
+        "run_dir=/base/r",
+        "network=infiniband",
+        "resume=/base/sub/c.pt",
+    )
 
 
 @pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])
@@ -59,7 +68,10 @@ PROGRAM = ("recipe=script", "program=/a.py", "workdir=/w")
         (("through=torchrun", "gpus_per_node=8"), []),  # as many as each node has
         (("through=torchrun", "gpus_per_node=8", "nproc_per_node=4"), ["nproc_per_node=4"]),
         (("through=accelerate", "device=cpu", "ranks_per_node=3"), ["nproc_per_node=3"]),
-        (("through=accelerate", "device=cpu", "ranks_per_node=3", "nproc_per_node=2"), ["nproc_per_node=2"]),
+        (
+            ("through=accelerate", "device=cpu", "ranks_per_node=3", "nproc_per_node=2"),
+            ["nproc_per_node=2"],
+        ),
         (("through=torchrun", "device=cpu", "gpus_per_node=2"), ["nproc_per_node=2"]),
         (("through=node", "device=cpu", "gpus_per_node=2"), []),
         (("device=cpu", "ranks_per_node=3"), []),
@@ -75,15 +87,35 @@ def test_the_ranks_that_a_launcher_starts_follow_from_the_keys_of_the_job(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("through=torchrun", "ranks_per_node=8"), "ranks_per_node=8: through=torchrun starts one rank per GPU: give gpus_per_node=8"),
-        (("through=accelerate", "gpus=8"), "gpus=8: through=accelerate needs the same number on each node: give nodes= and gpus_per_node="),
-        (("through=node", "device=cpu", "ranks_per_node=2"), "ranks_per_node=2: through=node starts one process per node: leave it out"),
-        (("launcher_args=--x 1",), "launcher_args=--x 1: requires through=torchrun or through=accelerate"),
-        (("through=node", "launcher_args=--x"), "launcher_args=--x: requires through=torchrun or through=accelerate"),
-        (("through=torchrun", "launcher_args='"), "launcher_args=': No closing quotation; close the quotes"),
+        (
+            ("through=torchrun", "ranks_per_node=8"),
+            "ranks_per_node=8: through=torchrun starts one rank per GPU: give gpus_per_node=8",
+        ),
+        (
+            ("through=accelerate", "gpus=8"),
+            "gpus=8: through=accelerate needs the same number on each node: give nodes= and gpus_per_node=",
+        ),
+        (
+            ("through=node", "device=cpu", "ranks_per_node=2"),
+            "ranks_per_node=2: through=node starts one process per node: leave it out",
+        ),
+        (
+            ("launcher_args=--x 1",),
+            "launcher_args=--x 1: requires through=torchrun or through=accelerate",
+        ),
+        (
+            ("through=node", "launcher_args=--x"),
+            "launcher_args=--x: requires through=torchrun or through=accelerate",
+        ),
+        (
+            ("through=torchrun", "launcher_args='"),
+            "launcher_args=': No closing quotation; close the quotes",
+        ),
     ],
-)  # fmt: skip
-def test_keys_that_do_not_fit_what_starts_the_ranks_are_refused(words: tuple[str, ...], line: str) -> None:
+)
+def test_keys_that_do_not_fit_what_starts_the_ranks_are_refused(
+    words: tuple[str, ...], line: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         describe(*PROGRAM, *words)
     assert str(error.value) == line

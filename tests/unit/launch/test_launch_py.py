@@ -18,15 +18,23 @@ from tests.unit.launch.stand_ins import Bench, executable
 
 def test_python_3_6_can_read_launch_py() -> None:
     tree = ast.parse((ROOT / "launch.py").read_text(), feature_version=(3, 6))
-    imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+    }
     assert imported == {"importlib.util", "os", "subprocess", "sys"}
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    assert not [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    ]
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for hint in (node.returns, *(argument.annotation for argument in node.args.args)):
             assert isinstance(hint, (ast.Constant, ast.Name)), ast.unparse(node)
 
 
-def test_an_old_python_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_python_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RECIPES_PYTHON", sys.executable)
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     assert launch.main([]) == errors.EXIT_MACHINE
@@ -34,7 +42,9 @@ def test_an_old_python_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def launch_py(bench: Bench, *words: str, **environ: str) -> tuple[int, str, str]:
-    """Runs launch.py of the bench with a Python that is no venv. Returns its exit status, stdout and stderr."""
+    """Runs launch.py of the bench with a Python that is no venv. Returns its exit status, stdout
+    and stderr.
+    """
     shutil.copy(ROOT / "launch.py", bench.root)
     argv = [os.path.realpath(sys.executable), bench.root / "launch.py", "recipe=toy", *words]
     variables = {"PATH": "/usr/bin:/bin", **environ}
@@ -50,14 +60,18 @@ ENOUGH = {"PYTHONPATH": ":".join(sys.path[1:])}  # this Python has all packages
 
 
 def test_launch_py_restarts_in_the_profiles_environment(bench: Bench) -> None:
-    profile, environment = bench.root / "env/clusters/here.yaml", bench.folder / "envs"
+    profile = bench.root / "env/clusters/here.yaml"
+    environment = bench.folder / "envs"
     stub_python(environment)
-    profile.write_text(f"environment: {environment}\nmodules:\n  - nosuch\n")  # the job loads the modules
+    # the job loads the modules
+    profile.write_text(f"environment: {environment}\nmodules:\n  - nosuch\n")
     taken = f"taken: {bench.root}/launch.py recipe=toy; {environment}/bin/python\n"
     assert launch_py(bench, RECIPES_CLUSTER="here", **ENOUGH) == (0, taken, "")
     # A conda environment is no venv.
     profile.write_text(f"environment: {Path(os.path.realpath(sys.executable)).parents[1]}\n")
-    assert launch_py(bench, "launcher=print", RECIPES_CLUSTER="here", **ENOUGH)[1].startswith("#!/bin/bash")
+    assert launch_py(bench, "launcher=print", RECIPES_CLUSTER="here", **ENOUGH)[1].startswith(
+        "#!/bin/bash"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +84,9 @@ def test_launch_py_restarts_in_the_profiles_environment(bench: Bench) -> None:
         ({**ENOUGH, "CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "torch"}, "#!/bin/bash"),
     ],
 )
-def test_a_python_with_all_packages_comes_before_dot_venv(bench: Bench, environ: dict[str, str], first: str) -> None:
+def test_a_python_with_all_packages_comes_before_dot_venv(
+    bench: Bench, environ: dict[str, str], first: str
+) -> None:
     stub_python(bench.root / ".venv")
     _, stdout, stderr = launch_py(bench, "launcher=print", **environ)
     assert stdout.startswith(first), stderr
@@ -78,7 +94,10 @@ def test_a_python_with_all_packages_comes_before_dot_venv(bench: Bench, environ:
 
 def test_launch_py_reads_utf8_in_every_locale(bench: Bench) -> None:
     posix = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", **ENOUGH}
-    assert "\nset -- 'run_dir=/über' \"$@\"\n" in launch_py(bench, "launcher=print", "run_dir=/über", **posix)[1]
+    assert (
+        "\nset -- 'run_dir=/über' \"$@\"\n"
+        in launch_py(bench, "launcher=print", "run_dir=/über", **posix)[1]
+    )
 
 
 def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
@@ -86,9 +105,18 @@ def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
     missing = f"there is no {bench.folder}/envs/bin/python on "
     for environ in ({}, ENOUGH):
         status, _, stderr = launch_py(bench, "launcher=local", RECIPES_CLUSTER="here", **environ)
-        assert (status, stderr.startswith(missing), len(stderr.splitlines())) == (3, True, 1), stderr
-    status, stdout, stderr = launch_py(bench, "launcher=print", "cluster=here", RECIPES_CLUSTER="other", **ENOUGH)
-    assert (status, stdout[:2], stderr.startswith(missing)) == (0, "#!", True)  # the script may be for another machine
+        assert (status, stderr.startswith(missing), len(stderr.splitlines())) == (3, True, 1), (
+            stderr
+        )
+    status, stdout, stderr = launch_py(
+        bench, "launcher=print", "cluster=here", RECIPES_CLUSTER="other", **ENOUGH
+    )
+    # the script may be for another machine
+    assert (status, stdout[:2], stderr.startswith(missing)) == (
+        0,
+        "#!",
+        True,
+    )
     stub_python(bench.folder / "active")
     active = {"VIRTUAL_ENV": f"{bench.folder}/active", "RECIPES_CLUSTER": "here"}
     _, stdout, stderr = launch_py(bench, **active, **ENOUGH)
@@ -102,5 +130,7 @@ def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
 def test_a_reader_that_closes_the_pipe_causes_no_traceback() -> None:
     """``true`` has ended when the first line is printed."""
     command = f"{shlex.quote(sys.executable)} launch.py recipe=mnist launcher=print | true"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (141, "")

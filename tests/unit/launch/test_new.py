@@ -23,7 +23,12 @@ def repository(bench: Bench) -> Path:
 def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> None:
     made = helpers.run([sys.executable, "launch.py", "new", "birds"], cwd=repository)
     assert made.status == 0, made.out
-    assert made.lines[:4] == ["recipes/birds.py", "recipes/conf/birds.py", "sbatch/birds_1x4.sh", "tests/test_birds.py"]
+    assert made.lines[:4] == [
+        "recipes/birds.py",
+        "recipes/conf/birds.py",
+        "sbatch/birds_1x4.sh",
+        "tests/test_birds.py",
+    ]
     text = (repository / "recipes/birds.py").read_text()
     assert text.startswith("# EDIT: say what birds trains")
     for marked in ("def make_net(", "def transforms(", "    def losses(", "    evaluate = "):
@@ -31,7 +36,10 @@ def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> N
     assert "# EDIT\ndef main(" not in text
     assert "finetune" not in (repository / "sbatch/birds_1x4.sh").read_text()
     helpers.run([sys.executable, "launch.py", "new", "mine", "from=toy"], cwd=repository)
-    ran = helpers.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_mine.py"], cwd=repository)
+    ran = helpers.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_mine.py"],
+        cwd=repository,
+    )
     assert ran.status == 0, ran.out
 
 
@@ -59,6 +67,8 @@ def test_names_of_data_and_functions_stay(repository: Path, source: str) -> None
         (["birds", "from=collectives"], "from=collectives: does not train"),
     ],
 )
-def test_a_name_that_is_taken_or_invalid_is_refused(repository: Path, words: list[str], expected: str) -> None:
+def test_a_name_that_is_taken_or_invalid_is_refused(
+    repository: Path, words: list[str], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         new.new(words, repository)

@@ -20,9 +20,13 @@ def test_ready_scripts_are_named_after_recipe_and_size() -> None:
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
-def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_size(path: Path) -> None:
+def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_size(
+    path: Path,
+) -> None:
     name = path.name.split("_")[0]
-    made = jobs.sbatch_script(describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8"))
+    made = jobs.sbatch_script(
+        describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8")
+    )
     fix = f"{path.name}: $PWD is not the repository: cd to its top folder and run sbatch there"
     source = f'. sbatch/job.sh 2>/dev/null || {{ echo "{fix}" >&2; exit 2; }}'
     begin = f'begin {name} "$@" # sets step, inside and words for the next line'
@@ -30,12 +34,21 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
     assert commands == ["", source, begin, *made.splitlines()[-3:]]
     found = directives(path.read_text())
     nodes, gpus = re.fullmatch(r"[a-z]+_(\d+)x(\d+)\.sh", path.name).groups()  # type: ignore[union-attr]
-    size = {name: value for name, value in found.items() if re.search("node|task|gpu|cpu|mem|gres|exclusive", name)}
+    size = {
+        name: value
+        for name, value in found.items()
+        if re.search("node|task|gpu|cpu|mem|gres|exclusive", name)
+    }
     assert set(size) == {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"}
-    assert (size["--nodes"], size["--ntasks-per-node"], size["--gpus-per-node"]) == (nodes, gpus, gpus)
+    assert (size["--nodes"], size["--ntasks-per-node"], size["--gpus-per-node"]) == (
+        nodes,
+        gpus,
+        gpus,
+    )
     assert not {"--chdir", "--partition", "--account"} & set(found)
     options = directives(made)
     same = ("--requeue", "--open-mode", "--signal", "--job-name", "--cpus-per-task")
     assert all(found[option] == options[option] for option in same)
-    assert found["--output"] == "%x-%j.out"  # in the repository; a job whose log folder is missing fails silently
+    # in the repository; a job whose log folder is missing fails silently
+    assert found["--output"] == "%x-%j.out"
     assert os.access(path, os.X_OK)

@@ -1,4 +1,6 @@
-"""launch.py runs, logs, cancel and resume: the state of a run from its files and its line in the queue."""
+"""launch.py runs, logs, cancel and resume: the state of a run from its files and its line in the
+queue.
+"""
 
 import json
 import os
@@ -32,29 +34,89 @@ def status(state: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("of_run", "job", "refused", "alive", "has_job", "expected"),
     [
-        ({}, PENDING, "", None, True, ("pending", "Resources; expected to start at 2026-11-26T12:00:00")),
-        (status("preempted"), PENDING, "", None, True, ("requeued", "Resources; expected to start at 2026-11-26T12:00:00")),
-        (status("preempted"), Line("REQUEUE_HOLD", "", "", None, True, "JobHeldUser"), "", None, True, ("held", "JobHeldUser")),
+        (
+            {},
+            PENDING,
+            "",
+            None,
+            True,
+            ("pending", "Resources; expected to start at 2026-11-26T12:00:00"),
+        ),
+        (
+            status("preempted"),
+            PENDING,
+            "",
+            None,
+            True,
+            ("requeued", "Resources; expected to start at 2026-11-26T12:00:00"),
+        ),
+        (
+            status("preempted"),
+            Line("REQUEUE_HOLD", "", "", None, True, "JobHeldUser"),
+            "",
+            None,
+            True,
+            ("held", "JobHeldUser"),
+        ),
         ({}, RUNNING, "", None, True, ("starting", "node[1-2]")),
         (status("running"), RUNNING, "", None, True, ("running", "node[1-2]")),
         (status("done"), None, "the newest was refused", None, True, ("done", "")),
-        (status("failed", reason="rank 1 failed first"), None, "", None, True, ("failed", "rank 1 failed first")),
+        (
+            status("failed", reason="rank 1 failed first"),
+            None,
+            "",
+            None,
+            True,
+            ("failed", "rank 1 failed first"),
+        ),
         (status("incomplete", reason="early"), None, "", None, True, ("failed", "early")),
         (status("preempted"), None, "", None, True, ("stopped", "saved at step 7")),
-        (status("preempted", next="cancelled"), None, "", None, True, ("cancelled", "saved at step 7")),
+        (
+            status("preempted", next="cancelled"),
+            None,
+            "",
+            None,
+            True,
+            ("cancelled", "saved at step 7"),
+        ),
         (status("running"), None, "", True, False, ("running", "")),
         (status("running"), None, "", None, True, ("lost", "it ended without a final status")),
-        (status("running"), Line("NODE_FAIL", "", "", None, False, ""), "", None, True, ("lost", "it ended without a final status")),
-        (status("running"), Line("CANCELLED", "", "", None, False, ""), "", None, True,
-         ("cancelled", "it ended before it wrote its final status")),
+        (
+            status("running"),
+            Line("NODE_FAIL", "", "", None, False, ""),
+            "",
+            None,
+            True,
+            ("lost", "it ended without a final status"),
+        ),
+        (
+            status("running"),
+            Line("CANCELLED", "", "", None, False, ""),
+            "",
+            None,
+            True,
+            ("cancelled", "it ended before it wrote its final status"),
+        ),
         ({}, None, "data_dir= is missing", None, True, ("refused", "data_dir= is missing")),
-        ({}, Line("CANCELLED", "", "", None, False, ""), "", None, True, ("cancelled", "before it began")),
+        (
+            {},
+            Line("CANCELLED", "", "", None, False, ""),
+            "",
+            None,
+            True,
+            ("cancelled", "before it began"),
+        ),
         ({}, None, "", None, True, ("cancelled", "it never began")),
         ({}, None, "", False, False, ("lost", "it never began")),
     ],
-)  # fmt: skip
+)
 def test_the_state_of_a_run(
-    of_run: dict[str, Any], job: Line | None, refused: str, alive: bool | None, has_job: bool, expected: tuple[str, str]
+    of_run: dict[str, Any],
+    job: Line | None,
+    refused: str,
+    alive: bool | None,
+    has_job: bool,
+    expected: tuple[str, str],
 ) -> None:
     assert runs.word(of_run, job, refused, alive, has_job) == expected
 
@@ -81,15 +143,30 @@ def root(tmp_path: Path) -> Path:
     done, pending, element = (tmp_path / "runs/mnist" / name for name in ("11", "12", "13_1"))
     for folder, job in ((done, "11"), (pending, "12"), (element, "13_1")):
         folder.mkdir(parents=True)
-        about = {"job_id": job, "recipe": "mnist", "arguments": ["lr=1"], "root": str(tmp_path), "log": f"{folder}/out"}
+        about = {
+            "job_id": job,
+            "recipe": "mnist",
+            "arguments": ["lr=1"],
+            "root": str(tmp_path),
+            "log": f"{folder}/out",
+        }
         files.write_json(folder / "job.yaml", about)
     attempts.begin(attempts.open_next(done, "mnist", {}), 0, own=False)
     directory.write_status(done, "done", attempt=0, step=20)
-    best = {"best": {"val_f1": 0.75, "step": 10}, "steps": 20, "val_f1": 0.5, "samples_per_second": 9.5}
+    best = {
+        "best": {"val_f1": 0.75, "step": 10},
+        "steps": 20,
+        "val_f1": 0.5,
+        "samples_per_second": 9.5,
+    }
     files.write_json(done / "summary.json", best)
-    (element / "metrics.jsonl").write_text('{"step": 3, "total_steps": 20, "epoch": 1, "loss": 1, "val_top1": 0.25}\n')
+    (element / "metrics.jsonl").write_text(
+        '{"step": 3, "total_steps": 20, "epoch": 1, "loss": 1, "val_top1": 0.25}\n'
+    )
     attempts.open_next(element, "mnist", {})
-    directory.write_status(element, "failed", attempt=0, step=3, reason="rank 0 on node1 failed first: no")
+    directory.write_status(
+        element, "failed", attempt=0, step=3, reason="rank 0 on node1 failed first: no"
+    )
     for age, folder in enumerate((element, pending, done)):
         os.utime(folder, (time.time() - age, time.time() - age))
     return tmp_path
@@ -101,7 +178,12 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     done, pending, failed = (runs.read(folder, {"12": PENDING}) for folder in folders)
     assert (done.state, done.step, done.steps, done.starts) == ("done", 20, 20, 1)
     assert (done.best, done.samples_per_second) == ({"val_f1": 0.75}, 9.5)
-    assert (pending.state, pending.job, pending.step, pending.recipe) == ("pending", "12", 0, "mnist")
+    assert (pending.state, pending.job, pending.step, pending.recipe) == (
+        "pending",
+        "12",
+        0,
+        "mnist",
+    )
     assert (failed.step, failed.steps, failed.epoch, failed.best) == (3, 20, 1, {"val_top1": 0.25})
     assert (failed.state, failed.note) == ("failed", "rank 0 on node1 failed first: no")
     head, *lines = runs.lines_of([done, pending, failed], time.time())
@@ -109,7 +191,9 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
 
 
-def test_a_narrow_terminal_shows_whole_names_and_notes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_shows_whole_names_and_notes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = root / "runs/mnist/13_1"
     failed = runs.read(folder, {})
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -124,7 +208,13 @@ def test_a_narrow_terminal_shows_whole_names_and_notes(root: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    [("last", ["13_1"]), ("13", ["13_1"]), ("13_1", ["13_1"]), ("11", ["11"]), ("runs", ["11", "12", "13_1"])],
+    [
+        ("last", ["13_1"]),
+        ("13", ["13_1"]),
+        ("13_1", ["13_1"]),
+        ("11", ["11"]),
+        ("runs", ["11", "12", "13_1"]),
+    ],
 )
 def test_a_run_is_found_by_its_folder_job_or_as_the_last(
     root: Path, monkeypatch: pytest.MonkeyPatch, word: str, expected: list[str]
@@ -141,24 +231,34 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
         runs.find(["11", "98"], root)
     with pytest.raises(InputError, match="--faild: must be one of --json, --failed, --sort"):
         runs.show(["--faild"], root)
-    with pytest.raises(InputError, match="99: no run was found: give a run directory, a job ID, or last"):
+    with pytest.raises(
+        InputError, match="99: no run was found: give a run directory, a job ID, or last"
+    ):
         runs.find(["99"], root)
 
 
-def test_a_run_outside_runs_is_found_by_its_job(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_outside_runs_is_found_by_its_job(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "run"
     jobs.record(elsewhere, b"", "14", "mnist", [], root=str(root))
     jobs.record(elsewhere, b"", "15", "mnist", [], root=str(root))  # submitted again
     jobs.record(root / "runs/mnist/16", b"", "16", "mnist", [], root=str(root))
-    assert [runs.find([job], root) for job in ("15", "16")] == [[elsewhere], [root / "runs/mnist/16"]]
+    assert [runs.find([job], root) for job in ("15", "16")] == [
+        [elsewhere],
+        [root / "runs/mnist/16"],
+    ]
     assert runs.find([], root).count(elsewhere) == 1
     assert not (root / "runs/jobs/16").exists()
 
 
 @pytest.mark.parametrize(
-    "words", [["cancel"], ["resume"], ["resume", "lr=0.1"], ["cancel", ""], ["resume", ""], ["logs", ""]]
+    "words",
+    [["cancel"], ["resume"], ["resume", "lr=0.1"], ["cancel", ""], ["resume", ""], ["logs", ""]],
 )
-def test_a_command_does_not_choose_a_run_that_nobody_named(root: Path, stubs: Stubs, words: list[str]) -> None:
+def test_a_command_does_not_choose_a_run_that_nobody_named(
+    root: Path, stubs: Stubs, words: list[str]
+) -> None:
     stubs.add("squeue", "echo '12|PENDING|N/A||1:00|1|None'")
     for name in ("scancel", "sbatch"):
         stubs.add(name, "")
@@ -185,18 +285,26 @@ def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
 
 def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -> None:
     folder = root / "runs/mnist/18"
-    attempt = attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"})
+    attempt = attempts.open_next(
+        folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"}
+    )
     attempts.begin(attempt, 0, own=False)
     directory.write_status(folder, "running", attempt=0, step=3)
     for cluster, state in (("there", "running"), ("here", "unknown"), ("", "running")):
         assert runs.read(folder, {"18": RUNNING}, cluster).state == state
-    with pytest.raises(MachineError, match="not known whether it runs: its job is on cluster there"):
+    with pytest.raises(
+        MachineError, match="not known whether it runs: its job is on cluster there"
+    ):
         runs.cancel(runs.read(folder, {"18": RUNNING}, "here"))
 
 
-def test_a_run_of_another_cluster_is_not_cancelled_while_no_job_is_here(root: Path, stubs: Stubs) -> None:
+def test_a_run_of_another_cluster_is_not_cancelled_while_no_job_is_here(
+    root: Path, stubs: Stubs
+) -> None:
     folder = root / "runs/mnist/18"
-    attempt = attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"})
+    attempt = attempts.open_next(
+        folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"}
+    )
     attempts.begin(attempt, 0, own=False)
     directory.write_status(folder, "running", attempt=0, step=3)
     stubs.add("squeue", "")
@@ -214,7 +322,11 @@ def test_the_table_is_json_sorted_or_only_of_what_has_failed(
     assert (json.loads(line)["state"], json.loads(line)["job"]) == ("failed", "13_1")
     runs.show(["--sort=step"], root)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1:3] for line in lines[1:]] == [["unknown", "0"], ["failed", "3/20"], ["done", "20/20"]]
+    assert [line.split()[1:3] for line in lines[1:]] == [
+        ["unknown", "0"],
+        ["failed", "3/20"],
+        ["done", "20/20"],
+    ]
     with pytest.raises(InputError, match="--sort=colour: must be one of folder, recipe, job"):
         runs.show(["--sort=colour"], root)
 
@@ -237,7 +349,11 @@ def test_a_local_run_is_asked_to_save(root: Path) -> None:
     try:
         attempt = attempts.open_next(folder, "mnist", {})
         facts = files.read_json(attempt.folder / "opened.json") or {}
-        process = {**facts["process"], "pid": sleeper.pid, "started": attempts.start_time(sleeper.pid)}
+        process = {
+            **facts["process"],
+            "pid": sleeper.pid,
+            "started": attempts.start_time(sleeper.pid),
+        }
         files.write_json(attempt.folder / "opened.json", {**facts, "process": process})
         assert "was asked to save and end" in runs.cancel(runs.read(folder, None))
         assert sleeper.wait(10) == -signal.SIGTERM
@@ -247,27 +363,39 @@ def test_a_local_run_is_asked_to_save(root: Path) -> None:
 
 
 def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
-    """job.yaml names a job that is still to begin, or, if a later one did not write it, one that has ended."""
-    folder, ended = root / "runs/mnist/12", Line("COMPLETED", "", "", None, False, "")
+    """job.yaml names a job that is still to begin, or, if a later one did not write it, one that
+    has ended.
+    """
+    folder = root / "runs/mnist/12"
+    ended = Line("COMPLETED", "", "", None, False, "")
     attempt = attempts.open_next(folder, "mnist", {})
     files.write_json(attempt.folder / "opened.json", {**attempts.facts(folder), "job": "13"})
-    for jobs_in_slurm, job in (({"12": ended, "13": RUNNING}, "13"), ({"12": PENDING, "13": ended}, "12"), ({}, "13")):
+    for jobs_in_slurm, job in (
+        ({"12": ended, "13": RUNNING}, "13"),
+        ({"12": PENDING, "13": ended}, "12"),
+        ({}, "13"),
+    ):
         assert runs.read(folder, jobs_in_slurm).job == job
 
 
 def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
-    pending, local = runs.read(root / "runs/mnist/12", {"12": PENDING}), root / "runs/mnist/here"
+    pending = runs.read(root / "runs/mnist/12", {"12": PENDING})
+    local = root / "runs/mnist/here"
     with pytest.raises(InputError, match="is pending: wait until it ends, or cancel it first"):
         runs.to_resume(pending, [])
     attempts.open_next(local, "mnist", {})
-    with pytest.raises(InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"):
+    with pytest.raises(
+        InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"
+    ):
         runs.to_resume(runs.read(local, {}), [])
     ended = root / "runs/mnist/12"
     (ended / "job.sh").write_text("")
     with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
         runs.to_resume(runs.read(ended, {}), ["epoch=3"])
     assert "lr=1" in runs.to_resume(runs.read(ended, {}), ["epochs=3"])
-    assert {"lr=2", "epochs=3"} <= set(words := runs.to_resume(runs.read(ended, {}), ["lr=2", "epochs=3"]))
+    assert {"lr=2", "epochs=3"} <= set(
+        words := runs.to_resume(runs.read(ended, {}), ["lr=2", "epochs=3"])
+    )
     assert "lr=1" not in words
 
 
@@ -280,14 +408,21 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
    TresPerNode=gres:gpu:2"""
     (job,) = queue.parse(text)
     of_nodes = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
-    assert jobs.options_of(job.fields) == [*of_nodes, "--cpus-per-task=4", "--time=00:30:00", "--partition=gpu"]
+    assert jobs.options_of(job.fields) == [
+        *of_nodes,
+        "--cpus-per-task=4",
+        "--time=00:30:00",
+        "--partition=gpu",
+    ]
     of_job = jobs.options_of({**job.fields, "NtasksPerN:B:S:C": "0:0:*:*", "TresPerNode": "(null)"})
     assert of_job[1:3] == ["--ntasks=4", "--gpus-per-node=0"]
     assert jobs.options_of({**job.fields, "Command": "/r/runs/submitit/7_submission.sh"}) == []
 
 
 @pytest.mark.parametrize("value", ["fast", [1], 10**400, float("nan"), {}])
-def test_damaged_values_are_left_out_of_the_table(root: Path, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_values_are_left_out_of_the_table(
+    root: Path, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = root / "runs" / "damaged"
     (folder / "attempts").mkdir(parents=True)
     row = dict.fromkeys(("step", "total_steps", "epoch", "samples_per_second", "val_top1"), value)

@@ -1,4 +1,6 @@
-"""launch.py scale: jobs of several sizes, the table of their runs, and the prediction for other sizes."""
+"""launch.py scale: jobs of several sizes, the table of their runs, and the prediction for other
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,36 @@ from recipes.core.launch.scale import Link, Measured
 
 def measured(**changed: Any) -> Measured:
     """8 GPUs of a node, 256 samples each in 0.64 s, ResNet-50's gradients."""
-    usual = {"ranks": 8, "nodes": 1, "samples": 2048.0, "speed": 3200.0, "work_s": 0.64, "backward_s": 0.4}
-    return Measured(Path("runs/imagenet/1"), "imagenet", gradient_bytes=102e6, **{**usual, **changed})
+    usual = {
+        "ranks": 8,
+        "nodes": 1,
+        "samples": 2048.0,
+        "speed": 3200.0,
+        "work_s": 0.64,
+        "backward_s": 0.4,
+    }
+    return Measured(
+        Path("runs/imagenet/1"), "imagenet", gradient_bytes=102e6, **{**usual, **changed}
+    )
 
 
 def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
-    summary = {"recipe": "toy", "world_size": ranks, "num_nodes": ranks, "samples_per_second": speed, "device": "cpu"}
+    summary = {
+        "recipe": "toy",
+        "world_size": ranks,
+        "num_nodes": ranks,
+        "samples_per_second": speed,
+        "device": "cpu",
+    }
     summary |= {"parameters": 1_000_000, "global_batch_size": 100}
     summary |= {"busbw": {"all_reduce": 2.0}, "latency_us": {"all_reduce": 60.0}}
     folder.mkdir()
     (folder / "job.yaml").write_text("{}")
     (folder / "summary.json").write_text(json.dumps({**summary, **changed}))
     row = {"attempt": 0, "samples_per_second": speed, "rank_step_s": [0.5, 0.3]}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({**row, "step": n}) + "\n" for n in (1, 2)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({**row, "step": n}) + "\n" for n in (1, 2))
+    )
     return folder
 
 
@@ -37,10 +56,18 @@ def submitted(words: list[str], tmp_path: Path) -> list[list[str]]:
     return found
 
 
-def test_a_job_for_each_size_with_the_same_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_for_each_size_with_the_same_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     jobs = submitted(["recipe=toy", "nodes=4,1,2", "max_steps=9"], tmp_path)
-    assert [job[:-1] for job in jobs] == [["recipe=toy", "max_steps=9", f"nodes={n}"] for n in (1, 2, 4)]
-    assert [Path(job[-1].removeprefix("run_dir=")).name for job in jobs] == ["nodes-1", "nodes-2", "nodes-4"]
+    assert [job[:-1] for job in jobs] == [
+        ["recipe=toy", "max_steps=9", f"nodes={n}"] for n in (1, 2, 4)
+    ]
+    assert [Path(job[-1].removeprefix("run_dir=")).name for job in jobs] == [
+        "nodes-1",
+        "nodes-2",
+        "nodes-4",
+    ]
     assert f"python launch.py scale {tmp_path}/runs/scale/" in capsys.readouterr().out
     weak = submitted(["recipe=toy", "nodes=2,4", "weak=true", "global_batch_size=64"], tmp_path)
     assert ["global_batch_size=64" in job for job in weak] == [True, False]
@@ -64,32 +91,54 @@ def test_invalid_words_are_refused(words: list[str], error: str, tmp_path: Path)
         submitted(words, tmp_path)
 
 
-def test_the_table_of_runs_and_a_prediction_from_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = run(tmp_path / "one", 1, 100.0), run(tmp_path / "two", 2, 150.0)
+def test_the_table_of_runs_and_a_prediction_from_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = run(tmp_path / "one", 1, 100.0)
+    two = run(tmp_path / "two", 2, 150.0)
     assert scale.scale([str(two), str(one)], tmp_path, lambda words: 1) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["1", "1", "100", "1000", "100.0", "100%"], ["2", "2", "100", "666.7", "150.0", "75%"],
-    ]  # fmt: skip
+        ["1", "1", "100", "1000", "100.0", "100%"],
+        ["2", "2", "100", "666.7", "150.0", "75%"],
+    ]
     # A rank works 0.4 s for 100 samples; the ring takes 2 x 30 us + 4 MB / 2 GB/s on two ranks.
     assert scale.scale([str(one), f"link={two}", "ranks=1,2"], tmp_path, lambda words: 1) == 0
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:4]] == [["1", "400"], ["2", "202.1"]]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:4]] == [
+        ["1", "400"],
+        ["2", "202.1"],
+    ]
 
 
 def test_a_run_that_lacks_figures_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a finished training"):
         scale.read(run(tmp_path / "a", 1, 100.0, parameters=None))
-    with pytest.raises(InputError, match="has no measured bandwidth and latency of all_reduce: run recipe=collectives"):
+    with pytest.raises(
+        InputError,
+        match="has no measured bandwidth and latency of all_reduce: run recipe=collectives",
+    ):
         scale.read_link(run(tmp_path / "b", 2, 100.0, busbw={}))
 
 
 def test_published_clusters_are_within_the_upper_bound() -> None:
-    """Goyal et al. 2017: about 90 % from 8 to 256 P100 over 50 Gbit/s. Juelich: at least 84 % from 4 to 1,024 A100 over 4 x 200 Gbit/s.
+    """Goyal et al. 2017: about 90 % from 8 to 256 P100 over 50 Gbit/s. Juelich: at least 84 % from
+    4 to 1,024 A100 over 4 x 200 Gbit/s.
 
-    The model is an upper bound, since it knows no slow ranks. Over 1 Gbit/s, it predicts less than half.
+    The model is an upper bound, since it knows no slow ranks. Over 1 Gbit/s, it predicts less than
+    half.
     """
     for base, link, ranks, published in (
-        (measured(samples=256.0, speed=1200.0, work_s=0.213, backward_s=0.142), Link(20e-6, 6.25e9), 256, 0.90),
-        (measured(ranks=4, samples=1024.0, speed=9600.0, work_s=0.107, backward_s=0.07), Link(10e-6, 25e9), 1024, 0.84),
+        (
+            measured(samples=256.0, speed=1200.0, work_s=0.213, backward_s=0.142),
+            Link(20e-6, 6.25e9),
+            256,
+            0.90,
+        ),
+        (
+            measured(ranks=4, samples=1024.0, speed=9600.0, work_s=0.107, backward_s=0.07),
+            Link(10e-6, 25e9),
+            1024,
+            0.84,
+        ),
     ):
         alone, _ = scale.predicted(base, link, base.ranks, weak=True)
         many, _ = scale.predicted(base, link, ranks, weak=True)
@@ -99,5 +148,7 @@ def test_published_clusters_are_within_the_upper_bound() -> None:
 
 def test_backward_pass_hides_the_ring_on_a_gpu() -> None:
     slow = Link(5e-6, 0.2e9)  # a ring of 0.9 s
-    assert scale.predicted(measured(), slow, 16, weak=True)[1] == pytest.approx(slow.all_reduce_s(102e6, 16) - 0.4)
+    assert scale.predicted(measured(), slow, 16, weak=True)[1] == pytest.approx(
+        slow.all_reduce_s(102e6, 16) - 0.4
+    )
     assert scale.predicted(measured(), Link(5e-6, 10e9), 16, weak=True) == (0.64, 0.0)

@@ -12,7 +12,16 @@ from recipes.core import errors
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.launch import jobs, submit
 from tests import helpers
-from tests.unit.launch.stand_ins import HOSTILE, HOSTILE_ROOT, MODULE, READY, SHARED, Bench, describe, directives
+from tests.unit.launch.stand_ins import (
+    HOSTILE,
+    HOSTILE_ROOT,
+    MODULE,
+    READY,
+    SHARED,
+    Bench,
+    describe,
+    directives,
+)
 
 JOBS: tuple[tuple[str, ...], ...] = (
     ("nodes=2", "gpus_per_node=8"),
@@ -20,7 +29,12 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("gpus=10", "nodes=2", "cluster=example"),
     ("sweep.lr=0.1,0.2,0.4", "sweep.seed=1,2", "parallel=2"),
     ("sweep.lr=0.1,0.2", "run_dir=/srv/sweep"),
-    ("constraint=[a|b]&c*2", "exclude=node[1-3],x7", "extra=--mem=0 --exclusive --comment=$(x);y&z", "mail=me"),
+    (
+        "constraint=[a|b]&c*2",
+        "exclude=node[1-3],x7",
+        "extra=--mem=0 --exclusive --comment=$(x);y&z",
+        "mail=me",
+    ),
     ("data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE),),
 )
 
@@ -51,7 +65,10 @@ finish mnist $?
 
 
 def test_a_finished_script() -> None:
-    assert jobs.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo"))) == FINISHED
+    assert (
+        jobs.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo")))
+        == FINISHED
+    )
 
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
@@ -62,7 +79,8 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
         executor.parameters["map_count"] = len(job.elements)
     # submitit 1.5 has no public function that returns the text without submitting it.
     text = executor._make_submission_file_text(executor._submitit_command_str, "")
-    ours, theirs = directives(jobs.sbatch_script(job)), directives(text)
+    ours = directives(jobs.sbatch_script(job))
+    theirs = directives(text)
     number = "%A_%a" if job.elements else "%j"
     assert ours.pop("--output") == f"%x-{number}.out"
     assert theirs.pop("--output") == f"{HOSTILE_ROOT}/runs/submitit/{number}_0_log.out"
@@ -94,42 +112,105 @@ def test_the_profile_chooses_the_options_for_gpus_and_nodes(
 
 PROGRAM = ("recipe=script", "program=/a.py")  # a program of the user
 ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
-        ((), {"--nodes": "1", "--ntasks-per-node": "1", "--gpus-per-node": "1", "--cpus-per-task": "8", "--time": "60"}),
-        (("nodes=2", "gpus_per_node=8"), {"--nodes": "2", "--ntasks-per-node": "8", "--gpus-per-node": "8"}),
-        (("ranks_per_node=2",), {"--ntasks-per-node": "2", "--gpus-per-node": "2"}),
-        (("device=cpu", "ranks_per_node=3"), {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"}),
-        (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
-        (("gpus=10",), {"--nodes": "1-10", "--ntasks": "10", "--gpus-per-task": "1", "--ntasks-per-node": None, "--gpus-per-node": None}),
-        (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
-        (("gpus=6", "device=cpu"), {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
-        (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
-        (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
-        (("recipe=imagenet", "device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
-        (("recipe=imagenet", "device=cpu"), {"--cpus-per-task": "7"}),
-        (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
-        (("dependency=afterany:7?after:8_3+5",), {"--dependency": "afterany:7?after:8_3+5"}),
-        (("mail=a@b.org",), {"--mail-user": "a@b.org", "--mail-type": "END,FAIL,REQUEUE"}),
-        (("mail=a@b.org", "extra=--mail-type=ALL --switches=1"), {"--mail-type": "ALL", "--switches": "1"}),
-        (("extra=--mem-per-cpu=2G --hold",), {"--mem-per-cpu": "2G", "--hold": ""}),
-        (("time=1:30",), {"--time": "2"}),
-        ((), {"--requeue": "", "--open-mode": "append", "--signal": "USR2@120", "--job-name": "mnist", "--partition": None}),
-        (("time=2",), {"--signal": "USR2@30"}),
-        (("stop_before_s=300",), {"--signal": "USR2@120"}),
-        ((*PROGRAM, "nodes=2", "gpus_per_node=8"), {"--ntasks-per-node": "8", "--cpus-per-task": "8", "--signal": "B:USR2@120"}),
-        ((*PROGRAM, "stop_before_s=300"), {"--signal": "B:USR2@300"}),
-        ((*PROGRAM, "stop_before_s=300", "time=10"), {"--signal": "B:USR2@150"}),
-        ((*PROGRAM, "stop_before_s=0"), {"--signal": None}),
-        ((*PROGRAM, "through=node", "nodes=2", "gpus_per_node=8"),
-         {"--nodes": "2", "--ntasks-per-node": "1", "--gpus-per-node": "8", "--cpus-per-task": "64"}),
-        ((*PROGRAM, "through=torchrun", "device=cpu", "ranks_per_node=3", "cpu_threads=2"),
-         {"--ntasks-per-node": "1", "--gpus-per-node": None, "--cpus-per-task": "6"}),
-        (("exclude=node[1-3],x7", "constraint=[a|b]&c*2"), {"--exclude": "node[1-3],x7", "--constraint": "[a|b]&c*2"}),
-        (("partition=gpu,long", "account=me", "qos=high", "reservation=r1"),
-         {"--partition": "gpu,long", "--account": "me", "--qos": "high", "--reservation": "r1"}),
-        (("name=a.job@x:y=z", "cpus_per_rank=6"), {"--job-name": "a.job@x:y=z", "--cpus-per-task": "6"}),
-        (("sweep.lr=0.1,0.2,0.4", "parallel=2"), {"--array": "0-2%2"}),
-)  # fmt: skip
-# Keys that are not an option of sbatch, with a line of the script; "" for keys that do not concern the job.
+    (
+        (),
+        {
+            "--nodes": "1",
+            "--ntasks-per-node": "1",
+            "--gpus-per-node": "1",
+            "--cpus-per-task": "8",
+            "--time": "60",
+        },
+    ),
+    (
+        ("nodes=2", "gpus_per_node=8"),
+        {"--nodes": "2", "--ntasks-per-node": "8", "--gpus-per-node": "8"},
+    ),
+    (("ranks_per_node=2",), {"--ntasks-per-node": "2", "--gpus-per-node": "2"}),
+    (
+        ("device=cpu", "ranks_per_node=3"),
+        {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"},
+    ),
+    (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
+    (
+        ("gpus=10",),
+        {
+            "--nodes": "1-10",
+            "--ntasks": "10",
+            "--gpus-per-task": "1",
+            "--ntasks-per-node": None,
+            "--gpus-per-node": None,
+        },
+    ),
+    (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
+    (
+        ("gpus=6", "device=cpu"),
+        {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None},
+    ),
+    (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
+    (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
+    (("recipe=imagenet", "device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
+    (("recipe=imagenet", "device=cpu"), {"--cpus-per-task": "7"}),
+    (
+        ("cluster=example",),
+        {
+            "--ntasks-per-node": "4",
+            "--gpus-per-node": "4",
+            "--partition": "gpu",
+            "--account": "my-project",
+        },
+    ),
+    (("dependency=afterany:7?after:8_3+5",), {"--dependency": "afterany:7?after:8_3+5"}),
+    (("mail=a@b.org",), {"--mail-user": "a@b.org", "--mail-type": "END,FAIL,REQUEUE"}),
+    (
+        ("mail=a@b.org", "extra=--mail-type=ALL --switches=1"),
+        {"--mail-type": "ALL", "--switches": "1"},
+    ),
+    (("extra=--mem-per-cpu=2G --hold",), {"--mem-per-cpu": "2G", "--hold": ""}),
+    (("time=1:30",), {"--time": "2"}),
+    (
+        (),
+        {
+            "--requeue": "",
+            "--open-mode": "append",
+            "--signal": "USR2@120",
+            "--job-name": "mnist",
+            "--partition": None,
+        },
+    ),
+    (("time=2",), {"--signal": "USR2@30"}),
+    (("stop_before_s=300",), {"--signal": "USR2@120"}),
+    (
+        (*PROGRAM, "nodes=2", "gpus_per_node=8"),
+        {"--ntasks-per-node": "8", "--cpus-per-task": "8", "--signal": "B:USR2@120"},
+    ),
+    ((*PROGRAM, "stop_before_s=300"), {"--signal": "B:USR2@300"}),
+    ((*PROGRAM, "stop_before_s=300", "time=10"), {"--signal": "B:USR2@150"}),
+    ((*PROGRAM, "stop_before_s=0"), {"--signal": None}),
+    (
+        (*PROGRAM, "through=node", "nodes=2", "gpus_per_node=8"),
+        {"--nodes": "2", "--ntasks-per-node": "1", "--gpus-per-node": "8", "--cpus-per-task": "64"},
+    ),
+    (
+        (*PROGRAM, "through=torchrun", "device=cpu", "ranks_per_node=3", "cpu_threads=2"),
+        {"--ntasks-per-node": "1", "--gpus-per-node": None, "--cpus-per-task": "6"},
+    ),
+    (
+        ("exclude=node[1-3],x7", "constraint=[a|b]&c*2"),
+        {"--exclude": "node[1-3],x7", "--constraint": "[a|b]&c*2"},
+    ),
+    (
+        ("partition=gpu,long", "account=me", "qos=high", "reservation=r1"),
+        {"--partition": "gpu,long", "--account": "me", "--qos": "high", "--reservation": "r1"},
+    ),
+    (
+        ("name=a.job@x:y=z", "cpus_per_rank=6"),
+        {"--job-name": "a.job@x:y=z", "--cpus-per-task": "6"},
+    ),
+    (("sweep.lr=0.1,0.2,0.4", "parallel=2"), {"--array": "0-2%2"}),
+)
+# Keys that are not an option of sbatch, with a line of the script; "" for keys that do not concern
+# the job.
 IN_SCRIPT = {
     "cluster=example": "export RECIPES_CLUSTER=example",
     "container=docker://x": "export RECIPES_CONTAINER=docker://x",
@@ -138,23 +219,37 @@ IN_SCRIPT = {
     "snapshot=false": "export RECIPES_SNAPSHOT=false",
     "doctor=true": "examine mnist 2",
     "max_resubmits=5": "examine mnist 5",
-    **dict.fromkeys(("recipe=mnist", "launcher=print", "node_rank=0", "master=", "wait=true", "forget=node1"), ""),
+    **dict.fromkeys(
+        ("recipe=mnist", "launcher=print", "node_rank=0", "master=", "wait=true", "forget=node1"),
+        "",
+    ),
 }
 
 
 def test_every_job_key_reaches_slurm() -> None:
     for field in dataclasses.fields(JobKeys):
         options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
-        expectations = [asked for words, asked in ASKED for word in words if word.split("=")[0].endswith(field.name)]
+        expectations = [
+            asked
+            for words, asked in ASKED
+            for word in words
+            if word.split("=")[0].endswith(field.name)
+        ]
         known = options and any(asked.get(option) for asked in expectations for option in options)
-        assert known or field.name in {"extra", "gpu_memory_gb", *(w.split("=")[0] for w in IN_SCRIPT)}, field.name
+        assert known or field.name in {
+            "extra",
+            "gpu_memory_gb",
+            *(w.split("=")[0] for w in IN_SCRIPT),
+        }, field.name
     for word, line in IN_SCRIPT.items():
         job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
         assert line in jobs.sbatch_script(job), word
 
 
 @pytest.mark.parametrize(("words", "expected"), ASKED)
-def test_each_job_key_becomes_an_option_of_sbatch(words: tuple[str, ...], expected: dict[str, str | None]) -> None:
+def test_each_job_key_becomes_an_option_of_sbatch(
+    words: tuple[str, ...], expected: dict[str, str | None]
+) -> None:
     found = directives(jobs.sbatch_script(describe(*words)))
     assert {name: found.get(name) for name in expected} == expected
     assert not {"--mem", "--gres"} & set(found)
@@ -168,7 +263,9 @@ def elements(text: str, count: int) -> list[list[str]]:
     found = []
     for number in range(count):
         shell = ["bash", "-c", f"{lines}\nprintf '%s\\0' \"$@\"", "script"]
-        done = subprocess.run(shell, env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, check=True)
+        done = subprocess.run(
+            shell, env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, check=True
+        )
         found.append(done.stdout.decode().split("\0")[:-1])
     return found
 
@@ -186,13 +283,27 @@ def test_each_run_of_a_sweep_has_its_own_values() -> None:
 
 def test_shellcheck_accepts_every_script(tmp_path: Path) -> None:
     """The name of the repository needs quoting."""
-    helpers.need("" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck")
+    helpers.need(
+        "" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck"
+    )
     written = [tmp_path / f"{number}.sh" for number in range(len(JOBS))]
     for path, words in zip(written, JOBS, strict=True):
         path.write_text(jobs.sbatch_script(describe(*words, root=HOSTILE_ROOT)))
+    # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted; SC2154: set in
+    # job.sh
     ran = subprocess.run(
-        ["shellcheck", "--severity=style", "--exclude=SC1091,SC2016,SC2154", *written, *READY, SHARED], capture_output=True, text=True, check=False
-    )  # fmt: skip  # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted; SC2154: set in job.sh
+        [
+            "shellcheck",
+            "--severity=style",
+            "--exclude=SC1091,SC2016,SC2154",
+            *written,
+            *READY,
+            SHARED,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout
 
 

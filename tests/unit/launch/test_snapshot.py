@@ -17,10 +17,24 @@ from recipes.core.run import directory, source
 def root(tmp_path: Path) -> Path:
     """A repository of one recipe, with other files that are not code."""
     files = {
-        "recipes/toy.py": "1", "recipes/core/x.py": "2", "recipes/words.txt": "3", "env/common.env": "A=1", "env/clusters/a.yaml": "",
-        "launch.py": "4", "mine/net.py": "5", "mine/kernel.cu": "6", "empty/notes.txt": "", "tests/test_x.py": "", "runs/toy/1/x.py": "", "runs/plot.py": "",
-        "data/x.py": "", "recipes/__pycache__/toy.pyc": "", "recipes/.toy.py.swp": "", ".venv/x.py": "", "toy-12.out": "",
-    }  # fmt: skip
+        "recipes/toy.py": "1",
+        "recipes/core/x.py": "2",
+        "recipes/words.txt": "3",
+        "env/common.env": "A=1",
+        "env/clusters/a.yaml": "",
+        "launch.py": "4",
+        "mine/net.py": "5",
+        "mine/kernel.cu": "6",
+        "empty/notes.txt": "",
+        "tests/test_x.py": "",
+        "runs/toy/1/x.py": "",
+        "runs/plot.py": "",
+        "data/x.py": "",
+        "recipes/__pycache__/toy.pyc": "",
+        "recipes/.toy.py.swp": "",
+        ".venv/x.py": "",
+        "toy-12.out": "",
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -28,9 +42,15 @@ def root(tmp_path: Path) -> Path:
 
 
 CODE = {
-    "recipes/toy.py", "recipes/core/x.py", "recipes/words.txt", "env/common.env", "env/clusters/a.yaml", "launch.py", "mine/net.py",
+    "recipes/toy.py",
+    "recipes/core/x.py",
+    "recipes/words.txt",
+    "env/common.env",
+    "env/clusters/a.yaml",
+    "launch.py",
+    "mine/net.py",
     "mine/kernel.cu",
-}  # fmt: skip
+}
 
 
 def contents(folder: Path) -> set[str]:
@@ -39,7 +59,9 @@ def contents(folder: Path) -> set[str]:
 
 def run_git(root: Path, *words: str) -> str:
     named = ("-c", "user.name=a", "-c", "user.email=a@b")
-    return subprocess.run(["git", *named, *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *named, *words], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_a_snapshot_has_the_code_and_nothing_else(root: Path) -> None:
@@ -66,7 +88,11 @@ def test_equal_code_shares_a_snapshot(root: Path) -> None:
     assert contents(snapshot.take(root)) == contents(first)
     for name in ("a", "b"):  # a job of two steps
         snapshot.keep_for(first, "7", root / name)
-    assert [snapshot.was_begun(root, "7", root / name) for name in ("a", "b", "c")] == [True, True, False]
+    assert [snapshot.was_begun(root, "7", root / name) for name in ("a", "b", "c")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
@@ -90,7 +116,8 @@ def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
         (root / name).write_bytes(content)
     (root / "recipes/toy.py").write_text("changed\n")
     run_git(root, "add", "recipes/toy.py", "recipes/new.py")
-    diff, copy = source.difference(root), snapshot.take(root)
+    diff = source.difference(root)
+    copy = snapshot.take(root)
     assert (source.commit(copy), source.difference(copy)) == (f"{head}-dirty", diff)
     clone = tmp_path_factory.mktemp("clone")
     run_git(root, "clone", "--quiet", str(root), str(clone))
@@ -115,14 +142,23 @@ def test_every_folder_that_python_imports_is_copied(root: Path) -> None:
     (root / "recipes/gone.py").symlink_to(root / "nothing")
     os.mkfifo(root / "recipes" / "pipe")
     copy = snapshot.take(root)
-    assert contents(copy) == CODE | added | {"recipes/linked.py", "mine/linked/y.py", "snapshot.json", "code.diff"}
+    assert contents(copy) == CODE | added | {
+        "recipes/linked.py",
+        "mine/linked/y.py",
+        "snapshot.json",
+        "code.diff",
+    }
     assert not (copy / "recipes/linked.py").is_symlink()
 
 
-def test_too_much_code_is_reported_with_the_largest_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_code_is_reported_with_the_largest_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshot, "MAX_BYTES", 1 << 20)
     (root / "recipes/weights.bin").write_bytes(b"0" * (1 << 20))
-    with pytest.raises(MachineError, match=r"code exceeds 1 MiB, .*largest file: .*weights\.bin\).*snapshot=false"):
+    with pytest.raises(
+        MachineError, match=r"code exceeds 1 MiB, .*largest file: .*weights\.bin\).*snapshot=false"
+    ):
         snapshot.take(root)
     assert not (root / "runs/code").exists()
 

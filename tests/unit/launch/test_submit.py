@@ -38,7 +38,9 @@ def test_the_run_directory_has_the_script_and_the_description(
     [submitted] = submit.submit(job, sys.executable, "")
     assert (submitted.job_id, submitted.run_dir) == ("7", tmp_path / "runs" / "mnist" / "7")
     text = (submitted.run_dir / "job.sh").read_text()
-    [script] = [path for path in (tmp_path / "runs/submitit").glob("*.sh") if "submission" not in path.name]
+    [script] = [
+        path for path in (tmp_path / "runs/submitit").glob("*.sh") if "submission" not in path.name
+    ]
     assert script.read_text() == text
     payload = DelayedSubmission.load(tmp_path / "runs/submitit/7_submitted.pkl")
     assert (payload.function, payload.args) == (os.execvp, ("/bin/bash", ["bash", str(script)]))
@@ -52,10 +54,16 @@ def test_the_run_directory_has_the_script_and_the_description(
         assert path.stat().st_mode & 0o077 == 0, path
     assert not list(tmp_path.rglob("canary"))
     text = next((tmp_path / "runs/submitit").glob("*submission*.sh")).read_text()
-    assert ("export PYTHONUTF8=1\n" in text, f"\nexec {sys.executable} " in text, "srun" in text) == (True, True, False)
+    assert (
+        "export PYTHONUTF8=1\n" in text,
+        f"\nexec {sys.executable} " in text,
+        "srun" in text,
+    ) == (True, True, False)
     stubs.add("sbatch", 'env > "$NOTES/env"; echo "sbatch: Job 7 to start at noon" >&2')
     assert checks.expected_start(describe("account=x", root=tmp_path)) == "to start at noon"
-    assert not {"SBATCH_ACCOUNT=mine", "SLURM_NTASKS=9"} & set((tmp_path / "env").read_text().splitlines())
+    assert not {"SBATCH_ACCOUNT=mine", "SLURM_NTASKS=9"} & set(
+        (tmp_path / "env").read_text().splitlines()
+    )
 
 
 PARTITIONS = """\
@@ -72,7 +80,11 @@ PartitionName=short
 @pytest.mark.parametrize(
     ("words", "exported", "problem"),
     [
-        (("time=11", "partition=short"), "", "time=11: is more than the 00:10:00 of partition short"),
+        (
+            ("time=11", "partition=short"),
+            "",
+            "time=11: is more than the 00:10:00 of partition short",
+        ),
         (("time=11",), "short", "time=11: is more than the 00:10:00 of partition short"),
         (("time=10", "nodes=3", "partition=short"), "", ""),
         (("time=11", "nodes=3"), "", "nodes=3: are more than the 2 of partition main"),
@@ -96,38 +108,61 @@ def test_a_job_that_its_partition_never_starts_is_no_success(
     stubs.add("scontrol", f"awk -v name=\"${{3:-}}\" '{only}' {tmp_path}/partitions")
     job = describe(*words, root=tmp_path)
     if problem:
-        with pytest.raises(MachineError, match=f"^{problem}, so the job would never start: give a smaller"):
+        with pytest.raises(
+            MachineError, match=f"^{problem}, so the job would never start: give a smaller"
+        ):
             checks.expected_start(job)
     else:
         assert "to start at noon" in checks.expected_start(job)
 
 
-def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(tmp_path: Path, stubs: Stubs) -> None:
+def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(
+    tmp_path: Path, stubs: Stubs
+) -> None:
     (tmp_path / "runs" / "mnist").mkdir(parents=True)
     (tmp_path / "runs" / "mnist" / "7").write_text("in the way")
     stubs.add("sbatch", "echo Submitted batch job 7")
-    with pytest.raises(MachineError, match=r"/runs/mnist/7: cannot be written \(.*\), so job 7 will fail: scancel 7"):
+    with pytest.raises(
+        MachineError,
+        match=r"/runs/mnist/7: cannot be written \(.*\), so job 7 will fail: scancel 7",
+    ):
         submit.submit(describe(root=tmp_path), sys.executable, "")
 
 
-def test_a_full_disk_for_job_files_is_reported(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_for_job_files_is_reported(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs").mkdir()
-    monkeypatch.setattr(files, "write_bytes", lambda path, data: os.write(os.open("/dev/full", os.O_WRONLY), data))
-    with pytest.raises(MachineError, match=r"runs/submitit: cannot be written \(No space left on device\): free some"):
+    monkeypatch.setattr(
+        files, "write_bytes", lambda path, data: os.write(os.open("/dev/full", os.O_WRONLY), data)
+    )
+    with pytest.raises(
+        MachineError,
+        match=r"runs/submitit: cannot be written \(No space left on device\): free some",
+    ):
         submit.submit(describe(root=tmp_path), sys.executable, "")
 
 
-def test_a_refusal_of_sbatch_is_one_line(tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_of_sbatch_is_one_line(
+    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs").mkdir()
-    stubs.add("sbatch", "echo 'sbatch: error: Batch job submission failed: too many jobs' >&2\nexit 1")
+    stubs.add(
+        "sbatch", "echo 'sbatch: error: Batch job submission failed: too many jobs' >&2\nexit 1"
+    )
     for job in (describe(root=tmp_path), describe("sweep.lr=0.1,0.2", root=tmp_path)):
         with pytest.raises(MachineError) as caught:
             submit.submit(job, sys.executable, "")
-        assert str(caught.value) == "Slurm refuses this job: Batch job submission failed: too many jobs"
+        assert (
+            str(caught.value)
+            == "Slurm refuses this job: Batch job submission failed: too many jobs"
+        )
     assert capsys.readouterr().err == ""
 
 
-def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_cancelled(tmp_path: Path, stubs: Stubs) -> None:
+def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_cancelled(
+    tmp_path: Path, stubs: Stubs
+) -> None:
     """sbatch gives up where the controller's answer is lost."""
     (tmp_path / "runs").mkdir()
     note = "grep --only-matching --max-count=1 'recipes-[0-9a-f]*' \"$1\" > $NOTES/mark"
@@ -135,7 +170,11 @@ def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_cancelled(tmp_pat
     stubs.add("squeue", 'echo "6 other"; echo "7 $(cat $NOTES/mark)"')
     stubs.add("scancel", "")
     [submitted] = submit.submit(describe(root=tmp_path), sys.executable, "")
-    assert (submitted.job_id, stubs.calls("scancel"), len(stubs.calls("sbatch"))) == ("8", [["7"]], 2)
+    assert (submitted.job_id, stubs.calls("scancel"), len(stubs.calls("sbatch"))) == (
+        "8",
+        [["7"]],
+        2,
+    )
 
 
 def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: Stubs) -> None:
@@ -145,5 +184,12 @@ def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: St
     found = [one.run_dir for one in submit.submit(job, sys.executable, f"{tmp_path}/s/r")]
     assert found == [tmp_path / "s/r/0", tmp_path / "s/r/1"]
     noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in found]
-    assert noted == [["epochs=3", f"lr=0.{number}", f"run_dir={tmp_path}/s/r/{number - 1}"] for number in (1, 2)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]
+    assert noted == [
+        ["epochs=3", f"lr=0.{number}", f"run_dir={tmp_path}/s/r/{number - 1}"] for number in (1, 2)
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "runs",
+        "s",
+        "sbatch.calls",
+        "stubs",
+    ]

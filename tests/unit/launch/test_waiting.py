@@ -13,14 +13,26 @@ from tests import helpers
 @pytest.mark.parametrize(
     ("state", "code", "left", "expected"),
     [
-        ("COMPLETED", 0, "done", 0), ("COMPLETED", 0, "", 1), ("FAILED", 3, "", 3), ("FAILED", 75, "preempted", 75), ("FAILED", 143, "done", 1), ("", 0, "done", 0),
-        ("", 0, "", 1), ("COMPLETED", 0, "failed", 1),
+        ("COMPLETED", 0, "done", 0),
+        ("COMPLETED", 0, "", 1),
+        ("FAILED", 3, "", 3),
+        ("FAILED", 75, "preempted", 75),
+        ("FAILED", 143, "done", 1),
+        ("", 0, "done", 0),
+        ("", 0, "", 1),
+        ("COMPLETED", 0, "failed", 1),
         *((state, 0, "", 1) for state in ["CANCELLED", "TIMEOUT"]),
     ],
-)  # fmt: skip
+)
 def test_waiting_returns_the_jobs_exit_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, code: int, left: str, expected: int
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    code: int,
+    left: str,
+    expected: int,
+) -> None:
     states = iter([("PENDING", 0), None, None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
     def ask(job: str) -> queue.Job | None:
@@ -41,9 +53,13 @@ def test_waiting_returns_the_jobs_exit_status(
     assert ("job 7: stopped" in output.err) == (left == "preempted")
 
 
-def test_an_unmet_dependency_ends_the_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unmet_dependency_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Slurm does not remove such a job from the queue."""
-    job = queue.Job("7", "PENDING", "DependencyNeverSatisfied", 0, 0, {"Dependency": "afterok:6(failed)"})
+    job = queue.Job(
+        "7", "PENDING", "DependencyNeverSatisfied", 0, 0, {"Dependency": "afterok:6(failed)"}
+    )
     monkeypatch.setattr(queue, "find", lambda job_id: job)
     assert submit.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
     line = "job 7 never starts: its dependency afterok:6(failed) cannot be met; cancel the job: scancel 7\n"

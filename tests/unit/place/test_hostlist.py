@@ -30,11 +30,15 @@ def test_a_host_list_is_expanded() -> None:
 
 def test_slurm_expands_the_same_lists_to_the_same_hosts(tmp_path: Path) -> None:
     """`scontrol show hostnames` needs no controller. Slurm 22.05 refuses text behind a bracket."""
-    helpers.need("" if shutil.which("scontrol") else "scontrol is not there: apt-get install slurm-client")
+    helpers.need(
+        "" if shutil.which("scontrol") else "scontrol is not there: apt-get install slurm-client"
+    )
     (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
     environ = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     for text, hosts in LISTS.items():
-        asked = subprocess.run(["scontrol", "show", "hostnames", text], env=environ, capture_output=True, text=True)
+        asked = subprocess.run(
+            ["scontrol", "show", "hostnames", text], env=environ, capture_output=True, text=True
+        )
         behind_bracket = "]-" in text or "]." in text
         assert asked.stdout.split() == hosts.split() or (behind_bracket and not asked.stdout), text
 
@@ -49,12 +53,28 @@ NOT_A_NAME = "is not a host name"
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        *((text, NOT_A_NAME) for text in ("", "a,,b", "n[1-2", "n[1,2", "n1-2]", "n[1,[2]]", "n[]", "n[1-2-3]", "n[-2]")),
-        *((text, NOT_A_NAME) for text in ("n[١-٣]", f"n[1-{'9' * 5000}]", "a b", "a\n", "a\x00b", "(null)", "$(id)")),
+        *(
+            (text, NOT_A_NAME)
+            for text in (
+                "",
+                "a,,b",
+                "n[1-2",
+                "n[1,2",
+                "n1-2]",
+                "n[1,[2]]",
+                "n[]",
+                "n[1-2-3]",
+                "n[-2]",
+            )
+        ),
+        *(
+            (text, NOT_A_NAME)
+            for text in ("n[١-٣]", f"n[1-{'9' * 5000}]", "a b", "a\n", "a\x00b", "(null)", "$(id)")
+        ),
         ("n[3-1]", "backwards"),
         ("n[0-999999999999999999]", "more than 65,536"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         expand(text)
@@ -64,7 +84,9 @@ def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> 
     assert len(message) < 400
 
 
-@pytest.mark.parametrize("text", ["", "a", "2(x3", "-1", "2,,1", " 2", "2\n", "0(x2)", "2(x0)", "1" * 999])
+@pytest.mark.parametrize(
+    "text", ["", "a", "2(x3", "-1", "2,,1", " 2", "2\n", "0(x2)", "2(x0)", "1" * 999]
+)
 def test_invalid_counts_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match="is neither a count") as caught:
         expand_counts(text)

@@ -35,17 +35,26 @@ def make(root: Path, content: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize("content", [V1, V2], ids=["v1", "v2"])
-def test_the_lowest_limit_and_the_largest_rank_are_described(tmp_path: Path, content: dict[str, str]) -> None:
+def test_the_lowest_limit_and_the_largest_rank_are_described(
+    tmp_path: Path, content: dict[str, str]
+) -> None:
     """The killed rank, here rank 5, need not be the largest one."""
     cgroup = memory.own_cgroup(make(tmp_path, content))
     assert memory.count_kills(cgroup) == 2
     line = memory.Memory(cgroup, 1).describe(first_rank=4)
-    assert line == "was killed since its limit of 2000.0 MB was used up; peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
+    assert (
+        line
+        == "was killed since its limit of 2000.0 MB was used up; peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
+    )
 
 
 def test_tasks_that_are_not_ranks_have_their_own_numbers(tmp_path: Path) -> None:
     cgroup = memory.own_cgroup(make(tmp_path, V2))
-    assert memory.Memory(cgroup, 1).describe().endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
+    assert (
+        memory.Memory(cgroup, 1)
+        .describe()
+        .endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
+    )
 
 
 def test_only_kills_since_the_start_count(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from tests import helpers
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """A child of a thread of this process that still runs."""
     children: list[subprocess.Popen[bytes]] = []
-    started, ends = threading.Event(), threading.Event()
+    started = threading.Event()
+    ends = threading.Event()
 
     def start() -> None:
         children.append(subprocess.Popen(["sleep", "60"]))
@@ -50,10 +51,20 @@ def test_a_process_that_has_ended_is_none(child: subprocess.Popen[bytes]) -> Non
     assert proctree.children(child.pid) == []
 
 
-def test_signals_that_glibc_blocks_for_a_moment_count_as_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It blocks all of them while it starts a thread. A program blocks some, as the worker of a DataLoader does."""
-    all_blocked, one_blocked = "fffffffe7ffbfeff", "0000000000000200"
-    texts = iter([f"SigBlk:\t{blocked}\nSigCgt:\t0000000000004a00\n" for blocked in (all_blocked, one_blocked)])
+def test_signals_that_glibc_blocks_for_a_moment_count_as_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It blocks all of them while it starts a thread. A program blocks some, as the worker of a
+    DataLoader does.
+    """
+    all_blocked = "fffffffe7ffbfeff"
+    one_blocked = "0000000000000200"
+    texts = iter(
+        [
+            f"SigBlk:\t{blocked}\nSigCgt:\t0000000000004a00\n"
+            for blocked in (all_blocked, one_blocked)
+        ]
+    )
     monkeypatch.setattr(proctree.Path, "read_text", lambda path: next(texts))
     assert proctree.read(os.getpid()).caught == {12, 15}
 
@@ -76,5 +87,7 @@ while pid in proctree.children(os.getpid()):
     proctree.reap({kept.pid})
 print(kept.pid in proctree.children(os.getpid()))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=helpers.ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=helpers.ROOT, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("True\n", "")

@@ -16,10 +16,21 @@ def env(text: str) -> dict[str, str]:
 
 
 def step(
-    rank: int, local_rank: int, node_rank: int, *, tasks: str = "2,1", job: int = 6, step_id: int = 0, more: str = ""
+    rank: int,
+    local_rank: int,
+    node_rank: int,
+    *,
+    tasks: str = "2,1",
+    job: int = 6,
+    step_id: int = 0,
+    more: str = "",
 ) -> dict[str, str]:
-    """What a task of srun sees on Slurm 22.05, in a job on node1 and node2; `tasks` is as in SLURM_TASKS_PER_NODE."""
-    counts = {"2,1": (2, 1), "1,2": (1, 2), "2(x2)": (2, 2), "1(x2)": (1, 1), "8,2": (8, 2)}.get(tasks) or (int(tasks),)
+    """What a task of srun sees on Slurm 22.05, in a job on node1 and node2; `tasks` is as in
+    SLURM_TASKS_PER_NODE.
+    """
+    counts = {"2,1": (2, 1), "1,2": (1, 2), "2(x2)": (2, 2), "1(x2)": (1, 1), "8,2": (8, 2)}.get(
+        tasks
+    ) or (int(tasks),)
     nodes = "node[1-2]" if len(counts) == 2 else "node1"
     return env(
         f"SLURM_JOB_ID={job} SLURM_JOB_NODELIST=node[1-2] SLURM_JOB_NUM_NODES=2 SLURM_NNODES={len(counts)} "
@@ -31,13 +42,34 @@ def step(
 
 
 def info(
-    rank: str, local: str, node: str, *, addr: str = "", port: int = 0, nodes: str = "",
-    in_slurm: bool = False, run_id: str | None = None, restarts: int = 0,
-) -> RankInfo:  # fmt: skip
+    rank: str,
+    local: str,
+    node: str,
+    *,
+    addr: str = "",
+    port: int = 0,
+    nodes: str = "",
+    in_slurm: bool = False,
+    run_id: str | None = None,
+    restarts: int = 0,
+) -> RankInfo:
     """rank, local and node as in 2/3: number 2 of 3."""
-    (r, world), (lr, local_size), (n, num_nodes) = (map(int, pair.split("/")) for pair in (rank, local, node))
+    (r, world), (lr, local_size), (n, num_nodes) = (
+        map(int, pair.split("/")) for pair in (rank, local, node)
+    )
     return RankInfo(
-        r, lr, n, world, local_size, num_nodes, tuple(nodes.split()), addr, port, in_slurm, run_id, restarts
+        r,
+        lr,
+        n,
+        world,
+        local_size,
+        num_nodes,
+        tuple(nodes.split()),
+        addr,
+        port,
+        in_slurm,
+        run_id,
+        restarts,
     )
 
 
@@ -47,7 +79,8 @@ INTERACTIVE = (
     f"{BATCH} SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=node1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1 "
     "SLURM_STEP_TASKS_PER_NODE=1"
 )
-# Recorded on Slurm 26.05, where a batch script and the shell that salloc starts on a node have a step of one task.
+# Recorded on Slurm 26.05, where a batch script and the shell that salloc starts on a node have a
+# step of one task.
 BATCH_26 = f"{BATCH} SLURM_STEP_ID=-5 SLURM_STEPID=-5"
 TORCHRUN = (
     "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=node1 "
@@ -57,8 +90,8 @@ TORCHRUN_UNEVEN = (
     "RANK=8 WORLD_SIZE=10 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=node1 "
     "MASTER_PORT=29400 TORCHELASTIC_RESTART_COUNT=2"
 )
-# Open MPI 4.1, `mpirun -n 4` in a batch script on two nodes: node1's ranks are in the batch shell, node2's in the
-# step of mpirun's daemon.
+# Open MPI 4.1, `mpirun -n 4` in a batch script on two nodes: node1's ranks are in the batch shell,
+# node2's in the step of mpirun's daemon.
 OMPI = "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=1262157825"
 OMPI_0 = f"{BATCH} {OMPI} OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0"
 OMPI_3 = (
@@ -68,7 +101,13 @@ OMPI_3 = (
 )
 ONE = info("0/1", "0/1", "0/1")
 BOTH = "node1 node2"
-IN_6: dict[str, Any] = {"addr": "node1", "port": 10504, "nodes": BOTH, "in_slurm": True, "run_id": "6"}
+IN_6: dict[str, Any] = {
+    "addr": "node1",
+    "port": 10504,
+    "nodes": BOTH,
+    "in_slurm": True,
+    "run_id": "6",
+}
 
 CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
     "nothing set": ({}, ONE),
@@ -83,12 +122,15 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         info("2/3", "1/2", "0/2", **IN_6 | {"port": 10508, "run_id": "6.1"}),
     ),
     "two steps side by side, the smaller": (
-        step(0, 0, 0, tasks="1", job=1, step_id=2) | env("SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) SLURM_NNODES=2"),
+        step(0, 0, 0, tasks="1", job=1, step_id=2)
+        | env("SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) SLURM_NNODES=2"),
         info("0/1", "0/1", "0/1", nodes="node1", in_slurm=True, run_id="1.2"),
     ),
     "array": (
         step(3, 1, 1, tasks="2(x2)", job=9, more="SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3"),
-        info("3/4", "1/2", "1/2", addr="node1", port=10756, nodes=BOTH, in_slurm=True, run_id="7_3"),
+        info(
+            "3/4", "1/2", "1/2", addr="node1", port=10756, nodes=BOTH, in_slurm=True, run_id="7_3"
+        ),
     ),
     "requeued": (
         step(3, 1, 1, tasks="2(x2)", job=21, more="SLURM_RESTART_COUNT=1"),
@@ -107,7 +149,10 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         info("2/3", "0/1", "1/2", **IN_6 | {"addr": "fd00::1"}),
     ),
     "shell of salloc": (env(SALLOC), replace(ONE, in_slurm=True, run_id="16")),
-    "interactive step of Slurm 26.05": (env(INTERACTIVE.replace("4294967290", "-6")), replace(ONE, in_slurm=True, run_id="16")),
+    "interactive step of Slurm 26.05": (
+        env(INTERACTIVE.replace("4294967290", "-6")),
+        replace(ONE, in_slurm=True, run_id="16"),
+    ),
     # RANK
     "torchrun": (env(TORCHRUN), info("3/4", "1/2", "1/2", addr="node1", port=29400)),
     "torchrun inside srun": (
@@ -120,7 +165,9 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
     ),
     "requeues and torchrun's restarts add up": (
         env(f"{BATCH} {TORCHRUN_UNEVEN} SLURM_RESTART_COUNT=1"),
-        info("8/10", "0/2", "1/2", addr="node1", port=29400, in_slurm=True, run_id="16", restarts=3),
+        info(
+            "8/10", "0/2", "1/2", addr="node1", port=29400, in_slurm=True, run_id="16", restarts=3
+        ),
     ),
     "by hand, equal nodes": (
         env("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=65535"),
@@ -132,7 +179,9 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
     ),
     # MPI
     "mpirun on one machine": (
-        env("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"),
+        env(
+            "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+        ),
         info("1/2", "1/2", "0/1", addr="127.0.0.1", port=10000),
     ),
     "mpirun with an address of the user": (
@@ -158,7 +207,7 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         env(f"{OMPI} OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 {TORCHRUN}"),
         info("3/4", "1/2", "1/2", addr="node1", port=29400),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,26 +227,47 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     *((STEP | {"SLURM_STEP_ID": bad}, [f"SLURM_STEP_ID={bad}"]) for bad in ("-0", "-17", "-5x")),
     (env("SLURM_PROCID=0 SLURM_NTASKS=2"), ["SLURM_PROCID=0", "SLURM_JOB_ID", "unset"]),
     # numbers
-    *((STEP | {"SLURM_PROCID": bad}, [f"SLURM_PROCID={shown(bad)}: "]) for bad in ("", "-1", "1_0", "١", "1\n")),
+    *(
+        (STEP | {"SLURM_PROCID": bad}, [f"SLURM_PROCID={shown(bad)}: "])
+        for bad in ("", "-1", "1_0", "١", "1\n")
+    ),
     (STEP | {"SLURM_PROCID": "9" * 5000}, ["SLURM_PROCID=999", "…"]),
     (STEP | {"SLURM_ARRAY_TASK_ID": "1"}, ["SLURM_ARRAY_JOB_ID is not set"]),
     # Slurm's layout
     *(
-        ({key: value for key, value in STEP.items() if key != name}, [f"{name} is not set: start the ranks with srun"])
+        (
+            {key: value for key, value in STEP.items() if key != name},
+            [f"{name} is not set: start the ranks with srun"],
+        )
         for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     ),
     (STEP | {"SLURM_PROCID": "3"}, ["SLURM_PROCID=3", "less than 3 (SLURM_STEP_NUM_TASKS)"]),
     (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "less than 2 (the number of nodes)"]),
-    (STEP | {"SLURM_LOCALID": "1"}, ["SLURM_LOCALID=1", "less than 1 (SLURM_STEP_TASKS_PER_NODE of node 1)"]),
-    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["SLURM_STEP_TASKS_PER_NODE=2(x2)", "4 tasks", "NUM_TASKS=3"]),
-    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, ["SLURM_STEP_TASKS_PER_NODE=1(x3)", "3 nodes", "node[1-2]"]),
+    (
+        STEP | {"SLURM_LOCALID": "1"},
+        ["SLURM_LOCALID=1", "less than 1 (SLURM_STEP_TASKS_PER_NODE of node 1)"],
+    ),
+    (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+        ["SLURM_STEP_TASKS_PER_NODE=2(x2)", "4 tasks", "NUM_TASKS=3"],
+    ),
+    (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
+        ["SLURM_STEP_TASKS_PER_NODE=1(x3)", "3 nodes", "node[1-2]"],
+    ),
     (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"]),
     (STEP | {"SLURMD_NODENAME": "node1"}, ["SLURM_NODEID=1", "node2", "SLURMD_NODENAME=node1"]),
     (step(0, 0, 1), ["SLURM_NODEID=1", "rank 0 must be on the first node", "remove -m arbitrary"]),
     (STEP | {"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "3", "unset it"]),
     # the master
-    *((STEP | {"MASTER_PORT": bad}, [f"MASTER_PORT={bad}"]) for bad in ("0", "65536", "-1", "29500x")),
-    *((STEP | {"MASTER_ADDR": bad}, [f"MASTER_ADDR={bad}", "2 nodes", "unset it"]) for bad in ("localhost", "127.0.1.1", "::1")),
+    *(
+        (STEP | {"MASTER_PORT": bad}, [f"MASTER_PORT={bad}"])
+        for bad in ("0", "65536", "-1", "29500x")
+    ),
+    *(
+        (STEP | {"MASTER_ADDR": bad}, [f"MASTER_ADDR={bad}", "2 nodes", "unset it"])
+        for bad in ("localhost", "127.0.1.1", "::1")
+    ),
     # RANK
     (env("RANK=0"), ["WORLD_SIZE is not set"]),
     (env("WORLD_SIZE=4"), ["WORLD_SIZE=4", "must be 1", "unset it"]),
@@ -207,19 +277,36 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (HAND | {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=4", "GROUP_RANK"]),
     (HAND | {"GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3"]),
     (HAND | {"GROUP_RANK": "0"}, ["GROUP_WORLD_SIZE is not set", "set it to the number of nodes"]),
-    (env("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_RANK is not set"]),
-    (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_WORLD_SIZE is not set", "set it to the"]),
-    (STEP | env("RANK=1 WORLD_SIZE=3 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=2"), ["RANK=1", "must be 2", "unset it"]),
-    (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_PORT=2"), ["MASTER_ADDR is not set", "WORLD_SIZE=2"]),
-    (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a"), ["MASTER_PORT is not set", "WORLD_SIZE=2"]),
+    (
+        env("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2"),
+        ["LOCAL_RANK is not set"],
+    ),
+    (
+        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=2"),
+        ["LOCAL_WORLD_SIZE is not set", "set it to the"],
+    ),
+    (
+        STEP | env("RANK=1 WORLD_SIZE=3 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=2"),
+        ["RANK=1", "must be 2", "unset it"],
+    ),
+    (
+        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_PORT=2"),
+        ["MASTER_ADDR is not set", "WORLD_SIZE=2"],
+    ),
+    (
+        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a"),
+        ["MASTER_PORT is not set", "WORLD_SIZE=2"],
+    ),
     # MPI
     (env(OMPI_0), ["MASTER_ADDR is not set", "WORLD_SIZE=4"]),
     (env("PMI_RANK=1 PMI_SIZE=2"), ["PMI_RANK=1", "srun"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("environ", "named"), CONTRADICTIONS)
-def test_contradictory_variables_are_refused_in_one_line(environ: dict[str, str], named: list[str]) -> None:
+def test_contradictory_variables_are_refused_in_one_line(
+    environ: dict[str, str], named: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         detect(environ)
     message = str(caught.value)
@@ -238,9 +325,17 @@ def test_ports_of_neighbouring_jobs_steps_and_restarts_differ() -> None:
 
 def test_ranks_of_the_local_launcher_have_the_places_that_it_gave_them() -> None:
     counts = (1, 3, 2)
-    places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
+    places = [
+        (node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)
+    ]
     layouts = [local.Layout(counts, node, "h", 29400) for node in range(len(counts))]
-    infos = [detect(local.rank_environment(layouts[node], rank, 29400, {})) for node, rank in places]
-    assert [(i.rank, i.node_rank, i.local_rank) for i in infos] == [(n, *place) for n, place in enumerate(places)]
+    infos = [
+        detect(local.rank_environment(layouts[node], rank, 29400, {})) for node, rank in places
+    ]
+    assert [(i.rank, i.node_rank, i.local_rank) for i in infos] == [
+        (n, *place) for n, place in enumerate(places)
+    ]
     assert [i.local_world_size for i in infos] == [counts[node] for node, _ in places]
-    assert {(i.world_size, i.num_nodes, i.master_addr, i.master_port) for i in infos} == {(6, 3, "h", 29400)}
+    assert {(i.world_size, i.num_nodes, i.master_addr, i.master_port) for i in infos} == {
+        (6, 3, "h", 29400)
+    }

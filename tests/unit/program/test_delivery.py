@@ -1,4 +1,6 @@
-"""Which processes of a program get the signal that asks it to stop. The programs are trees of real processes."""
+"""Which processes of a program get the signal that asks it to stop. The programs are trees of real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from recipes.core.program import delivery, launchers
 from recipes.core.program.delivery import Target
 from tests import helpers
 
-USR1, USR2, TERM = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
-# Catches the signals of its second argument, blocks those of the third, writes its name and process ID, and starts the
-# commands of the fourth.
+USR1 = signal.SIGUSR1
+USR2 = signal.SIGUSR2
+TERM = signal.SIGTERM
+# Catches the signals of its second argument, blocks those of the third, writes its name and process
+# ID, and starts the commands of the fourth.
 NODE = """
 import json, os, signal, subprocess, sys
 from signal import SIGTERM as TERM, SIGUSR1 as USR1, SIGUSR2 as USR2
@@ -34,7 +38,8 @@ for command in json.loads(children):
 while True:
     signal.pause()
 """
-# Starts a process that catches USR2. The arguments: the start method, and whether the process is daemonic.
+# Starts a process that catches USR2. The arguments: the start method, and whether the process is
+# daemonic.
 STARTS = """
 import multiprocessing, os, signal, sys
 
@@ -79,7 +84,12 @@ def node(tmp_path: Path) -> Node:
     """The command of a Python process that starts others. caught, blocked: such as "USR1, TERM"."""
 
     def node(
-        name: str, caught: str = "", *children: list[str], blocked: str = "", file: str = "train.py", options: str = ""
+        name: str,
+        caught: str = "",
+        *children: list[str],
+        blocked: str = "",
+        file: str = "train.py",
+        options: str = "",
     ) -> list[str]:
         (tmp_path / file).write_text(NODE)
         words = [name, f"[{caught}]", f"[{blocked}]", json.dumps(children)]
@@ -90,7 +100,9 @@ def node(tmp_path: Path) -> Node:
 
 def shell(*children: list[str], trap: str) -> list[str]:
     """The command of a shell that catches a signal, writes its name and starts programs."""
-    line = f"trap : {trap}; echo shell $$; " + "".join(f"{shlex.join(child)} & " for child in children)
+    line = f"trap : {trap}; echo shell $$; " + "".join(
+        f"{shlex.join(child)} & " for child in children
+    )
     return ["bash", "-c", line + "while :; do wait; sleep 0.1; done"]
 
 
@@ -112,13 +124,17 @@ def test_a_program_gets_the_preferred_signal_of_those_that_it_catches(
     assert delivery.targets(pids["a"]) == ([Target(pids["a"], number, True)] if number else [])
 
 
-def test_stop_signal_may_name_a_signal_that_is_not_the_preferred_one(start: Start, node: Node) -> None:
+def test_stop_signal_may_name_a_signal_that_is_not_the_preferred_one(
+    start: Start, node: Node
+) -> None:
     pids = start(node("a", "USR2, TERM"), 1)
     assert delivery.targets(pids["a"], (TERM,)) == [Target(pids["a"], TERM, True)]
     assert delivery.targets(pids["a"], (USR1,)) == []
 
 
-def test_shells_and_launchers_are_skipped_if_a_program_in_python_catches_a_signal(start: Start, node: Node) -> None:
+def test_shells_and_launchers_are_skipped_if_a_program_in_python_catches_a_signal(
+    start: Start, node: Node
+) -> None:
     """torchrun catches SIGTERM, and ends its ranks. Each rank gets the signal that it catches."""
     ranks = node("rank0", "USR1"), node("rank1", "TERM")
     launcher = node("torchrun", "USR2, TERM", *ranks, file="torchrun")
@@ -128,7 +144,9 @@ def test_shells_and_launchers_are_skipped_if_a_program_in_python_catches_a_signa
     assert delivery.rank_launcher(pids["root"]) == "torchrun"
 
 
-def test_a_shell_gets_its_signal_if_no_program_in_python_catches_one(start: Start, node: Node) -> None:
+def test_a_shell_gets_its_signal_if_no_program_in_python_catches_one(
+    start: Start, node: Node
+) -> None:
     pids = start(shell(node("conda", "TERM", node("a"), file="conda"), trap="USR1"), 3)
     assert delivery.targets(pids["root"]) == [Target(pids["shell"], USR1, True)]
     assert delivery.rank_launcher(pids["root"]) == ""  # conda starts one program
@@ -137,7 +155,9 @@ def test_a_shell_gets_its_signal_if_no_program_in_python_catches_one(start: Star
 def test_a_program_below_a_process_whose_executable_is_hidden_is_found(
     start: Start, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The executable of a process with the setuid bit, such as that of Apptainer, is hidden from its user."""
+    """The executable of a process with the setuid bit, such as that of Apptainer, is hidden from
+    its user.
+    """
     pids = start(shell(node("a", "TERM"), trap="USR1"), 2)
     readlink = os.readlink
 
@@ -155,7 +175,9 @@ def test_only_the_topmost_program_gets_a_signal(start: Start, node: Node) -> Non
     assert delivery.targets(pids["root"]) == [Target(pids["main"], TERM, True)]
 
 
-def test_of_the_processes_that_a_program_starts_only_those_in_python_count(start: Start, node: Node) -> None:
+def test_of_the_processes_that_a_program_starts_only_those_in_python_count(
+    start: Start, node: Node
+) -> None:
     pids = start(node("main", "", shell(trap="USR2"), node("rank", "TERM", file="rank.py")), 3)
     assert delivery.targets(pids["root"]) == [Target(pids["rank"], TERM, True)]
     os.kill(pids["rank"], signal.SIGKILL)
@@ -185,7 +207,9 @@ def test_a_forked_worker_does_not_count_without_the_hook(start: Start, tmp_path:
     assert delivery.targets(pids["root"]) == []
 
 
-@pytest.mark.parametrize(("options", "protects"), [("-I", False), ("-E", False), ("-S", False), ("-s -u", True)])
+@pytest.mark.parametrize(
+    ("options", "protects"), [("-I", False), ("-E", False), ("-S", False), ("-s -u", True)]
+)
 def test_a_program_that_python_isolates_does_not_protect_its_workers(
     start: Start, node: Node, options: str, protects: bool
 ) -> None:

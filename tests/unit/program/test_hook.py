@@ -1,4 +1,6 @@
-"""The start-up hook of a program's processes: DataLoader workers outlive signals to all processes, and a site's own hook is loaded."""
+"""The start-up hook of a program's processes: DataLoader workers outlive signals to all processes,
+and a site's own hook is loaded.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,17 @@ if __name__ == "__main__":
     print(next(batches).tolist(), flush=True)
     sys.exit(3)
 """
-# Prints the folder of the sitecustomize that was loaded last, and whether sys.path has the folder of the hook.
+# Prints the folder of the sitecustomize that was loaded last, and whether sys.path has the folder
+# of the hook.
 FACTS = """
 import os, sitecustomize, sys
 print(os.path.dirname(sitecustomize.__file__), any(os.path.exists(f"{folder}/bin/scontrol") for folder in sys.path))
 """
 
 
-def start(folder: Path, program: str, *args: str, options: str = "", others: str = "") -> subprocess.Popen[str]:
+def start(
+    folder: Path, program: str, *args: str, options: str = "", others: str = ""
+) -> subprocess.Popen[str]:
     """Starts a program in Python with the hook. options: of Python. others: folders in PYTHONPATH."""
     (folder / "program.py").write_text(program)
     return subprocess.Popen(
@@ -124,7 +129,9 @@ def test_a_program_without_another_sitecustomize_starts_without_output(tmp_path:
     assert output(start(tmp_path, "print('started')")) == "started\n"
 
 
-def test_a_program_that_ends_in_the_middle_of_an_epoch_reports_no_killed_worker(tmp_path: Path) -> None:
+def test_a_program_that_ends_in_the_middle_of_an_epoch_reports_no_killed_worker(
+    tmp_path: Path,
+) -> None:
     """torch's handler of SIGCHLD would print an error, since workers are ended with SIGKILL."""
     process = start(tmp_path, LOADER)
     assert output(process) == "[0, 1, 2, 3]\n"

@@ -14,14 +14,19 @@ from recipes.core.program.launchers import Launch
 
 # Rank 9 of 2 nodes with 8 ranks each.
 RANK = RankInfo(9, 1, 1, 16, 8, 2, ("n1", "n2"), "n1", 29500)
-NODE = RankInfo(1, 0, 1, 2, 1, 2, ("n1", "n2"), "n1", 29500)  # the second of two tasks, one per node
+# the second of two tasks, one per node
+NODE = RankInfo(1, 0, 1, 2, 1, 2, ("n1", "n2"), "n1", 29500)
 ALONE = RankInfo(0, 0, 0, 1, 1, 1, ())
 WRAPPER = f"{sys.executable} -u -m recipes.script program=a.py lr=1"
 
 
-def command(through: str, nproc: int, info: RankInfo = NODE, *extra: str, on_cpu: bool = False) -> str:
+def command(
+    through: str, nproc: int, info: RankInfo = NODE, *extra: str, on_cpu: bool = False
+) -> str:
     launch = Launch(through, ["a.py"], extra, nproc, on_cpu)
-    return " ".join(launch.command(info, ["program=a.py", "lr=1"])).removeprefix(f"{sys.executable} -u -m ")
+    return " ".join(launch.command(info, ["program=a.py", "lr=1"])).removeprefix(
+        f"{sys.executable} -u -m "
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +54,9 @@ def test_accelerate_starts_a_wrapper_for_each_rank_of_the_node() -> None:
 
 @pytest.mark.parametrize("end", ["yaml", "json", ""])
 def test_the_configuration_of_accelerate_chooses_fsdp(tmp_path: Path, end: str) -> None:
-    """--multi_gpu would switch it off, from the user's default configuration or from launcher_args=."""
+    """--multi_gpu would switch it off, from the user's default configuration or from
+    launcher_args=.
+    """
     (tmp_path / "accelerate").mkdir()
     if end:
         (tmp_path / f"accelerate/default_config.{end}").touch()
@@ -62,8 +69,12 @@ def test_accelerate_on_cpus_starts_torchrun() -> None:
     """It would start a single process."""
     words = command("accelerate", 3, NODE, "--mixed_precision", "bf16", on_cpu=True)
     one = "accelerate.commands.launch --cpu --num_machines 1 --num_processes 1 --mixed_precision bf16 --no_python"
-    assert words.startswith(f"{one} {sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1 ")
-    assert words.endswith(f" --nproc-per-node=3 --rdzv-backend=static --master-addr=n1 --master-port=29500 --no-python {WRAPPER}")  # fmt: skip
+    assert words.startswith(
+        f"{one} {sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1 "
+    )
+    assert words.endswith(
+        f" --nproc-per-node=3 --rdzv-backend=static --master-addr=n1 --master-port=29500 --no-python {WRAPPER}"
+    )
 
 
 def test_a_single_rank_needs_no_address() -> None:
@@ -77,22 +88,38 @@ def test_a_single_rank_needs_no_address() -> None:
 
 def test_a_rank_gets_its_place_under_torchruns_names() -> None:
     assert launchers.variables_of_rank(RANK) == {
-        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "NODE_RANK": "1", "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500",
-    }  # fmt: skip
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+    }
 
 
 def test_a_node_gets_its_place_among_the_nodes() -> None:
     assert launchers.variables_of_node(NODE, {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == {
-        "NNODES": "2", "NODE_RANK": "1", "NODES": "n1 n2", "GPUS_PER_NODE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "29500",
-    }  # fmt: skip
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "NODES": "n1 n2",
+        "GPUS_PER_NODE": "3",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+    }
 
 
-def test_a_launcher_starts_a_rank_per_gpu_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_starts_a_rank_per_gpu_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert [launchers.nproc_here(given, False) for given in (0, 2)] == [3, 2]
     assert [launchers.nproc_here(given, True) for given in (0, 2)] == [1, 2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(MachineError, match="sees no GPU: request GPUs, or give device=cpu nproc_per_node=N"):
+    with pytest.raises(
+        MachineError, match="sees no GPU: request GPUs, or give device=cpu nproc_per_node=N"
+    ):
         launchers.nproc_here(0, False)
     assert launchers.nproc_here(2, False) == 2

@@ -1,4 +1,6 @@
-"""What the log says about a running program: the signal that it gets, and what is wrong with its set-up."""
+"""What the log says about a running program: the signal that it gets, and what is wrong with its
+set-up.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ def new(tmp_path: Path) -> New:
     attempt = helpers.attempt(tmp_path)
 
     def new(
-        before_s: float | None = None, prints: bool = True, in_slurm: bool = True, wanted: str = "", port: int = 0,
+        before_s: float | None = None,
+        prints: bool = True,
+        in_slurm: bool = True,
+        wanted: str = "",
+        port: int = 0,
         own_ranks: int = 0,
-    ) -> Remarks:  # fmt: skip
+    ) -> Remarks:
         watch = SimpleNamespace(note=StopNote(before_s=before_s))
         return Remarks(attempt, watch, prints, "a.py", in_slurm, wanted, port, own_ranks)
 
@@ -52,14 +58,25 @@ Said = Callable[[], list[str]]
 
 
 def test_a_line_is_printed_when_it_changes(new: New, said: Said, tmp_path: Path) -> None:
-    remark, catches = new(before_s=90.0), tmp_path / "attempts/0000" / CATCHES
+    remark = new(before_s=90.0)
+    catches = tmp_path / "attempts/0000" / CATCHES
     for targets, expected in (
-        ([USR1], ["at the time limit, the program of each rank gets SIGUSR1 (it catches it) 90 s before the end"]),
+        (
+            [USR1],
+            [
+                "at the time limit, the program of each rank gets SIGUSR1 (it catches it) 90 s before the end"
+            ],
+        ),
         ([USR1, USR1], []),
-        ([USR1, TERM], ["at the time limit, the program of each rank gets SIGTERM or SIGUSR1 (it catches it) 90 s before the end"]),
+        (
+            [USR1, TERM],
+            [
+                "at the time limit, the program of each rank gets SIGTERM or SIGUSR1 (it catches it) 90 s before the end"
+            ],
+        ),
         ([], []),
         ([TERM, USR1], []),
-    ):  # fmt: skip
+    ):
         assert remark(1, targets) == ""
         assert said() == expected
     assert files.read_json(catches) == {"signals": ["SIGTERM", "SIGUSR1"]}
@@ -76,7 +93,9 @@ def test_without_a_time_limit_the_program_is_asked_when_it_is_stopped(new: New, 
 
 def test_workers_that_are_not_protected_are_said(new: New, said: Said) -> None:
     new()(1, [USR1, Target(8, signal.SIGUSR1, False)])
-    assert said() == [f"{ON_STOP}SIGUSR1 (it catches it); workers are not protected from signals to all processes"]
+    assert said() == [
+        f"{ON_STOP}SIGUSR1 (it catches it); workers are not protected from signals to all processes"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +109,8 @@ def test_workers_that_are_not_protected_are_said(new: New, said: Said) -> None:
 def test_a_program_that_catches_nothing_is_warned_about_once_after_half_a_minute(
     new: New, said: Said, tmp_path: Path, in_slurm: bool, wanted: str, line: str
 ) -> None:
-    remark, catches = new(in_slurm=in_slurm, wanted=wanted), tmp_path / "attempts/0000" / CATCHES
+    remark = new(in_slurm=in_slurm, wanted=wanted)
+    catches = tmp_path / "attempts/0000" / CATCHES
     for _ in range(LOOKS - 1):
         remark(1, [])
     assert (said(), catches.exists()) == ([], False)
@@ -138,7 +158,9 @@ def test_ranks_that_form_no_group_are_warned_about_once(new: New, said: Said, po
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_ranks_that_have_formed_a_group_are_not_warned_about(new: New, said: Said, family: int) -> None:
+def test_ranks_that_have_formed_a_group_are_not_warned_about(
+    new: New, said: Said, family: int
+) -> None:
     """Also if rank 0 has closed the port before the end."""
     with socket.create_server(("", 0), family=family) as server:
         remark = new(port=server.getsockname()[1])
@@ -151,7 +173,9 @@ def test_ranks_that_have_formed_a_group_are_not_warned_about(new: New, said: Sai
 def test_several_ranks_that_each_start_a_launcher_are_refused(new: New, tmp_path: Path) -> None:
     """Each of the two would start a rank on each GPU."""
     (tmp_path / "torchrun").write_text("import time\ntime.sleep(60)")
-    with subprocess.Popen([sys.executable, str(tmp_path / "torchrun")], env=dict(os.environ)) as launcher:
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "torchrun")], env=dict(os.environ)
+    ) as launcher:
         try:
             root = os.getpid()
             helpers.wait_until(lambda: delivery.rank_launcher(root), 20, "the launcher")

@@ -1,4 +1,6 @@
-"""The command scontrol that a program finds: a requeue of its own job becomes a stop note, all else reaches Slurm's scontrol."""
+"""The command scontrol that a program finds: a requeue of its own job becomes a stop note, all else
+reaches Slurm's scontrol.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def attempt(tmp_path: Path, stubs: Stubs) -> Attempt:
 
 def environment(attempt: Attempt, **added: str) -> dict[str, str]:
     note = str(stop_note.path(attempt))
-    return launchers.with_hook({**os.environ, "SLURM_JOB_ID": "7", "RECIPES_STOP_NOTE": note, **added})
+    return launchers.with_hook(
+        {**os.environ, "SLURM_JOB_ID": "7", "RECIPES_STOP_NOTE": note, **added}
+    )
 
 
 @pytest.fixture
@@ -42,7 +46,9 @@ def requeue(attempt: Attempt) -> Iterator[Requeue]:
     calls: list[subprocess.Popen[bytes]] = []
 
     def call(job: str, **added: str) -> StopNote:
-        calls.append(subprocess.Popen(["scontrol", "requeue", job], env=environment(attempt, **added)))
+        calls.append(
+            subprocess.Popen(["scontrol", "requeue", job], env=environment(attempt, **added))
+        )
         helpers.wait_until(lambda: stop_note.read(attempt).reason, 20, "the stop note")
         return stop_note.read(attempt)
 
@@ -54,7 +60,9 @@ def requeue(attempt: Attempt) -> Iterator[Requeue]:
 
 
 @pytest.mark.parametrize("job", ["7", "70_3"])
-def test_a_requeue_of_the_own_job_writes_the_stop_note(requeue: Requeue, stubs: Stubs, job: str) -> None:
+def test_a_requeue_of_the_own_job_writes_the_stop_note(
+    requeue: Requeue, stubs: Stubs, job: str
+) -> None:
     note = requeue(job, **ARRAY)
     assert (note.reason, note.ends) == ("scontrol requeue, typed by the program", True)
     assert 5 < note.at - time.time() <= 10
@@ -77,13 +85,17 @@ def test_every_other_command_reaches_slurm(
     attempt: Attempt, stubs: Stubs, words: list[str], added: dict[str, str]
 ) -> None:
     before = stop_note.read(attempt)
-    done = subprocess.run(["scontrol", *words], env=environment(attempt, **added), capture_output=True, timeout=20)
+    done = subprocess.run(
+        ["scontrol", *words], env=environment(attempt, **added), capture_output=True, timeout=20
+    )
     assert (done.returncode, done.stdout) == (4, b"of Slurm\n")
     assert stubs.calls("scontrol") == [words]
     assert stop_note.read(attempt) == before
 
 
-def test_a_hook_whose_folder_has_special_characters_finds_slurms_scontrol(attempt: Attempt, tmp_path: Path) -> None:
+def test_a_hook_whose_folder_has_special_characters_finds_slurms_scontrol(
+    attempt: Attempt, tmp_path: Path
+) -> None:
     """As in a clone whose name has brackets. The command would call itself without end."""
     folder = shutil.copytree(launchers.HOOK / "bin", tmp_path / "[a] *")
     environ = {**environment(attempt), "PATH": f"{folder}:{os.environ['PATH']}"}

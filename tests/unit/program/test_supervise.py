@@ -1,4 +1,6 @@
-"""What the wrapper of a rank does with its program: it hands on requests to stop, and ends what is left."""
+"""What the wrapper of a rank does with its program: it hands on requests to stop, and ends what is
+left.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from recipes.core.program.supervise import Rules, Supervisor
 from recipes.core.run.stop_note import StopNote
 from tests import helpers
 
-USR1, USR2, TERM = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
-# Writes the number of each signal that it catches. A line on stdin lets it catch the signals of that line.
+USR1 = signal.SIGUSR1
+USR2 = signal.SIGUSR2
+TERM = signal.SIGTERM
+# Writes the number of each signal that it catches. A line on stdin lets it catch the signals of
+# that line.
 PROGRAM = """
 import os, signal, sys
 os.write(1, b"ready\\n")
@@ -63,7 +68,9 @@ class Program:
 
     def __init__(self, *numbers: int, problem: str = "") -> None:
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=pipe, stdout=pipe, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stdin=pipe, stdout=pipe, text=True
+        )
         self.view = View()
         rules = Rules(delivery.STOP_SIGNALS, 60.0, lambda root, targets: problem)
         self.supervisor = Supervisor(self.process.pid, self.process.pid, rules, self.view)
@@ -140,7 +147,9 @@ def test_a_program_that_catches_nothing_continues_and_gets_its_signal_when_it_do
     assert (run.supervisor.stop, run.end()) == ("SIGUSR1", [USR2])
 
 
-def test_a_program_that_saves_is_not_ended_by_another_request(program: Callable[..., Program]) -> None:
+def test_a_program_that_saves_is_not_ended_by_another_request(
+    program: Callable[..., Program],
+) -> None:
     """It may have reset its handler at the first one, as programs do for a second Ctrl-C."""
     run = program(USR1)
     run.supervisor.received(USR2)
@@ -149,14 +158,18 @@ def test_a_program_that_saves_is_not_ended_by_another_request(program: Callable[
     assert run.end() == [USR1]
 
 
-def test_a_program_that_catches_nothing_is_ended_by_sigterm(program: Callable[..., Program]) -> None:
+def test_a_program_that_catches_nothing_is_ended_by_sigterm(
+    program: Callable[..., Program],
+) -> None:
     run = program()
     run.supervisor.received(TERM)
     assert run.process.wait(20) == -TERM
     assert run.supervisor.stop == "SIGTERM"
 
 
-def test_the_signal_that_ended_a_program_is_the_moment_of_its_stop(program: Callable[..., Program]) -> None:
+def test_the_signal_that_ended_a_program_is_the_moment_of_its_stop(
+    program: Callable[..., Program],
+) -> None:
     """After it, other ranks lose their connection and fail, so that srun sends SIGTERM."""
     run = program()
     run.supervisor.received(USR2)
@@ -197,7 +210,9 @@ def test_a_stop_note_is_acted_on_at_its_moment(
     assert [reason for reason, _ in run.view.told] == ["SIGUSR2"] * len(expected)
 
 
-def test_a_request_that_comes_too_late_is_the_reason_of_a_kill_at_the_limit(program: Callable[..., Program]) -> None:
+def test_a_request_that_comes_too_late_is_the_reason_of_a_kill_at_the_limit(
+    program: Callable[..., Program],
+) -> None:
     run = program(TERM)
     now = time.time()
     run.view.note = StopNote(before_s=1.0, reason="SIGUSR2", at=now + 10, limit_at=now)
@@ -225,7 +240,10 @@ def test_a_program_that_has_not_ended_at_the_time_limit_is_killed(
 
 @pytest.mark.parametrize(("numbers", "received"), [((USR1, TERM), [TERM]), ((), [])])
 def test_a_program_that_has_asked_for_a_requeue_is_ended(
-    program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], received: list[int]
+    program: Callable[..., Program],
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[int, ...],
+    received: list[int],
 ) -> None:
     """It gets SIGTERM, as after a real requeue, and SIGKILL if it continues."""
     monkeypatch.setattr(supervise, "END_S", 0.2)
@@ -238,7 +256,10 @@ def test_a_program_that_has_asked_for_a_requeue_is_ended(
     time.sleep(0.25)
     run.supervisor.look()
     assert run.end() == received
-    assert (run.process.returncode, run.supervisor.stop) == (-signal.SIGKILL if numbers else -TERM, "scontrol")
+    assert (run.process.returncode, run.supervisor.stop) == (
+        -signal.SIGKILL if numbers else -TERM,
+        "scontrol",
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +295,11 @@ def test_a_program_that_cannot_work_is_killed(program: Callable[..., Program]) -
 def test_all_ranks_are_signalled_at_the_next_whole_second() -> None:
     moment = supervise.moment_together()
     assert moment == int(moment)
-    assert supervise.signals.TOGETHER_S - 0.1 < moment - time.time() <= 1 + supervise.signals.TOGETHER_S
+    assert (
+        supervise.signals.TOGETHER_S - 0.1
+        < moment - time.time()
+        <= 1 + supervise.signals.TOGETHER_S
+    )
 
 
 def wrapper(*command: str) -> subprocess.Popen[str]:
@@ -288,7 +313,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[list[object], list[str]]:
 
 
 def signals_of(trap: str) -> list[set[str]]:
-    """The blocked and the ignored signals of a program whose wrapper a shell has started after ``trap``. Real-time signals do not count."""
+    """The blocked and the ignored signals of a program whose wrapper a shell has started after
+    ``trap``. Real-time signals do not count.
+    """
     command = ["bash", "-c", f'{trap}; exec "$@"', "x", sys.executable, "-c", WRAPPER]
     process = helpers.start([*command, "grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"])
     status = "\n".join(ended(process)[1])
@@ -297,7 +324,9 @@ def signals_of(trap: str) -> list[set[str]]:
 
 
 def test_a_program_starts_with_default_signals() -> None:
-    """Some shells start a background job with SIGINT ignored, and the wrapper itself blocks signals."""
+    """Some shells start a background job with SIGINT ignored, and the wrapper itself blocks
+    signals.
+    """
     assert signals_of('trap "" INT TERM USR1') == [set(), set()]
 
 

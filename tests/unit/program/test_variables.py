@@ -34,7 +34,11 @@ TWO = {
     ],
 )
 def test_the_users_number_of_threads_is_kept(
-    monkeypatch: pytest.MonkeyPatch, exported: str, cpu_threads: int, world: dict[str, str], expected: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    exported: str,
+    cpu_threads: int,
+    world: dict[str, str],
+    expected: str | None,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if exported:
@@ -42,4 +46,6 @@ def test_the_users_number_of_threads_is_kept(
     settings = SimpleNamespace(run=SimpleNamespace(cpu_threads=cpu_threads))
     start: Any = SimpleNamespace(ranks=ranks.detect(world), settings=settings)
     launch: Any = SimpleNamespace(through="rank", on_cpu=False)
-    assert script.variables(start, Attempt(Path("/run"), 0), launch).get("OMP_NUM_THREADS") == expected
+    assert (
+        script.variables(start, Attempt(Path("/run"), 0), launch).get("OMP_NUM_THREADS") == expected
+    )

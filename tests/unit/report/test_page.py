@@ -1,4 +1,6 @@
-"""The HTML page of runs: what it says, that it is well-formed, and that nothing in a run directory breaks it."""
+"""The HTML page of runs: what it says, that it is well-formed, and that nothing in a run directory
+breaks it.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,39 @@ VOID = {"meta", "link"}
 
 
 class Page(HTMLParser):
-    """A page, taken apart. It must be well-formed, and request nothing. texts: all texts outside the style sheet."""
+    """A page, taken apart. It must be well-formed, and request nothing. texts: all texts outside
+    the style sheet.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.open, self.texts, self.tags = list[str](), list[str](), list[tuple[str, dict[str, str | None]]]()
+        self.open, self.texts, self.tags = (
+            list[str](),
+            list[str](),
+            list[tuple[str, dict[str, str | None]]](),
+        )
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         assert self.open == []
-        self.figures = list(map(ET.fromstring, re.findall(r'<svg viewBox="0 0 420.*?</svg>', self.source, re.DOTALL)))
-        assert not {tag for tag, _ in self.tags} & {"script", "img", "iframe", "object", "image", "use", "a"}
-        linked = [attrs for _, attrs in self.tags if {"src", "href", "xlink:href", "style", "srcset"} & attrs.keys()]
+        self.figures = list(
+            map(
+                ET.fromstring, re.findall(r'<svg viewBox="0 0 420.*?</svg>', self.source, re.DOTALL)
+            )
+        )
+        assert not {tag for tag, _ in self.tags} & {
+            "script",
+            "img",
+            "iframe",
+            "object",
+            "image",
+            "use",
+            "a",
+        }
+        linked = [
+            attrs
+            for _, attrs in self.tags
+            if {"src", "href", "xlink:href", "style", "srcset"} & attrs.keys()
+        ]
         assert linked == [{"rel": "icon", "href": "data:,"}]
         assert not [name for _, attrs in self.tags for name in attrs if name.startswith("on")]
         assert not re.search(r"url\(|@import|https?:", self.source)
@@ -70,12 +94,18 @@ def row(attempt: int, step: int, loss: float = 1.0, **more: Any) -> dict[str, An
 
 
 def make(
-    folder: Path, rows: list[dict[str, Any]], state: str = "done", summary: dict[str, Any] | None = None, **keys: Any
+    folder: Path,
+    rows: list[dict[str, Any]],
+    state: str = "done",
+    summary: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> Path:
     """A run with one attempt, on two hosts."""
     helpers.attempt(folder, job="12", hosts=("node1", "node2"))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    (folder / "config.yaml").write_text("".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in keys.items()))
+    (folder / "config.yaml").write_text(
+        "".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in keys.items())
+    )
     directory.write_status(folder, state, attempt=0, step=rows[-1]["step"] if rows else 0)
     if state == "done":
         files.write_json(folder / "summary.json", summary or {"recipe": "mnist", "val_top1": 0.5})
@@ -89,7 +119,10 @@ def page(folder: Path, *runs: Path) -> Page:
 
 
 def test_one_run(tmp_path: Path) -> None:
-    rows = [row(0, step, 2.0 - step / 10, **({} if step % 5 else {"val_top1": step / 20})) for step in range(1, 11)]
+    rows = [
+        row(0, step, 2.0 - step / 10, **({} if step % 5 else {"val_top1": step / 20}))
+        for step in range(1, 11)
+    ]
     summary = {"val_top1": 0.5, "versions": {"torch": "2.99"}, "world_size": 4, "git_commit": "abc"}
     folder = make(tmp_path / "run", rows, summary=summary, lr=0.1, name="")
     (folder / "checkpoints").mkdir(exist_ok=True)
@@ -98,7 +131,9 @@ def test_one_run(tmp_path: Path) -> None:
     (folder / "checkpoints/latest").write_text("step-00000010.pt\n")
     entry = {"nodes": [1], "what": "GPU 3 is slow", "fix": "leave it out", "bad": True}
     (folder / "doctor").mkdir()
-    files.write_json(folder / "doctor/doctor.json", {"hosts": ["node1", "node2"], "entries": [entry]})
+    files.write_json(
+        folder / "doctor/doctor.json", {"hosts": ["node1", "node2"], "entries": [entry]}
+    )
     found = page(tmp_path, folder)
     assert [label.partition(".")[0] for label in found.labels()] == [
         "Loss: mean loss per sample against optimiser step",
@@ -110,9 +145,17 @@ def test_one_run(tmp_path: Path) -> None:
     assert all(one.find("title") is not None for one in found.figures)
     assert found.labels()[0].endswith(f"Last values: {folder}: 1 at 10")
     cells = {
-        "state": "done", "best": "val_top1 0.5 at step 10", "job": "12", "hosts": "node1, node2", "ranks": "2", "nodes": "2",
-        "restarts": "0", "torch": "2.99", "git_commit": "abc", "lr": "0.1",
-    }  # fmt: skip
+        "state": "done",
+        "best": "val_top1 0.5 at step 10",
+        "job": "12",
+        "hosts": "node1, node2",
+        "ranks": "2",
+        "nodes": "2",
+        "restarts": "0",
+        "torch": "2.99",
+        "git_commit": "abc",
+        "lr": "0.1",
+    }
     assert {name: found.after(name) for name in cells} == cells
     assert (found.after("GPU 3 is slow"), found.after("1.2 MB")) == ("leave it out", " latest")
     assert len(found.source) < 50_000
@@ -122,7 +165,9 @@ def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
     times = [1e9, 1e9 + 3600, 1e9 + 4 * 3600, 1e9 + 5 * 3600]
     rows = [row(step // 3, step, time=time) for step, time in enumerate(times, 1)]
     last = page(tmp_path, make(tmp_path / "run", rows)).figures[-1]
-    assert last.attrib["aria-label"].startswith("Throughput over time: samples/s, all ranks against hours since the")
+    assert last.attrib["aria-label"].startswith(
+        "Throughput over time: samples/s, all ranks against hours since the"
+    )
     drawn = [path.attrib["d"] for path in last.iter() if path.attrib.get("class") == "line c0 d0"]
     assert [d.count("M") + d.count("L") for d in drawn] == [2, 2]
     assert "not finite" not in page(tmp_path, tmp_path / "run").source
@@ -130,25 +175,39 @@ def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
 
 def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
     rows = [row(0, step) for step in range(1, 40)] + [row(1, step, 7.0) for step in range(31, 60)]
-    folder = make(tmp_path / "run", [*rows, *(row(3, step, 7.5) for step in range(51, 81))], state="failed")
+    folder = make(
+        tmp_path / "run", [*rows, *(row(3, step, 7.5) for step in range(51, 81))], state="failed"
+    )
     for step in (30, None, 50):  # attempt 2 was refused
         one = helpers.attempt(folder, hosts=("node1", "node2"), step=step)
     first = attempts.Attempt(folder, 0)
     for rank in range(20):
-        error, moment = f"CUDA out of memory on {rank}", 1e9 + rank
-        attempts.record(first, rank=rank, host="node2", kind=Kind.out_of_memory, error=error, moment=moment)
+        error = f"CUDA out of memory on {rank}"
+        moment = 1e9 + rank
+        attempts.record(
+            first, rank=rank, host="node2", kind=Kind.out_of_memory, error=error, moment=moment
+        )
     ended = {"state": "failed", "kind": "out-of-memory", "line": "rank 0 failed first", "time": 1e9}
     files.write_json(first.folder / "ended.json", ended)
     attempts.record(one, rank=1, host="node2", kind=Kind.hang, error="no progress", moment=1e9)
-    directory.write_status(folder, "failed", attempt=3, step=80, kind=Kind.hang, reason="rank 1 hung")
+    directory.write_status(
+        folder, "failed", attempt=3, step=80, kind=Kind.hang, reason="rank 1 hung"
+    )
     found = page(tmp_path, folder)
-    marks = [element.attrib["d"] for element in found.figures[0].iter("path") if element.attrib["class"] == "mark"]
+    marks = [
+        element.attrib["d"]
+        for element in found.figures[0].iter("path")
+        if element.attrib["class"] == "mark"
+    ]
     assert len(marks) == 2
     assert [element.text for element in found.figures[0].iter("text")].count("3") == 1
     assert found.labels()[0].endswith(": 7.5 at 80")
     assert "rank 0 failed first" in found.texts
     assert "rank 1 hung" in found.texts
-    assert ("CUDA out of memory on 15" in found.texts, "CUDA out of memory on 16" in found.texts) == (True, False)
+    assert (
+        "CUDA out of memory on 15" in found.texts,
+        "CUDA out of memory on 16" in found.texts,
+    ) == (True, False)
     assert "no progress" in found.texts
     assert found.after("restarts") == "2"
 
@@ -157,7 +216,9 @@ def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
 def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    files.write_json(folder / "job.yaml", {"job_id": "7_1", "recipe": "mnist", "arguments": ["lr=0.5"]})
+    files.write_json(
+        folder / "job.yaml", {"job_id": "7_1", "recipe": "mnist", "arguments": ["lr=0.5"]}
+    )
     if state == "refused":
         new = helpers.attempt(folder, step=None)
         attempts.refuse({attempts.VARIABLE: str(new.folder)}, 2, "lr=0.5 is too large")
@@ -169,42 +230,74 @@ def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
     for found in (page(tmp_path, folder), page(tmp_path, folder, other)):
         assert ("There are no metrics." in found.texts) == (len(found.figures) == 0)
         assert found.after("lr") in ("0.5", "lr", "loss")
-    assert state != "refused" or "the newest launch did not begin: lr=0.5 is too large" in found.texts
+    assert (
+        state != "refused" or "the newest launch did not begin: lr=0.5 is too large" in found.texts
+    )
 
 
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     losses = [1.0, math.nan, 3.0, 4.0, math.inf, 1e300, math.nan, 5.0]
-    folder = make(tmp_path / "run", [row(0, step, loss, val_f1=math.nan) for step, loss in enumerate(losses, 1)])
+    folder = make(
+        tmp_path / "run",
+        [row(0, step, loss, val_f1=math.nan) for step, loss in enumerate(losses, 1)],
+    )
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "loss": null, "lr": "x"}\n{"step": 10, "lo')
     found = page(tmp_path, folder)
-    line = next(one.attrib["d"] for one in found.figures[0].iter("path") if one.attrib["class"].startswith("line"))
+    line = next(
+        one.attrib["d"]
+        for one in found.figures[0].iter("path")
+        if one.attrib["class"].startswith("line")
+    )
     assert (line.count("M"), line.count("L")) == (3, 1)
     assert "Values that are not finite: 5" in found.texts
-    assert not re.search("nan|inf", " ".join(one.attrib.get("d", "") for svg in found.figures for one in svg.iter()))
+    assert not re.search(
+        "nan|inf", " ".join(one.attrib.get("d", "") for svg in found.figures for one in svg.iter())
+    )
     assert not any("val_f1" in label for label in found.labels())
 
 
 def test_a_clock_that_went_back(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", [row(0, 1)])
     opened = folder / "attempts/0000/opened.json"
-    for time_s, took in ((4e9, "unknown: a clock was set back"), (1e300, ""), (math.nan, ""), ("x", "")):
+    for time_s, took in (
+        (4e9, "unknown: a clock was set back"),
+        (1e300, ""),
+        (math.nan, ""),
+        ("x", ""),
+    ):
         files.write_json(opened, {**helpers.read(opened.parent, "opened"), "time": time_s})
         found = page(tmp_path, folder)
-        assert (found.after("duration, with waiting") if "duration, with waiting" in found.texts else "") == took
+        assert (
+            found.after("duration, with waiting") if "duration, with waiting" in found.texts else ""
+        ) == took
 
 
 def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
     name = HOSTILE.replace("/", "∕").replace("\ud800", "").replace("\x1b", "")
-    summary = {"recipe": HOSTILE, "versions": {HOSTILE: HOSTILE}, "git_commit": HOSTILE, HOSTILE: 0.5}
+    summary = {
+        "recipe": HOSTILE,
+        "versions": {HOSTILE: HOSTILE},
+        "git_commit": HOSTILE,
+        HOSTILE: 0.5,
+    }
     keys = {HOSTILE.replace("\ud800", ""): HOSTILE.replace("\ud800", "")}
-    one = make(tmp_path / f"1{name}", [row(0, step, **{HOSTILE: 0.5}) for step in range(1, 4)], summary=summary, **keys)
-    two = make(tmp_path / f"2{name}", [row(0, 1, **{HOSTILE: 0.25})], state="failed", **{**keys, "lr": 1})
+    one = make(
+        tmp_path / f"1{name}",
+        [row(0, step, **{HOSTILE: 0.5}) for step in range(1, 4)],
+        summary=summary,
+        **keys,
+    )
+    two = make(
+        tmp_path / f"2{name}", [row(0, 1, **{HOSTILE: 0.25})], state="failed", **{**keys, "lr": 1}
+    )
     for folder in (one, two):
         facts = {"job": HOSTILE, "hosts": [HOSTILE], "recipe": HOSTILE}
         opened = helpers.read(folder / "attempts/0000", "opened")
         files.write_json(folder / "attempts/0000/opened.json", opened | facts)
-        attempts.record(attempts.Attempt(folder, 0), rank=0, host=HOSTILE, kind=Kind.error, error=HOSTILE)
+        attempts.record(
+            attempts.Attempt(folder, 0), rank=0, host=HOSTILE, kind=Kind.error, error=HOSTILE
+        )
         (folder / "doctor").mkdir()
         entry = {"nodes": [0, 7], "what": HOSTILE, "fix": HOSTILE}
         files.write_json(folder / "doctor/doctor.json", {"hosts": [HOSTILE], "entries": [entry]})
@@ -220,10 +313,20 @@ def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
 def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     sizes = ((1, 1, 100.0), (4, 1, 360.0), (8, 2, 640.0))
     runs = [
-        make(tmp_path / f"run{ranks}", [row(0, 1), row(0, 2, ranks)], lr=ranks / 10, seed=1,
-             summary={"recipe": "mnist", "world_size": ranks, "num_nodes": nodes, "samples_per_second": speed})
+        make(
+            tmp_path / f"run{ranks}",
+            [row(0, 1), row(0, 2, ranks)],
+            lr=ranks / 10,
+            seed=1,
+            summary={
+                "recipe": "mnist",
+                "world_size": ranks,
+                "num_nodes": nodes,
+                "samples_per_second": speed,
+            },
+        )
         for ranks, nodes, speed in sizes
-    ]  # fmt: skip
+    ]
     found = page(tmp_path, *runs)
     head = found.texts[found.texts.index("run") :]
     assert head[:6] == ["run", "state", "step", "lr", "samples_per_second", "note"]
@@ -231,7 +334,11 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     assert found.labels()[-1] == label
     table = found.texts[found.texts.index("efficiency") + 1 :]
     assert " ".join(table[:15]) == "1 1 100.0 100.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"
-    lines = [one.attrib["class"] for one in found.figures[0].iter("path") if one.attrib["class"].startswith("line")]
+    lines = [
+        one.attrib["class"]
+        for one in found.figures[0].iter("path")
+        if one.attrib["class"].startswith("line")
+    ]
     assert lines == ["line c0 d0", "line c1 d0", "line c2 d0"]
     assert not any("Scaling" in label for label in page(tmp_path, *runs[:1]).labels())
 
@@ -242,7 +349,9 @@ def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
     first = make(tmp_path / "run0", rows)
     runs = [first, *(make(tmp_path / f"run{number}", rows[:5]) for number in range(1, 30))]
     found = page(tmp_path, *runs)
-    assert sum(one.attrib["class"].startswith("line") for one in found.figures[0].iter("path")) == 24
+    assert (
+        sum(one.attrib["class"].startswith("line") for one in found.figures[0].iter("path")) == 24
+    )
     assert {"50", "40"} & {one.text for one in found.figures[0].iter("text")}
     assert os.path.getsize(tmp_path / "out.html") < 400_000
     points = [(float(x), 50.0 if x == 777 else 0.0) for x in range(10_000)]
@@ -251,7 +360,17 @@ def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "ends", [(0, 1), (1, 90), (0.9, 0.977), (-3, 4e9), (1e-9, 2e-9), (1e15, 2e15), (0, 1e100), (-1e-300, 1e-300)]
+    "ends",
+    [
+        (0, 1),
+        (1, 90),
+        (0.9, 0.977),
+        (-3, 4e9),
+        (1e-9, 2e-9),
+        (1e15, 2e15),
+        (0, 1e100),
+        (-1e-300, 1e-300),
+    ],
 )
 def test_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
     low, high = figure._range(ends)
@@ -266,7 +385,9 @@ def contrast(one: str, other: str) -> float:
     bright = []
     for colour in (one, other):
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
         bright.append(0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
     return max(bright) / min(bright)
 
@@ -282,6 +403,11 @@ def test_texts_and_lines_have_contrast_in_light_and_dark() -> None:
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     make(tmp_path / "run", [row(0, 1)])
-    ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path), f"html={tmp_path}/none/out.html"])
+    ended = helpers.run(
+        [sys.executable, "-m", "recipes.report", str(tmp_path), f"html={tmp_path}/none/out.html"]
+    )
     assert (ended.status, len(ended.lines)) == (3, 1)
-    assert f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)" in ended.lines[0]
+    assert (
+        f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)"
+        in ended.lines[0]
+    )

@@ -1,4 +1,6 @@
-"""Series in experiment trackers: the same steps and values as in metrics.jsonl, whatever the run has gone through."""
+"""Series in experiment trackers: the same steps and values as in metrics.jsonl, whatever the run
+has gone through.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from recipes.core.report import trackers
 from recipes.core.run import directory, rows
 from tests import helpers
 
-Found = dict[str, list[tuple[int, float]]]  # by metric: step and value, in the order in which they were written
+# by metric: step and value, in the order in which they were written
+Found = dict[str, list[tuple[int, float]]]
 
 
 def of_rows(run_dir: Path) -> Found:
@@ -36,20 +39,33 @@ def in_tensorboard(run_dir: Path, place: Path) -> Found:
     from tensorboard.util import tensor_util
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    read = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"] if not tag.startswith(("_hparams", "summary"))}
-    return {tag: [(one.step, tensor_util.make_ndarray(one.tensor_proto).item()) for one in read[tag]] for tag in read}
+    read = {
+        tag: events.Tensors(tag)
+        for tag in events.Tags()["tensors"]
+        if not tag.startswith(("_hparams", "summary"))
+    }
+    return {
+        tag: [(one.step, tensor_util.make_ndarray(one.tensor_proto).item()) for one in read[tag]]
+        for tag in read
+    }
 
 
 def wandb_records(file: Path) -> list[bytes]:
-    """The records of a .wandb file: LevelDB's log format, with blocks of 32 KiB, after a header of 7 bytes."""
-    data, at, found, part = file.read_bytes(), 7, list[bytes](), b""
+    """The records of a .wandb file: LevelDB's log format, with blocks of 32 KiB, after a header of
+    7 bytes.
+    """
+    data = file.read_bytes()
+    at = 7
+    found = list[bytes]()
+    part = b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         part += data[at + 7 : at + 7 + size]
         if kind in (1, 4):  # whole, or the last part
-            found, part = [*found, part], b""
+            found = [*found, part]
+            part = b""
         at += 7 + size
     return found
 
@@ -61,7 +77,10 @@ def in_wandb(run_dir: Path, place: Path) -> Found:
     for file in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
         for data in wandb_records(file):
             record = wandb_internal_pb2.Record.FromString(data)
-            items = {one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.history.item}
+            items = {
+                one.key or one.nested_key[0]: json.loads(one.value_json)
+                for one in record.history.item
+            }
             for name, value in items.items():
                 if not name.startswith("_"):
                     found.setdefault(name, []).append((items["_step"], float(value)))
@@ -76,19 +95,29 @@ def in_mlflow(run_dir: Path, place: Path) -> Found:
         client = mlflow.MlflowClient(tracking_uri=str(place / "mlruns"))
     (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
     names = run.data.metrics
-    return {name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)] for name in names}
+    return {
+        name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+        for name in names
+    }
 
 
 def in_trackio(run_dir: Path, place: Path) -> Found:
     found: Found = {}
     database = next((place / "trackio").glob("*.db"))
-    for step, text in sqlite3.connect(database).execute("SELECT step, metrics FROM metrics ORDER BY id"):
+    for step, text in sqlite3.connect(database).execute(
+        "SELECT step, metrics FROM metrics ORDER BY id"
+    ):
         for name, value in json.loads(text).items():
             found.setdefault(name, []).append((step, float(value)))
     return found
 
 
-READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow, "trackio": in_trackio}
+READERS = {
+    "tensorboard": in_tensorboard,
+    "wandb": in_wandb,
+    "mlflow": in_mlflow,
+    "trackio": in_trackio,
+}
 
 
 def close(one: Found, other: Found) -> None:
@@ -100,8 +129,17 @@ def close(one: Found, other: Found) -> None:
             assert first == pytest.approx(second, rel=1e-6, nan_ok=True), name
 
 
-def train(folder: Path, attempt: int, begin: int, end: int, state: str = "preempted", saved: int | None = None) -> None:
-    """Adds the rows of an attempt that begins after step ``begin``; its loss is its own, other than that of a repeated step."""
+def train(
+    folder: Path,
+    attempt: int,
+    begin: int,
+    end: int,
+    state: str = "preempted",
+    saved: int | None = None,
+) -> None:
+    """Adds the rows of an attempt that begins after step ``begin``; its loss is its own, other than
+    that of a repeated step.
+    """
     helpers.attempt(folder, step=begin)
     with open(folder / "metrics.jsonl", "a") as file:
         for step in range(begin + 1, end + 1):
@@ -112,7 +150,9 @@ def train(folder: Path, attempt: int, begin: int, end: int, state: str = "preemp
     (folder / "config.yaml").write_text("lr: 0.1\nname: x\n")
     directory.write_status(folder, state, attempt=attempt, step=end if saved is None else saved)
     if state == "done":
-        files.write_json(folder / "summary.json", {"recipe": "mnist", "steps": end, "val_top1": 0.5})
+        files.write_json(
+            folder / "summary.json", {"recipe": "mnist", "steps": end, "val_top1": 0.5}
+        )
 
 
 @pytest.fixture
@@ -126,11 +166,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(folder: Path, to: str) -> str:
-    """The line that the command prints. It runs in a separate process, since trackers keep state in their process."""
+    """The line that the command prints. It runs in a separate process, since trackers keep state in
+    their process.
+    """
     ended = helpers.run(
         [sys.executable, "-m", "recipes.export", str(folder), f"to={to}"],
-        cwd=folder.parent, environ={**helpers.clean_environment(), "PYTHONPATH": ":".join(filter(None, [str(helpers.ROOT), *sys.path]))},
-    )  # fmt: skip
+        cwd=folder.parent,
+        environ={
+            **helpers.clean_environment(),
+            "PYTHONPATH": ":".join(filter(None, [str(helpers.ROOT), *sys.path])),
+        },
+    )
     assert ended.status == 0, ended.out
     return next(line for line in reversed(ended.lines) if line.startswith(str(folder)))
 
@@ -139,11 +185,17 @@ def call(folder: Path, to: str) -> str:
 @pytest.mark.parametrize("to", READERS)
 def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None:
     pytest.importorskip(to, reason=f"{to} is optional: pip install '.[trackers]'")
-    folder, where = place / "run", to if to == "tensorboard" else f"{to} mnist"
+    folder = place / "run"
+    where = to if to == "tensorboard" else f"{to} mnist"
     train(folder, 0, 0, 9, "running", saved=6)
     assert f"{folder}: 5 rows to " in call(folder, to)
-    assert call(folder, to) == f"{folder}: nothing new for {where}; 4 rows are held back: a resume may replace them"
-    released = {name: [one for one in found if one[0] < 6] for name, found in of_rows(folder).items()}
+    assert (
+        call(folder, to)
+        == f"{folder}: nothing new for {where}; 4 rows are held back: a resume may replace them"
+    )
+    released = {
+        name: [one for one in found if one[0] < 6] for name, found in of_rows(folder).items()
+    }
     close(READERS[to](folder, place), released)
     train(folder, 1, 6, 14)  # from the checkpoint of step 6
     assert f"{folder}: 8 rows to " in call(folder, to)
@@ -167,7 +219,8 @@ def test_keys_come_first_and_the_summary_last(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    place, known = tmp_path / "run/tensorboard", []
+    place = tmp_path / "run/tensorboard"
+    known = []
     train(tmp_path / "run", 0, 0, 4)
     files.write_json(tmp_path / "run/summary.json", {"val_top1": 0.1})  # of an earlier end
     for attempt, begin, state in ((1, 4, "preempted"), (2, 5, "done"), (3, 5, "done")):
@@ -190,12 +243,16 @@ def test_rows_that_were_replaced_are_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", 0, 0, 8)
     export.main([str(tmp_path), "to=tensorboard"])
     train(tmp_path / "run", 1, 4, 12)
-    with pytest.raises(InputError, match=r"tensorboard has rows that a resume replaced: remove exported\.json to"):
+    with pytest.raises(
+        InputError, match=r"tensorboard has rows that a resume replaced: remove exported\.json to"
+    ):
         export.main([str(tmp_path), "to=tensorboard"])
 
 
 def test_a_row_whose_evaluation_was_postponed_is_held_back(tmp_path: Path) -> None:
-    """A stop at the end of an epoch postpones the evaluation. The resumed run writes the row again, with its results."""
+    """A stop at the end of an epoch postpones the evaluation. The resumed run writes the row again,
+    with its results.
+    """
     pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
     train(tmp_path / "run", 0, 0, 6)
     line = trackers.export(tmp_path / "run", "tensorboard", "")
@@ -221,4 +278,7 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         export.main([str(tmp_path), "to=trackio"])
     assert not (tmp_path / "run/exported.json").exists()
     ended = helpers.run([sys.executable, "-m", "recipes.export", str(tmp_path / "run"), "to=x"])
-    assert (ended.status, ended.lines) == (2, ["export: to=x: must be one of tensorboard, wandb, mlflow, trackio"])
+    assert (ended.status, ended.lines) == (
+        2,
+        ["export: to=x: must be one of tensorboard, wandb, mlflow, trackio"],
+    )

@@ -1,4 +1,6 @@
-"""The attempts of a run: their numbers, which one owns the run, and what an earlier one can no longer change."""
+"""The attempts of a run: their numbers, which one owns the run, and what an earlier one can no
+longer change.
+"""
 
 import socket
 import subprocess
@@ -21,11 +23,14 @@ from tests import helpers
 from tests.helpers import ROOT
 
 
-def test_attempts_count_from_zero_above_the_highest_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_count_from_zero_above_the_highest_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [helpers.attempt(tmp_path, step=None).number for _ in range(3)] == [0, 1, 2]
     (tmp_path / "attempts/0009").mkdir()
     assert helpers.attempt(tmp_path).number == 10
-    monkeypatch.setattr(attempts, "numbers", lambda run_dir: [9])  # another launch has just made number 10
+    # another launch has just made number 10
+    monkeypatch.setattr(attempts, "numbers", lambda run_dir: [9])
     assert helpers.attempt(tmp_path).number == 11
 
 
@@ -61,13 +66,25 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
     attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 3, "no GPU", rank=5)
     attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 2, "no data")
     record, other = attempts.records(attempt)
-    assert (record["rank"], record["kind"], record["error"], record["exit_status"]) == (5, "machine", "no GPU", 3)
+    assert (record["rank"], record["kind"], record["error"], record["exit_status"]) == (
+        5,
+        "machine",
+        "no GPU",
+        3,
+    )
     assert (other["rank"], other["kind"], other["host"]) == (0, "input", socket.gethostname())
 
 
-@pytest.mark.parametrize(("parent", "is_first", "waits"), [("", True, [0.0]), ("", False, [1.5]), ("0000", True, [0.0]), ("0000", False, [])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parent", "is_first", "waits"),
+    [("", True, [0.0]), ("", False, [1.5]), ("0000", True, [0.0]), ("0000", False, [])],
+)
 def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
-    parent: str, is_first: bool, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    parent: str,
+    is_first: bool,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(attempts.time, "sleep", slept.append)
@@ -92,7 +109,9 @@ def test_a_run_of_the_older_layout_has_its_facts_and_the_numbers_continue(tmp_pa
 
 
 def write_checkpoint(old: Attempt, step: int = 9) -> None:
-    checkpoint.write(old.run_dir / "checkpoints", {"model": {}, "meta": {"step": step}}, old.staging)
+    checkpoint.write(
+        old.run_dir / "checkpoints", {"model": {}, "meta": {"step": step}}, old.staging
+    )
 
 
 def point_to_it(old: Attempt) -> None:
@@ -106,12 +125,16 @@ def set_status(old: Attempt) -> None:
 
 def write_summary(old: Attempt) -> None:
     world = SimpleNamespace(rank=0, pulse=watchdog.Pulse())
-    run: Any = SimpleNamespace(state=None, world=world, attempt=old, dir=old.run_dir, step=9, stopping="")
+    run: Any = SimpleNamespace(
+        state=None, world=world, attempt=old, dir=old.run_dir, step=9, stopping=""
+    )
     Run.finish(run, {"val_top1": 1.0})
 
 
 @pytest.mark.parametrize("write", [write_checkpoint, point_to_it, set_status, write_summary])
-def test_an_attempt_that_wakes_up_too_late_changes_nothing(tmp_path: Path, write: Callable[[Attempt], None]) -> None:
+def test_an_attempt_that_wakes_up_too_late_changes_nothing(
+    tmp_path: Path, write: Callable[[Attempt], None]
+) -> None:
     """It is stopped just before it renames a checkpoint, ``latest``, the status or the summary."""
     old = helpers.attempt(tmp_path)
     write_checkpoint(old, 5)
@@ -133,7 +156,9 @@ def test_rows_of_an_attempt_do_not_reach_the_file_of_its_successor(tmp_path: Pat
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_save_that_is_being_written_cannot_be_renamed_by_an_earlier_attempt(tmp_path: Path) -> None:
+def test_a_save_that_is_being_written_cannot_be_renamed_by_an_earlier_attempt(
+    tmp_path: Path,
+) -> None:
     old = helpers.attempt(tmp_path)
     (tmp_path / "checkpoints").mkdir(exist_ok=True)
 
@@ -172,6 +197,8 @@ def test_file_operations_of_the_judge_are_linear_in_the_ranks(tmp_path: Path) ->
     found = {}
     for ranks in (16, 256):
         command = [sys.executable, "-c", COUNT, str(tmp_path / str(ranks)), str(ranks)]
-        found[ranks] = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+        found[ranks] = int(
+            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        )
     assert found[256] - found[16] == 2 * 240  # Python announces each open() of a record twice
     assert found[16] < 16 + 40

@@ -10,14 +10,17 @@ from recipes.core.errors import Next
 from recipes.core.run import directory
 
 
-def test_the_run_directory_is_given_or_named_by_job_or_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_directory_is_given_or_named_by_job_or_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
     assert directory.choose("a/../b", "mnist", "7", Path("/base")) == tmp_path / "b"
     assert directory.choose("~/y", "mnist", "7", tmp_path) == Path("/home/me/y")
     assert directory.choose("", "mnist", "12_0", tmp_path) == tmp_path / "runs" / "mnist" / "12_0"
     (tmp_path / "round").symlink_to("round")
-    assert directory.choose("round", "mnist", "7", tmp_path) == tmp_path / "round"  # what makes it says what is wrong
+    # what makes it says what is wrong
+    assert directory.choose("round", "mnist", "7", tmp_path) == tmp_path / "round"
     stamped = directory.choose("", "mnist", None, tmp_path)
     assert stamped.parent == tmp_path / "runs" / "mnist"
     assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}", stamped.name)
@@ -34,7 +37,9 @@ def test_each_job_or_array_task_and_each_launch_of_it_has_its_own_id() -> None:
     assert directory.launch_id({**job, "RECIPES_LAUNCH": "host.7"}) == "host.7"
 
 
-@pytest.mark.parametrize("content", [b"", b'{"state": "runn', b"[1]", b"\xff\xfe{}", b'{"step": 1, "updated": "x"}'])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"state": "runn', b"[1]", b"\xff\xfe{}", b'{"step": 1, "updated": "x"}']
+)
 def test_a_damaged_status_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
     assert directory.read_status(tmp_path / "no" / "folder") is None
     (tmp_path / "status.json").write_bytes(content)
@@ -53,7 +58,11 @@ def test_next_is_added_to_the_status_of_the_same_attempt(tmp_path: Path) -> None
 
 
 def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_path: Path) -> None:
-    assert directory.inside(tmp_path, directory.DOCTOR) == directory.inside(tmp_path, directory.EVALUATION) == tmp_path
+    assert (
+        directory.inside(tmp_path, directory.DOCTOR)
+        == directory.inside(tmp_path, directory.EVALUATION)
+        == tmp_path
+    )
     (tmp_path / "config.yaml").touch()
     assert directory.inside(tmp_path, directory.DOCTOR) == tmp_path / "doctor"
     assert directory.inside(tmp_path, directory.EVALUATION) == tmp_path / "evaluation"

@@ -16,7 +16,9 @@ ASKED = {"cpus": 16, "memory_mb": 32000}
 
 
 def rows(**changed: Any) -> list[dict[str, Any]]:
-    """Rows of a healthy run with changes. The first one has the start of the run in it, and does not count."""
+    """Rows of a healthy run with changes. The first one has the start of the run in it, and does
+    not count.
+    """
     odd = dict.fromkeys(HEALTHY, 1.0)
     usual = ({"attempt": 0, "step": n, **HEALTHY, **USED, **changed} for n in (50, 99, 100))
     return [{"attempt": 0, "step": 1, **odd}, *usual]
@@ -28,25 +30,75 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
         ({}, ASKED, {}, ""),
         ({}, {}, {}, ""),
         ({"data_wait": 0.14, "forward_backward": 0.7}, ASKED, {}, ""),
-        ({"data_wait": 0.61, "forward_backward": 0.2}, ASKED, {"num_workers": 3}, "61% of each step waits for data: use num_workers=6, or a packed copy"),
-        ({"data_wait": 0.61, "forward_backward": 0.2}, {"cpus": 5}, {"num_workers": 3}, "61% of each step waits for data: use more CPUs per rank, or a packed copy"),
-        ({"data_wait": 0.61, "forward_backward": 0.2}, {}, {}, "61% of each step waits for data: use more CPUs per rank, or a packed copy"),
-        ({"rank_step_s": [0.1, 0.16]}, ASKED, {}, "rank 1 on b needs 1.6 times as long per step as the median rank; the others wait for it"),
-        ({}, ASKED, {"global_batch_size": 1}, "each step has 1 samples for some ranks and 0 for others: make global_batch_size= a"),
+        (
+            {"data_wait": 0.61, "forward_backward": 0.2},
+            ASKED,
+            {"num_workers": 3},
+            "61% of each step waits for data: use num_workers=6, or a packed copy",
+        ),
+        (
+            {"data_wait": 0.61, "forward_backward": 0.2},
+            {"cpus": 5},
+            {"num_workers": 3},
+            "61% of each step waits for data: use more CPUs per rank, or a packed copy",
+        ),
+        (
+            {"data_wait": 0.61, "forward_backward": 0.2},
+            {},
+            {},
+            "61% of each step waits for data: use more CPUs per rank, or a packed copy",
+        ),
+        (
+            {"rank_step_s": [0.1, 0.16]},
+            ASKED,
+            {},
+            "rank 1 on b needs 1.6 times as long per step as the median rank; the others wait for it",
+        ),
+        (
+            {},
+            ASKED,
+            {"global_batch_size": 1},
+            "each step has 1 samples for some ranks and 0 for others: make global_batch_size= a",
+        ),
         ({}, ASKED, {"global_batch_size": 127}, ""),
         ({"rank_step_s": [0.1, 0.16], "step": 99}, ASKED, {}, ""),
         ({"rank_step_s": [0.1, "x"]}, ASKED, {}, ""),
         ({"rank_step_s": [0, 0, 5.0]}, ASKED, {}, ""),
         ({"rank_step_s": [0.01, 0.016], "communication": 0.4}, ASKED, {}, ""),  # too short to tell
-        ({"communication": 0.4}, ASKED, {}, "40% of each step waits for the gradients of other ranks: use a larger global_batch_size="),
-        ({"gpu_memory_gb": 9.0, "forward_backward": 0.3}, ASKED, {}, "the GPUs are idle for 60% of each step: use a larger global_batch"),
+        (
+            {"communication": 0.4},
+            ASKED,
+            {},
+            "40% of each step waits for the gradients of other ranks: use a larger global_batch_size=",
+        ),
+        (
+            {"gpu_memory_gb": 9.0, "forward_backward": 0.3},
+            ASKED,
+            {},
+            "the GPUs are idle for 60% of each step: use a larger global_batch",
+        ),
         ({"gpu_memory_gb": 9.0}, ASKED, {}, ""),
-        ({"data_wait": 0.19, "forward_backward": 0.87}, ASKED, {}, ""),  # the GPU has work meanwhile
+        (
+            {"data_wait": 0.19, "forward_backward": 0.87},
+            ASKED,
+            {},
+            "",
+        ),  # the GPU has work meanwhile
         ({"data_wait": 0.7, "forward_backward": 0.7}, ASKED, {}, "20% of each step waits for data"),
-        ({"memory_gb": 3.0}, ASKED, {}, "3.0 of 32 GB of memory per node are used: --mem=5G is enough"),
-        ({"cpus_used": 2.0}, ASKED, {}, "2.0 of 16 CPUs per node are busy: fewer are enough (cpus_per_rank=)"),
+        (
+            {"memory_gb": 3.0},
+            ASKED,
+            {},
+            "3.0 of 32 GB of memory per node are used: --mem=5G is enough",
+        ),
+        (
+            {"cpus_used": 2.0},
+            ASKED,
+            {},
+            "2.0 of 16 CPUs per node are busy: fewer are enough (cpus_per_rank=)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_first_thing_to_change_is_named(
     changed: dict[str, Any], asked: dict[str, int], keys: dict[str, Any], line: str
 ) -> None:

@@ -23,12 +23,18 @@ from tests.unit.launch.stand_ins import Stubs
 def other() -> Iterator[dict[str, Any]]:
     """What a live process records of itself."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        started, place = attempts.start_time(process.pid), attempts.namespace()
-        yield {"cluster": None, "process": {"host": "here", "pid": process.pid, "started": started, "place": place}}
+        started = attempts.start_time(process.pid)
+        place = attempts.namespace()
+        yield {
+            "cluster": None,
+            "process": {"host": "here", "pid": process.pid, "started": started, "place": place},
+        }
         process.kill()
 
 
-def an_attempt(folder: Path, state: str = "running", job: str | None = None, launch: str = "", **about: Any) -> Path:
+def an_attempt(
+    folder: Path, state: str = "running", job: str | None = None, launch: str = "", **about: Any
+) -> Path:
     number = helpers.attempt(folder, launch=launch, **{"job": job, **about}).number
     directory.write_status(folder, state, attempt=number, step=3)
     return folder
@@ -41,7 +47,9 @@ def look(folder: Path, patience_s: float = 9, **environ: str) -> str:
         return in_use.check(attempts.Attempt(folder, 99), environ, patience_s)
 
 
-def test_a_running_process_uses_the_run(tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_process_uses_the_run(
+    tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(in_use, "WATCH_S", 1.0)  # for a heartbeat of the launch that was refused
     an_attempt(tmp_path, **other)
     pid = other["process"]["pid"]
@@ -58,18 +66,24 @@ def test_a_running_process_uses_the_run(tmp_path: Path, other: dict[str, Any], m
 
 
 @pytest.mark.parametrize(("name", "value"), [("pid", 2**22), ("started", "1")])
-def test_ended_or_other_processes_do_not_count(tmp_path: Path, other: dict[str, Any], name: str, value: object) -> None:
+def test_ended_or_other_processes_do_not_count(
+    tmp_path: Path, other: dict[str, Any], name: str, value: object
+) -> None:
     an_attempt(tmp_path, **{**other, "process": {**other["process"], name: value}})
     assert look(tmp_path) == ""
 
 
-def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
     an_attempt(tmp_path, **{**other, "job": "7", "launch": "7.0", "cluster": ""})
     assert "another Slurm step of this job" in look(tmp_path, SLURM_JOB_ID="7")
     assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == ""
 
 
-def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_decides_if_slurm_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(in_use, "WATCH_S", 3.0)
     process = {"host": "x", "pid": 1, "started": "1", "place": "x"}
     an_attempt(tmp_path, job="7", launch="7.0", cluster="here", process=process)
@@ -97,12 +111,20 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypa
     ("state", "fields", "used"),
     [
         ("running", ("JobState=RUNNING",), "job 7 (running) uses it"),
-        ("preempted", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
-        ("preempted", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7 (requeue_hold) uses it"),
+        (
+            "preempted",
+            ("JobState=RUNNING",),
+            "job 7 (running) uses it",
+        ),  # its batch script may requeue it yet
+        (
+            "preempted",
+            ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"),
+            "job 7 (requeue_hold) uses it",
+        ),
         ("preempted", ("JobState=RUNNING BatchFlag=0",), ""),  # of salloc
         ("running", ("JobState=FAILED",), ""),
     ],
-)  # fmt: skip
+)
 def test_slurm_is_asked_once_for_the_state_of_the_job(
     tmp_path: Path, stubs: Stubs, state: str, fields: tuple[str, ...], used: str
 ) -> None:
@@ -113,7 +135,9 @@ def test_slurm_is_asked_once_for_the_state_of_the_job(
     assert len(stubs.calls("scontrol")) == 1
 
 
-def test_a_job_that_is_ending_counts_unless_nobody_waits_for_it(tmp_path: Path, stubs: Stubs) -> None:
+def test_a_job_that_is_ending_counts_unless_nobody_waits_for_it(
+    tmp_path: Path, stubs: Stubs
+) -> None:
     stubs.add("scontrol", "echo JobId=7; echo JobState=COMPLETING")
     an_attempt(tmp_path, job="7", launch="7.0", cluster="here")
     assert look(tmp_path, patience_s=0, SLURM_JOB_ID="8") == ""

@@ -1,4 +1,6 @@
-"""How an attempt ended: `judge` on the records of its ranks and on what their parent saw, and what `close` writes."""
+"""How an attempt ended: `judge` on the records of its ranks and on what their parent saw, and what
+`close` writes.
+"""
 
 import errno
 import os
@@ -32,14 +34,24 @@ def judged(
     status: dict[str, Any] | None = RUNNING,
     taken_by: str = "",
 ) -> Outcome:
-    """The judgement on an attempt whose ranks failed in this order, two seconds apart. A record: rank, kind, error, other fields."""
+    """The judgement on an attempt whose ranks failed in this order, two seconds apart. A record:
+    rank, kind, error, other fields.
+    """
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     attempt = helpers.attempt(run_dir, hosts=hosts, step=None)
     if begun:
         attempts.begin(attempt, 0, own=False, of_program=of_program)
     for moment, (rank, kind, error, *more) in enumerate(records, 1):
         words = dict(*more)
-        attempts.record(attempt, rank=rank, host=hosts[rank], kind=kind, error=error, moment=2.0 * moment, **words)
+        attempts.record(
+            attempt,
+            rank=rank,
+            host=hosts[rank],
+            kind=kind,
+            error=error,
+            moment=2.0 * moment,
+            **words,
+        )
     if status:
         files.write_json(run_dir / "status.json", {**status, "updated": 0.0})
     if taken_by:
@@ -50,20 +62,73 @@ def judged(
 @pytest.mark.parametrize(
     ("records", "reason", "rank", "kind"),
     [
-        ([(0, *LOST), (2, Kind.error, "boom"), (3, Kind.error, "late")], "rank 2 on b failed first: boom", 2, Kind.error),
-        ([(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.input, "x", {"exit_status": 2})], "rank 1 on a failed first: x", 1, Kind.input),
-        ([(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.error, "y")], "rank 3 on b failed first: x", 3, Kind.input),
-        ([(0, *LOST), (3, Kind.disk_full, "full"), (2, Kind.error, "x")], "rank 3 on b failed first: full", 3, Kind.disk_full),
+        (
+            [(0, *LOST), (2, Kind.error, "boom"), (3, Kind.error, "late")],
+            "rank 2 on b failed first: boom",
+            2,
+            Kind.error,
+        ),
+        (
+            [(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.input, "x", {"exit_status": 2})],
+            "rank 1 on a failed first: x",
+            1,
+            Kind.input,
+        ),
+        (
+            [(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.error, "y")],
+            "rank 3 on b failed first: x",
+            3,
+            Kind.input,
+        ),
+        (
+            [(0, *LOST), (3, Kind.disk_full, "full"), (2, Kind.error, "x")],
+            "rank 3 on b failed first: full",
+            3,
+            Kind.disk_full,
+        ),
         ([(0, *LOST), (1, Kind.exited, "left")], "rank 1 on a failed first: left", 1, Kind.exited),
-        ([(1, Kind.hang, "hangs"), (0, Kind.timeout, "x")], "rank 1 on a failed first: hangs", 1, Kind.hang),
-        ([(3, Kind.killed, "x", {"exit_status": 137}), (0, Kind.killed, "y", {"exit_status": 134})], "rank 3 on b failed first: x", 3, Kind.killed),
-        ([(3, Kind.error, "x", {"exit_status": 2}), (0, Kind.error, "y")], "rank 3 on b failed first: x", 3, Kind.error),
-        ([(0, *LOST), (1, *LOST), (3, Kind.timeout, "x")], "rank 2 on b exited without an error record", 2, Kind.killed),
-        ([(3, Kind.timeout, "x"), (2, *LOST), (1, *LOST), (0, *LOST)], "rank 3 on b lost its peers: x", 3, Kind.timeout),
-        ([(2, *LOST), (3, Kind.timeout, "x"), (1, *LOST), (0, *LOST)], "rank 3 on b lost its peers: x", 3, Kind.timeout),
+        (
+            [(1, Kind.hang, "hangs"), (0, Kind.timeout, "x")],
+            "rank 1 on a failed first: hangs",
+            1,
+            Kind.hang,
+        ),
+        (
+            [
+                (3, Kind.killed, "x", {"exit_status": 137}),
+                (0, Kind.killed, "y", {"exit_status": 134}),
+            ],
+            "rank 3 on b failed first: x",
+            3,
+            Kind.killed,
+        ),
+        (
+            [(3, Kind.error, "x", {"exit_status": 2}), (0, Kind.error, "y")],
+            "rank 3 on b failed first: x",
+            3,
+            Kind.error,
+        ),
+        (
+            [(0, *LOST), (1, *LOST), (3, Kind.timeout, "x")],
+            "rank 2 on b exited without an error record",
+            2,
+            Kind.killed,
+        ),
+        (
+            [(3, Kind.timeout, "x"), (2, *LOST), (1, *LOST), (0, *LOST)],
+            "rank 3 on b lost its peers: x",
+            3,
+            Kind.timeout,
+        ),
+        (
+            [(2, *LOST), (3, Kind.timeout, "x"), (1, *LOST), (0, *LOST)],
+            "rank 3 on b lost its peers: x",
+            3,
+            Kind.timeout,
+        ),
         ([], "all ranks exited without an error record", None, Kind.killed),
     ],
-)  # fmt: skip
+)
 def test_the_first_failure_is_the_earliest_that_no_other_rank_caused(
     tmp_path: Path, records: list[tuple[Any, ...]], reason: str, rank: int | None, kind: Kind
 ) -> None:
@@ -77,60 +142,145 @@ def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
     found = judged(tmp_path, (0, Kind.timeout, "x", {"behind": late}))
     expected = "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting for it"
     assert (found.reason, found.first, found.kind) == (expected, late, Kind.timeout)
-    reported = [(2, *LOST), (0, Kind.timeout, "x", {"behind": late})]  # it was only stopped for a while
-    assert judged(tmp_path, *reported).reason.startswith("rank 1 on a, rank 3 on b exited without an error record")
+    # it was only stopped for a while
+    reported = [
+        (2, *LOST),
+        (0, Kind.timeout, "x", {"behind": late}),
+    ]
+    assert judged(tmp_path, *reported).reason.startswith(
+        "rank 1 on a, rank 3 on b exited without an error record"
+    )
     assert judge.describe({"behind": late}) == expected
 
 
 def test_four_ranks_without_a_record_are_named_and_the_others_counted(tmp_path: Path) -> None:
     found = judged(tmp_path, (1, *LOST), hosts=tuple(f"h{i}" for i in range(8)))
-    assert found.reason.startswith("rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more exited")
+    assert found.reason.startswith(
+        "rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more exited"
+    )
     assert found.first == {"rank": 0, "host": "h0"}
 
 
-def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record(tmp_path: Path) -> None:
+def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record(
+    tmp_path: Path,
+) -> None:
     """Its peers may report an error of their own that its end has caused."""
     found = judged(tmp_path, (0, Kind.error, "ValueError: x"), end=KILLED)
     assert (found.reason, found.exit_status) == ("rank 1 on a was killed by SIGKILL", 137)
     exited = End(1, KILLED.first, "rank 1 on a exited", Kind.exited)
-    assert judged(tmp_path, (0, Kind.error, "x"), end=exited).reason == "rank 0 on a failed first: x"
+    assert (
+        judged(tmp_path, (0, Kind.error, "x"), end=exited).reason == "rank 0 on a failed first: x"
+    )
     assert judged(tmp_path, (0, *LOST), end=exited).reason == "rank 1 on a exited"
-    assert judged(tmp_path, (1, Kind.hang, "hangs"), end=KILLED).reason == "rank 1 on a failed first: hangs"
+    assert (
+        judged(tmp_path, (1, Kind.hang, "hangs"), end=KILLED).reason
+        == "rank 1 on a failed first: hangs"
+    )
 
 
 @pytest.mark.parametrize(
     ("records", "facts", "end", "state", "status"),
     [
         ([], {"status": {"state": "done", "attempt": 0, "step": 7}}, End(143), "done", 0),
-        ([(2, Kind.error, "x")], {"status": {"state": "preempted", "attempt": 0, "step": 7}}, End(143), "preempted", 75),
+        (
+            [(2, Kind.error, "x")],
+            {"status": {"state": "preempted", "attempt": 0, "step": 7}},
+            End(143),
+            "preempted",
+            75,
+        ),
         ([], {}, End(0), "incomplete", 1),
         ([], {}, End(137), "failed", 137),
         ([(2, Kind.input, "x", {"exit_status": 2})], {}, End(143), "failed", 2),
         # An attempt that has not begun.
-        ([(0, Kind.machine, "x", {"exit_status": 3})], {"begun": False, "status": {**RUNNING, "attempt": 8}}, End(1), "not begun", 3),
-        ([(0, Kind.machine, "x", {"exit_status": 3})], {"begun": False, "status": {**RUNNING, "state": "failed"}}, End(1), "failed", 3),
-        ([(0, Kind.machine, "x", {"exit_status": 3})], {"begun": False, "status": None}, End(1), "failed", 3),
+        (
+            [(0, Kind.machine, "x", {"exit_status": 3})],
+            {"begun": False, "status": {**RUNNING, "attempt": 8}},
+            End(1),
+            "not begun",
+            3,
+        ),
+        (
+            [(0, Kind.machine, "x", {"exit_status": 3})],
+            {"begun": False, "status": {**RUNNING, "state": "failed"}},
+            End(1),
+            "failed",
+            3,
+        ),
+        (
+            [(0, Kind.machine, "x", {"exit_status": 3})],
+            {"begun": False, "status": None},
+            End(1),
+            "failed",
+            3,
+        ),
         ([(0, Kind.error, "x")], {"begun": False}, End(1), "failed", 1),
         ([], {"begun": False, "status": {**RUNNING, "attempt": 8}}, KILLED, "not begun", 137),
         ([], {"begun": False, "status": None}, End(143, stopped=True), "not begun", 75),
         ([], {"taken_by": "9.0"}, End(3), "not begun", 3),
         ([], {}, End(143, stopped=True), "failed", 143),
-        ([(2, Kind.stopped, "SIGTERM", {"exit_status": 75}), (0, *LOST)], {}, End(143), "preempted", 75),
-        # A program of the user: done if all ranks exit with 0. srun ends the other ranks of one that has failed with SIGTERM.
+        (
+            [(2, Kind.stopped, "SIGTERM", {"exit_status": 75}), (0, *LOST)],
+            {},
+            End(143),
+            "preempted",
+            75,
+        ),
+        # A program of the user: done if all ranks exit with 0. srun ends the other ranks of one
+        # that has failed with SIGTERM.
         ([], {"of_program": True}, End(0), "done", 0),
         ([(2, Kind.error, "x", {"exit_status": 3})], {"of_program": True}, End(0), "failed", 3),
-        ([STOP], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(0), "preempted", 75),
-        ([STOP, (2, Kind.error, "lost", {"exit_status": 1})], {"of_program": True}, End(1), "preempted", 75),
-        ([(2, Kind.error, "x", {"exit_status": 1}), STOP], {"of_program": True}, End(1), "failed", 1),
-        ([(2, Kind.killed, "x", {"exit_status": 137})], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(137), "failed", 137),
-        ([], {"of_program": True, "status": {**RUNNING, "state": "preempted"}}, End(137), "failed", 137),
+        (
+            [STOP],
+            {"of_program": True, "status": {**RUNNING, "state": "preempted"}},
+            End(0),
+            "preempted",
+            75,
+        ),
+        (
+            [STOP, (2, Kind.error, "lost", {"exit_status": 1})],
+            {"of_program": True},
+            End(1),
+            "preempted",
+            75,
+        ),
+        (
+            [(2, Kind.error, "x", {"exit_status": 1}), STOP],
+            {"of_program": True},
+            End(1),
+            "failed",
+            1,
+        ),
+        (
+            [(2, Kind.killed, "x", {"exit_status": 137})],
+            {"of_program": True, "status": {**RUNNING, "state": "preempted"}},
+            End(137),
+            "failed",
+            137,
+        ),
+        (
+            [],
+            {"of_program": True, "status": {**RUNNING, "state": "preempted"}},
+            End(137),
+            "failed",
+            137,
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_state_and_the_exit_status_follow(
-    tmp_path: Path, records: list[tuple[Any, ...]], facts: dict[str, Any], end: End, state: str, status: int
+    tmp_path: Path,
+    records: list[tuple[Any, ...]],
+    facts: dict[str, Any],
+    end: End,
+    state: str,
+    status: int,
 ) -> None:
     found = judged(tmp_path, *records, end=end, **facts)
-    assert (found.state, found.exit_status, found.step) == (state, status, 7 if facts.get("status", RUNNING) else 0)
+    assert (found.state, found.exit_status, found.step) == (
+        state,
+        status,
+        7 if facts.get("status", RUNNING) else 0,
+    )
 
 
 def judged_program(
@@ -141,9 +291,11 @@ def judged_program(
     end: End | None = None,
     done_s: float | None = None,
 ) -> Outcome:
-    """The judgement on a program of the user. A record: rank or task, kind, time. ended: by rank, when it exited with 0.
+    """The judgement on a program of the user. A record: rank or task, kind, time. ended: by rank,
+    when it exited with 0.
 
-    done_s: when the program has written the file ``done``, in seconds after the begin of the attempt.
+    done_s: when the program has written the file ``done``, in seconds after the begin of the
+    attempt.
     """
     attempt = helpers.attempt(Path(tempfile.mkdtemp(dir=folder)), hosts=(), step=None)
     attempts.begin(attempt, 0, own=False, of_program=True)
@@ -152,9 +304,15 @@ def judged_program(
     for rank, kind, moment in records:
         name, code = ("stop", 75) if kind is Kind.stopped else ("rank", 40 + rank)
         attempts.record(
-            attempt, rank=rank, host=f"host{rank // 2}", kind=kind, error=f"{kind.value} {rank}", exit_status=code,
-            moment=moment, name=name,
-        )  # fmt: skip
+            attempt,
+            rank=rank,
+            host=f"host{rank // 2}",
+            kind=kind,
+            error=f"{kind.value} {rank}",
+            exit_status=code,
+            moment=moment,
+            name=name,
+        )
     if done_s is not None:
         (attempt.run_dir / "done").touch()
         moment = attempt.facts()["time"] + done_s
@@ -162,7 +320,8 @@ def judged_program(
     return judge.judge(attempt, end)
 
 
-STOPPED, ERROR = Kind.stopped, Kind.error
+STOPPED = Kind.stopped
+ERROR = Kind.error
 
 
 @pytest.mark.parametrize(
@@ -171,7 +330,11 @@ STOPPED, ERROR = Kind.stopped, Kind.error
         ([(0, STOPPED, 5.0), (1, ERROR, 5.1)], "preempted", "stopped 0"),
         ([(1, STOPPED, 5.0), (0, STOPPED, 6.0), (2, Kind.killed, 9.0)], "preempted", "stopped 1"),
         ([(0, ERROR, 4.9), (1, STOPPED, 5.0)], "failed", "rank 0 on host0 failed first: error 0"),
-        ([(3, ERROR, 4.9), (2, STOPPED, 5.0), (1, ERROR, 6.0)], "failed", "rank 3 on host1 failed first: error 3"),
+        (
+            [(3, ERROR, 4.9), (2, STOPPED, 5.0), (1, ERROR, 6.0)],
+            "failed",
+            "rank 3 on host1 failed first: error 3",
+        ),
         ([(3, ERROR, 5.0), (3, STOPPED, 5.0)], "preempted", "stopped 3"),  # a rank has both records
     ],
 )
@@ -196,9 +359,16 @@ def test_a_stop_before_the_first_failure_of_a_program_is_its_cause(
     ],
 )
 def test_a_program_that_was_stopped_is_done_if_it_says_so(
-    tmp_path: Path, done_s: float | None, records: list[tuple[int, Kind, float]], code: int, state: str
+    tmp_path: Path,
+    done_s: float | None,
+    records: list[tuple[int, Kind, float]],
+    code: int,
+    state: str,
 ) -> None:
-    assert judged_program(tmp_path, *records, ended=(8.0, 8.0), end=End(code), done_s=done_s).state == state
+    assert (
+        judged_program(tmp_path, *records, ended=(8.0, 8.0), end=End(code), done_s=done_s).state
+        == state
+    )
 
 
 def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
@@ -209,24 +379,38 @@ def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
         Kind.killed,
         "the wrapper of rank 1 on host0 was killed",
     )
-    assert (found.first["rank"], found.first["host"], found.first["exit_status"]) == (1, "host0", 137)
-    seen = judged_program(tmp_path, ended=(8.0, None, None), end=KILLED)  # by the parent, with launcher=local
+    assert (found.first["rank"], found.first["host"], found.first["exit_status"]) == (
+        1,
+        "host0",
+        137,
+    )
+    # by the parent, with launcher=local
+    seen = judged_program(tmp_path, ended=(8.0, None, None), end=KILLED)
     assert (seen.reason, seen.exit_status) == (KILLED.reason, 137)
     six = judged_program(tmp_path, ended=(8.0, *(None,) * 6), end=End(137))
     named = ", ".join(f"rank {rank} on host{rank // 2}" for rank in range(1, 5))
     assert six.reason == f"the wrapper of {named} and 2 more was killed"
     all_lost = judged_program(tmp_path, ended=(None, None), end=End(143))
-    assert (all_lost.reason, all_lost.first) == ("srun, or the wrapper of every rank, was killed", None)
-    stopped = judged_program(tmp_path, (1, STOPPED, 5.0), ended=(8.0, 8.0, None, None), ranks_per_task=2, end=End(1))
+    assert (all_lost.reason, all_lost.first) == (
+        "srun, or the wrapper of every rank, was killed",
+        None,
+    )
+    stopped = judged_program(
+        tmp_path, (1, STOPPED, 5.0), ended=(8.0, 8.0, None, None), ranks_per_task=2, end=End(1)
+    )
     assert stopped.state == "preempted"
-    other = judged_program(tmp_path, (0, STOPPED, 5.0), ended=(8.0, 8.0, 8.0, None), ranks_per_task=2, end=End(9))
+    other = judged_program(
+        tmp_path, (0, STOPPED, 5.0), ended=(8.0, 8.0, 8.0, None), ranks_per_task=2, end=End(9)
+    )
     assert (other.state, other.first["rank"], other.exit_status) == ("failed", 3, 9)
 
 
 def test_the_killed_wrapper_is_named_and_not_the_rank_that_lost_it(tmp_path: Path) -> None:
     ended = (None, None, 6.0, 6.0)
     found = judged_program(tmp_path, (0, ERROR, 5.0), (2, STOPPED, 5.5), ended=ended, end=End(1))
-    assert found.reason == "the wrapper of rank 1 on host0 was killed; rank 0 on host0 failed: error 0"
+    assert (
+        found.reason == "the wrapper of rank 1 on host0 was killed; rank 0 on host0 failed: error 0"
+    )
     assert (found.state, found.first["rank"], found.exit_status) == ("failed", 1, 1)
     cause = judged_program(tmp_path, (0, Kind.out_of_memory, 5.0), ended=ended, end=End(137))
     assert cause.first["rank"] == 0
@@ -257,7 +441,11 @@ def test_the_few_ranks_that_exited_before_another_one_failed_are_its_cause(
 
 
 def closed(
-    run_dir: Path, end: End, state: str = "running", rank: int | None = None, kind: Kind = Kind.error
+    run_dir: Path,
+    end: End,
+    state: str = "running",
+    rank: int | None = None,
+    kind: Kind = Kind.error,
 ) -> tuple[Outcome, dict[str, Any]]:
     """Closes a new attempt in which rank ``rank`` has failed. The outcome, and ``status.json``."""
     attempt = helpers.attempt(run_dir, hosts=HOSTS)
@@ -270,11 +458,21 @@ def closed(
 
 
 def test_close_writes_the_judgement_into_the_status(tmp_path: Path) -> None:
-    assert closed(tmp_path / "other", KILLED, state="failed")[1]["reason"] == KILLED.reason  # replaces that of a rank
+    # replaces that of a rank
+    assert closed(tmp_path / "other", KILLED, state="failed")[1]["reason"] == KILLED.reason
     _, status = closed(tmp_path, End(1), rank=2)
-    assert (status["state"], status["attempt"], status["step"], status["kind"]) == ("failed", 0, 7, "error")
+    assert (status["state"], status["attempt"], status["step"], status["kind"]) == (
+        "failed",
+        0,
+        7,
+        "error",
+    )
     assert status["reason"] == "rank 2 on b failed first: ValueError: boom"
-    assert (status["first_failing_rank"], status["first_failing_host"], status["exit_status"]) == (2, "b", 1)
+    assert (status["first_failing_rank"], status["first_failing_host"], status["exit_status"]) == (
+        2,
+        "b",
+        1,
+    )
     _, status = closed(tmp_path, End(0))
     assert (status["state"], status["attempt"]) == ("incomplete", 1)
     _, status = closed(tmp_path, End(75), rank=0, kind=Kind.stopped)  # before its first step
@@ -292,8 +490,12 @@ def test_close_does_not_change_the_status_of_another_attempt(tmp_path: Path) -> 
     second = helpers.attempt(tmp_path, launch="2.0", job="2")
     directory.write_status(tmp_path, "running", attempt=1, step=5)
     before = directory.read_status(tmp_path)
-    assert judge.close(first, End(3)).reason == f"{tmp_path} was taken over by 2.0; this job is not requeued"
-    never = helpers.attempt(tmp_path, launch="3.0", job="2", step=None)  # killed in its start; the second one runs
+    assert (
+        judge.close(first, End(3)).reason
+        == f"{tmp_path} was taken over by 2.0; this job is not requeued"
+    )
+    # killed in its start; the second one runs
+    never = helpers.attempt(tmp_path, launch="3.0", job="2", step=None)
     assert judge.close(never, End(143)).state == "not begun"
     assert directory.read_status(tmp_path) == before
     assert judge.close(second, End(1)).state == "failed"
@@ -303,7 +505,9 @@ def test_a_refused_attempt_leaves_its_line_and_not_the_status(tmp_path: Path) ->
     closed(tmp_path, End(0), state="done")
     before = directory.read_status(tmp_path)
     refused = helpers.attempt(tmp_path, step=None)
-    attempts.record(refused, rank=0, host="a", kind=Kind.input, error="lr=1 becomes 2", exit_status=2)
+    attempts.record(
+        refused, rank=0, host="a", kind=Kind.input, error="lr=1 becomes 2", exit_status=2
+    )
     assert judge.close(refused, End(143)).exit_status == 2
     assert directory.read_status(tmp_path) == before
     assert judge.why_not_begun(tmp_path) == "lr=1 becomes 2"
@@ -313,7 +517,9 @@ def test_a_refused_attempt_leaves_its_line_and_not_the_status(tmp_path: Path) ->
     assert judge.why_not_begun(tmp_path) == ""
 
 
-def test_close_returns_the_judgement_if_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_returns_the_judgement_if_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = helpers.attempt(tmp_path)
     directory.write_status(tmp_path, "running", attempt=0, step=5)
 

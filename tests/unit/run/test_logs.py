@@ -18,8 +18,12 @@ from tests.helpers import ROOT, clean_environment
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=ROOT, env=clean_environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=clean_environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 COPIED = """
@@ -79,8 +83,11 @@ with logs.copied_to(Path(sys.argv[1])):
 
 def test_the_log_continues_after_stdout_is_closed(tmp_path: Path) -> None:
     """Ctrl-C ends the user's ``tee`` just when the run has to save."""
-    command, log = [sys.executable, "-c", UNREAD, str(tmp_path / "log")], tmp_path / "log"
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", UNREAD, str(tmp_path / "log")]
+    log = tmp_path / "log"
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         for number in range(4):
             process.stdin.write("on\n")
             process.stdin.flush()
@@ -109,5 +116,8 @@ def test_each_line_is_one_write(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match=rf"^run_dir={tmp_path}: .*: give"), logs.copied_to(tmp_path / "none/log"):
+    with (
+        pytest.raises(MachineError, match=rf"^run_dir={tmp_path}: .*: give"),
+        logs.copied_to(tmp_path / "none/log"),
+    ):
         pass

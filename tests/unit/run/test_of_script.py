@@ -1,4 +1,6 @@
-"""``script=FILE key=value… -- ARGUMENT…``: how it becomes keys of the recipe script, and what is refused."""
+"""``script=FILE key=value… -- ARGUMENT…``: how it becomes keys of the recipe script, and what is
+refused.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,12 @@ def test_the_program_and_its_arguments_become_keys(here: Path, recipe: str) -> N
     settings = command_line.parse(["script=a.py", "run_dir=r", "--", *rest], recipe=recipe)
     args = "--lr 0.1 'a b' -- recipe=x cluster=y '${z}' ''"
     assert settings.recipe == "script"
-    assert settings.typed == {"run_dir": "r", "program": f"{here}/a.py", "args": args, "workdir": str(here)}
+    assert settings.typed == {
+        "run_dir": "r",
+        "program": f"{here}/a.py",
+        "args": args,
+        "workdir": str(here),
+    }
     assert settings.config.args == args
     words = [f"{name}={value}" for name, value in settings.absolute(settings.typed, here).items()]
     again = command_line.parse(words, recipe="script")  # as the ranks and `finish` read them
@@ -41,7 +48,11 @@ def test_a_link_is_not_resolved(here: Path) -> None:
 def test_a_launcher_may_be_the_program_of_a_node(here: Path) -> None:
     (here / "torchrun").symlink_to("a.py")
     config = command_line.parse(["script=torchrun", "through=node", "--", "b.py"]).config
-    assert (config.program, config.args, config.through.name) == (f"{here}/torchrun", "b.py", "node")
+    assert (config.program, config.args, config.through.name) == (
+        f"{here}/torchrun",
+        "b.py",
+        "node",
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,17 +65,33 @@ def test_a_launcher_may_be_the_program_of_a_node(here: Path) -> None:
         (["recipe=script"], ["script= is missing: give script=FILE"]),
         (
             ["script=torchrun"],
-            ["script=torchrun: starts ranks itself: give your program as script=FILE, and through=torchrun"],
+            [
+                "script=torchrun: starts ranks itself: give your program as script=FILE, and through=torchrun"
+            ],
         ),
-        (["script=/env/bin/deepspeed", "--", "a.py"], ["starts ranks itself: ", "and through=torchrun"]),
-        (["script=accelerate", "through=torchrun"], ["script=accelerate: starts ranks itself: ", "through=accelerate"]),
-        (["script=a.py", "epochs=3"], ["epochs=3: ", "arguments of your program after --, as in script=FILE -- "]),
-        (["script=a.py", "--epochs", "3"], ["'--epochs' is not key=value; arguments of the program come after --"]),
+        (
+            ["script=/env/bin/deepspeed", "--", "a.py"],
+            ["starts ranks itself: ", "and through=torchrun"],
+        ),
+        (
+            ["script=accelerate", "through=torchrun"],
+            ["script=accelerate: starts ranks itself: ", "through=accelerate"],
+        ),
+        (
+            ["script=a.py", "epochs=3"],
+            ["epochs=3: ", "arguments of your program after --, as in script=FILE -- "],
+        ),
+        (
+            ["script=a.py", "--epochs", "3"],
+            ["'--epochs' is not key=value; arguments of the program come after --"],
+        ),
         (["script=a.py", "nods=3"], ["nods=3: ", "did you mean 'nodes'?"]),
         (["script=a.py", "args='"], ["args=': ", "type the arguments after --"]),
     ],
 )
-def test_an_invalid_command_line_is_refused_with_its_fix(words: list[str], parts: list[str]) -> None:
+def test_an_invalid_command_line_is_refused_with_its_fix(
+    words: list[str], parts: list[str]
+) -> None:
     with pytest.raises(ConfigError) as error:
         command_line.parse(words)
     assert [part for part in parts if part not in str(error.value)] == []

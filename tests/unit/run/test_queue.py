@@ -38,30 +38,53 @@ def test_each_job_that_scontrol_prints_is_parsed() -> None:
     assert task.fields["JobName"] == "a b JobState=DONE"
     assert task.fields["Command"] == "/home/me/my jobs/x=1.sh"
     assert task.fields["StdErr"] == ""
-    assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == ("13", "RUNNING", "", 3, False)
+    assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == (
+        "13",
+        "RUNNING",
+        "",
+        3,
+        False,
+    )
 
 
 def test_what_slurm_does_after_a_start_follows_from_the_state() -> None:
     def after(states: str) -> set[object]:
         return {queue.Job("7", state, "", 0, 0).after_start(0) for state in states.split()}
 
-    assert after("BOOT_FAIL COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT") == {Next.not_requeued}
+    assert after(
+        "BOOT_FAIL COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
+    ) == {Next.not_requeued}
     assert after("PENDING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT") == {Next.requeued}
     assert after("RUNNING SUSPENDED CONFIGURING REVOKED") == {None}
 
 
-def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"squeue": "5\n6 abcd\n7 abc\n", "scontrol": "MyClusterName=x\nClusterName             = here\n"}
+def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = {
+        "squeue": "5\n6 abcd\n7 abc\n",
+        "scontrol": "MyClusterName=x\nClusterName             = here\n",
+    }
     monkeypatch.setattr(queue, "_answer", lambda *command: said[command[0]])
-    assert (queue.find_by_comment("abc"), queue.find_by_comment("ab"), queue.cluster_name()) == ("7", "", "here")
+    assert (queue.find_by_comment("abc"), queue.find_by_comment("ab"), queue.cluster_name()) == (
+        "7",
+        "",
+        "here",
+    )
 
 
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
         ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", None),
-        ("echo Job 7 not found; exit 1", None),  # printed for 7_1 while other elements of array 7 are known
-        ("echo Unable to contact slurm controller >&2; exit 1", "does not answer: Unable to contact"),
+        (
+            "echo Job 7 not found; exit 1",
+            None,
+        ),  # printed for 7_1 while other elements of array 7 are known
+        (
+            "echo Unable to contact slurm controller >&2; exit 1",
+            "does not answer: Unable to contact",
+        ),
         ("exec /bin/sleep 60", r"^Slurm's controller has not answered within 0\.5 s$"),
         ("", "not on the PATH"),
     ],
@@ -119,14 +142,23 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
 
 @pytest.mark.parametrize(
     "name",
-    ["SQUEUE_PARTITION", "SQUEUE_STATES", "SINFO_PARTITION", "SCONTROL_ALL", "SCANCEL_NAME", "SLURM_TIME_FORMAT"],
+    [
+        "SQUEUE_PARTITION",
+        "SQUEUE_STATES",
+        "SINFO_PARTITION",
+        "SCONTROL_ALL",
+        "SCANCEL_NAME",
+        "SLURM_TIME_FORMAT",
+    ],
 )
 def test_a_users_defaults_for_slurms_commands_have_no_effect(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "x")
     for command in ("squeue", "sinfo", "scontrol", "scancel"):
-        stubs.add(command, f"[ -z \"${{{name}:-}}\" ] || exit 1; echo '7|RUNNING|N/A|node1|1:00|1|None'")
+        stubs.add(
+            command, f"[ -z \"${{{name}:-}}\" ] || exit 1; echo '7|RUNNING|N/A|node1|1:00|1|None'"
+        )
     assert queue.mine() is not None
     assert queue.nodes()
     queue.cancel("7")
@@ -134,7 +166,10 @@ def test_a_users_defaults_for_slurms_commands_have_no_effect(
 
 def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
     """A busy controller does not always answer."""
-    stubs.add("scontrol", "[ $(wc -l < $NOTES/scontrol.calls) -gt 2 ] || exit 1; echo JobId=7 JobState=RUNNING")
+    stubs.add(
+        "scontrol",
+        "[ $(wc -l < $NOTES/scontrol.calls) -gt 2 ] || exit 1; echo JobId=7 JobState=RUNNING",
+    )
     assert queue.find("7").state == "RUNNING"
     (stubs.folder / "scontrol.calls").unlink()
     queue.change("requeue", "7")
@@ -149,7 +184,9 @@ def test_a_requeue_whose_answer_is_lost_counts_as_done(stubs: Stubs) -> None:
         queue.requeue("7", 0)
 
 
-def test_a_slow_controller_does_not_keep_a_user_waiting(stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_controller_does_not_keep_a_user_waiting(
+    stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
     stubs.add("squeue", "exec sleep 60")
     assert queue.mine(timeout_s=1.0) is None
     assert "Slurm has not answered within 1 s" in capsys.readouterr().err

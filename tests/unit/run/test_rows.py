@@ -19,7 +19,13 @@ def write(run_dir: Path, *lines: object) -> Path:
 def test_a_row_replaces_those_that_a_resume_has_made_void(tmp_path: Path) -> None:
     steps = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5), (2, 5)]
     write(tmp_path, *({"attempt": attempt, "step": step} for attempt, step in steps))
-    assert [(row["attempt"], row["step"]) for row in rows.rows(tmp_path)] == [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)]
+    assert [(row["attempt"], row["step"]) for row in rows.rows(tmp_path)] == [
+        (0, 1),
+        (0, 2),
+        (1, 3),
+        (1, 4),
+        (2, 5),
+    ]
     # Attempt 0 went to step 4. Attempt 1 began after step 2, and has done one step so far.
     write(tmp_path, *({"attempt": attempt, "step": step} for attempt, step in steps[:5]))
     assert [row["step"] for row in rows.rows(tmp_path)] == [1, 2, 3]

@@ -25,7 +25,9 @@ def touch(path: Path) -> None:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
-    """An attempt that begins with the files a and b/c, both in its run directory and in the folder `other`."""
+    """An attempt that begins with the files a and b/c, both in its run directory and in the folder
+    `other`.
+    """
     attempt = helpers.attempt(tmp_path / "run")
     for folder in (attempt.run_dir, tmp_path / "other"):
         for name in ("a", "b/c"):
@@ -65,14 +67,23 @@ def test_a_file_of_another_size_with_the_same_time_has_changed(attempt: Attempt)
 
 def test_what_the_job_writes_itself_does_not_count(attempt: Attempt) -> None:
     saves.note(attempt, "")
-    for name in ("logs/rank0.log", "attempts/0000/x.json", "doctor/x", "status.json", "job.yaml", "job.sh"):
+    for name in (
+        "logs/rank0.log",
+        "attempts/0000/x.json",
+        "doctor/x",
+        "status.json",
+        "job.yaml",
+        "job.sh",
+    ):
         write(attempt.run_dir / name)
     assert saves.has_changed(attempt) is False
     write(attempt.run_dir / "b/logs/events")
     assert saves.has_changed(attempt) is True
 
 
-def test_a_folder_without_files_is_unknown_and_the_first_file_is_a_change(attempt: Attempt, tmp_path: Path) -> None:
+def test_a_folder_without_files_is_unknown_and_the_first_file_is_a_change(
+    attempt: Attempt, tmp_path: Path
+) -> None:
     assert saves.has_changed(attempt) is None  # nothing was noted
     saves.note(attempt, str(tmp_path / "later"))
     assert saves.has_changed(attempt) is None
@@ -86,7 +97,9 @@ def test_a_link_without_its_target_is_no_error(attempt: Attempt) -> None:
     assert saves.has_changed(attempt) is False
 
 
-def test_a_folder_with_very_many_files_is_looked_at_in_part(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_very_many_files_is_looked_at_in_part(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saves, "MOST_FILES", 1)
     saves.note(attempt, "")
     touch(attempt.run_dir / "b/c")
@@ -96,7 +109,9 @@ def test_a_folder_with_very_many_files_is_looked_at_in_part(attempt: Attempt, mo
     assert files.read_json(attempt.folder / "saves.json")["folder"] == ""
 
 
-def test_files_behind_a_link_and_in_logs_count_but_not_those_of_the_job(attempt: Attempt, tmp_path: Path) -> None:
+def test_files_behind_a_link_and_in_logs_count_but_not_those_of_the_job(
+    attempt: Attempt, tmp_path: Path
+) -> None:
     scratch = tmp_path / "scratch"
     write(scratch / "w")
     (attempt.run_dir / "link").symlink_to(scratch)

@@ -21,7 +21,9 @@ from tests.helpers import ROOT
 
 
 class Clock:
-    """In place of `threading` and `time`, for `watch_the_end`: its thread runs at once, and sleeping moves the time."""
+    """In place of `threading` and `time`, for `watch_the_end`: its thread runs at once, and
+    sleeping moves the time.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -40,7 +42,10 @@ class Clock:
     ("answers", "stopped_at"),
     [
         ({0: 3600}, 3480),  # 120 s before the end
-        ({0: 3600, 3420: 4600}, 4480),  # the limit was raised, which is seen when the job is asked again
+        (
+            {0: 3600, 3420: 4600},
+            4480,
+        ),  # the limit was raised, which is seen when the job is asked again
         ({0: 3600, 3480: 3800}, 3680),
         ({0: 86400, 86220: None}, 86280),  # the controller does not answer any more
         ({0: 200}, 150),  # at most a quarter of what is left at first
@@ -52,7 +57,9 @@ class Clock:
 def test_a_run_stops_so_long_before_its_job_ends(
     answers: dict[float, float | None], stopped_at: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, flag, told = Clock(monkeypatch), StopFlag(), []
+    clock = Clock(monkeypatch)
+    flag = StopFlag()
+    told = []
 
     def left() -> float | None:
         end = answers[max(moment for moment in answers if moment <= clock.now)]
@@ -78,7 +85,9 @@ with signals.stop_flag(lambda name: print("noted", name, flush=True)):
 
 
 def test_signals_act_at_once_while_the_main_thread_waits_below_python() -> None:
-    process = subprocess.Popen([sys.executable, "-c", BLOCKED], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], cwd=ROOT, text=True, stdout=subprocess.PIPE
+    )
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
@@ -127,7 +136,9 @@ with signals.stop_flag() as stop:
 
 def test_what_a_forked_child_is_sent_is_not_for_its_parent() -> None:
     # Python 3.12 warns of fork in a process with threads.
-    ended = helpers.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], cwd=ROOT)
+    ended = helpers.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], cwd=ROOT
+    )
     assert (ended.status, ended.lines) == (0, ["''"]), ended.out
 
 
@@ -151,6 +162,8 @@ def test_handlers_and_pipe_are_put_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         helpers.wait_until(lambda: stop.reason == "SIGTERM", 10, "the flag")
     with signals.stop_flag(by_clock=True):
-        assert signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN == signal.getsignal(signal.SIGUSR2)
+        assert (
+            signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN == signal.getsignal(signal.SIGUSR2)
+        )
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     assert len(os.listdir("/proc/self/fd")) == descriptors

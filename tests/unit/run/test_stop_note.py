@@ -1,4 +1,6 @@
-"""The stop note, through which the batch shell asks the wrappers of a program on all nodes to stop it."""
+"""The stop note, through which the batch shell asks the wrappers of a program on all nodes to stop
+it.
+"""
 
 from __future__ import annotations
 

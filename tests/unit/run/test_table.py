@@ -1,4 +1,6 @@
-"""The table of runs: what it says of done, failed, running, damaged and unbegun ones, and where they differ."""
+"""The table of runs: what it says of done, failed, running, damaged and unbegun ones, and where
+they differ.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,14 @@ def make(folder: Path, state: str = "done", step: int = 10, reason: str = "", **
     folder.mkdir(parents=True)
     helpers.attempt(folder)
     directory.write_status(folder, state, attempt=0, step=step, reason=reason)
-    (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()))
+    (folder / "config.yaml").write_text(
+        "".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items())
+    )
     if state == "done":
-        files.write_json(folder / "summary.json", {"recipe": "cifar", "val_top1": 0.9412, "samples_per_second": 1234.5})
+        files.write_json(
+            folder / "summary.json",
+            {"recipe": "cifar", "val_top1": 0.9412, "samples_per_second": 1234.5},
+        )
     return folder
 
 
@@ -44,10 +51,19 @@ def lines(*words: str) -> list[list[str]]:
 def test_the_table_shows_the_keys_in_which_runs_differ(tmp_path: Path) -> None:
     make(tmp_path / "cifar/7_0", lr=0.1, seed=1, epochs=3, data_dir="${oc.env:X}")
     make(tmp_path / "cifar/7_1", lr=0.2, seed=1, epochs=3, data_dir="${oc.env:X}")
-    make(tmp_path / "cifar/7_2", "failed", 4, "rank 1 on node3 failed first: out of memory", lr=0.4, seed=1, epochs=3)
+    make(
+        tmp_path / "cifar/7_2",
+        "failed",
+        4,
+        "rank 1 on node3 failed first: out of memory",
+        lr=0.4,
+        seed=1,
+        epochs=3,
+    )
     rows = '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25}\n{"step": 5, "lo'
     (tmp_path / "cifar/7_2/metrics.jsonl").write_text(rows)
-    files.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})  # of an earlier attempt
+    # of an earlier attempt
+    files.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})
     for number in range(3):
         os.utime(tmp_path / f"cifar/7_{number}", (number, number))
     head, *rows = lines(str(tmp_path))
@@ -59,9 +75,16 @@ def test_the_table_shows_the_keys_in_which_runs_differ(tmp_path: Path) -> None:
 
 
 def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: Path) -> None:
-    """In folders whose names say nothing of the recipe; keys of the run are told by what was submitted."""
+    """In folders whose names say nothing of the recipe; keys of the run are told by what was
+    submitted.
+    """
     for number in range(4):
-        words = ["device=cpu", f"lr=0.{number + 1}", f"cpu_threads={number}", f"run_dir={tmp_path}/{number}"]
+        words = [
+            "device=cpu",
+            f"lr=0.{number + 1}",
+            f"cpu_threads={number}",
+            f"run_dir={tmp_path}/{number}",
+        ]
         if number in (0, 3):
             make(tmp_path / f"{number}", lr=(number + 1) / 10, seed=0)
         (tmp_path / f"{number}").mkdir(exist_ok=True)
@@ -71,7 +94,17 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     directory.write_status(tmp_path / "3", "failed", attempt=1, step=50, reason="lost")
     (tmp_path / "3/metrics.jsonl").write_text('{"step": 50, "loss": 0.5, "val_top1": 0.95}\n')
     head, *rows = lines(*(f"{tmp_path}/{number}" for number in range(4)))
-    assert head == ["run", "state", "step", "lr", "cpu_threads", "val_top1", "loss", "samples_per_second", "note"]
+    assert head == [
+        "run",
+        "state",
+        "step",
+        "lr",
+        "cpu_threads",
+        "val_top1",
+        "loss",
+        "samples_per_second",
+        "note",
+    ]
     assert [" ".join(row[1:]) for row in rows] == [
         "done 10 0.1 0 0.9412 - 1234.5",
         "not begun 0 0.2 1 - - -",
@@ -81,9 +114,12 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("word", "state"), [(Next.cancelled, "cancelled"), (Next.requeued, "preempted"), (None, "preempted")]
+    ("word", "state"),
+    [(Next.cancelled, "cancelled"), (Next.requeued, "preempted"), (None, "preempted")],
 )
-def test_a_run_that_was_cancelled_is_called_so(tmp_path: Path, word: Next | None, state: str) -> None:
+def test_a_run_that_was_cancelled_is_called_so(
+    tmp_path: Path, word: Next | None, state: str
+) -> None:
     directory.write_status(tmp_path, "preempted", attempt=0, step=3)
     if word:
         directory.note_next(tmp_path, word, 0)
@@ -116,7 +152,11 @@ def test_json_output_and_a_closed_pipe(tmp_path: Path) -> None:
     make(tmp_path / "run", lr=0.1)
     ended = helpers.run([sys.executable, "-m", "recipes.report", "--json", str(tmp_path)])
     told = json.loads(ended.out)
-    assert (told["state"], told["values"], told["results"]["val_top1"]) == ("done", {"lr": 0.1}, 0.9412)
+    assert (told["state"], told["values"], told["results"]["val_top1"]) == (
+        "done",
+        {"lr": 0.1},
+        0.9412,
+    )
     ended = helpers.run(["sh", "-c", f"{sys.executable} -m recipes.report {tmp_path} | true"])
     assert (ended.status, ended.out) == (0, "")
 
@@ -135,14 +175,21 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     folder = make(tmp_path / "run", lr=0.1)
     refuse(folder, "lr=0.1 becomes 0.2")
     found = table.read_run(folder, time.time())
-    assert (found.state, found.note) == ("done", "the newest launch did not begin: lr=0.1 becomes 0.2")
+    assert (found.state, found.note) == (
+        "done",
+        "the newest launch did not begin: lr=0.1 becomes 0.2",
+    )
     directory.write_status(folder, "preempted", attempt=0, step=10, reason="SIGUSR2")
     directory.note_next(folder, Next.max_requeues, 0)
-    assert table.read_run(folder, time.time()).note == "SIGUSR2; max-requeues"  # the refusal is older
+    # the refusal is older
+    assert table.read_run(folder, time.time()).note == "SIGUSR2; max-requeues"
     directory.write_status(folder, "running", attempt=0, step=10)
     found = table.read_run(folder, directory.read_status(folder)["updated"] + 600)  # type: ignore[index]
     assert (found.state, found.step) == ("running", 10)
-    assert found.note == "status written 0:10:00 ago; the newest launch did not begin: lr=0.1 becomes 0.2"
+    assert (
+        found.note
+        == "status written 0:10:00 ago; the newest launch did not begin: lr=0.1 becomes 0.2"
+    )
     helpers.attempt(folder)
     directory.write_status(folder, "done", attempt=2, step=10)
     assert table.read_run(folder, time.time()).note == ""

@@ -1,4 +1,6 @@
-"""A rank that makes no progress is ended from outside, named, and its stack shown; one that does is left alone."""
+"""A rank that makes no progress is ended from outside, named, and its stack shown; one that does is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
+def started(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
     """A rank for each way, started at once, and its run directory."""
     ways = ("stuck", "stopped", "waits", "works", "hangs before its steps")
     folders = {way: tmp_path_factory.mktemp(way.replace(" ", "-")) for way in ways}
@@ -79,7 +83,10 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) 
     folder, process = started[way]
     ended = helpers.finish(process, timeout_s=30)
     assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
-    assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): killing it" in ended.lines
+    assert (
+        "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): killing it"
+        in ended.lines
+    )
     record = helpers.failure(folder, 3, 1)
     assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "hang")
     assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
@@ -89,11 +96,16 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) 
     helpers.wait_for_the_end_of([watcher], 10)
 
 
-def test_a_rank_that_hangs_before_its_steps_is_ended_after_six_times_as_long(started: Started) -> None:
+def test_a_rank_that_hangs_before_its_steps_is_ended_after_six_times_as_long(
+    started: Started,
+) -> None:
     _, process = started["hangs before its steps"]
     ended = helpers.finish(process, timeout_s=60)
     assert ended.status == -signal.SIGABRT
-    assert "toy: rank 3 on node7 made no progress for 9 s at step 0 (outside the steps): killing it" in ended.lines
+    assert (
+        "toy: rank 3 on node7 made no progress for 9 s at step 0 (outside the steps): killing it"
+        in ended.lines
+    )
 
 
 def test_a_rank_that_gets_on_is_left_alone(started: Started) -> None:
@@ -123,7 +135,9 @@ def test_beats_that_are_slower_than_the_polls_are_progress(monkeypatch: pytest.M
     assert ends == []
 
 
-def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor the watchdog: it may be what the rank waits for."""
     hangs = threading.Event()
     monkeypatch.setattr(attempt, "record", lambda *args, **record: hangs.wait(60))
@@ -147,7 +161,8 @@ def test_it_ignores_the_signals_of_slurm_and_ends_with_its_rank(tmp_path: Path) 
     process = rank(tmp_path, "waits", timeout_s=600)
     try:
         watcher = int(process.stdout.readline())
-        expected = sum(1 << (number - 1) for number in (1, 2, 10, 12, 15))  # HUP, INT, USR1, USR2, TERM
+        # HUP, INT, USR1, USR2, TERM
+        expected = sum(1 << (number - 1) for number in (1, 2, 10, 12, 15))
 
         def ignores() -> bool:
             status = Path(f"/proc/{watcher}/status").read_text()

@@ -1,6 +1,7 @@
 """The files of a packed copy. Standard library only.
 
-index.json          options, classes, and each split's files with their SHA-256; written last, so it means "complete"
+index.json          options, classes, and each split's files with their SHA-256; written last, so it
+                    means "complete"
 SPLIT.index         one `RECORD` for each sample
 SPLIT-NNNNN.bin     shards: the samples' JPEGs, one after another
 """
@@ -47,7 +48,9 @@ class PackedCopy:
     @property
     def files(self) -> list[DataFile]:
         """All files, index.json last."""
-        return [file for split in self.splits.values() for file in (split.index, *split.shards)] + [self.index]
+        return [file for split in self.splits.values() for file in (split.index, *split.shards)] + [
+            self.index
+        ]
 
 
 def shard_name(split: str, number: int) -> str:
@@ -56,22 +59,33 @@ def shard_name(split: str, number: int) -> str:
 
 def read_index(folder: Path) -> PackedCopy:
     """Reads index.json. Raises InputError (one line: file, fault, fix) if it is missing or damaged."""
-    path, again = folder / INDEX, datasets.prepare_command("imagenet", folder)
+    path = folder / INDEX
+    again = datasets.prepare_command("imagenet", folder)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise InputError(f"{str(folder)!r} is not a packed copy (no index.json): pack one with {again}") from None
+        raise InputError(
+            f"{str(folder)!r} is not a packed copy (no index.json): pack one with {again}"
+        ) from None
     except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable") from None
+        raise InputError(
+            f"{str(path)!r} cannot be read ({error.strerror}): make it readable"
+        ) from None
     try:
         found: Any = json.loads(content)
         splits = {name: _split(name, found["splits"][name]) for name in SPLITS}
         index = DataFile(INDEX, len(content), hashlib.sha256(content).hexdigest())
-        copy = PackedCopy(int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, index)
-        if not VERSION.items() <= found.items() or not all(isinstance(c, str) for c in copy.classes):
+        copy = PackedCopy(
+            int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, index
+        )
+        if not VERSION.items() <= found.items() or not all(
+            isinstance(c, str) for c in copy.classes
+        ):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        raise InputError(f"{str(path)!r} is damaged or of another version: remove it and pack again: {again}") from None
+        raise InputError(
+            f"{str(path)!r} is damaged or of another version: remove it and pack again: {again}"
+        ) from None
     return copy
 
 
@@ -82,6 +96,9 @@ def _split(name: str, found: Mapping[str, Any]) -> Split:
     return Split(
         samples,
         DataFile(f"{name}.index", samples * RECORD.size, str(found["index_sha256"])),
-        tuple(DataFile(shard_name(name, i), int(shard["bytes"]), str(shard["sha256"])) for i, shard in shards),
+        tuple(
+            DataFile(shard_name(name, i), int(shard["bytes"]), str(shard["sha256"]))
+            for i, shard in shards
+        ),
         len(found["skipped"]),
     )

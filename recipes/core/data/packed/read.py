@@ -20,10 +20,11 @@ assert FIELDS.itemsize == format.RECORD.size
 
 
 class Packed:
-    """A split of a packed copy. No Python object is kept for a sample: its record is read from the index, which is mapped.
+    """A split of a packed copy. No Python object is kept for a sample: its record is read from the
+    index, which is mapped.
 
-    Shards are read, not mapped: a disk error then belongs to one sample and is no SIGBUS, each read fetches exactly
-    one sample, and the pages do not count as the job's memory.
+    Shards are read, not mapped: a disk error then belongs to one sample and is no SIGBUS, each read
+    fetches exactly one sample, and the pages do not count as the job's memory.
     """
 
     def __init__(self, folder: Path, copy: PackedCopy, split: str) -> None:
@@ -32,23 +33,33 @@ class Packed:
         self.kind = f"packed jpeg, {copy.size} px"
         self.classes, self.place = copy.classes, str(folder)
         self._opened = folder, copy, split
-        self._split, self._files = split, [file.name for file in found.shards]
+        self._split = split
+        self._files = [file.name for file in found.shards]
         self._shards = [_open(folder, file, again) for file in found.shards]
         with _open(folder, found.index, again) as opened:
             self._records = np.memmap(opened, FIELDS, "r")
         self._digest = hashlib.sha256(self._records.data).hexdigest()
-        if self._digest != found.index.sha256 or not self._is_valid([file.size for file in found.shards]):
+        if self._digest != found.index.sha256 or not self._is_valid(
+            [file.size for file in found.shards]
+        ):
             raise InputError(f"{str(folder / found.index.name)!r} is damaged: {again}")
 
     def _is_valid(self, sizes: list[int]) -> bool:
-        """Whether every record has a known label and points into a shard. sizes: of the shards, in bytes."""
-        offset, length, shard, label = (self._records[name] for name in ("offset", "length", "shard", "label"))
+        """Whether every record has a known label and points into a shard. sizes: of the shards, in
+        bytes.
+        """
+        offset, length, shard, label = (
+            self._records[name] for name in ("offset", "length", "shard", "label")
+        )
         if (shard >= len(sizes)).any() or (label >= len(self.classes)).any():
             return False
         size = np.asarray(sizes, np.uint64)[shard]
-        return not ((offset > size).any() or (length > size - offset).any())  # offset + length could overflow
+        # offset + length could overflow
+        return not ((offset > size).any() or (length > size - offset).any())
 
-    def __reduce__(self) -> tuple[Any, ...]:  # workers that are not forked open the files themselves
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # workers that are not forked open the files themselves
         return Packed, self._opened
 
     def __len__(self) -> int:
@@ -80,7 +91,9 @@ def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
         opened = open(path, "rb", buffering=0)  # noqa: SIM115
         size = os.fstat(opened.fileno()).st_size
     except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable, or {again}") from None
+        raise InputError(
+            f"{str(path)!r} cannot be read ({error.strerror}): make it readable, or {again}"
+        ) from None
     if size != file.size:
         raise InputError(f"{str(path)!r} has {size} bytes instead of {file.size}: {again}")
     return opened

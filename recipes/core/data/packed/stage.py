@@ -1,6 +1,7 @@
 """Copies a packed copy to a node's own disk. Standard library only.
 
-No partial file has its final name, one process of a node copies at a time, and another user's folder is never used.
+No partial file has its final name, one process of a node copies at a time, and another user's
+folder is never used.
 """
 
 import os
@@ -19,23 +20,32 @@ LOCK = ".lock"
 
 
 def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], None]) -> Path:
-    """Copies a packed copy to a folder below ``stage_dir``, once for each node, and returns that folder.
+    """Copies a packed copy to a folder below ``stage_dir``, once for each node, and returns that
+    folder.
 
-    Every rank of the node calls it: the first one copies, the others wait. An interrupted copy continues, complete files are
-    kept, and each file's SHA-256 is verified while it is copied. report: gets the bytes of complete files and of all files: after each
-    file, and twice a second during waiting. Raises InputError (``folder`` is not a packed copy, or a damaged one) and
+    Every rank of the node calls it: the first one copies, the others wait. An interrupted copy
+    continues, complete files are kept, and each file's SHA-256 is verified while it is copied.
+    report: gets the bytes of complete files and of all files: after each file, and twice a second
+    during waiting. Raises InputError (``folder`` is not a packed copy, or a damaged one) and
     MachineError (disk full or not writable, another user's folder).
     """
     try:
         copy = format.read_index(folder)
     except InputError as error:
         raise InputError(f"stage_dir= requires a packed copy in data_dir, but {error}") from None
-    target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.index.sha256[:12]}-{os.geteuid()}"
+    target = (
+        Path(os.path.realpath(stage_dir))
+        / f"{folder.resolve().name}-{copy.index.sha256[:12]}-{os.geteuid()}"
+    )
     total = sum(file.size for file in copy.files)
 
     def missing() -> list[DataFile]:
         paths = {file: target / file.name for file in copy.files}
-        return [file for file, path in paths.items() if not path.is_file() or path.stat().st_size != file.size]
+        return [
+            file
+            for file, path in paths.items()
+            if not path.is_file() or path.stat().st_size != file.size
+        ]
 
     def show() -> None:
         report(total - sum(file.size for file in missing()), total)
@@ -47,19 +57,24 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], No
                 files.remove_temporary(target)
                 files.check_free(target, sum(file.size for file in missing()))
                 show()
-                with ThreadPoolExecutor(COPIERS) as pool:  # an error ends map(), which cancels what has not begun
+                # an error ends map(), which cancels what has not begun
+                with ThreadPoolExecutor(COPIERS) as pool:
                     for _ in pool.map(lambda file: _copy(file, folder, target), missing()):
                         show()
     return target
 
 
 def _copy(file: DataFile, folder: Path, target: Path) -> None:
-    """Raises OSError if the target cannot be written, InputError if the source differs from index.json."""
+    """Raises OSError if the target cannot be written, InputError if the source differs from
+    index.json.
+    """
     path = folder / file.name
     try:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror})") from None
     if fault := datasets.content_fault(content, file):
-        raise InputError(f"{str(path)!r} {fault}: pack again: {datasets.prepare_command('imagenet', folder)}")
+        raise InputError(
+            f"{str(path)!r} {fault}: pack again: {datasets.prepare_command('imagenet', folder)}"
+        )
     files.write_bytes(target / file.name, content)

@@ -1,4 +1,5 @@
-"""Packs a folder of images, ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, into few large files.
+"""Packs a folder of images, ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, into few large
+files.
 
 index.json is written last. Packing that was interrupted before starts again.
 """
@@ -29,12 +30,19 @@ Encode = Callable[[bytes], tuple[bytes, int, int]]  # `pillow.encode` of a size 
 
 
 def pack(
-    source: Path, target: Path, size: int = 256, quality: int = 90, workers: int = 0, say: Say = print
+    source: Path,
+    target: Path,
+    size: int = 256,
+    quality: int = 90,
+    workers: int = 0,
+    say: Say = print,
 ) -> PackedCopy:
-    """Writes a packed copy of ``source`` (``train/`` and ``val/``) to ``target``, or verifies the finished copy there.
+    """Writes a packed copy of ``source`` (``train/`` and ``val/``) to ``target``, or verifies the
+    finished copy there.
 
-    size: pixels of the shorter side. quality: of JPEGs. workers: number of threads, 0 for one per CPU. say: gets lines for the user.
-    Raises InputError (source, other options, a damaged copy, too many unreadable images) and MachineError (disk, lock), one line each.
+    size: pixels of the shorter side. quality: of JPEGs. workers: number of threads, 0 for one per
+    CPU. say: gets lines for the user. Raises InputError (source, other options, a damaged copy, too
+    many unreadable images) and MachineError (disk, lock), one line each.
     """
     with files.writing_to(target, "data_dir"):
         if datasets.kind(target / format.INDEX):
@@ -42,7 +50,9 @@ def pack(
             return _verified(target, size, quality)
         _check_target(target)
         if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
-            raise InputError(f"source={str(source)!r}: must have train/<class>/*.JPEG and val/<class>/*.JPEG")
+            raise InputError(
+                f"source={str(source)!r}: must have train/<class>/*.JPEG and val/<class>/*.JPEG"
+            )
         train = classfolder.scan(source / "train", say=say)
         val = classfolder.scan(source / "val", train.classes, say=say)
         listings = {"train": train, "val": val}
@@ -53,22 +63,37 @@ def pack(
                 old.unlink()
             encode = partial(pillow.encode, size=size, quality=quality)
             count = workers or len(os.sched_getaffinity(0))
-            splits = {name: _write_split(name, one, target, encode, count, say) for name, one in listings.items()}
-            index = {**format.VERSION, "size": size, "quality": quality, "classes": train.classes, "splits": splits}
+            splits = {
+                name: _write_split(name, one, target, encode, count, say)
+                for name, one in listings.items()
+            }
+            index = {
+                **format.VERSION,
+                "size": size,
+                "quality": quality,
+                "classes": train.classes,
+                "splits": splits,
+            }
             files.write_json(target / format.INDEX, index)
             return format.read_index(target)
 
 
 def _verified(target: Path, size: int, quality: int) -> PackedCopy:
-    """The finished copy in ``target``. Raises InputError if it is damaged or was packed with other options."""
+    """The finished copy in ``target``. Raises InputError if it is damaged or was packed with other
+    options.
+    """
     copy = format.read_index(target)
     start_again = f"remove {shlex.quote(str(target))} and run the same command to pack again"
     if (copy.size, copy.quality) != (size, quality):
         keys = f"size={copy.size} quality={copy.quality}"
-        raise InputError(f"data_dir={str(target)!r}: was packed with {keys}: give these keys, or {start_again}")
+        raise InputError(
+            f"data_dir={str(target)!r}: was packed with {keys}: give these keys, or {start_again}"
+        )
     for file in copy.files:
         if fault := datasets.fault_of(target / file.name, file):
-            raise InputError(f"data_dir={str(target)!r}: is damaged ({file.name} {fault}): {start_again}")
+            raise InputError(
+                f"data_dir={str(target)!r}: is damaged ({file.name} {fault}): {start_again}"
+            )
     return copy
 
 
@@ -77,14 +102,23 @@ def _check_target(target: Path) -> None:
     if datasets.kind(target) == "folder":
         ours = re.compile(r"\..*|lost\+found|packing\.(lock|json)|(train|val)(\.index|-\d{5}\.bin)")
         if others := [name for name in os.listdir(target) if not ours.fullmatch(name)]:
-            raise InputError(f"data_dir={str(target)!r}: has other files ({min(others)!r}): give another data_dir=")
+            raise InputError(
+                f"data_dir={str(target)!r}: has other files ({min(others)!r}): give another data_dir="
+            )
 
 
-def _write_split(split: str, listing: Listing, target: Path, encode: Encode, workers: int, say: Say) -> dict[str, Any]:
-    """Writes a split's shards and index, and returns its part of index.json. Raises InputError if too many images are unreadable."""
+def _write_split(
+    split: str, listing: Listing, target: Path, encode: Encode, workers: int, say: Say
+) -> dict[str, Any]:
+    """Writes a split's shards and index, and returns its part of index.json. Raises InputError if
+    too many images are unreadable.
+    """
     numbers = range(-(-len(listing) // SAMPLES_PER_SHARD))
-    entries, records, skipped = list[dict[str, Any]](), bytearray(), list[dict[str, str]]()
-    progress, stopped = Progress(split, len(listing), "images", say), threading.Event()
+    entries = list[dict[str, Any]]()
+    records = bytearray()
+    skipped = list[dict[str, str]]()
+    progress = Progress(split, len(listing), "images", say)
+    stopped = threading.Event()
     pool = ThreadPoolExecutor(workers)
     try:
         write = partial(_write_shard, split, listing, target, encode, stopped)
@@ -110,10 +144,18 @@ def _write_split(split: str, listing: Listing, target: Path, encode: Encode, wor
 
 
 def _write_shard(
-    split: str, listing: Listing, target: Path, encode: Encode, stopped: threading.Event, number: int
+    split: str,
+    listing: Listing,
+    target: Path,
+    encode: Encode,
+    stopped: threading.Event,
+    number: int,
 ) -> tuple[dict[str, Any], bytearray, list[dict[str, str]]]:
-    """Writes a shard. Returns its part of index.json, its records, and the images left out. Raises CancelledError when ``stopped`` is set."""
-    records, digest = bytearray(), hashlib.sha256()
+    """Writes a shard. Returns its part of index.json, its records, and the images left out. Raises
+    CancelledError when ``stopped`` is set.
+    """
+    records = bytearray()
+    digest = hashlib.sha256()
     skipped: list[dict[str, str]] = []
     size = 0
 
@@ -127,7 +169,9 @@ def _write_shard(
             except Unreadable as error:
                 skipped.append({"file": f"{split}/{listing.name(i)}", "why": str(error)})
                 continue
-            records.extend(format.RECORD.pack(size, len(payload), number, listing.label(i), height, width))
+            records.extend(
+                format.RECORD.pack(size, len(payload), number, listing.label(i), height, width)
+            )
             size += file.write(payload)
             digest.update(payload)
 

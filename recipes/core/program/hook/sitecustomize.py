@@ -65,7 +65,11 @@ def protect_workers():
     BaseProcess.start = start_protected
     BaseProcess._bootstrap = bootstrap_of_child
     for server in (forkserver.ForkServer, resource_tracker.ResourceTracker):
-        for name in ("ensure_running", "_ensure_running_and_write"):  # the second one from Python 3.13.7 on
+        # the second one from Python 3.13.7 on
+        for name in (
+            "ensure_running",
+            "_ensure_running_and_write",
+        ):
             if hasattr(server, name):
                 setattr(server, name, with_stops_blocked(getattr(server, name)))
     resource_tracker.ensure_running = resource_tracker._resource_tracker.ensure_running
