@@ -107,6 +107,7 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
     [
         ("PartitionTimeLimit", "never starts"),
         ("ReqNodeNotAvail, UnavailableNodes:node[1-2]", "down or reserved"),
+        ("JobLaunchFailure", "the folder of its log"),
         ("QOSMaxGRESPerUser", "when other jobs have ended"),
         ("AssocGrpCpuLimit", "when other jobs have ended"),
         ("Resources", ""),
