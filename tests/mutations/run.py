@@ -68,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/table.py",
-        'if status.get("state") == "done" else {}',
+        'if state == "done" else {}',
         "if status else {}",
         "the table shows a failed run with the accuracy of an earlier attempt",
         "tests/unit/run/test_table.py",

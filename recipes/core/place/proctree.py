@@ -35,7 +35,6 @@ def read(pid: int) -> Process | None:
     """The process with this ID; None if there is none, or if it has ended."""
     folder = Path(f"/proc/{pid}")
     program = ""
-    blocked: frozenset[int] = frozenset()
     try:
         for _ in range(TRIES):
             status = (folder / "status").read_text()

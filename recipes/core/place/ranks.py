@@ -82,7 +82,8 @@ def detect(environ: Environ) -> RankInfo:
         layout = _slurm_layout(environ)
         if layout.rank == 0 and layout.node_rank and not environ.get("MASTER_ADDR"):
             raise ConfigError(
-                f"SLURM_NODEID={layout.node_rank}: rank 0 must be on the first node of the step, where the others look for it: "
+                f"SLURM_NODEID={layout.node_rank}: rank 0 must be on the first node of the step, "
+                "where the others look for it: "
                 "remove -m arbitrary and SLURM_HOSTFILE, or set MASTER_ADDR on every rank"
             )
         port = port_for(job_id(environ), step_id(environ), restart_count(environ))
@@ -157,16 +158,16 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
 
 def _of_open_mpi(environ: Environ) -> Environ:
     """The environment with mpirun's variables under torchrun's names, and with a port."""
-    found = {name: environ[given] for name, given in _OPEN_MPI.items() if given in environ}
+    own = {name: environ[mpi] for name, mpi in _OPEN_MPI.items() if mpi in environ}
     # The ranks are not all in the same Slurm step: those of the first node are in the shell that
     # called mpirun, the others in the step of its daemons. Open MPI's namespace is the same for all
     # ranks of one mpirun, and only for them.
     rest = {name: value for name, value in environ.items() if name != "SLURM_STEP_ID"}
     run = job_id(environ) + zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode(errors="replace"))
     master = {"MASTER_PORT": str(port_for(run, 0, restart_count(environ)))}
-    if found.get("WORLD_SIZE") == found.get("LOCAL_WORLD_SIZE"):
+    if own.get("WORLD_SIZE") == own.get("LOCAL_WORLD_SIZE"):
         master["MASTER_ADDR"] = "127.0.0.1"
-    return {**master, **rest, **found}
+    return {**master, **rest, **own}
 
 
 def _alone(environ: Environ) -> RankInfo:
@@ -180,9 +181,7 @@ def _alone(environ: Environ) -> RankInfo:
                 f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
                 "join it: put `srun` in front of the command"
             )
-    return _info(
-        environ, RankInfo(0, 0, 0, world_size=1, local_world_size=1, num_nodes=1, nodes=())
-    )
+    return _info(environ, RankInfo(0, 0, 0, 1, 1, num_nodes=1, nodes=()))
 
 
 def _info(
@@ -191,8 +190,7 @@ def _info(
     require_equal(environ, "RANK", layout.rank)
     require_equal(environ, "WORLD_SIZE", layout.world_size)
     require_equal(environ, "LOCAL_RANK", layout.local_rank)
-    # the brackets of an IPv6 address
-    master_addr = environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
+    master_addr = environ.get("MASTER_ADDR", "").strip("[]")  # the brackets of an IPv6 address
     master_port = number(
         environ, "MASTER_PORT", default=0, minimum=1, below=("the number of ports", 65_536)
     )
@@ -231,9 +229,8 @@ def in_step(environ: Environ) -> bool:
     """Whether this is a numbered step of srun, and not the batch shell or the shell that salloc
     starts on a node.
     """
-    if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ:
-        return False
-    return step_id(environ) < _FIRST_RESERVED_STEP
+    is_step = {"SLURM_JOB_ID", "SLURM_STEP_ID"} <= environ.keys()
+    return is_step and step_id(environ) < _FIRST_RESERVED_STEP
 
 
 def _slurm_layout(environ: Environ) -> RankInfo:
@@ -244,34 +241,31 @@ def _slurm_layout(environ: Environ) -> RankInfo:
     rank = number(
         environ, "SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", world_size), fix=FIX_SLURM
     )
-    nodes_text, counts_text = (
-        environ.get(name, "") for name in ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
-    )
+    nodes_text = environ.get("SLURM_STEP_NODELIST", "")
+    counts_text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     try:
         nodes = expand(nodes_text)
         counts = expand_counts(counts_text)
     except ConfigError as error:
-        given = f"SLURM_STEP_NODELIST={shown(nodes_text)} SLURM_STEP_TASKS_PER_NODE={shown(counts_text)}"
-        raise ConfigError(f"{given}: {error}: {FIX_SLURM}") from None
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={shown(nodes_text)} "
+            f"SLURM_STEP_TASKS_PER_NODE={shown(counts_text)}: {error}: {FIX_SLURM}"
+        ) from None
+    counts_name = "SLURM_STEP_TASKS_PER_NODE"
     if sum(counts) != world_size:
-        raise _contradiction(
-            environ, "SLURM_STEP_TASKS_PER_NODE", f"{sum(counts)} tasks", "SLURM_STEP_NUM_TASKS"
-        )
+        raise _contradiction(environ, counts_name, f"{sum(counts)} tasks", "SLURM_STEP_NUM_TASKS")
     if len(counts) != len(nodes):
-        raise _contradiction(
-            environ, "SLURM_STEP_TASKS_PER_NODE", f"{len(counts)} nodes", "SLURM_STEP_NODELIST"
-        )
+        raise _contradiction(environ, counts_name, f"{len(counts)} nodes", "SLURM_STEP_NODELIST")
 
-    node_rank = number(
-        environ, "SLURM_NODEID", below=("the number of nodes", len(nodes)), fix=FIX_SLURM
-    )
-    if environ.get("SLURMD_NODENAME", nodes[node_rank]) != nodes[node_rank]:
-        raise _contradiction(environ, "SLURM_NODEID", nodes[node_rank], "SLURMD_NODENAME")
-    tasks_here = (f"SLURM_STEP_TASKS_PER_NODE of node {node_rank}", counts[node_rank])
-    local_rank = number(environ, "SLURM_LOCALID", below=tasks_here, fix=FIX_SLURM)
-    return RankInfo(
-        rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes)
-    )
+    below = ("the number of nodes", len(nodes))
+    node_rank = number(environ, "SLURM_NODEID", below=below, fix=FIX_SLURM)
+    node = nodes[node_rank]
+    if environ.get("SLURMD_NODENAME", node) != node:
+        raise _contradiction(environ, "SLURM_NODEID", node, "SLURMD_NODENAME")
+    local_size = counts[node_rank]
+    below = (f"SLURM_STEP_TASKS_PER_NODE of node {node_rank}", local_size)
+    local_rank = number(environ, "SLURM_LOCALID", below=below, fix=FIX_SLURM)
+    return RankInfo(rank, local_rank, node_rank, world_size, local_size, len(nodes), tuple(nodes))
 
 
 def _contradiction(environ: Environ, name: str, means: str, other: str) -> ConfigError:

@@ -21,6 +21,7 @@ from typing import Any
 
 from recipes.core import files, trust
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
+from recipes.core.place import processes
 from recipes.core.run import directory
 
 # in the folder of an attempt: the stop signals that a user's program catches
@@ -100,11 +101,11 @@ def start_time(pid: int) -> str:
     """The start time of a process in kernel clock ticks. "" if there is no such process or it has
     ended.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+    with contextlib.suppress(OSError):
+        fields = processes.stat(pid)
+        if fields[0] not in ("Z", "X"):
+            return fields[19]
+    return ""
 
 
 def namespace() -> str:

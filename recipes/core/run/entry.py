@@ -120,7 +120,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         # torch reads this variable when it is imported
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache_of_compiled_code()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
     # else g++ reads headers of others from /tmp
     os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if settings.config.deterministic:
@@ -129,7 +129,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
 
 
-def _cache_of_compiled_code() -> str:
+def _cache_of_compiled_code() -> Path:
     """A folder in the temporary directory in which no other user can write; one for this process
     alone if it cannot be kept.
 
@@ -137,11 +137,11 @@ def _cache_of_compiled_code() -> str:
     create first, and torch creates this folder even without compile=true (seen with torch 2.15).
     """
     try:
-        return str(trust.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}"))
+        return trust.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
     except MachineError:
         folder = tempfile.mkdtemp(prefix="recipes-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder
+        return Path(folder)
 
 
 def _rank_unchecked() -> str:
