@@ -1,8 +1,10 @@
 """script: runs a program of your own on every rank, unchanged, with the variables, logs, requeueing
 and failure reports of a recipe.
 
-    python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20    # what comes after -- belongs to the program
-    sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20                 # the same, as a ready script
+    # what comes after -- belongs to the program
+    python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20
+    # the same, as a ready script
+    sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20
 
 Each task of the job runs this module, which does not import torch. It starts the program and hands
 signals on to it: docs/your-script.md. With ``through=torchrun`` or ``accelerate``, each task starts
@@ -36,7 +38,8 @@ from recipes.core.run.entry import Start
 # The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]:
 # " before each line. A progress bar may stand before the first line.
 EXCEPTION = re.compile(
-    rb'^.*?((?:\S{1,40} ?)?)(?:Traceback \(most recent call last\):|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
+    rb"^.*?((?:\S{1,40} ?)?)(?:Traceback \(most recent call last\):"
+    rb'|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
     re.MULTILINE,
 )
 TAIL_BYTES = 1 << 16  # the end of a log, in which an exception is looked for

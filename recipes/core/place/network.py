@@ -15,7 +15,10 @@ LOOPBACK = "lo"
 _SET = (
     "or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
 )
-FIX_ROUTE = f"bring the interface up, or fix the route (ip route get PEER shows it on the node with the fault), {_SET}"
+FIX_ROUTE = (
+    "bring the interface up, or fix the route "
+    f"(ip route get PEER shows it on the node with the fault), {_SET}"
+)
 FIX_NAME = (
     f"add the name to DNS, or to /etc/hosts on each node (getent hosts NAME tests it), {_SET}"
 )
@@ -101,15 +104,15 @@ def _interface_of_master(master: str) -> Choice | None:
     exactly one.
     """
     interfaces = _interfaces()
-    own = [
+    addresses = [
         address
         for address in _resolve(master)
         if address in interfaces and not ipaddress.ip_address(address).is_loopback
     ]
-    names = {interfaces[address] for address in own}
+    names = {interfaces[address] for address in addresses}
     if len(names) != 1:
         return None
-    return Choice(names.pop(), own[0], master, f"it has the master's address {own[0]}")
+    return Choice(names.pop(), addresses[0], master, f"it has the master's address {addresses[0]}")
 
 
 def _resolve(host: str) -> list[str]:

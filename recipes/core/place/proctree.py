@@ -19,7 +19,7 @@ TRIES = 5  # to read the signals that a process blocks
 
 @dataclass(frozen=True)
 class Process:
-    """One process. caught: numbers of the signals that have a handler, and that it does not block."""
+    """One process. caught: numbers of the signals that have a handler and are not blocked."""
 
     pid: int
     command: tuple[str, ...]

@@ -76,7 +76,8 @@ def detect(environ: Environ) -> RankInfo:
     # equal under srun --mpi=pmi2
     if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):
         raise ConfigError(
-            f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: start the ranks with srun"
+            f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: "
+            "start the ranks with srun"
         )
     if in_step(environ):
         layout = _slurm_layout(environ)
@@ -110,7 +111,8 @@ def _from_env(environ: Environ) -> RankInfo:
         if world_size > 1 and not environ.get(name):
             raise ConfigError(
                 f"{name} is not set, but WORLD_SIZE={world_size}: "
-                "on every rank, set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"
+                "on every rank, "
+                "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"
             )
     return _info(environ, _env_layout(environ, rank, world_size))
 
@@ -146,8 +148,9 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
     else:
         if world_size % local_size or rank % local_size != local_rank:
             raise ConfigError(
-                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: do not "
-                "fit together: without GROUP_RANK, every node must have LOCAL_WORLD_SIZE ranks, numbered node by node: "
+                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} "
+                f"LOCAL_WORLD_SIZE={local_size}: do not fit together: without GROUP_RANK, "
+                "every node must have LOCAL_WORLD_SIZE ranks, numbered node by node: "
                 "use srun or torchrun, or set GROUP_RANK and GROUP_WORLD_SIZE"
             )
         node_rank = rank // local_size
@@ -158,28 +161,29 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
 
 def _of_open_mpi(environ: Environ) -> Environ:
     """The environment with mpirun's variables under torchrun's names, and with a port."""
-    own = {name: environ[mpi] for name, mpi in _OPEN_MPI.items() if mpi in environ}
+    of_mpi = {name: environ[mpi] for name, mpi in _OPEN_MPI.items() if mpi in environ}
     # The ranks are not all in the same Slurm step: those of the first node are in the shell that
     # called mpirun, the others in the step of its daemons. Open MPI's namespace is the same for all
     # ranks of one mpirun, and only for them.
     rest = {name: value for name, value in environ.items() if name != "SLURM_STEP_ID"}
     run = job_id(environ) + zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode(errors="replace"))
     master = {"MASTER_PORT": str(port_for(run, 0, restart_count(environ)))}
-    if own.get("WORLD_SIZE") == own.get("LOCAL_WORLD_SIZE"):
+    if of_mpi.get("WORLD_SIZE") == of_mpi.get("LOCAL_WORLD_SIZE"):
         master["MASTER_ADDR"] = "127.0.0.1"
-    return {**master, **rest, **own}
+    return {**master, **rest, **of_mpi}
 
 
 def _alone(environ: Environ) -> RankInfo:
     if "SLURM_PROCID" in environ:
         if "SLURM_JOB_ID" not in environ:
             raise ConfigError(
-                f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {FIX_SLURM}"
+                f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: "
+                f"{FIX_SLURM}"
             )
         if "SLURM_STEP_ID" not in environ or step_id(environ) == _BATCH_STEP:
             raise ConfigError(
-                f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
-                "join it: put `srun` in front of the command"
+                f"this process was started in the batch shell of job {job_id(environ)} without srun, "
+                "so no other rank can join it: put `srun` in front of the command"
             )
     return _info(environ, RankInfo(0, 0, 0, 1, 1, num_nodes=1, nodes=()))
 
@@ -196,7 +200,8 @@ def _info(
     )
     if len(layout.nodes) > 1 and re.fullmatch(r"localhost|127(\.\d+){3}|::1", master_addr):
         raise ConfigError(
-            f"MASTER_ADDR={master_addr}: is this machine itself, but the ranks are on {layout.num_nodes} nodes: "
+            f"MASTER_ADDR={master_addr}: is this machine itself, "
+            f"but the ranks are on {layout.num_nodes} nodes: "
             "unset it, or set it to the host of rank 0"
         )
     if layout.world_size > 1:
@@ -270,7 +275,8 @@ def _slurm_layout(environ: Environ) -> RankInfo:
 
 def _contradiction(environ: Environ, name: str, means: str, other: str) -> ConfigError:
     return ConfigError(
-        f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: {FIX_SLURM}"
+        f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: "
+        f"{FIX_SLURM}"
     )
 
 
@@ -330,5 +336,6 @@ def require_equal(environ: Environ, name: str, value: int) -> None:
     """
     if name in environ and number(environ, name) != value:
         raise ConfigError(
-            f"{name}={environ[name]}: must be {value} here: unset it, or start the ranks with srun or torchrun"
+            f"{name}={environ[name]}: must be {value} here: unset it, "
+            "or start the ranks with srun or torchrun"
         )

@@ -86,14 +86,14 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     recipe: "" for the words of launch.py. A relative path belongs to the working directory. Raises
     ConfigError.
     """
-    own = before_dashes(argv)
-    keys = dict(word.partition("=")[::2] for word in own)
+    options = before_dashes(argv)
+    keys = dict(word.partition("=")[::2] for word in options)
     is_script = SCRIPT in (recipe, keys.get("recipe")) or (not recipe and SCRIPT in keys)
-    has_arguments = len(own) < len(argv)
+    has_arguments = len(options) < len(argv)
     if has_arguments and not (is_script and SCRIPT in keys):
         raise ConfigError("--: is only for a program of your own: give script=FILE before it")
     if not is_script or "program" in keys:
-        return own
+        return options
     if SCRIPT not in keys:
         raise ConfigError("script= is missing: give script=FILE, a .py file or an executable")
 
@@ -102,7 +102,7 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     problem = _problem(file, keys)
     if problem:
         raise ConfigError(f"script={shown(name)}: {problem}")
-    for word in own:
+    for word in options:
         if "=" not in word or word.startswith("-"):
             raise ConfigError(
                 f"'{shown(word)}' is not key=value; arguments of the program come after --: "
@@ -113,12 +113,12 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     words = {"workdir": os.getcwd(), **keys, "program": os.path.abspath(file)}
     script_words = [f"{name}={value}" for name, value in words.items()]
     if has_arguments:
-        script_words.append(f"args={shlex.join(argv[len(own) + 1 :])}")
+        script_words.append(f"args={shlex.join(argv[len(options) + 1 :])}")
     return script_words
 
 
 def _problem(file: Path, keys: Mapping[str, str]) -> str:
-    """Why ``file`` cannot run as the program of a job with these keys, with the fix; "" if it can."""
+    """Why ``file`` cannot be the program of a job with these keys, and the fix; "" if it can."""
     if keys.get("recipe", SCRIPT) != SCRIPT:
         return f"cannot be used with recipe={shown(keys['recipe'])}; give one of the two"
     if file.name in LAUNCHERS and keys.get("through") != "node":

@@ -81,17 +81,29 @@ def verdict(
     if line:
         return line
     if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
-        return f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, or compile=true"
+        return (
+            f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, "
+            "or compile=true"
+        )
     if part.get("communication", 0.0) >= COMMUNICATES and not is_short:
-        fix = "use a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
-        return f"{part['communication']:.0%} of each step waits for the gradients of other ranks: {fix}"
+        return (
+            f"{part['communication']:.0%} of each step waits for the gradients of other ranks: "
+            "use a larger global_batch_size=, fewer ranks, "
+            "or a faster network (python -m recipes.doctor measures it)"
+        )
     memory = number(facts.get("memory_mb")) / 1e3
     cpus = number(facts.get("cpus"))
     if memory >= MEMORY_GB and used["memory_gb"] < MEMORY_USED * memory:
         enough = math.ceil(1.5 * used["memory_gb"])
-        return f"{used['memory_gb']:.1f} of {memory:.0f} GB of memory per node are used: --mem={enough}G is enough"
+        return (
+            f"{used['memory_gb']:.1f} of {memory:.0f} GB of memory per node are used: "
+            f"--mem={enough}G is enough"
+        )
     if cpus >= CPUS and used["cpus_used"] < CPUS_USED * cpus:
-        return f"{used['cpus_used']:.1f} of {cpus:.0f} CPUs per node are busy: fewer are enough (cpus_per_rank=)"
+        return (
+            f"{used['cpus_used']:.1f} of {cpus:.0f} CPUs per node are busy: "
+            "fewer are enough (cpus_per_rank=)"
+        )
     return ""
 
 
@@ -117,7 +129,10 @@ def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_t
     most = math.ceil(batch / ranks) if batch > 0 else 1
     least = batch // ranks if batch > 0 else 1
     if most >= UNEVEN * least:
-        return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: make global_batch_size= a multiple of {ranks}"
+        return (
+            f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: "
+            f"make global_batch_size= a multiple of {ranks}"
+        )
     longest, rank = max((value, rank) for rank, value in enumerate(seconds))
     usual = statistics.median_low(seconds)
     if longest < SLOW_RANK * usual or not by_time:
@@ -145,9 +160,11 @@ def time_spent(folder: Path, now: float) -> dict[str, float]:
     begins = [*(attempt.facts() for attempt in begun), after_the_last]
     for attempt, (facts, following) in zip(begun, pairwise(begins), strict=True):
         end = number(following.get("time"))
-        own = [row for row in every if row.get("attempt") == attempt.number]
-        times = [row["time"] for row in own] or [end]
-        kept = [row["time"] for row in own if number(row.get("step")) <= following.get("step", 0)]
+        of_attempt = [row for row in every if row.get("attempt") == attempt.number]
+        times = [row["time"] for row in of_attempt] or [end]
+        kept = [
+            row["time"] for row in of_attempt if number(row.get("step")) <= following.get("step", 0)
+        ]
         last_kept = max(kept, default=times[0])
         moments = (number(facts.get("time")), times[0], last_kept, times[-1], end)
         for name, (before, after) in zip(spent, pairwise(moments), strict=True):

@@ -131,12 +131,14 @@ def _judge(attempt: Attempt, end: End | None, status: Mapping[str, Any]) -> Outc
     facts = attempt.facts()
     records = attempts.records(attempt)
     begun = attempt.has_begun
-    own = status if status.get("attempt") == attempt.number else {}  # written by this attempt
+    written = status if status.get("attempt") == attempt.number else {}  # written by this attempt
     of_program = facts.get("of_program")
-    if own.get("state") == "done":
+    if written.get("state") == "done":
         return Outcome("done")
-    if own.get("state") == "preempted" and not (of_program and end):
-        return Outcome("preempted", kind_of(own), own.get("reason") or "", None, EXIT_REQUEUE)
+    if written.get("state") == "preempted" and not (of_program and end):
+        return Outcome(
+            "preempted", kind_of(written), written.get("reason") or "", None, EXIT_REQUEUE
+        )
 
     launch = attempts.taken_over_by(attempt)
     if launch:
@@ -149,7 +151,7 @@ def _judge(attempt: Attempt, end: End | None, status: Mapping[str, Any]) -> Outc
         return Outcome(NOT_BEGUN, Kind.stopped, reason, None, EXIT_REQUEUE)
 
     outcome = _first_failure(records, facts.get("hosts") or (), begun, end)
-    state = NOT_BEGUN if not begun and status and not own else outcome.state
+    state = NOT_BEGUN if not begun and status and not written else outcome.state
     return replace(outcome, state=state, exit_status=_exit_status(outcome, end))
 
 

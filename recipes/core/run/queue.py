@@ -49,26 +49,43 @@ HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
 NOT_REQUEUED: dict[Next | None, str] = {
     Next.cancelled: f"the job was cancelled: {HOW_TO_RESUME}",
     Next.max_requeues: f"not requeued, since max_requeues= is reached: {HOW_TO_RESUME}",
-    Next.no_progress: f"not requeued, since its last start completed no step or saved no file: {HOW_TO_RESUME}",
+    Next.no_progress: (
+        f"not requeued, since its last start completed no step or saved no file: {HOW_TO_RESUME}"
+    ),
     Next.requeue_failed: f"not requeued, since scontrol requeue failed: {HOW_TO_RESUME}",
     Next.not_requeued: f"not requeued by Slurm: {HOW_TO_RESUME}",
 }
 # Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a
 # line.
 _TEXT_FIELD = re.compile(
-    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
+    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|"
+    r"(?:Admin|System)?Comment|Extra)=(.*)"
 )
 # What a reason of Slurm for a pending job means. The pattern matches the whole reason.
 ADVICE = {
-    "PartitionTimeLimit": "its time limit is above that of the partition, so it never starts: cancel it, and give a shorter time=",
-    "PartitionNodeLimit": "the partition does not allow so many nodes, so it never starts: cancel it, and give another nodes=",
-    "PartitionDown|PartitionInactive": "the partition accepts no jobs now: give another partition=, or wait",
+    "PartitionTimeLimit": (
+        "its time limit is above that of the partition, so it never starts: cancel it, "
+        "and give a shorter time="
+    ),
+    "PartitionNodeLimit": (
+        "the partition does not allow so many nodes, so it never starts: cancel it, "
+        "and give another nodes="
+    ),
+    "PartitionDown|PartitionInactive": (
+        "the partition accepts no jobs now: give another partition=, or wait"
+    ),
     "BadConstraints": "no node has what it asks for, so it never starts: cancel it",
-    "ReqNodeNotAvail.*|Reservation": "nodes are down or reserved, for example for maintenance: a shorter time= may start earlier",
-    "(Assoc|QOS)(Grp|Max).*": "a limit of your account or QOS is reached: it starts when other jobs have ended",
+    "ReqNodeNotAvail.*|Reservation": (
+        "nodes are down or reserved, for example for maintenance: a shorter time= may start earlier"
+    ),
+    "(Assoc|QOS)(Grp|Max).*": (
+        "a limit of your account or QOS is reached: it starts when other jobs have ended"
+    ),
     "InvalidAccount|InvalidQOS": "it never starts: cancel it, and give a valid account= or qos=",
     "JobHeldAdmin": "an administrator holds it",
-    "launch failed requeued held": "a node failed at its start: scontrol release lets it start again",
+    "launch failed requeued held": (
+        "a node failed at its start: scontrol release lets it start again"
+    ),
 }
 # Variables that replace options of Slurm's commands, or change the form of the times that they
 # print.
@@ -99,7 +116,7 @@ class Job:
 
     @property
     def never_starts(self) -> bool:
-        """Whether the dependency of the job can never be met. Slurm leaves such a job in the queue."""
+        """Whether the dependency of the job can never be met. Slurm leaves it in the queue."""
         return self.state == "PENDING" and self.reason == "DependencyNeverSatisfied"
 
     @property
@@ -317,7 +334,7 @@ def cancel(job_id: str) -> None:
 
 
 def cluster_name() -> str:
-    """The name of this cluster, as SLURM_CLUSTER_NAME is in its jobs; "" if Slurm does not answer."""
+    """This cluster's name, which is SLURM_CLUSTER_NAME in its jobs; "" if Slurm does not answer."""
     config = _answer("scontrol", "show", "config")
     name = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
     return name[1] if name else ""

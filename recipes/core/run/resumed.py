@@ -91,7 +91,7 @@ def own_env_file(settings: Settings) -> str:
 
 
 def check_same_experiment(settings: Settings) -> None:
-    """Raises ConfigError if the given keys would change the experiment of the run that is resumed."""
+    """Raises ConfigError if the keys would change the experiment of the run that is resumed."""
     now = settings.config
     resumes = settings.resumes
     recipe_class = type(now)
@@ -105,7 +105,8 @@ def check_same_experiment(settings: Settings) -> None:
     changed = "; ".join(differences(before, after, declare.may_change(recipe_class)))
     if changed:
         raise ConfigError(
-            f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys ({changed}): "
+            f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys "
+            f"({changed}): "
             "give the earlier values, or another run_dir"
         )
     status = directory.read_status(resumes) or {}

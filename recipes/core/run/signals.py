@@ -86,7 +86,8 @@ def keep_from_workers() -> None:
             setattr(tracker, name, kept_from_children()(getattr(tracker, name)))
     # torch's handler would report them as killed
     atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
-    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # the base of all start methods
+    # the base of all start methods
+    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def keys(run_dir: Path) -> dict[str, Any]:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The last complete row of metrics.jsonl; {} if there is none in the last 64 KiB of the file."""
+    """The last complete row of metrics.jsonl; {} if the last 64 KiB of the file have none."""
     lines: list[bytes] = []
     with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
