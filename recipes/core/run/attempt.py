@@ -54,10 +54,12 @@ class Attempt:
         return (self.folder / "begun.json").exists()
 
     def facts(self) -> dict[str, Any]:
-        """What was recorded when this attempt was opened and when it began."""
+        """What was recorded when this attempt was opened and when it began, and its number as
+        ``attempt``.
+        """
         opened = files.read_json(self.folder / "opened.json") or {}
         begun = files.read_json(self.folder / "begun.json") or {}
-        return opened | begun
+        return {**opened, **begun, "attempt": self.number}
 
 
 def numbers(run_dir: Path) -> list[int]:
@@ -87,12 +89,10 @@ def owner(run_dir: Path) -> Attempt | None:
 
 
 def facts(run_dir: Path) -> dict[str, Any]:
-    """The facts of the attempt that owns the run, else of the newest one; {} if there is none. With
-    ``attempt``, its number.
-    """
+    """The facts of the attempt that owns the run, else of the newest one; {} if there is none."""
     attempt = owner(run_dir) or newest(run_dir)
     if attempt:
-        return {**attempt.facts(), "attempt": attempt.number}
+        return attempt.facts()
     # written before each attempt had a folder
     return files.read_json(run_dir / "attempt.json") or {}
 

@@ -61,8 +61,10 @@ def verdict(
     """The first thing to change in a run in one line; "" if nothing stands out.
 
     facts: of its attempt: ``hosts`` of the ranks, and ``cpus`` and ``memory_mb`` per node that the
-    job has asked for. keys: of the run.
+    job has asked for. Rows of other attempts do not count: they may be of other nodes. keys: of the
+    run.
     """
+    rows = [row for row in rows if row.get("attempt") == facts.get("attempt")]
     hosts = facts["hosts"] if isinstance(facts.get("hosts"), list) else []
     part = shares(rows)
     steps = number(rows[-1].get("step")) if rows else 0.0
