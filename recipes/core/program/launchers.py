@@ -60,7 +60,7 @@ class Launch:
         accelerate = [*python, "accelerate.commands.launch"]
         # accelerate starts one process there, so it only sets the variables of its configuration
         if self.on_cpu:
-            alone = ["--cpu", "--num_machines", "1", "--num_processes", "1"]
+            alone = ["--cpu", "--num_machines=1", "--num_processes=1"]
             return [*accelerate, *alone, *self.extra, "--no_python", *torchrun]
         total = info.num_nodes * self.nproc
         # It would switch off the FSDP or DeepSpeed of the user's configuration (accelerate 1.15).
@@ -69,16 +69,11 @@ class Launch:
         return [
             *accelerate,
             *kind,
-            "--num_machines",
-            str(info.num_nodes),
-            "--machine_rank",
-            str(info.node_rank),
-            "--num_processes",
-            str(total),
-            "--main_process_ip",
-            address,
-            "--main_process_port",
-            port,
+            f"--num_machines={info.num_nodes}",
+            f"--machine_rank={info.node_rank}",
+            f"--num_processes={total}",
+            f"--main_process_ip={address}",
+            f"--main_process_port={port}",
             *self.extra,
             "--no_python",
             *wrapper,

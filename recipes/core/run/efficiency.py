@@ -69,7 +69,9 @@ def verdict(
     part = shares(rows)
     steps = number(rows[-1].get("step")) if rows else 0.0
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
-    used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
+    used_memory = number(last.get("memory_gb"))
+    used_cpus = number(last.get("cpus_used"))
+    has_gpus = math.isfinite(number(last.get("gpu_memory_gb")))
     busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
     # the host may wait for data while a GPU still has work
     waits = min(part.get("data_wait", 0.0), 1 - busy)
@@ -82,7 +84,7 @@ def verdict(
     line = _of_ranks(seconds, batch, hosts, steps >= STEPS and not is_short)
     if line:
         return line
-    if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
+    if part and has_gpus and 1 - busy >= IDLE_GPU:
         return (
             f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, "
             "or compile=true"
@@ -95,15 +97,15 @@ def verdict(
         )
     memory = number(facts.get("memory_mb")) / 1e3
     cpus = number(facts.get("cpus"))
-    if memory >= MEMORY_GB and used["memory_gb"] < MEMORY_USED * memory:
-        enough = math.ceil(1.5 * used["memory_gb"])
+    if memory >= MEMORY_GB and used_memory < MEMORY_USED * memory:
+        enough = math.ceil(1.5 * used_memory)
         return (
-            f"{used['memory_gb']:.1f} of {memory:.0f} GB of memory per node are used: "
+            f"{used_memory:.1f} of {memory:.0f} GB of memory per node are used: "
             f"--mem={enough}G is enough"
         )
-    if cpus >= CPUS and used["cpus_used"] < CPUS_USED * cpus:
+    if cpus >= CPUS and used_cpus < CPUS_USED * cpus:
         return (
-            f"{used['cpus_used']:.1f} of {cpus:.0f} CPUs per node are busy: "
+            f"{used_cpus:.1f} of {cpus:.0f} CPUs per node are busy: "
             "fewer are enough (cpus_per_rank=)"
         )
     return ""
