@@ -1,8 +1,10 @@
 """script: runs a program of your own on every rank, unchanged, with the variables, logs, requeueing
 and failure reports of a recipe.
 
-    python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20    # what comes after -- belongs to the program
-    sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20                 # the same, as a ready script
+    # what comes after -- belongs to the program
+    python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20
+    # the same, as a ready script
+    sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20
 
 Each task of the job runs this module, which does not import torch. It starts the program and hands
 signals on to it: docs/your-script.md. With ``through=torchrun`` or ``accelerate``, each task starts
@@ -16,7 +18,6 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from recipes.conf.script import Config, StopSignal
@@ -33,12 +34,12 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, in_use, logs, signals, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
-from recipes.core.run.watchdog import RunningClock
 
 # The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]:
 # " before each line. A progress bar may stand before the first line.
 EXCEPTION = re.compile(
-    rb'^.*?((?:\S{1,40} ?)?)(?:Traceback \(most recent call last\):|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
+    rb"^.*?((?:\S{1,40} ?)?)(?:Traceback \(most recent call last\):"
+    rb'|  File ".*", line \d+)\n(?:\1 .*\n)+\1(\S.*)$',
     re.MULTILINE,
 )
 TAIL_BYTES = 1 << 16  # the end of a log, in which an exception is looked for
@@ -50,21 +51,21 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
     the hook.
     """
     info = start.ranks
-    environ = {name: value for name, value in os.environ.items() if name != attempts.VARIABLE}
+    environ = dict(os.environ)
+    environ.pop(attempts.VARIABLE, None)
     several = info.world_size > 1 and launch.through != "node"
-    if threads := start.settings.run.cpu_threads or int(several):
+    threads = start.settings.run.cpu_threads or int(several)
+    if threads:
         environ.setdefault("OMP_NUM_THREADS", str(threads))
     if launch.on_cpu:  # else accelerate forms no group
         environ.setdefault("ACCELERATE_USE_CPU", "true")
+    of_rank = launchers.variables_of_rank(info)
     if launch.through == "node":
-        environ = {
-            name: value
-            for name, value in environ.items()
-            if name not in launchers.variables_of_rank(info)
-        }
+        for name in of_rank:
+            environ.pop(name, None)
         environ |= launchers.variables_of_node(info, environ)
     else:
-        environ |= launchers.variables_of_rank(info)
+        environ |= of_rank
     if launch.through == "rank" and "SLURM_NTASKS" in environ:  # Lightning requires it
         environ.setdefault("SLURM_NTASKS_PER_NODE", str(info.local_world_size))
     return {
@@ -80,7 +81,8 @@ def begin(attempt: Attempt) -> None:
     """
     with files.writing_to(attempt.run_dir, "run_dir"):
         attempts.describe(attempt, "script", os.environ, ())
-        if problem := in_use.check(attempt, os.environ):
+        problem = in_use.check(attempt, os.environ)
+        if problem:
             raise InputError(problem)
         attempts.begin(attempt, 0, own=False, of_program=True)
         attempts.write_status(attempt, "running", 0)
@@ -90,15 +92,15 @@ def introduce(start: Start, run_dir: Path, launch: Launch) -> None:
     """Prints the first lines of the log."""
     info = start.ranks
     ranks = info.world_size * (launch.nproc if launch.has_launcher else 1)
-    what = "task" if launch.through == "node" else "rank"
-    counts = ((ranks, what), (info.num_nodes, "node"))
+    name = "task" if launch.through == "node" else "rank"
+    counts = ((ranks, name), (info.num_nodes, "node"))
     who = " on ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counts)
     by = f", started by {launch.through}" if launch.has_launcher else ""
     print(f"script: {who}{by}: {shlex.join(launch.program)}\nrun directory: {run_dir}")
     if start.interface:
         print(f"network: {start.interface.interface} ({start.interface.reason})")
     if start.from_files:
-        print("variables from env files: " + " ".join(sorted(start.from_files)))
+        print("variables from env files:", *sorted(start.from_files))
 
 
 def last_exception(log: Path) -> str:
@@ -107,9 +109,9 @@ def last_exception(log: Path) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         tail = file.read().rpartition(b"\f")[2].replace(b"\r", b"\n")
     exceptions = EXCEPTION.findall(tail)
-    return (
-        "; " + errors.shown(exceptions[-1][1].decode(errors="replace"), 300) if exceptions else ""
-    )
+    if not exceptions:
+        return ""
+    return "; " + errors.shown(exceptions[-1][1].decode(errors="replace"), 300)
 
 
 def describe(returncode: int) -> tuple[Kind, int, str]:
@@ -167,9 +169,9 @@ def main(start: Start) -> int:
     info = start.ranks
     attempt = attempts.given(os.environ)
     if not attempt:
-        fix = "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE"
         raise InputError(
-            f"must be started by a job script, or by launcher=local on a single machine: {fix}"
+            "must be started by a job script, or by launcher=local on a single machine: "
+            "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE"
         )
     if not (attempt.folder / "opened.json").exists():
         raise MachineError(
@@ -180,7 +182,8 @@ def main(start: Start) -> int:
     os.umask(int(start.settings.run.umask, 8))
     launch = launch_of(start)
     # launcher=local has reserved the port for rank 0
-    if listener := os.environ.pop("RECIPES_LISTEN_FD", ""):
+    listener = os.environ.pop("RECIPES_LISTEN_FD", "")
+    if listener:
         os.close(int(listener))
     task = os.environ.pop(launchers.TASK, None)
     is_first = task is None and info.rank == 0
@@ -200,29 +203,28 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     environ.setdefault("OMP_NUM_THREADS", str(start.settings.run.cpu_threads or 1))
     for name in launchers.variables_of_rank(info):
         environ.pop(name, None)
-    watch = Watch(attempt, info.rank, _clock())
+    watch = Watch(attempt, info.rank)
     task_memory = memory.read()
     command = launch.command(info, sys.argv[1:])
     log = attempt.run_dir / "logs" / f"node{info.node_rank}.log"
+    first_rank = info.node_rank * launch.nproc
     with _copied_to(log):
         if is_first:
             introduce(start, attempt.run_dir, launch)
         ended = supervise.run(
             command, "", environ, rules(start, attempt, launch, watch, is_first), watch
         )
-        if ended.fenced:
-            raise ended.fenced
-    if is_stopped(attempt, ended, watch, info.node_rank * launch.nproc, is_first):
+    if is_stopped(attempt, ended, watch, first_rank, is_first):
         return errors.EXIT_DONE
     kind, code, words = describe(ended.returncode)
     if kind is Kind.killed and task_memory.is_exceeded:
-        error = f"{launch.through} {task_memory.describe()}"
         kind = Kind.out_of_memory
+        words = task_memory.describe()
     else:
-        error = f"{launch.through} {words}{last_exception(log)}"
         kind = Kind.error
+        words += last_exception(log)
     if code:
-        record(attempt, info.node_rank * launch.nproc, kind, code, error, ended, name="node")
+        record(attempt, first_rank, kind, code, f"{launch.through} {words}", ended, name="node")
     return code
 
 
@@ -233,7 +235,7 @@ def run_rank(
     None without a launcher.
     """
     rank = start.ranks.rank
-    watch = Watch(attempt, rank, _clock()) if task is None else None
+    watch = Watch(attempt, rank) if task is None else None
     task_memory = memory.read()
     log = attempt.run_dir / "logs" / f"rank{rank}.log"
     own_task = rank if task is None else task
@@ -248,8 +250,6 @@ def run_rank(
             rules(start, attempt, launch, watch, is_first),
             watch,
         )
-        if ended.fenced:
-            raise ended.fenced
         kind, code, words = describe(ended.returncode)
         if is_stopped(attempt, ended, watch, rank, is_first):
             _note_end(attempt, rank, own_task, ended)
@@ -257,11 +257,8 @@ def run_rank(
         if code and task_memory.is_exceeded:
             first_rank = rank - start.ranks.local_rank if task is None else None
             why = task_memory.describe(first_rank)
-            if kind is Kind.killed:
-                kind = Kind.out_of_memory
-                words = why
-            else:
-                words = f"{words}; a process of it {why}"
+            words = why if kind is Kind.killed else f"{words}; a process of it {why}"
+            kind = Kind.out_of_memory if kind is Kind.killed else kind
         if code:
             # the others lose their connections now
             record(attempt, rank, kind, code, f"the program {words}", ended)
@@ -282,12 +279,6 @@ def _copied_to(log: Path) -> "contextlib.AbstractContextManager[object]":
 def _note_end(attempt: Attempt, rank: int, task: int, ended: Ended) -> None:
     with contextlib.suppress(OSError):
         attempts.note_rank(attempt, rank, task, HOST, ended.at)
-
-
-def _clock() -> Callable[[], float]:
-    clock = RunningClock()
-    clock.start()
-    return clock.now
 
 
 def record(

@@ -12,15 +12,15 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/ranks.py",
-        '        environ.get(name, "") for name in ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")',
-        '        environ.get(name, "") for name in ("SLURM_JOB_NODELIST", "SLURM_STEP_TASKS_PER_NODE")',
+        'environ.get("SLURM_STEP_NODELIST", "")',
+        'environ.get("SLURM_JOB_NODELIST", "")',
         "a step on the second node of a job looks for rank 0 on the first node",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),
     Mutation(
         "recipes/core/place/ranks.py",
-        "    return RankInfo(\n        rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes)\n    )",
-        "    return RankInfo(rank, local_rank, node_rank, world_size, counts[0], len(nodes), tuple(nodes))",
+        "    local_size = counts[node_rank]\n",
+        "    local_size = counts[0]\n",
         "on uneven nodes, a rank has the number of ranks of the first node",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),
@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/network.py",
-        "        if source == address or ipaddress.ip_address(address).is_loopback:\n            own.append(address)\n            continue\n",
+        "        if source == address or ipaddress.ip_address(address).is_loopback:\n            own_address = own_address or address\n            continue\n",
         "",
         "the ranks use docker0, which exists on every node and reaches none",
         "tests/unit/place/test_network.py",

@@ -40,8 +40,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/queue.py",
-        "else limit_s - run_s",
-        "else limit_s",
+        "else limit - run_s",
+        "else limit",
         "the time left is read as the whole time limit, and the job ends without a checkpoint",
         "tests/unit/run/test_queue.py::test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment",
     ),
@@ -68,15 +68,15 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/table.py",
-        'if status.get("state") == "done" else {}',
+        'if state == "done" else {}',
         "if status else {}",
         "the table shows a failed run with the accuracy of an earlier attempt",
         "tests/unit/run/test_table.py",
     ),
     Mutation(
         "recipes/core/run/in_use.py",
-        "if not found or found.ended or (",
-        'if not found or found.ended or found.state != "RUNNING" or (',
+        "if not other or other.ended or (",
+        'if not other or other.ended or other.state != "RUNNING" or (',
         "a second job takes over the run directory of a suspended or requeued job",
         "tests/slurm/test_second_job.py",
     ),
@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/attempt.py",
-        "            _remove(Attempt(attempt.run_dir, number).staging)\n",
+        "            _remove(earlier.staging)\n",
         "            pass\n",
         "a rank of an earlier attempt that wakes up replaces a checkpoint of its successor",
         "tests/unit/run/test_attempt.py",

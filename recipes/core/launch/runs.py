@@ -64,12 +64,14 @@ def word(
     alive: bool | None,
     has_job: bool,
     asked: bool = True,
+    is_of_newest: bool = False,
 ) -> tuple[str, str]:
     """The state of a run, and a note.
 
     job: its line in the queue; None if it is not there. refused: why its newest launch did not
     begin. alive: whether its process on this machine runs, None if that cannot be seen. has_job:
-    whether it was submitted to Slurm. asked: whether Slurm answered.
+    whether it was submitted to Slurm. asked: whether Slurm answered. is_of_newest: whether the
+    newest attempt has written ``status``.
     """
     state = status.get("state")
     reason = str(status.get("reason") or "")
@@ -78,7 +80,9 @@ def word(
         name = "held" if job.held else "requeued" if state else "pending"
         return name, "; ".join(filter(None, (queue.with_advice(job.reason), start)))
     if job and job.state not in queue.ENDED:
-        return ("running" if state == "running" else "starting"), job.nodes
+        # the run is being saved, or its job has not ended yet
+        is_ending = is_of_newest and (job.state == queue.COMPLETING or not status.get("next"))
+        return ("running" if state == "running" or is_ending else "starting"), job.nodes
     if state == "done":
         return "done", ""
     if refused:
@@ -136,7 +140,8 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
     job = known.get(job_id)
     refused = "" if done else judge.why_not_begun(folder)
     alive = False if is_copy else in_use.is_running(facts)
-    name, note = word(status, job, refused, alive, bool(ids), jobs is not None)
+    is_of_newest = status.get("attempt") in attempts.numbers(folder)[:1]
+    name, note = word(status, job, refused, alive, bool(ids), jobs is not None, is_of_newest)
     if is_copy:
         note = "; ".join(filter(None, (note, f"a copy of {original}")))
     elif name == "unknown" and elsewhere:

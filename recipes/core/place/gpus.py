@@ -11,10 +11,12 @@ def shortage(environ: Mapping[str, str], seen: int) -> str:
     """Why torch sees too few GPUs (``seen``), in one line without the host name; "" if it sees all
     that were granted or named.
     """
+    source = "Slurm granted"
+    expected = granted_gpus(environ)
     named = named_gpus(environ)
-    source, expected = (
-        (f"{named[0]} names", named[1]) if named else ("Slurm granted", granted_gpus(environ))
-    )
+    if named:
+        source = f"{named[0]} names"
+        expected = named[1]
     return f"{source} {expected} GPUs and torch sees {seen}" if seen < expected else ""
 
 
@@ -45,7 +47,8 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
     root: the folder that contains ``proc`` and ``sys``.
     """
-    if (named := named_gpus(environ)) is not None:
+    named = named_gpus(environ)
+    if named:
         return named[1]
     nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
     nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # gpu_id 0 is a CPU
@@ -57,7 +60,7 @@ def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
     None if none is set.
     """
     counts = [(name, listed_gpus(environ[name])) for name in VISIBLE if name in environ]
-    return min(counts, key=lambda one: one[1], default=None)
+    return min(counts, key=lambda count: count[1], default=None)
 
 
 def listed_gpus(listed: str) -> int:

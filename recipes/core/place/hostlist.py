@@ -49,12 +49,12 @@ def _hosts(item: str) -> list[str]:
     # split() with one group alternates: text, content of brackets, text, …
     pieces = re.split(r"\[([^]]*)\]", item)
     parts = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-    return list(map("".join, product(*parts)))
+    return ["".join(name) for name in product(*parts)]
 
 
 def _numbers(ranges: str) -> list[str]:
     """The numbers of `008-011,3`, which is the content of brackets."""
-    found: list[str] = []
+    padded: list[str] = []
     for part in ranges.split(","):
         low, _, high = part.partition("-")
         numbers = range(int(low), int(high or low) + 1)
@@ -62,5 +62,5 @@ def _numbers(ranges: str) -> list[str]:
             raise ConfigError(f"the range {part} runs backwards")
         if len(numbers) > MAX_RANGE:
             raise ConfigError(f"the range {part} has more than {MAX_RANGE:,} numbers")
-        found += [f"{n:0{len(low)}d}" for n in numbers]
-    return found
+        padded += [f"{n:0{len(low)}d}" for n in numbers]
+    return padded

@@ -74,16 +74,12 @@ class Memory:
         ranks, or if that is unknown.
         """
         limit = min(limits(self.cgroup), default=None)
-        of_limit = f"its limit of {files.size_text(limit)}" if limit else "the memory of its node"
+        memory = f"its limit of {files.size_text(limit)}" if limit else "the memory of its node"
+        line = f"was killed since {memory} was used up"
         name, first = ("task", 0) if first_rank is None else ("rank", first_rank)
-        peaks = task_peaks(self.cgroup)
-        by_size = sorted(peaks, key=lambda task: -peaks[task])
-        sizes = ", ".join(
-            f"{name} {first + task} {files.size_text(peaks[task])}" for task in by_size
-        )
-        return f"was killed since {of_limit} was used up" + (
-            f"; peak memory: {sizes}" if sizes else ""
-        )
+        peaks = sorted(task_peaks(self.cgroup).items(), key=lambda peak: -peak[1])
+        sizes = [f"{name} {first + task} {files.size_text(size)}" for task, size in peaks]
+        return f"{line}; peak memory: {', '.join(sizes)}" if sizes else line
 
 
 def read() -> Memory:
@@ -121,6 +117,8 @@ def task_peaks(cgroup: Path | None) -> dict[int, int]:
 
 
 def _texts(cgroup: Path | None, names: tuple[str, ...]) -> Iterator[str]:
-    for name in names if cgroup else ():
+    if not cgroup:
+        return
+    for name in names:
         with contextlib.suppress(OSError):
-            yield (Path(str(cgroup)) / name).read_text()
+            yield (cgroup / name).read_text()

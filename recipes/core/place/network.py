@@ -15,7 +15,10 @@ LOOPBACK = "lo"
 _SET = (
     "or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
 )
-FIX_ROUTE = f"bring the interface up, or fix the route (ip route get PEER shows it on the node with the fault), {_SET}"
+FIX_ROUTE = (
+    "bring the interface up, or fix the route "
+    f"(ip route get PEER shows it on the node with the fault), {_SET}"
+)
 FIX_NAME = (
     f"add the name to DNS, or to /etc/hosts on each node (getent hosts NAME tests it), {_SET}"
 )
@@ -77,7 +80,7 @@ def _towards(peer: str) -> Choice:
     """The interface on the route to ``peer``; loopback if ``peer`` is this machine. Raises
     NetworkError.
     """
-    own = []
+    own_address = ""
     failures = []
     for address in _resolve(peer):
         try:
@@ -88,12 +91,12 @@ def _towards(peer: str) -> Choice:
         # This machine's own address does not lead to another node, even if the peer has it too
         # (every docker0 is 172.17.0.1).
         if source == address or ipaddress.ip_address(address).is_loopback:
-            own.append(address)
+            own_address = own_address or address
             continue
         return Choice(_interfaces()[source], source, peer, f"route to {peer} ({address})")
     if failures:
         raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {'; '.join(failures)}")
-    return Choice(LOOPBACK, "127.0.0.1", peer, f"{peer} ({own[0]}) is this machine")
+    return Choice(LOOPBACK, "127.0.0.1", peer, f"{peer} ({own_address}) is this machine")
 
 
 def _interface_of_master(master: str) -> Choice | None:
@@ -101,14 +104,15 @@ def _interface_of_master(master: str) -> Choice | None:
     exactly one.
     """
     interfaces = _interfaces()
-    found = [
-        one
-        for one in _resolve(master)
-        if one in interfaces and not ipaddress.ip_address(one).is_loopback
+    addresses = [
+        address
+        for address in _resolve(master)
+        if address in interfaces and not ipaddress.ip_address(address).is_loopback
     ]
-    if len({interfaces[one] for one in found}) != 1:
+    names = {interfaces[address] for address in addresses}
+    if len(names) != 1:
         return None
-    return Choice(interfaces[found[0]], found[0], master, f"it has the master's address {found[0]}")
+    return Choice(names.pop(), addresses[0], master, f"it has the master's address {addresses[0]}")
 
 
 def _resolve(host: str) -> list[str]:
@@ -127,9 +131,8 @@ def _source_towards(address: str) -> str:
     """This machine's address on the kernel's route to an IPv4 or IPv6 address. Raises OSError if
     there is no route.
     """
-    with socket.socket(
-        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # of UDP: no packet is sent
         # without the scope of a link-local address
         return str(probe.getsockname()[0]).partition("%")[0]
@@ -150,31 +153,28 @@ def _interfaces() -> dict[str, str]:
     """The interface of each address of this machine."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.c_void_p()
-    found = {}
+    interfaces = {}
     if libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     following = first.value
     while following:
-        one = _Address.from_address(following)
-        family = (
-            ctypes.c_ushort.from_address(one.sockaddr).value if one.sockaddr else socket.AF_UNSPEC
-        )
+        entry = _Address.from_address(following)
+        following = entry.next
+        if not entry.sockaddr:
+            continue
+        family = ctypes.c_ushort.from_address(entry.sockaddr).value
         if family in _ADDRESS_IN:
             at, size = _ADDRESS_IN[family]
-            found[socket.inet_ntop(family, ctypes.string_at(one.sockaddr + at, size))] = (
-                os.fsdecode(one.interface)
-            )
-        following = one.next
+            address = ctypes.string_at(entry.sockaddr + at, size)
+            interfaces[socket.inet_ntop(family, address)] = os.fsdecode(entry.interface)
     libc.freeifaddrs(first)
-    return found
+    return interfaces
 
 
 def listener(port: int = 0) -> socket.socket:
     """A socket on ``port``, by default a free one, for IPv6 and IPv4 if the machine has both, as
     TCPStore's is. Raises OSError.
     """
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048
-        )
-    return socket.create_server(("", port), backlog=2048)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=2048)

@@ -5,6 +5,7 @@ library only.
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -44,9 +45,10 @@ def keep_freed_memory() -> None:
     took up to 27 % longer. With kept memory, a rank used up to 20 % more.
     """
     libc = ctypes.CDLL(None)
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    set_up = "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ)
-    if set_up or not hasattr(libc, "mallopt"):
+    is_set_up = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in os.environ
+    )
+    if is_set_up or not hasattr(libc, "mallopt"):
         return
     # Older versions of glibc (such as 2.30) refuse more than 32 MiB. Setting the other threshold
     # alone would make steps slower.
@@ -60,7 +62,7 @@ def cpu_time() -> tuple[float, float]:
     for pid in proctree.descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
             # its own and that of its children that have ended
-            ticks += sum(map(int, _stat(pid)[11:15]))
+            ticks += sum(map(int, stat(pid)[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK"), time.monotonic()
 
 
@@ -68,23 +70,25 @@ def memory() -> int:
     """Resident bytes of this process and its descendants; those that several of them share count
     once. Slow for large ones.
     """
-    found = 0
+    resident = 0
     for pid in proctree.descendants(os.getpid()):
         with contextlib.suppress(OSError):
-            found += _share(pid, int(_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE"))
-    return found
+            resident += _share(pid)
+    return resident
 
 
-def _stat(pid: int) -> list[str]:
+def _share(pid: int) -> int:
+    """Resident bytes of a process, each divided by the number of processes that share it; not
+    divided on Linux before 4.14. Raises OSError.
+    """
+    with contextlib.suppress(OSError):
+        smaps = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        share = re.search(r"^Pss:\s+(\d+)", smaps, re.MULTILINE)
+        if share:
+            return 1024 * int(share[1])
+    return int(stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _share(pid: int, resident: int) -> int:
-    """Resident bytes of a process, each divided by the number of processes that share it.
-    ``resident`` on Linux before 4.14.
-    """
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return resident

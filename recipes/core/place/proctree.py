@@ -19,7 +19,7 @@ TRIES = 5  # to read the signals that a process blocks
 
 @dataclass(frozen=True)
 class Process:
-    """One process. caught: numbers of the signals that have a handler, and that it does not block."""
+    """One process. caught: numbers of the signals that have a handler and are not blocked."""
 
     pid: int
     command: tuple[str, ...]
@@ -35,7 +35,6 @@ def read(pid: int) -> Process | None:
     """The process with this ID; None if there is none, or if it has ended."""
     folder = Path(f"/proc/{pid}")
     program = ""
-    blocked: frozenset[int] = frozenset()
     try:
         for _ in range(TRIES):
             status = (folder / "status").read_text()

@@ -76,13 +76,15 @@ def detect(environ: Environ) -> RankInfo:
     # equal under srun --mpi=pmi2
     if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):
         raise ConfigError(
-            f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: start the ranks with srun"
+            f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: "
+            "start the ranks with srun"
         )
     if in_step(environ):
         layout = _slurm_layout(environ)
         if layout.rank == 0 and layout.node_rank and not environ.get("MASTER_ADDR"):
             raise ConfigError(
-                f"SLURM_NODEID={layout.node_rank}: rank 0 must be on the first node of the step, where the others look for it: "
+                f"SLURM_NODEID={layout.node_rank}: rank 0 must be on the first node of the step, "
+                "where the others look for it: "
                 "remove -m arbitrary and SLURM_HOSTFILE, or set MASTER_ADDR on every rank"
             )
         port = port_for(job_id(environ), step_id(environ), restart_count(environ))
@@ -109,7 +111,8 @@ def _from_env(environ: Environ) -> RankInfo:
         if world_size > 1 and not environ.get(name):
             raise ConfigError(
                 f"{name} is not set, but WORLD_SIZE={world_size}: "
-                "on every rank, set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"
+                "on every rank, "
+                "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"
             )
     return _info(environ, _env_layout(environ, rank, world_size))
 
@@ -145,8 +148,9 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
     else:
         if world_size % local_size or rank % local_size != local_rank:
             raise ConfigError(
-                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={local_size}: do not "
-                "fit together: without GROUP_RANK, every node must have LOCAL_WORLD_SIZE ranks, numbered node by node: "
+                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} "
+                f"LOCAL_WORLD_SIZE={local_size}: do not fit together: without GROUP_RANK, "
+                "every node must have LOCAL_WORLD_SIZE ranks, numbered node by node: "
                 "use srun or torchrun, or set GROUP_RANK and GROUP_WORLD_SIZE"
             )
         node_rank = rank // local_size
@@ -157,32 +161,31 @@ def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
 
 def _of_open_mpi(environ: Environ) -> Environ:
     """The environment with mpirun's variables under torchrun's names, and with a port."""
-    found = {name: environ[given] for name, given in _OPEN_MPI.items() if given in environ}
+    of_mpi = {name: environ[mpi] for name, mpi in _OPEN_MPI.items() if mpi in environ}
     # The ranks are not all in the same Slurm step: those of the first node are in the shell that
     # called mpirun, the others in the step of its daemons. Open MPI's namespace is the same for all
     # ranks of one mpirun, and only for them.
     rest = {name: value for name, value in environ.items() if name != "SLURM_STEP_ID"}
     run = job_id(environ) + zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode(errors="replace"))
     master = {"MASTER_PORT": str(port_for(run, 0, restart_count(environ)))}
-    if found.get("WORLD_SIZE") == found.get("LOCAL_WORLD_SIZE"):
+    if of_mpi.get("WORLD_SIZE") == of_mpi.get("LOCAL_WORLD_SIZE"):
         master["MASTER_ADDR"] = "127.0.0.1"
-    return {**master, **rest, **found}
+    return {**master, **rest, **of_mpi}
 
 
 def _alone(environ: Environ) -> RankInfo:
     if "SLURM_PROCID" in environ:
         if "SLURM_JOB_ID" not in environ:
             raise ConfigError(
-                f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {FIX_SLURM}"
+                f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: "
+                f"{FIX_SLURM}"
             )
         if "SLURM_STEP_ID" not in environ or step_id(environ) == _BATCH_STEP:
             raise ConfigError(
-                f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
-                "join it: put `srun` in front of the command"
+                f"this process was started in the batch shell of job {job_id(environ)} without srun, "
+                "so no other rank can join it: put `srun` in front of the command"
             )
-    return _info(
-        environ, RankInfo(0, 0, 0, world_size=1, local_world_size=1, num_nodes=1, nodes=())
-    )
+    return _info(environ, RankInfo(0, 0, 0, 1, 1, num_nodes=1, nodes=()))
 
 
 def _info(
@@ -191,14 +194,14 @@ def _info(
     require_equal(environ, "RANK", layout.rank)
     require_equal(environ, "WORLD_SIZE", layout.world_size)
     require_equal(environ, "LOCAL_RANK", layout.local_rank)
-    # the brackets of an IPv6 address
-    master_addr = environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
+    master_addr = environ.get("MASTER_ADDR", "").strip("[]")  # the brackets of an IPv6 address
     master_port = number(
         environ, "MASTER_PORT", default=0, minimum=1, below=("the number of ports", 65_536)
     )
     if len(layout.nodes) > 1 and re.fullmatch(r"localhost|127(\.\d+){3}|::1", master_addr):
         raise ConfigError(
-            f"MASTER_ADDR={master_addr}: is this machine itself, but the ranks are on {layout.num_nodes} nodes: "
+            f"MASTER_ADDR={master_addr}: is this machine itself, "
+            f"but the ranks are on {layout.num_nodes} nodes: "
             "unset it, or set it to the host of rank 0"
         )
     if layout.world_size > 1:
@@ -231,9 +234,8 @@ def in_step(environ: Environ) -> bool:
     """Whether this is a numbered step of srun, and not the batch shell or the shell that salloc
     starts on a node.
     """
-    if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ:
-        return False
-    return step_id(environ) < _FIRST_RESERVED_STEP
+    is_step = {"SLURM_JOB_ID", "SLURM_STEP_ID"} <= environ.keys()
+    return is_step and step_id(environ) < _FIRST_RESERVED_STEP
 
 
 def _slurm_layout(environ: Environ) -> RankInfo:
@@ -244,39 +246,37 @@ def _slurm_layout(environ: Environ) -> RankInfo:
     rank = number(
         environ, "SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", world_size), fix=FIX_SLURM
     )
-    nodes_text, counts_text = (
-        environ.get(name, "") for name in ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
-    )
+    nodes_text = environ.get("SLURM_STEP_NODELIST", "")
+    counts_text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     try:
         nodes = expand(nodes_text)
         counts = expand_counts(counts_text)
     except ConfigError as error:
-        given = f"SLURM_STEP_NODELIST={shown(nodes_text)} SLURM_STEP_TASKS_PER_NODE={shown(counts_text)}"
-        raise ConfigError(f"{given}: {error}: {FIX_SLURM}") from None
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={shown(nodes_text)} "
+            f"SLURM_STEP_TASKS_PER_NODE={shown(counts_text)}: {error}: {FIX_SLURM}"
+        ) from None
+    counts_name = "SLURM_STEP_TASKS_PER_NODE"
     if sum(counts) != world_size:
-        raise _contradiction(
-            environ, "SLURM_STEP_TASKS_PER_NODE", f"{sum(counts)} tasks", "SLURM_STEP_NUM_TASKS"
-        )
+        raise _contradiction(environ, counts_name, f"{sum(counts)} tasks", "SLURM_STEP_NUM_TASKS")
     if len(counts) != len(nodes):
-        raise _contradiction(
-            environ, "SLURM_STEP_TASKS_PER_NODE", f"{len(counts)} nodes", "SLURM_STEP_NODELIST"
-        )
+        raise _contradiction(environ, counts_name, f"{len(counts)} nodes", "SLURM_STEP_NODELIST")
 
-    node_rank = number(
-        environ, "SLURM_NODEID", below=("the number of nodes", len(nodes)), fix=FIX_SLURM
-    )
-    if environ.get("SLURMD_NODENAME", nodes[node_rank]) != nodes[node_rank]:
-        raise _contradiction(environ, "SLURM_NODEID", nodes[node_rank], "SLURMD_NODENAME")
-    tasks_here = (f"SLURM_STEP_TASKS_PER_NODE of node {node_rank}", counts[node_rank])
-    local_rank = number(environ, "SLURM_LOCALID", below=tasks_here, fix=FIX_SLURM)
-    return RankInfo(
-        rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes)
-    )
+    below = ("the number of nodes", len(nodes))
+    node_rank = number(environ, "SLURM_NODEID", below=below, fix=FIX_SLURM)
+    node = nodes[node_rank]
+    if environ.get("SLURMD_NODENAME", node) != node:
+        raise _contradiction(environ, "SLURM_NODEID", node, "SLURMD_NODENAME")
+    local_size = counts[node_rank]
+    below = (f"SLURM_STEP_TASKS_PER_NODE of node {node_rank}", local_size)
+    local_rank = number(environ, "SLURM_LOCALID", below=below, fix=FIX_SLURM)
+    return RankInfo(rank, local_rank, node_rank, world_size, local_size, len(nodes), tuple(nodes))
 
 
 def _contradiction(environ: Environ, name: str, means: str, other: str) -> ConfigError:
     return ConfigError(
-        f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: {FIX_SLURM}"
+        f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: "
+        f"{FIX_SLURM}"
     )
 
 
@@ -336,5 +336,6 @@ def require_equal(environ: Environ, name: str, value: int) -> None:
     """
     if name in environ and number(environ, name) != value:
         raise ConfigError(
-            f"{name}={environ[name]}: must be {value} here: unset it, or start the ranks with srun or torchrun"
+            f"{name}={environ[name]}: must be {value} here: unset it, "
+            "or start the ranks with srun or torchrun"
         )

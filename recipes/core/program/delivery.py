@@ -18,21 +18,19 @@ from recipes.core.program.hook.sitecustomize import STACKS
 # save, and SIGTERM sometimes only to end.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM)
 # Programs in Python that start other programs: scripts by their file names, and modules.
-RANK_LAUNCHERS = frozenset(
-    [
-        "accelerate",
-        "accelerate.commands.accelerate_cli",
-        "accelerate.commands.launch",
-        "deepspeed",
-        "deepspeed.launcher.launch",
-        "deepspeed.launcher.runner",
-        "torch.distributed.launch",
-        "torch.distributed.run",
-        "torchrun",
-    ]
-)
+RANK_LAUNCHERS = {
+    "accelerate",
+    "accelerate.commands.accelerate_cli",
+    "accelerate.commands.launch",
+    "deepspeed",
+    "deepspeed.launcher.launch",
+    "deepspeed.launcher.runner",
+    "torch.distributed.launch",
+    "torch.distributed.run",
+    "torchrun",
+}
 # through which a Python program may start another one
-SHELLS = frozenset(["bash", "dash", "sh", "zsh"])
+SHELLS = {"bash", "dash", "sh", "zsh"}
 LAUNCHERS = RANK_LAUNCHERS | {"conda", "mamba", "ray", "recipes.script"}
 
 
@@ -67,8 +65,7 @@ def _topmost(
         return []
     caught = [number for number in order if number in process.caught]
     if caught and counts(process):
-        protects = STACKS in process.caught or not process.is_python
-        return [Target(pid, caught[0], protects)]
+        return [Target(pid, caught[0], STACKS in process.caught or not process.is_python)]
     below = _programs_below(process, through_shells=counts is is_program)
     return [target for child in below for target in _topmost(child, order, counts)]
 
@@ -94,11 +91,10 @@ def is_program(process: Process) -> bool:
 
 def launched_by(process: Process) -> str | None:
     """The name of the launcher that a Python process runs; None if it runs another program."""
-    words = list(process.command[1:])
-    while words:
-        word = words.pop(0)
+    words = iter(process.command[1:])
+    for word in words:
         if word in ("-W", "-X"):
-            words = words[1:]
+            next(words, None)  # its value
         elif not word.startswith("-"):
             name = os.path.basename(word)
             return name if name in LAUNCHERS else None

@@ -40,8 +40,7 @@ class Launch:
         """
         python = [sys.executable, "-u", "-m"]
         wrapper = [*python, "recipes.script", *words]
-        address = info.master_addr or "127.0.0.1"
-        port = str(info.master_port or free_port())
+        address, port = variables_of_master(info).values()
         of_torchrun = self.extra if self.through == "torchrun" else ()
         torchrun = [
             *python,
@@ -61,8 +60,8 @@ class Launch:
         accelerate = [*python, "accelerate.commands.launch"]
         # accelerate starts one process there, so it only sets the variables of its configuration
         if self.on_cpu:
-            one = ["--cpu", "--num_machines", "1", "--num_processes", "1"]
-            return [*accelerate, *one, *self.extra, "--no_python", *torchrun]
+            alone = ["--cpu", "--num_machines=1", "--num_processes=1"]
+            return [*accelerate, *alone, *self.extra, "--no_python", *torchrun]
         total = info.num_nodes * self.nproc
         # It would switch off the FSDP or DeepSpeed of the user's configuration (accelerate 1.15).
         is_default = not self.extra and not has_accelerate_config(os.environ)
@@ -70,16 +69,11 @@ class Launch:
         return [
             *accelerate,
             *kind,
-            "--num_machines",
-            str(info.num_nodes),
-            "--machine_rank",
-            str(info.node_rank),
-            "--num_processes",
-            str(total),
-            "--main_process_ip",
-            address,
-            "--main_process_port",
-            port,
+            f"--num_machines={info.num_nodes}",
+            f"--machine_rank={info.node_rank}",
+            f"--num_processes={total}",
+            f"--main_process_ip={address}",
+            f"--main_process_port={port}",
             *self.extra,
             "--no_python",
             *wrapper,
@@ -95,22 +89,33 @@ def has_accelerate_config(environ: Mapping[str, str]) -> bool:
     )
 
 
-def nproc_here(given: int, on_cpu: bool) -> int:
-    """The number of ranks that a launcher starts on this node: ``given``, else one per GPU. Raises
+def nproc_here(nproc: int, on_cpu: bool) -> int:
+    """The number of ranks that a launcher starts on this node: ``nproc``, else one per GPU. Raises
     MachineError.
     """
-    seen = 0 if on_cpu else gpus.visible_gpus(os.environ)
-    if not given and not on_cpu and not seen:
+    if nproc or on_cpu:
+        return nproc or 1
+    seen = gpus.visible_gpus(os.environ)
+    if not seen:
         raise MachineError(
-            f"{socket.gethostname()}: sees no GPU: request GPUs, or give device=cpu nproc_per_node=N"
+            f"{socket.gethostname()}: sees no GPU: "
+            "request GPUs, or give device=cpu nproc_per_node=N"
         )
-    return given or seen or 1
+    return seen
 
 
 def free_port() -> int:
     """A free port of this machine, for a single rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def variables_of_master(info: RankInfo) -> dict[str, str]:
+    """Where the ranks meet."""
+    return {
+        "MASTER_ADDR": info.master_addr or "127.0.0.1",
+        "MASTER_PORT": str(info.master_port or free_port()),
+    }
 
 
 def variables_of_rank(info: RankInfo) -> dict[str, str]:
@@ -123,8 +128,7 @@ def variables_of_rank(info: RankInfo) -> dict[str, str]:
         "NODE_RANK": str(info.node_rank),
         "GROUP_RANK": str(info.node_rank),
         "GROUP_WORLD_SIZE": str(info.num_nodes),
-        "MASTER_ADDR": info.master_addr or "127.0.0.1",
-        "MASTER_PORT": str(info.master_port or free_port()),
+        **variables_of_master(info),
     }
 
 
@@ -135,8 +139,7 @@ def variables_of_node(info: RankInfo, environ: Mapping[str, str]) -> dict[str, s
         "NODE_RANK": str(info.node_rank),
         "NODES": " ".join(info.nodes or [socket.gethostname()]),
         "GPUS_PER_NODE": str(gpus.visible_gpus(environ)),
-        "MASTER_ADDR": info.master_addr or "127.0.0.1",
-        "MASTER_PORT": str(info.master_port or free_port()),
+        **variables_of_master(info),
     }
 
 

@@ -12,6 +12,7 @@ from recipes.core.program import delivery
 from recipes.core.program.delivery import Target
 from recipes.core.program.watch import Watch
 from recipes.core.run.attempt import CATCHES, Attempt
+from recipes.core.run.stop_note import StopNote
 
 LISTENING = "0A"  # state in /proc/net/tcp
 LOOKS = 12  # so often in succession (for a minute) something is missing before a line says so
@@ -45,14 +46,11 @@ class Remarks:
         self._looks += 1
         self._silent_looks = 0 if targets else self._silent_looks + 1
         names = sorted({target.signal.name for target in targets})
-        line = self._on_signals(names, all(target.protects_workers for target in targets))
-        is_stopping = self.watch is not None and bool(self.watch.note.reason)
-        if (
-            self.prints
-            and not is_stopping
-            and line != self._said
-            and (targets or self._silent_looks == LOOKS)
-        ):
+        note = self.watch.note if self.watch else StopNote()
+        protects_workers = all(target.protects_workers for target in targets)
+        line = self._on_signals(names, protects_workers, note.before_s)
+        is_new = line != self._said and not note.reason
+        if self.prints and is_new and (targets or self._silent_looks == LOOKS):
             self._said = line
             print(line, flush=True)
             with contextlib.suppress(OSError):
@@ -65,29 +63,34 @@ class Remarks:
         if not launcher:
             return ""
         return (
-            f"script={self.name}: each of the {self.own_ranks} ranks of a node has started {launcher}, "
-            "which starts ranks itself: give through=torchrun or through=accelerate with your .py file, or through=node"
+            f"script={self.name}: each of the {self.own_ranks} ranks of a node has started "
+            f"{launcher}, which starts ranks itself: give through=torchrun or through=accelerate "
+            "with your .py file, or through=node"
         )
 
-    def _on_signals(self, names: Sequence[str], protects_workers: bool) -> str:
-        before_s = self.watch.note.before_s if self.watch else None
+    def _on_signals(
+        self, names: Sequence[str], protects_workers: bool, before_s: float | None
+    ) -> str:
         if not names:
             none_of = self.wanted or "TERM, USR1, USR2"
             when = "at the time limit" if self.in_slurm else "when the run is stopped"
-            return f"warning: the program catches none of {none_of}: it ends {when} with what it has saved by then"
+            return (
+                f"warning: the program catches none of {none_of}: "
+                f"it ends {when} with what it has saved by then"
+            )
         event = "at the time limit" if before_s else "when the run is stopped"
         ahead = f" {before_s:g} s before the end" if before_s else ""
-        workers = (
-            "" if protects_workers else "; workers are not protected from signals to all processes"
-        )
-        which = " or ".join(names)
-        return f"{event}, the program of each rank gets {which} (it catches it){ahead}{workers}"
+        line = f"{event}, the program of each rank gets {' or '.join(names)} (it catches it){ahead}"
+        if not protects_workers:
+            line += "; workers are not protected from signals to all processes"
+        return line
 
 
 def no_group(port: int) -> str:
     return (
-        f"warning: the ranks have not formed a group, since nothing listens on MASTER_PORT={port}: each may train alone; "
-        "on CPUs, accelerate and the Trainer form a group only with ACCELERATE_USE_CPU=true, which device=cpu sets"
+        f"warning: the ranks have not formed a group, since nothing listens on MASTER_PORT={port}: "
+        "each may train alone; on CPUs, accelerate and the Trainer form a group only with "
+        "ACCELERATE_USE_CPU=true, which device=cpu sets"
     )
 
 

@@ -46,19 +46,20 @@ class Ended:
 
     returncode: minus N if signal N ended it. at: when, in seconds since 1970. stop: why it was
     asked to stop; "" if it was not. was_killed: whether the wrapper killed it, since it had not
-    ended in time. fenced: why the wrapper killed it at once; None if it did not.
+    ended in time.
     """
 
     returncode: int
     at: float
-    stop: str = ""
-    was_killed: bool = False
-    fenced: InputError | MachineError | None = None
+    stop: str
+    was_killed: bool
 
 
 class Supervisor:
     """A running program, whose process ID is ``pid``. ``look`` is called again and again while it
     runs.
+
+    fenced: why the program was killed at once; None if it was not.
     """
 
     def __init__(self, pid: int, canary: int, rules: Rules, watch: Watch | None) -> None:
@@ -71,8 +72,8 @@ class Supervisor:
         self._watch = watch
         self._asked = ""  # why the program is to stop, before a process of it has got a signal
         self._asked_at = 0.0
-        self._received: dict[int, float] = {}  # when each signal arrived here last
-        self._delivered: set[int] = set()
+        self._received = dict[int, float]()  # when each signal arrived here last
+        self._delivered = set[int]()
         self._next_look_at = 0.0
         self._kill_at = math.inf
 
@@ -119,15 +120,17 @@ class Supervisor:
         if now >= self._kill_at:
             self._kill()
         is_due = now >= self._next_look_at
-        if is_due or (self._asked and not self.stop):
-            targets = delivery.targets(self._pid, self._rules.order)
-            if is_due:
-                self._next_look_at = now + in_use.HEARTBEAT_S
-                if problem := self._rules.remark(self._pid, targets):
-                    self._fence(InputError(problem))
-            if self._asked and self._kill_at == math.inf:
-                self._ask(self._asked)
-                self._deliver(targets)  # a program may register its handlers late
+        if not is_due and (self.stop or not self._asked):
+            return
+        targets = delivery.targets(self._pid, self._rules.order)
+        if is_due:
+            self._next_look_at = now + in_use.HEARTBEAT_S
+            problem = self._rules.remark(self._pid, targets)
+            if problem:
+                self._fence(InputError(problem))
+        if self._asked and self._kill_at == math.inf:
+            self._ask(self._asked)
+            self._deliver(targets)  # a program may register its handlers late
 
     def _follow(self, watch: Watch) -> None:
         unseen_s = watch.clock() - watch.seen_at
@@ -162,7 +165,7 @@ class Supervisor:
 
         A program blocks the signals for a tenth of a second while it starts workers.
         """
-        seen: list[Target] = []
+        seen = list[Target]()
         while True:
             seen = delivery.targets(self._pid, order or self._rules.order) or seen
             left_s = moment - time.time()
@@ -247,7 +250,7 @@ def run(
     watch: Watch | None,
 ) -> Ended:
     """Runs a program until it ends, and kills what it leaves behind. Raises InputError if it cannot
-    be started.
+    be started, and the error for which it was killed at once.
 
     watch: None for a rank whose node has a wrapper of its own, which reads the run directory.
     """
@@ -283,6 +286,6 @@ def run(
             for pid in set(proctree.children(os.getpid())) - others:
                 delivery.end(pid, signal.SIGKILL)
             child.wait()
-    return Ended(
-        child.returncode, ended_at, supervisor.stop, supervisor.was_killed, supervisor.fenced
-    )
+    if supervisor.fenced:
+        raise supervisor.fenced
+    return Ended(child.returncode, ended_at, supervisor.stop, supervisor.was_killed)

@@ -7,13 +7,13 @@ the program. Standard library only.
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
 
 from recipes.core.errors import EXIT_REQUEUE, Kind, MachineError
 from recipes.core.run import attempt as attempts
 from recipes.core.run import in_use, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.stop_note import StopNote
+from recipes.core.run.watchdog import RunningClock
 
 
 class Watch:
@@ -23,12 +23,14 @@ class Watch:
     continue. seen_at: when the run directory was last read, by ``clock``.
     """
 
-    def __init__(self, attempt: Attempt, task: int, clock: Callable[[], float]) -> None:
-        """task: number of this wrapper, from 0. clock: seconds since an arbitrary moment."""
+    def __init__(self, attempt: Attempt, task: int) -> None:
+        """task: number of this wrapper, from 0."""
+        clock = RunningClock()
+        clock.start()
         self.note = StopNote()
         self.fenced = ""
-        self.clock = clock
-        self.seen_at = clock()
+        self.clock = clock.now
+        self.seen_at = clock.now()
         self._attempt = attempt
         self._task = task
         self._stop = ""

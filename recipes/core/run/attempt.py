@@ -21,6 +21,7 @@ from typing import Any
 
 from recipes.core import files, trust
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
+from recipes.core.place import processes
 from recipes.core.run import directory
 
 # in the folder of an attempt: the stop signals that a user's program catches
@@ -53,42 +54,45 @@ class Attempt:
         return (self.folder / "begun.json").exists()
 
     def facts(self) -> dict[str, Any]:
-        """What was recorded when this attempt was opened and when it began."""
-        names = ("opened.json", "begun.json")
-        return {
-            k: v for name in names for k, v in (files.read_json(self.folder / name) or {}).items()
-        }
+        """What was recorded when this attempt was opened and when it began, and its number as
+        ``attempt``.
+        """
+        opened = files.read_json(self.folder / "opened.json") or {}
+        begun = files.read_json(self.folder / "begun.json") or {}
+        return {**opened, **begun, "attempt": self.number}
 
 
 def numbers(run_dir: Path) -> list[int]:
     """The numbers of the attempts of a run, highest first."""
     with contextlib.suppress(OSError):
-        return sorted(
-            (int(name) for name in os.listdir(run_dir / "attempts") if name.isdecimal()),
-            reverse=True,
-        )
+        names = os.listdir(run_dir / "attempts")
+        return sorted(map(int, filter(str.isdecimal, names)), reverse=True)
     return []
+
+
+def every(run_dir: Path) -> list[Attempt]:
+    """The attempts of a run, newest first."""
+    return [Attempt(run_dir, number) for number in numbers(run_dir)]
 
 
 def newest(run_dir: Path, launch: str = "") -> Attempt | None:
     """The attempt that was opened last. launch: only attempts of this launch count."""
-    found = (Attempt(run_dir, number) for number in numbers(run_dir))
-    return next((one for one in found if not launch or one.facts().get("launch") == launch), None)
+    for attempt in every(run_dir):
+        if not launch or attempt.facts().get("launch") == launch:
+            return attempt
+    return None
 
 
 def owner(run_dir: Path) -> Attempt | None:
     """The attempt that owns the run: the highest one that has begun. None if none has begun."""
-    return next(
-        (one for number in numbers(run_dir) if (one := Attempt(run_dir, number)).has_begun), None
-    )
+    return next((attempt for attempt in every(run_dir) if attempt.has_begun), None)
 
 
 def facts(run_dir: Path) -> dict[str, Any]:
-    """The facts of the attempt that owns the run, else of the newest one; {} if there is none. With
-    ``attempt``, its number.
-    """
-    if found := owner(run_dir) or newest(run_dir):
-        return {**found.facts(), "attempt": found.number}
+    """The facts of the attempt that owns the run, else of the newest one; {} if there is none."""
+    attempt = owner(run_dir) or newest(run_dir)
+    if attempt:
+        return attempt.facts()
     # written before each attempt had a folder
     return files.read_json(run_dir / "attempt.json") or {}
 
@@ -97,21 +101,21 @@ def start_time(pid: int) -> str:
     """The start time of a process in kernel clock ticks. "" if there is no such process or it has
     ended.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+    with contextlib.suppress(OSError):
+        fields = processes.stat(pid)
+        if fields[0] not in ("Z", "X"):
+            return fields[19]
+    return ""
 
 
 def namespace() -> str:
     """The boot ID of this machine and the process namespace. Process IDs can be compared only if
     both are the same.
     """
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def given(environ: Mapping[str, str]) -> Attempt | None:
@@ -152,18 +156,19 @@ def describe(
     """
     job = directory.job_id(environ)
     pid = os.getpid()
-    asked = {
-        "cpus": environ.get("SLURM_CPUS_ON_NODE"),
-        "memory_mb": environ.get("SLURM_MEM_PER_NODE"),
-    }
-    about = {
+    path = attempt.folder / "opened.json"
+    opened = files.read_json(path) or {}
+    requested = {"cpus": "SLURM_CPUS_ON_NODE", "memory_mb": "SLURM_MEM_PER_NODE"}
+    content = {
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
         "launch": directory.launch_id(environ),
         "job": job,
         "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,  # None: outside Slurm
         **{
-            name: int(value) for name, value in asked.items() if value and value.isdecimal() and job
+            name: int(environ[variable])
+            for name, variable in requested.items()
+            if job and environ.get(variable, "").isdecimal()
         },
         "process": {
             "host": socket.gethostname(),
@@ -172,11 +177,9 @@ def describe(
             "place": namespace(),
         },
         "hosts": list(hosts),
-        "time": (files.read_json(attempt.folder / "opened.json") or {}).get(
-            "time", round(time.time(), 3)
-        ),
+        "time": opened.get("time", round(time.time(), 3)),
     }
-    files.write_json(attempt.folder / "opened.json", about)
+    files.write_json(path, content)
 
 
 def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> None:
@@ -188,9 +191,9 @@ def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> N
     writes no steps. Raises MachineError if a later attempt has begun. Raises OSError.
     """
     check_owner(attempt)
-    for number in numbers(attempt.run_dir):
-        if number < attempt.number:
-            _remove(Attempt(attempt.run_dir, number).staging)
+    for earlier in every(attempt.run_dir):
+        if earlier.number < attempt.number:
+            _remove(earlier.staging)
     metrics = attempt.run_dir / "metrics.jsonl"
     if os.path.lexists(metrics):
         with open(metrics, "rb", opener=files.without_links) as old:
@@ -199,12 +202,13 @@ def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> N
         attempt.staging.mkdir(parents=True, exist_ok=True)
     try:
         with open(attempt.folder / "begun.json", "x") as file:
-            file.write(json.dumps({"step": step, "own": own, "of_program": of_program}) + "\n")
+            json.dump({"step": step, "own": own, "of_program": of_program}, file)
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
         raise MachineError(
-            f"{attempt.folder}: another Slurm step of this job has begun this attempt: wait for its end"
+            f"{attempt.folder}: another Slurm step of this job has begun this attempt: "
+            "wait for its end"
         ) from None
 
 
@@ -220,9 +224,11 @@ def _remove(folder: Path) -> None:
 
 def check_owner(attempt: Attempt) -> None:
     """Raises MachineError if a later attempt has begun, as far as the file system shows."""
-    if by := taken_over_by(attempt):
+    launch = taken_over_by(attempt)
+    if launch:
         raise MachineError(
-            f"{attempt.run_dir}: a later attempt ({by}) writes to this run directory, so this attempt ends"
+            f"{attempt.run_dir}: a later attempt ({launch}) writes to this run directory, "
+            "so this attempt ends"
         )
 
 
@@ -236,12 +242,10 @@ def write_status(attempt: Attempt, state: str, step: int, **why: Any) -> None:
 
 def taken_over_by(attempt: Attempt) -> str:
     """The launch of a later attempt that has begun; "" if there is none."""
-    found = owner(attempt.run_dir)
-    return (
-        str(found.facts().get("launch") or "unknown")
-        if found and found.number > attempt.number
-        else ""
-    )
+    later = owner(attempt.run_dir)
+    if not later or later.number <= attempt.number:
+        return ""
+    return str(later.facts().get("launch") or "unknown")
 
 
 def heartbeat(attempt: Attempt) -> None:
@@ -290,8 +294,8 @@ def record(
 
 def records(attempt: Attempt) -> list[dict[str, Any]]:
     """The error records of an attempt, earliest first."""
-    found = map(files.read_json, (attempt.folder / "failed").glob("*.json"))
-    return sorted(filter(None, found), key=lambda one: one["time"])
+    every_record = map(files.read_json, (attempt.folder / "failed").glob("*.json"))
+    return sorted(filter(None, every_record), key=lambda record: record["time"])
 
 
 def note_rank(attempt: Attempt, rank: int, task: int, host: str, ended: float | None) -> None:
@@ -308,32 +312,33 @@ def note_rank(attempt: Attempt, rank: int, task: int, host: str, ended: float | 
 
 def program_ranks(attempt: Attempt) -> list[dict[str, Any]]:
     """The ranks that `note_rank` has noted, in order."""
-    return list(
-        filter(None, map(files.read_json, sorted((attempt.folder / "ranks").glob("*.json"))))
-    )
+    paths = sorted((attempt.folder / "ranks").glob("*.json"))
+    return list(filter(None, map(files.read_json, paths)))
 
 
 def print_refusal(line: str, is_first: bool) -> None:
     """Prints why a rank is refused. If a parent prints the judgement, only the first rank prints;
     else all do, the first one first.
     """
-    if is_first or not given(os.environ):
-        time.sleep(0.0 if is_first else REPEATED_S)
-        print(line, file=sys.stderr, flush=True)
+    if not is_first:
+        if given(os.environ):
+            return
+        time.sleep(REPEATED_S)
+    print(line, file=sys.stderr, flush=True)
 
 
 def refuse(environ: Mapping[str, str], exit_status: int, line: str, rank: int = 0) -> None:
     """Records in the attempt that the parent has opened, if there is one, why the launch ends with
     EXIT_CONFIG or EXIT_MACHINE.
     """
-    kind = Kind.input if exit_status == EXIT_CONFIG else Kind.machine
-    if attempt := given(environ):
+    attempt = given(environ)
+    if attempt:
         with contextlib.suppress(OSError):
             record(
                 attempt,
                 rank=rank,
                 host=socket.gethostname(),
-                kind=kind,
+                kind=Kind.input if exit_status == EXIT_CONFIG else Kind.machine,
                 error=line,
                 exit_status=exit_status,
             )

@@ -49,12 +49,12 @@ def parse(
     that are not given come from it. Raises ConfigError for the first invalid word.
     """
     words = key_value.read(of_script(argv, recipe))
-    swept = {name: words[name] for name in words if name.startswith(SWEEP)}
-    if swept and not recipe:
-        return _sweep(
-            {name: value for name, value in words.items() if name not in swept}, swept, environ
-        )
-    return _one(words, recipe, environ, to_start)
+    if not recipe and any(name.startswith(SWEEP) for name in words):
+        return _sweep(words, environ)
+    settings = parser.settings(words, recipe, environ, resumed.run_to_resume)
+    if to_start:
+        resumed.check_same_experiment(settings)
+    return settings
 
 
 def before_dashes(argv: Sequence[str]) -> list[str]:
@@ -68,13 +68,14 @@ def with_json(argv: Sequence[str], main: Callable[[list[str], dict[str, Any]], i
     With ``--json``, the results and ``exit_status`` are printed to stdout as one JSON object, and
     lines for people to stderr.
     """
-    told: dict[str, Any] = {}
-    own = before_dashes(argv)
-    if JSON not in own:
-        return main(list(argv), told)
+    results: dict[str, Any] = {}
+    words = before_dashes(argv)
+    if JSON not in words:
+        return main(list(argv), results)
+    rest = argv[len(words) :]
     with contextlib.redirect_stdout(sys.stderr):
-        status = main([*(word for word in own if word != JSON), *argv[len(own) :]], told)
-    print(json.dumps({**told, "exit_status": status}, default=str), flush=True)
+        status = main([*(word for word in words if word != JSON), *rest], results)
+    print(json.dumps({**results, "exit_status": status}, default=str), flush=True)
     return status
 
 
@@ -85,87 +86,81 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     recipe: "" for the words of launch.py. A relative path belongs to the working directory. Raises
     ConfigError.
     """
-    own = before_dashes(argv)
-    given = dict(word.partition("=")[::2] for word in own)
-    is_script = SCRIPT in (recipe, given.get("recipe")) or (not recipe and SCRIPT in given)
-    if len(own) < len(argv) and not (is_script and SCRIPT in given):
+    options = before_dashes(argv)
+    keys = dict(word.partition("=")[::2] for word in options)
+    is_script = SCRIPT in (recipe, keys.get("recipe")) or (not recipe and SCRIPT in keys)
+    has_arguments = len(options) < len(argv)
+    if has_arguments and not (is_script and SCRIPT in keys):
         raise ConfigError("--: is only for a program of your own: give script=FILE before it")
-    if not is_script or "program" in given:
-        return own
-    if SCRIPT not in given:
+    if not is_script or "program" in keys:
+        return options
+    if SCRIPT not in keys:
         raise ConfigError("script= is missing: give script=FILE, a .py file or an executable")
-    name = given.pop(SCRIPT)
+
+    name = keys.pop(SCRIPT)
     file = Path(name).expanduser()
-    shown_file = f"script={shown(name)}"
-    is_python = name.endswith(".py")
-    if given.get("recipe", SCRIPT) != SCRIPT:
-        raise ConfigError(
-            f"{shown_file}: cannot be used with recipe={shown(given['recipe'])}; give one of the two"
-        )
-    if odd := next((word for word in own if "=" not in word or word.startswith("-")), ""):
-        raise ConfigError(
-            f"'{shown(odd)}' is not key=value; arguments of the program come after --: {shown_file} -- …"
-        )
-    if file.name in LAUNCHERS and given.get("through") != "node":
-        fix = f"give your program as script=FILE, and through={'accelerate' if file.name == 'accelerate' else 'torchrun'}"
-        raise ConfigError(f"{shown_file}: starts ranks itself: {fix}")
+    problem = _problem(file, keys)
+    if problem:
+        raise ConfigError(f"script={shown(name)}: {problem}")
+    for word in options:
+        if "=" not in word or word.startswith("-"):
+            raise ConfigError(
+                f"'{shown(word)}' is not key=value; arguments of the program come after --: "
+                f"script={shown(name)} -- …"
+            )
+    if not recipe:
+        keys["recipe"] = SCRIPT
+    words = {"workdir": os.getcwd(), **keys, "program": os.path.abspath(file)}
+    script_words = [f"{name}={value}" for name, value in words.items()]
+    if has_arguments:
+        script_words.append(f"args={shlex.join(argv[len(options) + 1 :])}")
+    return script_words
+
+
+def _problem(file: Path, keys: Mapping[str, str]) -> str:
+    """Why ``file`` cannot be the program of a job with these keys, and the fix; "" if it can."""
+    if keys.get("recipe", SCRIPT) != SCRIPT:
+        return f"cannot be used with recipe={shown(keys['recipe'])}; give one of the two"
+    if file.name in LAUNCHERS and keys.get("through") != "node":
+        through = "accelerate" if file.name == "accelerate" else "torchrun"
+        return f"starts ranks itself: give your program as script=FILE, and through={through}"
     if not file.is_file():
-        raise ConfigError(
-            f"{shown_file}: there is no such file; give the path of a .py file or of an executable"
-        )
-    if not os.access(file, os.R_OK if is_python else os.X_OK):
-        fix = (
-            "cannot be read; chmod u+r it"
-            if is_python
-            else "is not executable; chmod +x it, or give a .py file"
-        )
-        raise ConfigError(f"{shown_file}: {fix}")
-    args = [f"args={shlex.join(argv[len(own) + 1 :])}"] if len(own) < len(argv) else []
-    words = {"workdir": os.getcwd(), **given, **({} if recipe else {"recipe": SCRIPT})}
-    return [
-        *(f"{name}={value}" for name, value in words.items()),
-        f"program={os.path.abspath(file)}",
-        *args,
-    ]
+        return "there is no such file; give the path of a .py file or of an executable"
+    if file.suffix == ".py":
+        return "" if os.access(file, os.R_OK) else "cannot be read; chmod u+r it"
+    if os.access(file, os.X_OK):
+        return ""
+    return "is not executable; chmod +x it, or give a .py file"
 
 
-def _one(
-    words: Mapping[str, str], recipe: str, environ: Mapping[str, str], to_start: bool = True
-) -> Settings:
-    settings = parser.settings(words, recipe, environ, resumed.run_to_resume)
-    if to_start:
-        resumed.check_same_experiment(settings)
-    return settings
-
-
-def _sweep(
-    words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[str, str]
-) -> Settings:
+def _sweep(words: dict[str, str], environ: Mapping[str, str]) -> Settings:
     """Checks every combination of the swept values. Returns the settings of the first, with all of
     them in ``sweep``.
     """
+    swept = {name: words.pop(name) for name in list(words) if name.startswith(SWEEP)}
     values: dict[str, list[str]] = {}
-    for word, given in swept.items():
+    for word, text in swept.items():
         name = word.removeprefix(SWEEP)
-        values[name] = [value.strip(" ") for value in given.split(",")]
+        values[name] = [value.strip(" ") for value in text.split(",")]
+        problem = ""
         if name in words:
-            raise ConfigError(
-                f"{word}={shown(given)}: {name}={shown(words[name])} is given as well; give one of the two"
-            )
-        if name in declare.names_of(JobKeys) | ONE_FOR_ALL:
-            fix = f"{name}= must be the same in all runs of a sweep; sweep another key"
-            raise ConfigError(f"{word}={shown(given)}: {fix}")
-        if "" in values[name] or len(set(values[name])) < len(values[name]):
-            raise ConfigError(
-                f"{word}={shown(given)}: must be different values separated by commas"
-            )
+            problem = f"{name}={shown(words[name])} is given as well; give one of the two"
+        elif name in declare.names_of(JobKeys) | ONE_FOR_ALL:
+            problem = f"{name}= must be the same in all runs of a sweep; sweep another key"
+        elif "" in values[name] or len(set(values[name])) < len(values[name]):
+            problem = "must be different values separated by commas"
+        if problem:
+            raise ConfigError(f"{word}={shown(text)}: {problem}")
+
     runs = tuple(
         dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
     )
     each = []
     for run in runs:
         try:
-            each.append(_one({**words, **run}, "", environ))
+            settings = parser.settings({**words, **run}, "", environ, resumed.run_to_resume)
+            resumed.check_same_experiment(settings)
+            each.append(settings)
         except ConfigError as error:
             pairs = [f"{SWEEP}{name}={shown(value)}" for name, value in run.items()]
             raise ConfigError(f"{' '.join(pairs)}: {error}") from None

@@ -44,8 +44,8 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     ``run_dir`` is a link of another user.
     """
     if run_dir:
-        found = trust.resolved(Path(run_dir).expanduser())
-        return inside(found, DOCTOR) if recipe == DOCTOR else found
+        path = trust.resolved(Path(run_dir).expanduser())
+        return inside(path, DOCTOR) if recipe == DOCTOR else path
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     return source.home(base) / "runs" / recipe / (run_id or now)
 
@@ -54,12 +54,9 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     """The content of ``status.json``; None before the run has begun, and for a file that
     `write_status` has not written.
     """
-    found = files.read_json(run_dir / "status.json") or {}
-    return (
-        found
-        if all(isinstance(found.get(name), (int, float)) for name in ("step", "updated"))
-        else None
-    )
+    status = files.read_json(run_dir / "status.json") or {}
+    is_valid = all(isinstance(status.get(name), int | float) for name in ("step", "updated"))
+    return status if is_valid else None
 
 
 def write_status(
@@ -115,18 +112,16 @@ def results(run_dir: Path) -> str:
     """The result in ``summary.json`` as part of a line: val_top1, or the metric that selects the
     best checkpoint. "" if there is none.
     """
-    found = files.read_json(run_dir / "summary.json") or {}
-    best = {**(found.get("best") or {})}
-    step = best.pop("step", None)
-    name = next(iter(best), "val_top1")
-    if not isinstance(last := found.get(name), float):
+    summary = files.read_json(run_dir / "summary.json") or {}
+    best = summary.get("best") or {}
+    name = next((name for name in best if name != "step"), "val_top1")
+    last = summary.get(name)
+    if not isinstance(last, float):
         return ""
-    of_best = (
-        f" (best {best[name]:.4f} at step {step})"
-        if isinstance(best.get(name), float) and best[name] != last
-        else ""
-    )
-    return f"; {name} {last:.4f}{of_best}"
+    line = f"; {name} {last:.4f}"
+    if isinstance(best.get(name), float) and best[name] != last:
+        line += f" (best {best[name]:.4f} at step {best.get('step')})"
+    return line
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 from recipes.core.run import attempt as attempts
 from recipes.core.run import rows as all_rows
-from recipes.core.run.attempt import Attempt
 from recipes.core.run.rows import number
 
 # communication is a part of forward_backward
@@ -47,11 +46,13 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     usual = [
         row for before, row in pairwise([{}, *rows]) if row.get("attempt") == before.get("attempt")
     ][-RECENT:]
-    found = {
-        name: [value for row in usual if math.isfinite(value := number(row.get(name)))]
-        for name in SHARES
-    }
-    return {name: statistics.median(values) for name, values in found.items() if values}
+    medians = {}
+    for name in SHARES:
+        values = [number(row.get(name)) for row in usual]
+        known = [value for value in values if math.isfinite(value)]
+        if known:
+            medians[name] = statistics.median(known)
+    return medians
 
 
 def verdict(
@@ -60,13 +61,17 @@ def verdict(
     """The first thing to change in a run in one line; "" if nothing stands out.
 
     facts: of its attempt: ``hosts`` of the ranks, and ``cpus`` and ``memory_mb`` per node that the
-    job has asked for. keys: of the run.
+    job has asked for. Rows of other attempts do not count: they may be of other nodes. keys: of the
+    run.
     """
+    rows = [row for row in rows if row.get("attempt") == facts.get("attempt")]
     hosts = facts["hosts"] if isinstance(facts.get("hosts"), list) else []
     part = shares(rows)
     steps = number(rows[-1].get("step")) if rows else 0.0
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
-    used = {name: number(last.get(name)) for name in ("memory_gb", "cpus_used", "gpu_memory_gb")}
+    used_memory = number(last.get("memory_gb"))
+    used_cpus = number(last.get("cpus_used"))
+    has_gpus = math.isfinite(number(last.get("gpu_memory_gb")))
     busy = part.get("forward_backward", 0.0) + part.get("optimizer", 0.0)
     # the host may wait for data while a GPU still has work
     waits = min(part.get("data_wait", 0.0), 1 - busy)
@@ -75,22 +80,34 @@ def verdict(
     seconds = all_rows.numbers(last.get("rank_step_s"))
     seconds = seconds if all(0 <= value < math.inf for value in seconds) else []
     is_short = not seconds or statistics.median_low(seconds) < SHORT_S
-    if line := _of_ranks(
-        seconds, number(keys.get("global_batch_size")), hosts, steps >= STEPS and not is_short
-    ):
+    batch = number(keys.get("global_batch_size"))
+    line = _of_ranks(seconds, batch, hosts, steps >= STEPS and not is_short)
+    if line:
         return line
-    if part and math.isfinite(used["gpu_memory_gb"]) and 1 - busy >= IDLE_GPU:
-        return f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, or compile=true"
+    if part and has_gpus and 1 - busy >= IDLE_GPU:
+        return (
+            f"the GPUs are idle for {1 - busy:.0%} of each step: use a larger global_batch_size=, "
+            "or compile=true"
+        )
     if part.get("communication", 0.0) >= COMMUNICATES and not is_short:
-        fix = "use a larger global_batch_size=, fewer ranks, or a faster network (python -m recipes.doctor measures it)"
-        return f"{part['communication']:.0%} of each step waits for the gradients of other ranks: {fix}"
+        return (
+            f"{part['communication']:.0%} of each step waits for the gradients of other ranks: "
+            "use a larger global_batch_size=, fewer ranks, "
+            "or a faster network (python -m recipes.doctor measures it)"
+        )
     memory = number(facts.get("memory_mb")) / 1e3
     cpus = number(facts.get("cpus"))
-    if memory >= MEMORY_GB and used["memory_gb"] < MEMORY_USED * memory:
-        enough = math.ceil(1.5 * used["memory_gb"])
-        return f"{used['memory_gb']:.1f} of {memory:.0f} GB of memory per node are used: --mem={enough}G is enough"
-    if cpus >= CPUS and used["cpus_used"] < CPUS_USED * cpus:
-        return f"{used['cpus_used']:.1f} of {cpus:.0f} CPUs per node are busy: fewer are enough (cpus_per_rank=)"
+    if memory >= MEMORY_GB and used_memory < MEMORY_USED * memory:
+        enough = math.ceil(1.5 * used_memory)
+        return (
+            f"{used_memory:.1f} of {memory:.0f} GB of memory per node are used: "
+            f"--mem={enough}G is enough"
+        )
+    if cpus >= CPUS and used_cpus < CPUS_USED * cpus:
+        return (
+            f"{used_cpus:.1f} of {cpus:.0f} CPUs per node are busy: "
+            "fewer are enough (cpus_per_rank=)"
+        )
     return ""
 
 
@@ -100,10 +117,9 @@ def _faster_data(facts: Mapping[str, Any], keys: Mapping[str, Any], hosts: Seque
     ranks = max(1, max(map(hosts.count, hosts), default=1))
     workers = number(keys.get("num_workers"))
     most = cpus // ranks if cpus > 0 else math.inf
-    if math.isfinite(workers) and workers >= 0 and 2 * max(1.0, workers) <= most:
-        return (
-            f"use num_workers={min(most, 2 * max(1.0, workers)):.0f}, or a packed copy of the data"
-        )
+    more = 2 * max(1.0, workers)
+    if workers >= 0 and more <= most:
+        return f"use num_workers={more:.0f}, or a packed copy of the data"
     return "use more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
 
 
@@ -117,12 +133,17 @@ def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_t
     most = math.ceil(batch / ranks) if batch > 0 else 1
     least = batch // ranks if batch > 0 else 1
     if most >= UNEVEN * least:
-        return f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: make global_batch_size= a multiple of {ranks}"
+        return (
+            f"each step has {most:.0f} samples for some ranks and {least:.0f} for others: "
+            f"make global_batch_size= a multiple of {ranks}"
+        )
     longest, rank = max((value, rank) for rank, value in enumerate(seconds))
     usual = statistics.median_low(seconds)
     if longest < SLOW_RANK * usual or not by_time:
         return ""
-    name = f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}"
+    name = f"rank {rank}"
+    if rank < len(hosts):
+        name += f" on {hosts[rank]}"
     fix = "the others wait for it: python -m recipes.doctor examines its node"
     return f"{name} needs {longest / usual:.1f} times as long per step as the median rank; {fix}"
 
@@ -135,32 +156,23 @@ def time_spent(folder: Path, now: float) -> dict[str, float]:
     a clock was set back.
     """
     every = [row for row in all_rows.every(folder) if math.isfinite(number(row.get("time")))]
-    begun = [
-        (one, one.facts())
-        for n in reversed(attempts.numbers(folder))
-        if (one := Attempt(folder, n)).has_begun
-    ]
+    begun = [attempt for attempt in reversed(attempts.every(folder)) if attempt.has_begun]
     if not begun or not every:
         return {}
-    begins = [number(facts.get("time")) for _, facts in begun]
-    resumed = [*(number(facts.get("step")) for _, facts in begun[1:]), math.inf]
-    found = dict.fromkeys(("start", "training", "lost", "waiting"), 0.0)
-    for (attempt, _), begin, end, again in zip(
-        begun, begins, [*begins[1:], now], resumed, strict=True
-    ):
-        own = [row for row in every if row.get("attempt") == attempt.number]
-        times = [number(row["time"]) for row in own] or [end]
-        kept = max(
-            [
-                time
-                for time, row in zip(times, own, strict=False)
-                if number(row.get("step")) <= again
-            ],
-            default=times[0],
-        )
-        moments = (begin, times[0], kept, times[-1], end)
-        if not all(one <= other for one, other in pairwise(moments)):
-            return {}
-        for name, (before, after) in zip(found, pairwise(moments), strict=True):
-            found[name] += after - before
-    return found
+    spent = dict.fromkeys(("start", "training", "lost", "waiting"), 0.0)
+    after_the_last = {"time": now, "step": math.inf}
+    begins = [*(attempt.facts() for attempt in begun), after_the_last]
+    for attempt, (facts, following) in zip(begun, pairwise(begins), strict=True):
+        end = number(following.get("time"))
+        of_attempt = [row for row in every if row.get("attempt") == attempt.number]
+        times = [row["time"] for row in of_attempt] or [end]
+        kept = [
+            row["time"] for row in of_attempt if number(row.get("step")) <= following.get("step", 0)
+        ]
+        last_kept = max(kept, default=times[0])
+        moments = (number(facts.get("time")), times[0], last_kept, times[-1], end)
+        for name, (before, after) in zip(spent, pairwise(moments), strict=True):
+            if not before <= after:
+                return {}
+            spent[name] += after - before
+    return spent

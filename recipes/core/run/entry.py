@@ -67,11 +67,8 @@ def _skip_teardown() -> None:
     Runs last at exit. The teardown is not skipped if another tool inspects this process (nsys, a
     preloaded library), since such a tool may write its results during the teardown.
     """
-    if (
-        _exit_status
-        and "LD_PRELOAD" not in os.environ
-        and not any("INJECTION" in name for name in os.environ)
-    ):
+    is_inspected = any(name == "LD_PRELOAD" or "INJECTION" in name for name in os.environ)
+    if _exit_status and not is_inspected:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_status[0])
@@ -86,11 +83,11 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     part.
     """
     if argv is None:
+        argv = sys.argv[1:]
         atexit.register(_skip_teardown)  # atexit calls the function that was registered first last
     # Slurm may signal a short job while it starts. The signals stay blocked until signals.stop_flag
     # installs a handler, so that none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    argv = sys.argv[1:] if argv is None else argv
     # python -m torch.distributed.launch adds an argument that repeats LOCAL_RANK
     if "RANK" in os.environ:
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]

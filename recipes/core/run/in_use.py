@@ -29,13 +29,12 @@ def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDI
     An earlier start of this same job does not count. patience_s: how long to wait for a job that is
     ending and for a heartbeat.
     """
-    for number in attempts.numbers(attempt.run_dir):
-        earlier = Attempt(attempt.run_dir, number)
-        if number < attempt.number:
-            if problem := _check_attempt(earlier, environ, patience_s):
-                return problem
-            if earlier.has_begun:  # it began only when those before it had ended
-                break
+    for earlier in attempts.every(attempt.run_dir):
+        if earlier.number >= attempt.number:
+            continue
+        problem = _check_attempt(earlier, environ, patience_s)
+        if problem or earlier.has_begun:  # it began only when those before it had ended
+            return problem
     return ""
 
 
@@ -48,24 +47,17 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     status = directory.read_status(run_dir) or {}
     own_status = status if status.get("attempt") == attempt.number else {}
     judged = files.read_json(attempt.folder / "ended.json") or own_status
-    # the job of a saved run may be requeued
-    if judged.get("state") not in (
-        None,
-        "running",
-        "preempted",
-    ):
+    state = judged.get("state")
+    is_saved = state == "preempted"  # its job may be requeued
+    if state not in (None, "running") and not is_saved:
         return ""
-    is_saved = judged.get("state") == "preempted"
     runs = is_running(facts)
     if own_job is not None and own_job == job:
         # The attempt is an earlier start of this job or another step of it. Only the process shows
         # whether that step still runs.
         if facts.get("launch") == directory.launch_id(environ) and runs:
-            return _used(
-                run_dir,
-                f"another Slurm step of this job (process {facts['process']['pid']})",
-                "wait for its end",
-            )
+            who = f"another Slurm step of this job (process {facts['process']['pid']})"
+            return _used(run_dir, who, "wait for its end")
         return ""
     cluster = facts.get("cluster")
     own_cluster = environ.get("SLURM_CLUSTER_NAME", "")
@@ -86,9 +78,9 @@ def is_running(facts: Mapping[str, Any]) -> bool | None:
     process = facts.get("process") or {}
     if not process.get("place") or process["place"] != attempts.namespace():
         return None
-    started = process["started"]
-    pid = int(process["pid"])
-    return bool(started) and attempts.start_time(pid) == started and pid != os.getpid()
+    started = attempts.start_time(process["pid"])
+    is_same = started != "" and started == process["started"]
+    return is_same and process["pid"] != os.getpid()
 
 
 def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> str:
@@ -96,15 +88,15 @@ def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> 
     again. Raises MachineError.
     """
     deadline = time.monotonic() + patience_s
-    while (found := queue.find(job, ASK_S)) and found.state == queue.COMPLETING:
+    while (other := queue.find(job, ASK_S)) and other.state == queue.COMPLETING:
         if time.monotonic() >= deadline:
             break
         time.sleep(1.0)
-    if not found or found.ended or (found.state == queue.COMPLETING and not patience_s):
+    if not other or other.ended or (other.state == queue.COMPLETING and not patience_s):
         return ""
-    if saved and found.fields.get("BatchFlag") == "0":
+    if saved and other.fields.get("BatchFlag") == "0":
         return ""
-    return _used(run_dir, f"job {job} ({found.state.lower()})", f"cancel it (scancel {job})")
+    return _used(run_dir, f"job {job} ({other.state.lower()})", f"cancel it (scancel {job})")
 
 
 def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:

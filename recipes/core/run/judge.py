@@ -53,8 +53,8 @@ class Outcome:
     """
 
     state: str
-    kind: Kind | None
-    reason: str
+    kind: Kind | None = None
+    reason: str = ""
     first: Mapping[str, Any] | None = None
     exit_status: int = 0  # set by `judge`
     step: int = 0
@@ -73,9 +73,9 @@ class Outcome:
     @property
     def line(self) -> str:
         """The reason; without the name of rank 0 if it represents all ranks."""
-        return (
-            str((self.first or {}).get("error") or self.reason) if self.is_of_all else self.reason
-        )
+        if self.first and self.is_of_all:
+            return self.first.get("error") or self.reason
+        return self.reason
 
 
 def close(attempt: Attempt, end: End) -> Outcome:
@@ -89,8 +89,15 @@ def close(attempt: Attempt, end: End) -> Outcome:
         judgement = {**asdict(outcome), "line": outcome.line, "time": time.time()}
         files.write_json(attempt.folder / "ended.json", judgement)
         if by_parent or (outcome.state == "preempted" and outcome.first):
-            why = {name: getattr(outcome, name) for name in ("step", "reason", "kind", "first")}
-            directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **why)
+            directory.write_status(
+                attempt.run_dir,
+                outcome.state,
+                attempt=attempt.number,
+                step=outcome.step,
+                reason=outcome.reason,
+                kind=outcome.kind,
+                first=outcome.first,
+            )
     return outcome
 
 
@@ -115,35 +122,43 @@ def judge(attempt: Attempt, end: End | None = None) -> Outcome:
     """How the attempt ended, by its files. end: None for a reader, which has not seen the processes
     end.
     """
+    status = directory.read_status(attempt.run_dir) or {}  # of this or of another attempt
+    return replace(_judge(attempt, end, status), step=int(status.get("step") or 0))
+
+
+def _judge(attempt: Attempt, end: End | None, status: Mapping[str, Any]) -> Outcome:
+    """The judgement without its step."""
     facts = attempt.facts()
     records = attempts.records(attempt)
     begun = attempt.has_begun
-    status = directory.read_status(attempt.run_dir) or {}  # of this or of another attempt
-    own = status if status.get("attempt") == attempt.number else {}  # written by this attempt
+    written = status if status.get("attempt") == attempt.number else {}  # written by this attempt
     of_program = facts.get("of_program")
-    hosts = facts.get("hosts") or ()
-    step = int(status.get("step") or 0)
-    if own.get("state") == "done":
-        return Outcome("done", None, "", None, EXIT_DONE, step)
-    if own.get("state") == "preempted" and not (of_program and end):
+    if written.get("state") == "done":
+        return Outcome("done")
+    if written.get("state") == "preempted" and not (of_program and end):
         return Outcome(
-            "preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step
+            "preempted", kind_of(written), written.get("reason") or "", None, EXIT_REQUEUE
         )
-    if by := attempts.taken_over_by(attempt):
-        reason = f"{attempt.run_dir} was taken over by {by}; this job is not requeued"
-        return Outcome(NOT_BEGUN, Kind.machine, reason, None, EXIT_MACHINE, step)
+
+    launch = attempts.taken_over_by(attempt)
+    if launch:
+        reason = f"{attempt.run_dir} was taken over by {launch}; this job is not requeued"
+        return Outcome(NOT_BEGUN, Kind.machine, reason, None, EXIT_MACHINE)
     if of_program and begun:
-        return replace(_of_program(attempt, records, end), step=step)
+        return _of_program(attempt, records, end)
     if end and end.stopped and not begun:
-        return Outcome(
-            NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step
-        )
-    found = _first_failure(records, hosts, begun, end)
-    code = int(
-        (found.first or {}).get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH
-    )
-    state = NOT_BEGUN if not begun and status and not own else found.state
-    return replace(found, state=state, exit_status=code, step=step)
+        reason = "it was stopped before the run began"
+        return Outcome(NOT_BEGUN, Kind.stopped, reason, None, EXIT_REQUEUE)
+
+    outcome = _first_failure(records, facts.get("hosts") or (), begun, end)
+    state = NOT_BEGUN if not begun and status and not written else outcome.state
+    return replace(outcome, state=state, exit_status=_exit_status(outcome, end))
+
+
+def _exit_status(outcome: Outcome, end: End | None) -> int:
+    """That of the first rank that failed, else what the parent saw."""
+    first = outcome.first or {}
+    return first.get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH
 
 
 def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End | None) -> Outcome:
@@ -157,7 +172,7 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
     failures = [record for record in records if _kind(record) is not Kind.stopped]
     exit_status = end.exit_status if end else EXIT_DONE
     if exit_status == 0 and not failures and (is_finished(attempt) or (end and not stops)):
-        return Outcome("done", None, "", None, EXIT_DONE)
+        return Outcome("done")
     known = {record["rank"] for record in failures}
     stopped_tasks = {record["rank"] for record in stops}
     lost = [
@@ -173,30 +188,21 @@ def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End
     )
     if exit_status and lost and not is_seen and (are_few or not failures):
         if len(lost) == len(ranks):
-            return Outcome(
-                "failed",
-                Kind.killed,
-                "srun, or the wrapper of every rank, was killed",
-                None,
-                exit_status,
-            )
-        named = ", ".join(map(_who, lost[:4])) + (
-            f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        )
-        reason = f"the wrapper of {named} was killed" + (
-            f"; {_who(failures[0])} failed: {failures[0]['error']}" if failures else ""
-        )
-        return Outcome(
-            "failed", Kind.killed, reason, {**lost[0], "exit_status": exit_status}, exit_status
-        )
+            reason = "srun, or the wrapper of every rank, was killed"
+            return Outcome("failed", Kind.killed, reason, None, exit_status)
+        reason = f"the wrapper of {_names(lost)} was killed"
+        if failures:
+            reason += f"; {_who(failures[0])} failed: {failures[0]['error']}"
+        first = {**lost[0], "exit_status": exit_status}
+        return Outcome("failed", Kind.killed, reason, first, exit_status)
+
     if stops and (not failures or stops[0]["time"] <= failures[0]["time"]):
-        return Outcome("preempted", Kind.stopped, str(stops[0]["error"]), None, EXIT_REQUEUE)
+        return Outcome("preempted", Kind.stopped, stops[0]["error"], None, EXIT_REQUEUE)
     outcome = _first_failure(failures, (), True, end)
-    first = outcome.first or {}
-    early = _exited_early(ranks, outcome)
-    code = int(first.get("exit_status") or exit_status or EXIT_CRASH)
-    if early:
-        after = f"after that, {_who(first)} failed: {first['error']}"
+    code = _exit_status(outcome, end)
+    early = _exited_early(ranks, outcome.first) if outcome.kind is Kind.error else None
+    if outcome.first and early:
+        after = f"after that, {_who(outcome.first)} failed: {outcome.first['error']}"
         reason = f"{_who(early)} exited with status 0 before the end of the run; {after}"
         return Outcome("failed", Kind.exited, reason, {**early, "exit_status": code}, code)
     return replace(outcome, exit_status=code)
@@ -212,17 +218,22 @@ def is_finished(attempt: Attempt) -> bool:
     return False
 
 
-def _exited_early(ranks: Sequence[Mapping[str, Any]], outcome: Outcome) -> Mapping[str, Any] | None:
-    """The first rank that exited with status 0 before another one failed by itself; None if most
+def _exited_early(
+    ranks: Sequence[Mapping[str, Any]], first: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """The first rank that exited with status 0 before ``first`` failed by itself; None if most
     ranks had exited.
     """
-    if outcome.kind is not Kind.error or not outcome.first or "time" not in outcome.first:
+    if not first or "time" not in first:
         return None
-    ended = [rank for rank in ranks if rank["ended"] and rank["ended"] < outcome.first["time"]]
-    early = [rank for rank in ended if rank["rank"] != outcome.first["rank"]]
-    if not early or 2 * len(early) > len(ranks):
+    early = [
+        rank
+        for rank in ranks
+        if rank["ended"] and rank["ended"] < first["time"] and rank["rank"] != first["rank"]
+    ]
+    if 2 * len(early) > len(ranks):
         return None
-    return min(early, key=lambda rank: float(rank["ended"]))
+    return min(early, key=lambda rank: rank["ended"], default=None)
 
 
 def _first_failure(
@@ -231,34 +242,51 @@ def _first_failure(
     """Why the attempt failed, without its exit status. records: of ranks, earliest first. hosts: by
     rank.
     """
-    reported = {one["rank"] for one in records}
+    reported = {record["rank"] for record in records}
     by_parent = None
     if end and end.first and end.first["rank"] not in reported:
-        by_parent = Outcome("failed", end.kind, end.reason, dict(end.first))
+        by_parent = Outcome("failed", end.kind, end.reason, end.first)
     # the other ranks do not know why this one ended
     if by_parent and by_parent.kind is Kind.killed:
         return by_parent
-    causes = [one for one in records if not _kind(one).is_consequence]
+
+    causes = [record for record in records if not _kind(record).is_consequence]
     if causes:
         first = _represents(causes)
-        if _kind(first) is Kind.stopped:
-            return Outcome("preempted", Kind.stopped, str(first["error"]), first)
-        return Outcome(
-            "failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first
-        )
-    if late := _late_rank(records):
-        return late
+        kind = _kind(first)
+        if kind is Kind.stopped:
+            return Outcome("preempted", kind, first["error"], first)
+        return Outcome("failed", kind, f"{_who(first)} failed first: {first['error']}", first)
+
+    late = _late_rank(records)
+    if late:
+        return Outcome("failed", Kind.timeout, _behind(late), late)
     if not (by_parent or begun or records or hosts):
         return Outcome("failed", Kind.killed, "it ended before the run began")
     if end and end.exit_status == 0 and not records:
-        return Outcome(
-            "incomplete", Kind.exited, "every rank exited with status 0 before the end of the run"
+        reason = "every rank exited with status 0 before the end of the run"
+        return Outcome("incomplete", Kind.exited, reason)
+    if by_parent:
+        return by_parent
+    if not records:
+        reason = (
+            "all ranks exited without an error record "
+            "(killed from outside, or by NCCL: see their logs)"
         )
-    if cause := by_parent or _silent_ranks(records, hosts):
-        return cause
+        return Outcome("failed", Kind.killed, reason)
+
+    silent = [
+        {"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported
+    ]
+    if silent:
+        reason = (
+            f"{_names(silent)} exited without an error record "
+            "(killed, out of memory, or its node is gone)"
+        )
+        return Outcome("failed", Kind.killed, reason, silent[0])
     # All ranks only lost the connection to others: a rank that timed out takes precedence, else the
     # earliest.
-    first = next((one for one in records if _kind(one) is Kind.timeout), records[0])
+    first = next((record for record in records if _kind(record) is Kind.timeout), records[0])
     return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first)
 
 
@@ -269,9 +297,8 @@ def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     # another meaning for a recipe.
     if first["exit_status"] == EXIT_CRASH or _kind(first) in (Kind.error, Kind.killed):
         return first
-    return min(
-        (one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"])
-    )
+    alike = [cause for cause in causes if cause["kind"] == first["kind"]]
+    return min(alike, key=lambda cause: cause["rank"])
 
 
 def _kind(record: Mapping[str, Any]) -> Kind:
@@ -282,6 +309,11 @@ def _who(rank: Mapping[str, Any]) -> str:
     return f"rank {rank['rank']} on {rank['host']}"
 
 
+def _names(ranks: Sequence[Mapping[str, Any]]) -> str:
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return ", ".join(map(_who, ranks[:4])) + more
+
+
 def describe(record: Mapping[str, Any]) -> str:
     """One line on the failure of one rank, for a rank without a parent that judges."""
     late = record.get("behind")
@@ -289,35 +321,20 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 def _behind(late: Mapping[str, Any]) -> str:
-    return f"{_who(late)} got no further than {late['at']}, and the other ranks timed out waiting for it"
+    return (
+        f"{_who(late)} got no further than {late['at']}, "
+        "and the other ranks timed out waiting for it"
+    )
 
 
-def _late_rank(records: Sequence[Mapping[str, Any]]) -> Outcome | None:
+def _late_rank(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The rank for which other ranks timed out; None if there is none."""
     reported: set[int] = set()
     for failure in records:
         # A rank that SIGSTOP has stopped, and that continues only to be ended, reports afterwards
         # that it has lost its peers.
-        if (late := failure.get("behind")) and late["rank"] not in reported:
-            return Outcome("failed", Kind.timeout, _behind(late), late)
+        late = failure.get("behind")
+        if late and late["rank"] not in reported:
+            return late
         reported.add(failure["rank"])
     return None
-
-
-def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Outcome | None:
-    """The ranks without a record; None if there is none."""
-    reported = {failure["rank"] for failure in records}
-    silent = [
-        {"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported
-    ]
-    if not records:
-        reason = "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)"
-        return Outcome("failed", Kind.killed, reason)
-    if not silent:
-        return None
-    named = ", ".join(_who(one) for one in silent[:4])
-    more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
-    reason = (
-        f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
-    )
-    return Outcome("failed", Kind.killed, reason, silent[0])

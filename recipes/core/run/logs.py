@@ -31,7 +31,8 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
             log.write(b"\f\n")  # a form feed separates the attempts
     except OSError as error:
         raise MachineError(
-            f"run_dir={path.parents[1]}: {path.name} cannot be written ({error.strerror}): give another run_dir"
+            f"run_dir={path.parents[1]}: {path.name} cannot be written ({error.strerror}): "
+            "give another run_dir"
         ) from None
     terminal = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() else None
     copies = []

@@ -25,21 +25,19 @@ from recipes.core.run import directory
 
 # States after which a job does not start again. REVOKED is not one of them: in a federation,
 # another cluster runs that job.
-ENDED = frozenset(
-    [
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "TIMEOUT",
-    ]
-)
+ENDED = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+}
 # States between two starts of a requeued job, or before the first start.
-WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"])
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
 # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
@@ -51,27 +49,44 @@ HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
 NOT_REQUEUED: dict[Next | None, str] = {
     Next.cancelled: f"the job was cancelled: {HOW_TO_RESUME}",
     Next.max_requeues: f"not requeued, since max_requeues= is reached: {HOW_TO_RESUME}",
-    Next.no_progress: f"not requeued, since its last start completed no step or saved no file: {HOW_TO_RESUME}",
+    Next.no_progress: (
+        f"not requeued, since its last start completed no step or saved no file: {HOW_TO_RESUME}"
+    ),
     Next.requeue_failed: f"not requeued, since scontrol requeue failed: {HOW_TO_RESUME}",
     Next.not_requeued: f"not requeued by Slurm: {HOW_TO_RESUME}",
 }
 # Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a
 # line.
 _TEXT_FIELD = re.compile(
-    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
+    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|"
+    r"(?:Admin|System)?Comment|Extra)=(.*)"
 )
 # What a reason of Slurm for a pending job means. The pattern matches the whole reason.
 ADVICE = {
-    "PartitionTimeLimit": "its time limit is above that of the partition, so it never starts: cancel it, and give a shorter time=",
-    "PartitionNodeLimit": "the partition does not allow so many nodes, so it never starts: cancel it, and give another nodes=",
-    "PartitionDown|PartitionInactive": "the partition accepts no jobs now: give another partition=, or wait",
+    "PartitionTimeLimit": (
+        "its time limit is above that of the partition, so it never starts: cancel it, "
+        "and give a shorter time="
+    ),
+    "PartitionNodeLimit": (
+        "the partition does not allow so many nodes, so it never starts: cancel it, "
+        "and give another nodes="
+    ),
+    "PartitionDown|PartitionInactive": (
+        "the partition accepts no jobs now: give another partition=, or wait"
+    ),
     "BadConstraints": "no node has what it asks for, so it never starts: cancel it",
-    "ReqNodeNotAvail.*|Reservation": "nodes are down or reserved, for example for maintenance: a shorter time= may start earlier",
-    "(Assoc|QOS)(Grp|Max).*": "a limit of your account or QOS is reached: it starts when other jobs have ended",
+    "ReqNodeNotAvail.*|Reservation": (
+        "nodes are down or reserved, for example for maintenance: a shorter time= may start earlier"
+    ),
+    "(Assoc|QOS)(Grp|Max).*": (
+        "a limit of your account or QOS is reached: it starts when other jobs have ended"
+    ),
     "InvalidAccount|InvalidQOS": "it never starts: cancel it, and give a valid account= or qos=",
     "JobLaunchFailure": "its batch script did not start: the folder of its log (-o) must exist on the node, and be yours to write",
     "JobHeldAdmin": "an administrator holds it",
-    "launch failed requeued held": "a node failed at its start: scontrol release lets it start again",
+    "launch failed requeued held": (
+        "a node failed at its start: scontrol release lets it start again"
+    ),
 }
 # Variables that replace options of Slurm's commands, or change the form of the times that they
 # print.
@@ -102,7 +117,7 @@ class Job:
 
     @property
     def never_starts(self) -> bool:
-        """Whether the dependency of the job can never be met. Slurm leaves such a job in the queue."""
+        """Whether the dependency of the job can never be met. Slurm leaves it in the queue."""
         return self.state == "PENDING" and self.reason == "DependencyNeverSatisfied"
 
     @property
@@ -162,11 +177,13 @@ def show(job_id: str, timeout_s: float = ANSWER_S) -> list[Job]:
         raise MachineError(f"Slurm's controller has not answered within {timeout_s:g} s") from None
     except OSError as error:
         raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
-    if asked.returncode and not _is_unknown(asked):
-        raise MachineError(
-            f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}"
-        )
-    return [] if asked.returncode else parse(asked.stdout)
+    if not asked.returncode:
+        return parse(asked.stdout)
+    if _is_unknown(asked):
+        return []
+    raise MachineError(
+        f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}"
+    )
 
 
 def _call(
@@ -199,9 +216,8 @@ def _is_unknown(done: "subprocess.CompletedProcess[str]") -> bool:
     """Whether Slurm does not know the job ID (as stderr says), or the element of an array that it
     knows (stdout).
     """
-    return "Invalid job id" in done.stderr or bool(
-        re.fullmatch(r"Job \S+ not found\s*", done.stdout)
-    )
+    not_found = re.fullmatch(r"Job \S+ not found\s*", done.stdout)
+    return "Invalid job id" in done.stderr or not_found is not None
 
 
 def change(*arguments: str) -> None:
@@ -215,7 +231,8 @@ def _answer(*command: str) -> str:
     """The stdout of a command of Slurm; "" if it fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = _call(*command)
-        return "" if done.returncode else done.stdout
+        done.check_returncode()
+        return done.stdout
     return ""
 
 
@@ -223,8 +240,9 @@ def find_by_comment(comment: str) -> str:
     """The ID of this user's job with that comment; "" if there is none, or if Slurm does not
     answer.
     """
-    lines = _answer("squeue", "--me", "--noheader", "--states=all", "--format=%F %k").splitlines()
-    return next((line.split()[0] for line in lines if line.split()[1:] == [comment]), "")
+    answer = _answer("squeue", "--me", "--noheader", "--states=all", "--format=%F %k")
+    jobs = (line.split() for line in answer.splitlines())
+    return next((job for job, *words in jobs if words == [comment]), "")
 
 
 @dataclass(frozen=True)
@@ -266,12 +284,16 @@ def mine(timeout_s: float = OWN_JOB_S) -> dict[str, Line] | None:
         return None
     if asked.returncode:
         return None
-    found = {}
+    jobs = {}
     for line in asked.stdout.splitlines():
         job, state, start, nodes, left, priority, reason = line.split("|", 6)
-        why = "" if reason in ("None", "(null)") else reason
-        found[job] = Line(state, start, nodes, durations.seconds(left), priority == "0", why)
-    return found
+        left_s = durations.seconds(left)
+        jobs[job] = Line(state, start, nodes, left_s, priority == "0", _reason(reason))
+    return jobs
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "(null)") else text
 
 
 def said(error: Exception) -> str:
@@ -287,10 +309,8 @@ def requeue(job_id: str, restarts: int) -> None:
         change("requeue", job_id)
     except subprocess.SubprocessError:
         with contextlib.suppress(MachineError):
-            if (found := find(job_id)) and found.after_start(restarts) in (
-                Next.requeued,
-                Next.held,
-            ):
+            job = find(job_id)
+            if job and job.after_start(restarts) in (Next.requeued, Next.held):
                 return
         raise
 
@@ -305,8 +325,8 @@ def partition(name: str) -> dict[str, str]:
     "" for the default one.
     """
     blocks = _answer("scontrol", "show", "partition", *filter(None, [name])).split("\n\n")
-    found = (dict(_WORD.findall(block)) for block in blocks)
-    return next((fields for fields in found if name or fields.get("Default") == "YES"), {})
+    partitions = (dict(_WORD.findall(block)) for block in blocks)
+    return next((fields for fields in partitions if name or fields.get("Default") == "YES"), {})
 
 
 def cancel(job_id: str) -> None:
@@ -315,11 +335,10 @@ def cancel(job_id: str) -> None:
 
 
 def cluster_name() -> str:
-    """The name of this cluster, as SLURM_CLUSTER_NAME is in its jobs; "" if Slurm does not answer."""
-    found = re.search(
-        r"^ClusterName\s*=\s*(\S+)", _answer("scontrol", "show", "config"), re.MULTILINE
-    )
-    return found[1] if found else ""
+    """This cluster's name, which is SLURM_CLUSTER_NAME in its jobs; "" if Slurm does not answer."""
+    config = _answer("scontrol", "show", "config")
+    name = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+    return name[1] if name else ""
 
 
 def find(job_id: str, timeout_s: float = ANSWER_S) -> Job | None:
@@ -356,8 +375,8 @@ def gpus(tres: str) -> str:
 
     tres: such as gres:gpu:2 (Slurm 22.05), gres/gpu:2 or cpu=4,gres/gpu:a100=2 (24.11).
     """
-    found = (re.fullmatch(r"(?:gres[:/])?gpu[:=](.+)", one) for one in tres.split(","))
-    return ",".join(one[1].replace("=", ":") for one in found if one)
+    gpu = re.compile(r"(?:^|,)(?:gres[:/])?gpu[:=]([^,]+)")
+    return ",".join(gpu.findall(tres)).replace("=", ":")
 
 
 def _job(block: str) -> Job:
@@ -370,13 +389,12 @@ def _job(block: str) -> Job:
             fields[text_field[1]] = text_field[2]
     array = fields.get("ArrayJobId")
     task = fields.get("ArrayTaskId")
-    status, _, number = fields.get("ExitCode", "0:0").partition(":")
-    reason = fields.get("Reason", "")
+    status, number = map(int, fields.get("ExitCode", "0:0").split(":"))
     return Job(
         id=f"{array}_{task}" if array and task else fields.get("JobId", ""),
         state=fields.get("JobState", ""),
-        reason="" if reason in ("None", "(null)") else reason,
-        exit_status=int(status) or (128 + int(number) if int(number or 0) else 0),
+        reason=_reason(fields.get("Reason", "")),
+        exit_status=status or (number and 128 + number),
         restarts=int(fields.get("Restarts", "0")),
         fields=fields,
     )
@@ -386,8 +404,9 @@ def time_left_s(fields: Mapping[str, str]) -> float | None:
     """Seconds until the time limit of a job that has started, from `Job.fields`. inf means no
     limit, None means unknown.
     """
-    limit_s, run_s = (durations.seconds(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
-    return None if limit_s is None or run_s is None else limit_s - run_s
+    limit = limit_s(fields)
+    run_s = durations.seconds(fields.get("RunTime", ""))
+    return None if limit is None or run_s is None else limit - run_s
 
 
 def is_short(fields: Mapping[str, str]) -> bool:
@@ -410,15 +429,16 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
     The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job
     began.
     """
-    job = directory.job_id(environ)
-    end = environ.get("SLURM_JOB_END_TIME", "")
-    left_s = None
-    if not job:
+    job_id = directory.job_id(environ)
+    if not job_id:
         return None
     with contextlib.suppress(MachineError):
-        found = find(job, OWN_JOB_S)
-        left_s = time_left_s(found.fields) if found else None
-    return int(end) - time.time() if left_s is None and end.isdecimal() else left_s
+        job = find(job_id, OWN_JOB_S)
+        left_s = time_left_s(job.fields) if job else None
+        if left_s is not None:
+            return left_s
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    return int(end) - time.time() if end.isdecimal() else None
 
 
 @dataclass(frozen=True)
@@ -444,22 +464,22 @@ def of_run(run_dir: Path) -> Outlook:
     """
     attempt = attempts.facts(run_dir)
     described = files.read_json(run_dir / "job.yaml") or {}
-    of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
+    of_attempt = attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0]
     ids = [
-        one
-        for one in (str(described.get("job_id") or ""), of_attempt)
-        if re.fullmatch(r"\d+(_\d+)?", one)
+        job_id
+        for job_id in (str(described.get("job_id")), str(of_attempt))
+        if re.fullmatch(r"\d+(_\d+)?", job_id)
     ]
     if not ids:
         return Outlook("", None, False, "it is not a Slurm job")
     try:
-        found = {one: job for one in ids if (job := find(one, timeout_s=OWN_JOB_S))}
+        jobs = {job_id: job for job_id in ids if (job := find(job_id, timeout_s=OWN_JOB_S))}
     except MachineError as error:
         return Outlook(ids[0], None, False, str(error))
-    if not found:
-        return Outlook(ids[-1], None, True, f"Slurm no longer knows job {ids[-1]}")
-    chosen = newest(ids, {one: job.ended for one, job in found.items()})
-    return Outlook(chosen, found[chosen], True, describe(found[chosen]))
+    chosen = newest(ids, {job_id: job.ended for job_id, job in jobs.items()})
+    if not jobs:
+        return Outlook(chosen, None, True, f"Slurm no longer knows job {chosen}")
+    return Outlook(chosen, jobs[chosen], True, describe(jobs[chosen]))
 
 
 def newest(ids: Sequence[str], ended: Mapping[str, bool]) -> str:
@@ -467,25 +487,26 @@ def newest(ids: Sequence[str], ended: Mapping[str, bool]) -> str:
     not ended, else the first that Slurm knows, else the last. "" if there are no ``ids``. ended: of
     those that Slurm knows.
     """
-    active = [one for one in ids if not ended.get(one, True)]
-    return next(iter([*active, *(one for one in ids if one in ended), *reversed(ids)]), "")
+    active = [job_id for job_id in ids if not ended.get(job_id, True)]
+    known = [job_id for job_id in ids if job_id in ended]
+    return next(iter([*active, *known, *reversed(ids)]), "")
 
 
 def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:
     """One line on a run that was stopped: what stopped it, the step at which it was saved, and what
     happens next.
     """
-    found = of_run(run_dir)
-    why = NOT_REQUEUED.get(next_of(status), "")
+    outlook = of_run(run_dir)
+    job = outlook.job
+    why = NOT_REQUEUED.get(next_of(status))
     line = f"stopped by {status.get('reason') or 'a signal'}"
-    line += f", saved at step {step}" if (step := status.get("step")) else ""
-    line += f"; {found.line}" if found.id else ""
-    if found.job and found.job.ended:
-        why = why or NOT_REQUEUED[found.job.after_start(0)]
-    elif (
-        found.job
-        and found.job.fields.get("BatchFlag") != "0"
-        and not (found.job.state == COMPLETING and why)
-    ):
+    if status.get("step"):
+        line += f", saved at step {status['step']}"
+    if outlook.id:
+        line += f"; {outlook.line}"
+
+    if job and job.ended:
+        why = why or NOT_REQUEUED[job.after_start(0)]
+    elif job and job.fields.get("BatchFlag") != "0" and not (job.state == COMPLETING and why):
         return line  # the job continues, or its batch script decides
     return f"{line}; {why or HOW_TO_RESUME}"

@@ -26,13 +26,12 @@ def run_to_resume(
 
     Raises ConfigError if ``run_dir=`` or ``resume=`` names a run of another recipe.
     """
-    named = [("run_dir", Path(run.run_dir))] if run.run_dir else []
+    named = [("run_dir", Path(run.run_dir).expanduser())] if run.run_dir else []
     if run.resume not in RESUME_WORDS:
-        path = Path(run.resume)
+        path = Path(run.resume).expanduser()
         # RUN up to RUN/checkpoints/NAME
-        named += [("resume", one) for one in (path, path.parent, path.parent.parent)]
-    for name, path in named:
-        folder = Path(os.path.expanduser(path))
+        named += [("resume", folder) for folder in (path, path.parent, path.parent.parent)]
+    for name, folder in named:
         # A config.yaml beside a checkpoint that was copied elsewhere may belong to another program.
         is_copy = name == "resume" and not os.path.isdir(folder / "checkpoints")
         if is_copy or not os.path.isfile(folder / "config.yaml"):
@@ -40,7 +39,8 @@ def run_to_resume(
         other = recipe_of(folder)
         if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):
             raise ConfigError(
-                f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: give another {name}="
+                f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: "
+                f"give another {name}="
             )
         if issubclass(recipe_class, TrainKeys) and run.resume != "never":
             return folder, keys_of(folder, recipe, recipe_class)
@@ -50,7 +50,7 @@ def run_to_resume(
 
 def recipe_of(run_dir: Path) -> str:
     """The recipe of a run directory, from its records; "" if there are none."""
-    return str(attempt.facts(run_dir).get("recipe") or "")
+    return attempt.facts(run_dir).get("recipe") or ""
 
 
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
@@ -62,22 +62,22 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
     if "num_workers" not in known:
         words.pop("num_workers", None)  # earlier versions wrote it for recipes that do not read it
-    if unknown := sorted(words.keys() - known):
+    unknown = min(words.keys() - known, default="")
+    if unknown:
         raise ConfigError(
-            f"{shown(path, 4096)}: has {shown(unknown[0])}=, which recipe {recipe} does not have: "
+            f"{shown(path, 4096)}: has {shown(unknown)}=, which recipe {recipe} does not have: "
             "use the code that the run was trained with, or start another run"
         )
-    not_inherited = declare.declared(RunKeys, "not_inherited") | declare.declared(
-        recipe_class, "not_inherited"
-    )
+    left_out = set(declare.declared(RunKeys, "not_inherited"))
+    left_out |= declare.declared(recipe_class, "not_inherited")
     # If the run's path is empty, the site's default applies.
-    unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
+    left_out |= {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
-        unset.add("network")
+        left_out.add("network")
     # another user does not decide who reads this one's files
     if run_dir.stat().st_uid != os.geteuid():
-        unset.add("umask")
-    return {name: value for name, value in words.items() if name not in not_inherited | unset}
+        left_out.add("umask")
+    return {name: value for name, value in words.items() if name not in left_out}
 
 
 def own_env_file(settings: Settings) -> str:
@@ -91,30 +91,31 @@ def own_env_file(settings: Settings) -> str:
 
 
 def check_same_experiment(settings: Settings) -> None:
-    """Raises ConfigError if the given keys would change the experiment of the run that is resumed."""
+    """Raises ConfigError if the keys would change the experiment of the run that is resumed."""
     now = settings.config
     resumes = settings.resumes
-    recipe_class = type(settings.config)
+    recipe_class = type(now)
     if not resumes or now.evaluate or not any((resumes / "checkpoints").glob("step-*.pt")):
         return
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.datasets(settings.recipe).get(saved.get("dataset", ""), {}), **saved}
     then = declare.build(recipe_class, saved)
-    before, after = (
-        {name: declare.plain(value) for name, value in vars(of).items()} for of in (then, now)
-    )
-    if changed := differences(before, after, declare.may_change(recipe_class)):
+    before = {name: declare.plain(value) for name, value in vars(then).items()}
+    after = {name: declare.plain(value) for name, value in vars(now).items()}
+    changed = "; ".join(differences(before, after, declare.may_change(recipe_class)))
+    if changed:
         raise ConfigError(
-            f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys ({'; '.join(changed)}): "
+            f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys "
+            f"({changed}): "
             "give the earlier values, or another run_dir"
         )
     status = directory.read_status(resumes) or {}
-    named = re.search(r"step-(\d+)\.pt$", settings.run.resume)
-    is_last = (
-        int(named[1]) == status.get("step") if named else Path(settings.run.resume).name != "best"
-    )
+    resume = settings.run.resume
+    named = re.search(r"step-(\d+)\.pt$", resume)
+    is_last = int(named[1]) == status.get("step") if named else Path(resume).name != "best"
     is_finished = status.get("state") == "done" and is_last  # from an earlier step, steps are left
-    if not settings.run.force and (problem := change_of_length(then, now, is_finished)):
+    problem = change_of_length(then, now, is_finished)
+    if problem and not settings.run.force:
         raise ConfigError(
             f"{problem}: leave the key out, or give force=true; run directory: {resumes}"
         )
@@ -126,8 +127,11 @@ def differences(
     """One text for each key that differs and is not in ``may_change``, with its saved value and its
     value now.
     """
-    names = [n for n in {**saved, **now} if n not in may_change and saved.get(n) != now.get(n)]
-    return [f"{name}={saved.get(name)} becomes {now.get(name)}" for name in names]
+    return [
+        f"{name}={saved.get(name)} becomes {now.get(name)}"
+        for name in {**saved, **now}
+        if name not in may_change and saved.get(name) != now.get(name)
+    ]
 
 
 def change_of_length(then: Any, now: Any, finished: bool) -> str:

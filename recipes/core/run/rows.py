@@ -21,14 +21,14 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     A row replaces all rows before it whose step is the same or higher: the run was resumed from an
     earlier step. Damaged and incomplete lines are skipped.
     """
-    found: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     for row in every(run_dir):
         step = row.get("step")
         if type(step) is int and 0 <= step < HIGHEST_STEP:
-            while found and found[-1]["step"] >= step:
-                found.pop()
-            found.append(row)
-    return found
+            while kept and kept[-1]["step"] >= step:
+                kept.pop()
+            kept.append(row)
+    return kept
 
 
 def every(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -45,18 +45,20 @@ def every(run_dir: Path) -> Iterator[dict[str, Any]]:
             yield parse(line)
 
 
-def best(found: Sequence[dict[str, Any]], keys: Mapping[str, Any]) -> tuple[str, float, int] | None:
+def best(
+    of_run: Sequence[dict[str, Any]], keys: Mapping[str, Any]
+) -> tuple[str, float, int] | None:
     """The name, value and step of the best evaluation in rows, by the keys best_metric and
     best_mode of a run; None if there is none.
     """
     name = str(keys.get("best_metric") or "val_top1")
     sign = -1 if keys.get("best_mode") == "min" else 1
-    values = [
-        (sign * value, -row["step"])
-        for row in found
-        if math.isfinite(value := number(row.get(name)))
-    ]
-    return (name, sign * max(values)[0], -max(values)[1]) if values else None
+    values = [(number(row.get(name)), row["step"]) for row in of_run]
+    known = [(value, step) for value, step in values if math.isfinite(value)]
+    if not known:
+        return None
+    value, step = max(known, key=lambda pair: sign * pair[0])  # the first of equal ones
+    return name, value, step
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -70,10 +72,9 @@ def parse(line: bytes) -> dict[str, Any]:
 
 def number(value: object) -> float:
     """A value from a file as a number; NaN if it is not one, or not finite."""
-    is_number = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= HIGHEST
-    )
-    return float(value) if is_number else math.nan  # type: ignore[arg-type]
+    if type(value) in (int, float) and abs(value) <= HIGHEST:  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
+    return math.nan
 
 
 def numbers(value: object) -> list[float]:

@@ -15,7 +15,7 @@ from recipes.core import files
 from recipes.core.run.attempt import Attempt
 
 # What the recipes write in a run directory.
-OWN = frozenset(["attempts", "job.sh", "job.yaml", "status.json", "doctor", "summary.json"])
+OWN = {"attempts", "job.sh", "job.yaml", "status.json", "doctor", "summary.json"}
 OWN_LOG = re.compile(r"(rank|node)\d+\.log")  # in logs
 MOST_FILES = 100_000  # of more files, only these are looked at
 
@@ -24,9 +24,8 @@ def note(attempt: Attempt, folder: str) -> None:
     """Notes at the begin of an attempt what is saved in ``folder``; "" is the run directory. Raises
     OSError.
     """
-    files.write_json(
-        attempt.folder / "saves.json", {"folder": folder, "digest": _digest(attempt, folder)}
-    )
+    content = {"folder": folder, "digest": _digest(attempt, folder)}
+    files.write_json(attempt.folder / "saves.json", content)
 
 
 def has_changed(attempt: Attempt) -> bool | None:
@@ -36,7 +35,7 @@ def has_changed(attempt: Attempt) -> bool | None:
     before = files.read_json(attempt.folder / "saves.json")
     if not before:
         return None
-    digest = _digest(attempt, str(before["folder"]))
+    digest = _digest(attempt, before["folder"])
     return digest != before["digest"] if digest else None
 
 
@@ -44,32 +43,29 @@ def _digest(attempt: Attempt, folder: str) -> str:
     """The digest of a folder; "" if it has no file."""
     digest = hashlib.sha256()
     count = 0
-    for path in _files(
-        Path(folder) if folder else attempt.run_dir, OWN if not folder else frozenset()
-    ):
+    for path in _files(Path(folder), set()) if folder else _files(attempt.run_dir, OWN):
         with contextlib.suppress(OSError):
             facts = path.stat()
-            digest.update(
-                f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode(errors="surrogateescape")
-            )
+            line = f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n"
+            digest.update(os.fsencode(line))
             count += 1
         if count == MOST_FILES:
             break
     return digest.hexdigest() if count else ""
 
 
-def _files(folder: Path, hidden: frozenset[str]) -> Iterator[Path]:
+def _files(folder: Path, hidden: set[str]) -> Iterator[Path]:
     """The files in ``folder`` and behind links in it, each folder once. hidden: names directly in
     ``folder``.
     """
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        is_top = Path(place) == folder
-        folders[:] = sorted(
-            name for name in folders if not (is_top and name in hidden) and real not in seen
-        )
-        if real not in seen:
-            is_own = hidden.__contains__ if is_top else OWN_LOG.fullmatch
-            yield from (Path(place, name) for name in sorted(names) if not is_own(name))
+        if real in seen:
+            folders.clear()
+            continue
         seen.add(real)
+        is_top = Path(place) == folder
+        folders[:] = sorted(name for name in folders if not (is_top and name in hidden))
+        is_own = hidden.__contains__ if is_top else OWN_LOG.fullmatch
+        yield from (Path(place, name) for name in sorted(names) if not is_own(name))

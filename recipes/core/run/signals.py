@@ -42,14 +42,16 @@ class StopFlag:
 
     def note(self, reason: str) -> bool:
         """Sets the reason if there is none yet. Returns whether this is the first reason."""
-        first = not self.reason
+        is_first = not self.reason
         self.reason = self.reason or reason
-        return first
+        return is_first
 
 
 def handled() -> tuple[signal.Signals, ...]:
     """SIGNALS, without SIGHUP if the parent process ignores it, as under nohup."""
-    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return tuple(number for number in SIGNALS if number != signal.SIGHUP)
+    return SIGNALS
 
 
 @contextlib.contextmanager
@@ -74,24 +76,18 @@ def keep_from_workers() -> None:
     inherit this.
     """
     # not on a login node, which imports this module too
-    from multiprocessing import (
-        popen_fork,
-        resource_tracker,
-    )
+    from multiprocessing import popen_fork, resource_tracker
     from multiprocessing.process import BaseProcess
 
     tracker = resource_tracker.ResourceTracker
-    methods = [
-        (BaseProcess, "start"),
-        (tracker, "ensure_running"),
-        (tracker, "_ensure_running_and_write"),
-    ]
-    for kind, method in methods:
-        if hasattr(kind, method):  # the last one from Python 3.13.7 on
-            setattr(kind, method, kept_from_children()(getattr(kind, method)))
+    BaseProcess.start = kept_from_children()(BaseProcess.start)  # type: ignore[method-assign]
+    for name in ("ensure_running", "_ensure_running_and_write"):
+        if hasattr(tracker, name):  # the second one from Python 3.13.7 on
+            setattr(tracker, name, kept_from_children()(getattr(tracker, name)))
     # torch's handler would report them as killed
     atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
-    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # the base of all start methods
+    # the base of all start methods
+    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -148,12 +144,10 @@ def _listen(pipe: int, flag: StopFlag, tell: Callable[[str], None]) -> None:
             interrupted_at = min(interrupted_at, time.monotonic())
             if time.monotonic() - interrupted_at > TOGETHER_S:
                 os._exit(INTERRUPTED)
-        name = next((signal.Signals(number).name for number in numbers if number in SIGNALS), "")
-        if name and not telling.ident:
-            flag.note(name)
-            telling = threading.Thread(
-                target=tell, args=(name,), name="a signal's word", daemon=True
-            )
+        stops = [signal.Signals(number).name for number in numbers if number in SIGNALS]
+        if stops and not telling.ident:
+            flag.note(stops[0])
+            telling = threading.Thread(target=tell, args=stops[:1], name="signal", daemon=True)
             telling.start()
     if telling.ident:
         telling.join(TOLD_S)
@@ -184,7 +178,8 @@ def watch_the_end(
             time.sleep(wait)
             now = left()  # the time limit may have been changed since
             known = known - wait if now is None else now
-        if flag.note("the time limit"):
-            tell("the time limit")
+        reason = "the time limit"
+        if flag.note(reason):
+            tell(reason)
 
     threading.Thread(target=watch, name="time limit", daemon=True).start()

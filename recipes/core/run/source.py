@@ -40,13 +40,11 @@ def code_files(root: Path) -> Iterator[Path]:
         for entry in root.iterdir()
         if entry.name not in LEFT_OUT and not entry.name.startswith(".")
     )
-    packages = [top.name for top in tops if any(top.glob("*.py")) or any(top.glob("*/__init__.py"))]
-    for pattern in (
-        "*.py",
-        "sbatch/job.sh",
-        "env/**",
-        *(f"{glob.escape(name)}/**" for name in sorted(packages)),
-    ):
+    packages = sorted(
+        top.name for top in tops if any(top.glob("*.py")) or any(top.glob("*/__init__.py"))
+    )
+    of_packages = [f"{glob.escape(name)}/**" for name in packages]
+    for pattern in ("*.py", "sbatch/job.sh", "env/**", *of_packages):
         for name in sorted(glob.glob(pattern, root_dir=root, recursive=True)):
             if "__pycache__" not in name and (root / name).is_file():
                 yield root / name
@@ -56,12 +54,10 @@ def name_in(code: Path, path: str) -> str:
     """The path of a Python file relative to ``code``; "" if it is outside, or in an environment
     such as .venv.
     """
-    name = os.path.relpath(path, code) if path.startswith(f"{code}/") else ""
-    return (
-        name
-        if name.endswith(".py") and not re.match(r"\.|.*(site-packages|lib/python3[^/]*)/", name)
-        else ""
-    )
+    if not (path.startswith(f"{code}/") and path.endswith(".py")):
+        return ""
+    name = os.path.relpath(path, code)
+    return "" if re.match(r"\.|.*(site-packages|lib/python3[^/]*)/", name) else name
 
 
 def loaded(code: Path) -> dict[str, str]:
@@ -83,12 +79,11 @@ def commit(code: Path) -> str | None:
     """The commit of the code, followed by ``-dirty`` if files differ; None outside a git
     repository.
     """
-    if there := stamp(code):
-        return there.get("commit")
-    return (
-        _git(code, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip()
-        or None
-    )
+    snapshot = stamp(code)
+    if snapshot:
+        return snapshot.get("commit")
+    name = _git(code, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return name.decode().strip() or None
 
 
 def difference(code: Path) -> bytes:
@@ -105,31 +100,21 @@ def difference(code: Path) -> bytes:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}  # the index of the user does not change
         _git(code, "read-tree", "HEAD", **index)
         # other new files may hold secrets
-        code_paths = (path for path in code_files(code) if path.suffix == ".py")
-        known = (
-            path
-            for path in code_paths
-            if os.access(path, os.R_OK) and path.stat().st_size <= MAX_DIFF_BYTES
-        )
-        names = [str(path.relative_to(code)) for path in known]
+        names = [
+            str(path.relative_to(code))
+            for path in code_files(code)
+            if path.suffix == ".py"
+            and os.access(path, os.R_OK)
+            and path.stat().st_size <= MAX_DIFF_BYTES
+        ]
         # it leaves out files that git ignores
         _git(code, "add", "--intent-to-add", "--", *names, **index)
-        diff = _git(
-            code,
-            "diff",
-            "--binary",
-            "--no-ext-diff",
-            "--no-textconv",
-            "--no-color",
-            "--",
-            ".",
-            **index,
-        )
-        return (
-            diff
-            if len(diff) <= MAX_DIFF_BYTES
-            else b"# the difference is too large to be kept here\n"
-        )
+        # whatever the user has configured for git diff
+        options = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")
+        diff = _git(code, "diff", *options, "--", ".", **index)
+        if len(diff) > MAX_DIFF_BYTES:
+            return b"# the difference is too large to be kept here\n"
+        return diff
     return b""
 
 
@@ -150,16 +135,16 @@ def stamp(code: Path) -> dict[str, Any] | None:
     """The origin of a snapshot of the code (repository and commit); None if ``code`` is the
     repository itself.
     """
-    found = read_json(code / STAMP)
-    return found if found and isinstance(found.get("root"), str) else None
+    origin = read_json(code / STAMP)
+    return origin if origin and isinstance(origin.get("root"), str) else None
 
 
 def home(code: Path) -> Path:
     """The repository of ``code``: ``code`` itself, or the repository from which the snapshot was
     made.
     """
-    found = stamp(code)
-    return Path(found["root"]) if found else code
+    snapshot = stamp(code)
+    return Path(snapshot["root"]) if snapshot else code
 
 
 def go_home(code: Path) -> None:

@@ -17,13 +17,7 @@ from recipes.core.run import directory, efficiency, judge, resumed, rows
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 # folders in a run directory, not runs
-INSIDE = {
-    "attempts",
-    "checkpoints",
-    "logs",
-    "doctor",
-    directory.EVALUATION,
-}
+INSIDE = {"attempts", "checkpoints", "logs", directory.DOCTOR, directory.EVALUATION}
 RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
 OF_TRAINING = ("loss", "samples_per_second")  # results that are not of an evaluation
 NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
@@ -73,10 +67,16 @@ def of_job(folder: Path, job: str) -> list[Path]:
     """The runs in ``folder`` of a job, all elements of an array included: by their names, else by
     job.yaml, for those with run_dir=.
     """
-    there = _inside(folder)
-    by_name = [path for path in there if job in (path.name, path.name.partition("_")[0])]
-    ids = ((path, str((files.read_json(path / "job.yaml") or {}).get("job_id"))) for path in there)
-    return by_name or [path for path, one in ids if job in (one, one.partition("_")[0])]
+    names = {path: path.name for path in _inside(folder)}
+    by_name = [path for path, name in names.items() if _is_of(name, job)]
+    if by_name:
+        return by_name
+    described = {path: files.read_json(path / "job.yaml") or {} for path in names}
+    return [path for path, facts in described.items() if _is_of(str(facts.get("job_id")), job)]
+
+
+def _is_of(job_id: str, job: str) -> bool:
+    return job in (job_id, job_id.partition("_")[0])
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -93,20 +93,16 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     if any((folder / name).exists() for name in ("attempts", "attempt.json", "job.yaml")):
         yield folder
     elif depth:
-        inside = [
-            entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE
-        ]
-        for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
-            path = Path(entry.path)
-            # as in runs/jobs; another user's link could lead to any run of this user
-            if entry.is_symlink():
-                if not trust.is_own(path, follow_symlinks=False):
-                    continue
-                path = Path(os.path.realpath(path))
+        inside = [path for path in folder.iterdir() if path.is_dir() and path.name not in INSIDE]
+        for path in sorted(inside, key=lambda path: path.stat().st_mtime):
+            is_link = path.is_symlink()  # as in runs/jobs
+            # another user's link could lead to any run of this user
+            if is_link and not trust.is_own(path, follow_symlinks=False):
+                continue
             try:
-                yield from run_directories(path, depth - 1)
+                yield from run_directories(path.resolve() if is_link else path, depth - 1)
             except OSError as error:
-                print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
+                print(f"{path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 
 
 def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
@@ -114,12 +110,12 @@ def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
     or if a folder cannot be read.
     """
     try:
-        found = [path for folder in folders for path in run_directories(folder)]
+        runs = [path for folder in folders for path in run_directories(folder)]
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be read ({error.strerror}): {FIX}") from None
-    if not found and not may_be_empty:
+    if not runs and not may_be_empty:
         raise InputError(f"{', '.join(map(str, folders))}: no run was found: {FIX}")
-    return found
+    return runs
 
 
 def read_one(folder: Path, read: Callable[[Path], T]) -> T:
@@ -136,73 +132,68 @@ def read_one(folder: Path, read: Callable[[Path], T]) -> T:
 
 def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> list[T]:
     """`read_one` of each folder. One that cannot be read is skipped, and reported with one line."""
-    found = list[T]()
+    results = list[T]()
     for folder in folders:
         try:
-            found.append(read_one(folder, read))
+            results.append(read_one(folder, read))
         except InputError as error:
             print(f"{error}: skipped", file=sys.stderr)
-    return found
+    return results
 
 
 def read_run(folder: Path, now: float) -> Run:
     """Reads one run directory, and does not ask Slurm. now: time.time()."""
     status = directory.read_status(folder) or {}
     job = files.read_json(folder / "job.yaml") or {}
+    state = str(status.get("state", "not begun"))
     # A summary of an earlier attempt stays until the run is done again.
-    summary = (
-        (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
-    )
+    summary = (files.read_json(folder / "summary.json") or {}) if state == "done" else {}
     row = {} if summary else last_row(folder / "metrics.jsonl")
     notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
-    if status.get("state") == "running":
-        notes.append(f"status written {ago(now - (status.get('updated') or now))} ago")
-    if refused := judge.why_not_begun(folder):
+    if state == "running":
+        notes.append(f"status written {ago(now - status['updated'])} ago")
+    refused = judge.why_not_begun(folder)
+    if refused:
         notes.append(f"the newest launch did not begin: {refused}")
-    state = str(status.get("state", "not begun"))
     if state == "preempted" and next_of(status) is Next.cancelled:
         state = "cancelled"
     arguments = job.get("arguments")
-    typed = (
-        str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ())
-    )
+    typed = dict(str(word).partition("=")[::2] for word in arguments or ())
+    typed.pop("run_dir", None)
     return Run(
         folder=folder,
         recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
         state=state,
         step=row.get("step") or status.get("step") or 0,
         note="; ".join(notes),
-        values={**{name: value for name, _, value in typed if name != "run_dir"}, **keys(folder)},
-        results=results({**row, **summary}),
+        values=typed | keys(folder),
+        results=results(row | summary),
     )
 
 
-def results(found: dict[str, Any]) -> dict[str, Any]:
+def results(row: dict[str, Any]) -> dict[str, Any]:
     """The results in a summary or a row: those of RESULTS first, then the other numbers with a
     fraction.
     """
-    own = [
-        name
-        for name, value in found.items()
-        if isinstance(value, float) and name not in (*RESULTS, *NO_RESULTS)
+    of_recipe = [
+        name for name, value in row.items() if isinstance(value, float) and name not in NO_RESULTS
     ]
-    return {name: found[name] for name in (*RESULTS, *own) if found.get(name) is not None}
+    return {name: row[name] for name in (*RESULTS, *of_recipe) if row.get(name) is not None}
 
 
 def keys(run_dir: Path) -> dict[str, Any]:
     """The keys in a run's config.yaml; {} if they cannot be read."""
     try:
         text = files.read_bounded(run_dir / "config.yaml", MAX_YAML, files.without_links).decode()
-        found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (
-        Exception
-    ):  # a refused run has no config.yaml; a damaged file only makes its keys unknown
+        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    # a refused run has no config.yaml; a damaged file only makes its keys unknown
+    except Exception:
         return {}
-    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The last complete row of metrics.jsonl; {} if there is none in the last 64 KiB of the file."""
+    """The last complete row of metrics.jsonl; {} if the last 64 KiB of the file have none."""
     lines: list[bytes] = []
     with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
@@ -219,12 +210,12 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Lines of cells as text, with columns of equal width. Control characters are escaped: runs may
     belong to other users.
     """
-    lines = [[printable(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    columns = [[printable(cell) for cell in column] for column in zip(*lines, strict=True)]
+    padded = []
+    for column in columns:
+        width = max(map(len, column))
+        padded.append([cell.ljust(width) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
 def cells(runs: Sequence[Run]) -> list[list[str]]:
@@ -235,27 +226,22 @@ def cells(runs: Sequence[Run]) -> list[list[str]]:
     for run in runs:
         for name, value in run.values.items():
             seen.setdefault((run.recipe, name), set()).add(str(value))
-    differing = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
+    differing = dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1)
     every = dict.fromkeys(name for run in runs for name in run.results)
-    chosen = [
-        *(name for name in RESULTS if name in every),
-        *(name for name in every if name not in RESULTS),
-    ]
+    chosen = [name for name in dict.fromkeys([*RESULTS, *every]) if name in every]
     head = [errors.shown(name) for name in ("run", "state", "step", *differing, *chosen, "note")]
-    return [
-        head,
-        *(
-            [
-                errors.shown(run.folder, LONGEST_PATH),
-                errors.shown(run.state),
-                str(run.step),
-                *(text(run.values.get(name)) for name in differing),
-                *(text(run.results.get(name)) for name in chosen),
-                errors.shown(run.note, LONGEST_NOTE),
-            ]
-            for run in runs
-        ),
+    lines = [
+        [
+            errors.shown(run.folder, LONGEST_PATH),
+            errors.shown(run.state),
+            str(run.step),
+            *(text(run.values.get(name)) for name in differing),
+            *(text(run.results.get(name)) for name in chosen),
+            errors.shown(run.note, LONGEST_NOTE),
+        ]
+        for run in runs
     ]
+    return [head, *lines]
 
 
 def text(value: Any) -> str:

@@ -24,6 +24,7 @@ from recipes.core.place import processes, proctree
 from recipes.core.place.memory import Memory
 from recipes.core.place.memory import read as read_memory
 from recipes.core.run import attempt as attempts
+from recipes.core.run import logs
 
 PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
 # after the pulse: JSON, padded with zero bytes
@@ -72,10 +73,10 @@ class RunningClock:
         """Seconds since an arbitrary moment."""
         with self._lock:
             moment = time.monotonic()
-            before = self._read_at
+            gap = moment - self._read_at
             self._read_at = moment
-            if moment - before > STOP_S:
-                self.stopped_s += moment - before - POLL_S
+            if gap > STOP_S:
+                self.stopped_s += gap - POLL_S
             return moment - self.stopped_s
 
     def start(self) -> None:
@@ -110,9 +111,9 @@ class Pulse:
         omitted.
         """
         self._beats += 1
-        PULSE.pack_into(
-            self._memory, 0, self._beats, self.read()[1] if step is None else step, phase
-        )
+        if step is None:
+            step = self.read()[1]
+        PULSE.pack_into(self._memory, 0, self._beats, step, phase)
 
     def read(self) -> tuple[int, int, int]:
         """Returns the number of beats, the step and the phase."""
@@ -120,7 +121,7 @@ class Pulse:
 
     def tell(self, **note: Any) -> None:
         """Tells the watchdog recipe, rank and host, and the folder of its attempt if it exists, for
-        its message and record.
+        its message and record. Must be called before `watch`.
         """
         text = json.dumps(note).encode()
         assert len(text) < BYTES - NOTE_AT
@@ -134,15 +135,9 @@ class Pulse:
         self.clock.start()
         # The watchdog has its own session, so that Ctrl-C at a terminal does not reach it. Of
         # Slurm's signals, only SIGKILL ends it.
+        facts = map(str, (os.getpid(), self._descriptor, timeout_s))
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "recipes.core.run.watchdog",
-                str(os.getpid()),
-                str(self._descriptor),
-                str(timeout_s),
-            ],
+            [sys.executable, "-m", "recipes.core.run.watchdog", *facts],
             cwd=root,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -200,7 +195,7 @@ def watch_memory(parent: int, memory: mmap.mmap, task_memory: Memory) -> None:
 
 def _tell_out_of_memory(memory: mmap.mmap, task_memory: Memory) -> None:
     note = _note(memory)
-    line = task_memory.describe(note.get("rank", 0) - note.get("local_rank", 0))
+    line = task_memory.describe(note["rank"] - note.get("local_rank", 0))
     _record(note, Kind.out_of_memory, line, exit_status=128 + signal.SIGKILL)
 
 
@@ -223,41 +218,38 @@ def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Prints which rank is ended and why, and writes its error record."""
     _, step, phase = PULSE.unpack_from(memory)
     note = _note(memory)
-    rank = note.get("rank", 0)
-    host = note.get("host", "this host")
     line = f"made no progress for {timeout_s:g} s at {place(step, phase)}"
-    print(
-        f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: killing it",
-        file=sys.stderr,
-        flush=True,
-    )
+    logs.say(f"{note['recipe']}: rank {note['rank']} on {note['host']} {line}: killing it")
     _record(note, Kind.hang, line)
 
 
 def _note(memory: mmap.mmap) -> Mapping[str, Any]:
     """What the rank has told with `Pulse.tell`."""
-    return json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
+    return json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0"))
 
 
 def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = EXIT_CRASH) -> None:
-    rank = note.get("rank", 0)
-    host = note.get("host", "")
-    if attempt := attempts.given({attempts.VARIABLE: note.get("attempt", "")}):
+    attempt = attempts.given({attempts.VARIABLE: note.get("attempt", "")})
+    if attempt:
         with contextlib.suppress(OSError):
             attempts.record(
-                attempt, rank=rank, host=host, kind=kind, error=line, exit_status=exit_status
+                attempt,
+                rank=note["rank"],
+                host=note["host"],
+                kind=kind,
+                error=line,
+                exit_status=exit_status,
             )
 
 
 def main(argv: list[str]) -> None:
     parent = int(argv[0])
-    descriptor = int(argv[1])
-    timeout_s = float(argv[2])
+    memory = mmap.mmap(int(argv[1]), BYTES)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {PARENT_ENDED})
     processes.die_with(parent, PARENT_ENDED)()
-    watch(parent, mmap.mmap(descriptor, BYTES), timeout_s)
+    watch(parent, memory, timeout_s=float(argv[2]))
 
 
 if __name__ == "__main__":

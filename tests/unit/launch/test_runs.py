@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from recipes.core import files
-from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.errors import ConfigError, InputError, MachineError, Next
 from recipes.core.launch import jobs, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
@@ -281,6 +281,20 @@ def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
     assert runs.cancel(of_copy) == "is not running: lost"
     shutil.rmtree(original)
     assert runs.read(copy, running).state == "running"  # it was moved
+
+
+def test_a_job_that_is_stopping_is_not_called_starting(root: Path) -> None:
+    folder = root / "runs/mnist/18"
+    attempts.begin(attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "18"}), 0, own=False)
+    directory.write_status(folder, "preempted", attempt=0, step=3)
+    completing = Line("COMPLETING", "", "node1", 60.0, False, "")
+    assert runs.read(folder, {"18": RUNNING}).state == "running"  # it has not been requeued yet
+    directory.note_next(folder, Next.requeued, 0)
+    assert runs.read(folder, {"18": completing}).state == "running"
+    assert runs.read(folder, {"18": RUNNING}).state == "starting"  # its next start
+    directory.write_status(folder, "failed", attempt=0, step=3)
+    attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "18"})
+    assert runs.read(folder, {"18": RUNNING}).state == "starting"
 
 
 def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -> None:

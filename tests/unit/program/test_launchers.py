@@ -45,8 +45,8 @@ def test_torchrun_starts_a_wrapper_for_each_rank_of_the_node() -> None:
 
 def test_accelerate_starts_a_wrapper_for_each_rank_of_the_node() -> None:
     expected = (
-        "accelerate.commands.launch --multi_gpu --num_machines 2 --machine_rank 1 --num_processes 16"
-        f" --main_process_ip n1 --main_process_port 29500 --no_python {WRAPPER}"
+        "accelerate.commands.launch --multi_gpu --num_machines=2 --machine_rank=1 --num_processes=16"
+        f" --main_process_ip=n1 --main_process_port=29500 --no_python {WRAPPER}"
     )
     assert command("accelerate", 8) == expected
     assert "--multi_gpu" not in command("accelerate", 1, ALONE)
@@ -68,7 +68,7 @@ def test_the_configuration_of_accelerate_chooses_fsdp(tmp_path: Path, end: str) 
 def test_accelerate_on_cpus_starts_torchrun() -> None:
     """It would start a single process."""
     words = command("accelerate", 3, NODE, "--mixed_precision", "bf16", on_cpu=True)
-    one = "accelerate.commands.launch --cpu --num_machines 1 --num_processes 1 --mixed_precision bf16 --no_python"
+    one = "accelerate.commands.launch --cpu --num_machines=1 --num_processes=1 --mixed_precision bf16 --no_python"
     assert words.startswith(
         f"{one} {sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1 "
     )

@@ -76,13 +76,19 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("parent", "is_first", "waits"),
-    [("", True, [0.0]), ("", False, [1.5]), ("0000", True, [0.0]), ("0000", False, [])],
+    ("parent", "is_first", "waits", "prints"),
+    [
+        ("", True, [], True),
+        ("", False, [1.5], True),
+        ("0000", True, [], True),
+        ("0000", False, [], False),
+    ],
 )
 def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
     parent: str,
     is_first: bool,
     waits: list[float],
+    prints: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -90,7 +96,7 @@ def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
     monkeypatch.setattr(attempts.time, "sleep", slept.append)
     monkeypatch.setenv(attempts.VARIABLE, parent)
     attempts.print_refusal("no GPU", is_first)
-    assert (slept, capsys.readouterr().err) == (waits, "no GPU\n" if waits else "")
+    assert (slept, capsys.readouterr().err) == (waits, "no GPU\n" if prints else "")
 
 
 def test_records_are_those_of_one_attempt_and_damaged_ones_are_ignored(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from recipes.core.run import attempt as attempts
 from recipes.core.run import efficiency
 
 HEALTHY = {"data_wait": 0.02, "forward_backward": 0.8, "communication": 0.05, "optimizer": 0.1}
@@ -102,9 +103,24 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
 def test_the_first_thing_to_change_is_named(
     changed: dict[str, Any], asked: dict[str, int], keys: dict[str, Any], line: str
 ) -> None:
-    found = efficiency.verdict(rows(**changed), {**asked, "hosts": ["a", "b"]}, keys)
+    facts = {**asked, "attempt": 0, "hosts": ["a", "b"]}
+    found = efficiency.verdict(rows(**changed), facts, keys)
     assert found.startswith(line)
     assert bool(found) == bool(line)
+
+
+def test_rows_of_an_earlier_attempt_say_nothing_about_the_hosts_of_the_newest(
+    tmp_path: Path,
+) -> None:
+    for number, hosts in ((0, ["good", "slow"]), (1, ["good", "new"])):
+        opened = attempts.open_next(tmp_path, "mnist", {}, hosts)
+        attempts.begin(opened, step=100 * number, own=True)
+        facts = attempts.facts(tmp_path)
+        found = efficiency.verdict(rows(rank_step_s=[0.1, 0.3]), facts, {})
+        assert ("rank 1 on slow" in found) == (number == 0)
+    assert found == ""
+    again = [{**row, "attempt": 1} for row in rows(rank_step_s=[0.3, 0.1])]
+    assert "rank 0 on good" in efficiency.verdict([*rows(), *again], facts, {})
 
 
 def attempt(run_dir: Path, number: int, at: float, step: int | None) -> None:

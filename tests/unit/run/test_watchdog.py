@@ -144,7 +144,8 @@ def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(
     monkeypatch.setattr(watchdog, "TELL_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     memory = mmap.mmap(-1, watchdog.BYTES)
-    note = json.dumps({"attempt": f"{tmp_path}/attempts/0000"}).encode()
+    told = {"recipe": "toy", "rank": 3, "host": "node7"}
+    note = json.dumps({**told, "attempt": f"{tmp_path}/attempts/0000"}).encode()
     memory[watchdog.NOTE_AT : watchdog.NOTE_AT + len(note)] = note
     begin = time.monotonic()
     try:
