@@ -86,7 +86,8 @@ class Trap:
             )
             assert (self.folder / "srun-was-called").exists()
         else:
-            assert (status, out) == (2, "")
+            assert status == 2
+            assert out == ""
             assert err[:-1].isprintable(), ascii(err)
         assert not self.canary.exists(), words
         return status == 0

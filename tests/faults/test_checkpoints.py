@@ -85,7 +85,8 @@ def refusal(path: Path, whole: dict[str, Any]) -> str:
         found = checkpoint.read(path)
     except InputError as error:
         return str(error)
-    assert (states.digest(found), found["meta"]) == (states.digest(whole), whole["meta"])
+    assert states.digest(found) == states.digest(whole)
+    assert found["meta"] == whole["meta"]
     return ""
 
 
@@ -207,7 +208,8 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
         assert not list(copy.glob(".*")), points[number]
     assert newest == sorted(newest)
     renamed = points.index("after replace")
-    assert (newest[renamed - 1], newest[renamed]) == (1, 2)
+    assert newest[renamed - 1] == 1
+    assert newest[renamed] == 2
     assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", "step-00000002.pt"]
 
 
@@ -275,7 +277,8 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, dis
     assert len(re.findall(r"\d[\d.,]* ?[KMG]i?B", said[0])) >= 2, said
     assert "Traceback" not in ended.out
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["exit_status"]) == ("failed", 3)
+    assert status["state"] == "failed"
+    assert status["exit_status"] == 3
     assert conftest.newest(run_dir).name == "step-00000010.pt"
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("[!.]*")) == [
         "latest",

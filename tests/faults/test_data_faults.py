@@ -77,7 +77,8 @@ def damaged(chance: random.Random, content: bytes) -> bytes:
 def one_line(text: str, *names: object) -> None:
     assert text.isprintable(), ascii(text)
     assert len(text) < 1500
-    assert all(str(name) in text for name in names), text
+    for name in names:
+        assert str(name) in text, text
 
 
 @contextlib.contextmanager

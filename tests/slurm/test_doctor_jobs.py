@@ -64,7 +64,8 @@ def without(bad: str, slurm: Cluster, job: str, log: Path) -> None:
         in log.read_text().splitlines()
     )
     assert log.read_text().index("bad nodes: 1 of 1") < log.read_text().index("healthy: 1 node")
-    assert (slurm.jobs(job)[0]["ExcNodeList"], slurm.jobs(job)[0]["NodeList"]) == (bad, "node2")
+    assert slurm.jobs(job)[0]["ExcNodeList"] == bad
+    assert slurm.jobs(job)[0]["NodeList"] == "node2"
 
 
 def test_a_job_is_requeued_without_the_bad_node(slurm: Cluster, repo: Path, bad_node: str) -> None:

@@ -37,7 +37,9 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def placed(run_dir: Path) -> dict[str, int]:
     """How many ranks each node had, of a run that is done."""
     summary = jobs.read(run_dir / "summary.json")
-    assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (3, 2, 4)
+    assert summary["world_size"] == 3
+    assert summary["num_nodes"] == 2
+    assert summary["steps"] == 4
     hosts = attempts.facts(run_dir)["hosts"]
     return {host: hosts.count(host) for host in dict.fromkeys(hosts)}
 

@@ -53,12 +53,10 @@ def test_a_run_prints_its_size_and_run_directory(first: Ended, run_dir: Path) ->
 
 def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
-        "done",
-        0,
-        10,
-        "",
-    )
+    assert status["state"] == "done"
+    assert status["attempt"] == 0
+    assert status["step"] == 10
+    assert status["reason"] == ""
     assert status["first_failing_rank"] is None
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
         "best",
@@ -76,11 +74,9 @@ def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     assert len(content["rng"]) == 2  # every rank's
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     # typed, and defaults
-    assert (config["max_steps"], config["epochs"], config["optimizer"]) == (
-        10,
-        4,
-        "adamw",
-    )
+    assert config["max_steps"] == 10
+    assert config["epochs"] == 4
+    assert config["optimizer"] == "adamw"
     assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
 
 

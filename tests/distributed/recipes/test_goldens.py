@@ -62,7 +62,9 @@ def test_runs_of_before_are_continued(
     """step: of the last row before. saved: of the newest checkpoint."""
     run_dir = goldens.copy_of_run(name, tmp_path)
     before = reported(run_dir)
-    assert (before["state"], before["recipe"], before["step"]) == (name, "toy", step)
+    assert before["state"] == name
+    assert before["recipe"] == "toy"
+    assert before["step"] == step
     assert note in before["note"]
 
     ended = [
@@ -77,9 +79,13 @@ def test_runs_of_before_are_continued(
     ), lines
     assert any(line.startswith("already finished: ") for line in lines) == (name == "done")
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["step"]) == ("done", 1, goldens.STEPS)
+    assert status["state"] == "done"
+    assert status["attempt"] == 1
+    assert status["step"] == goldens.STEPS
     after = reported(run_dir)
-    assert (after["state"], after["step"], after["note"]) == ("done", goldens.STEPS, "")
+    assert after["state"] == "done"
+    assert after["step"] == goldens.STEPS
+    assert after["note"] == ""
     rows = [(row["attempt"], row["step"]) for row in helpers.rows(run_dir)]
     assert rows == [(0, n) for n in range(1, step + 1)] + [
         (1, n) for n in range(saved + 1, goldens.STEPS + 1)

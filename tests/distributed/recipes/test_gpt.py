@@ -110,7 +110,9 @@ def test_generated_tokens_follow_from_the_seed_and_the_context() -> None:
     first = torch.tensor([3])
     one, same, other = (gpt.generate(net, first, 30, 8, 20, seed) for seed in (0, 0, 1))
     assert one.tolist() == same.tolist() != other.tolist()
-    assert (len(one), int(one[0]), int(one.max()) < 20) == (31, 3, True)
+    assert len(one) == 31
+    assert int(one[0]) == 3
+    assert int(one.max()) < 20
     with torch.no_grad():  # a model that is certain of the next token
         net.head.weight.zero_()
         net.embed.weight.copy_(torch.eye(32, 128) * 50)
@@ -124,14 +126,14 @@ def test_what_follows_from_the_depth() -> None:
     """By hand: 12 * 768**2 parameters of a block of 12, less those of 9 heads of keys and values."""
     cfg = Config()
     parameters = 12 * (12 * 768**2 - 2 * 9 * 64 * 768)
-    assert (cfg.width, cfg.kv_heads, cfg.global_batch_size, cfg.tokens) == (
-        768,
-        3,
-        384,
-        20 * parameters,
-    )
+    assert cfg.width == 768
+    assert cfg.kv_heads == 3
+    assert cfg.global_batch_size == 384
+    assert cfg.tokens == 20 * parameters
     assert cfg.max_steps == math.ceil(20 * parameters / (384 * 1024))
-    assert (cfg.lr, cfg.embed_lr, cfg.head_lr) == (0.02, 0.2, 0.004)
+    assert cfg.lr == 0.02
+    assert cfg.embed_lr == 0.2
+    assert cfg.head_lr == 0.004
     net = gpt.GPT(64, 12, cfg.width, cfg.kv_heads)
     assert sum(p.numel() for p in net.blocks.parameters()) == parameters
     assert [Config(depth=depth).kv_heads for depth in (1, 2, 3, 4, 5, 6, 16, 20)] == [
@@ -165,17 +167,16 @@ def test_each_weight_has_its_optimiser_and_rate() -> None:
     net = model()
     optimizer = gpt.make_optimizer(cfg, net)
     blocks, embed, head = optimizer.param_groups
-    assert (blocks["params"], embed["params"], head["params"]) == (
-        list(net.blocks.parameters()),
-        [net.embed.weight],
-        [net.head.weight],
-    )
+    assert blocks["params"] == list(net.blocks.parameters())
+    assert embed["params"] == [net.embed.weight]
+    assert head["params"] == [net.head.weight]
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
         (0.02, 0.25, ()),
         (cfg.embed_lr, 0.0, (0.8, 0.95)),
         (cfg.head_lr, 0.0, (0.8, 0.95)),
     ]
-    assert all(p.ndim == 2 for p in blocks["params"])
+    for p in blocks["params"]:
+        assert p.ndim == 2
 
 
 def test_the_learning_rate_schedule() -> None:

@@ -230,7 +230,9 @@ def test_mixup_takes_the_same_share_on_every_rank() -> None:
     assert torch.allclose(blended, share * x + (1 - share) * x.flip(0), atol=1e-6)
     assert imagenet.mixed(Config(mixup=0.4), x[:2], labels[:2], 3, 5)[2] == share
     plain, same, whole = imagenet.mixed(Config(), x, labels, 3, 5)
-    assert (plain is x, same is labels, whole) == (True, True, 1.0)
+    assert plain is x
+    assert same is labels
+    assert whole == 1.0
 
 
 def test_an_image_that_cannot_be_read_has_no_loss(
@@ -240,7 +242,8 @@ def test_an_image_that_cannot_be_read_has_no_loss(
     for path in (copy / "train" / "class0" / "0.JPEG", copy / "val" / "class0" / "0.JPEG"):
         path.write_bytes(b"")
     trained = train(f"data_dir={copy}", "max_steps=2", "label_smoothing=0", "flip=false")
-    assert (trained.results["skipped_samples"], trained.results["val_samples"]) == (2, 12)
+    assert trained.results["skipped_samples"] == 2
+    assert trained.results["val_samples"] == 12
     counted = []
     for forward, row in zip(trained.training, trained.rows, strict=True):
         shown = pixels(forward.inputs)[:, 2].mean((1, 2))
@@ -280,7 +283,8 @@ def test_the_optimizer_settings() -> None:
     plain = imagenet.make_optimizer(Config(nesterov=False), net, 0.1)
     assert {group["nesterov"] for group in plain.param_groups} == {False}
     lars = imagenet.make_optimizer(Config(optimizer=imagenet.Optimizer.lars, **keys), net, 9.0)
-    assert (type(lars), one_rank.decayed(net, lars)) == (LARS, {"weight": 0.25, "bias": 0.0})
+    assert type(lars) is LARS
+    assert one_rank.decayed(net, lars) == {"weight": 0.25, "bias": 0.0}
     settings = [(group["adapt"], group["lr"], group["momentum"]) for group in lars.param_groups]
     assert settings == [(True, 9.0, 0.8), (False, 9.0, 0.8)]
 
@@ -290,11 +294,9 @@ def test_the_keys_select_the_network(on: bool) -> None:
     run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
     net: Any = imagenet.make_net(Config(arch="resnet18", sync_bn=on, zero_init_residual=on), run, 7)
     norm = net.layer1[0].bn2
-    assert (net.fc.out_features, isinstance(norm, nn.SyncBatchNorm), not norm.weight.any()) == (
-        7,
-        on,
-        on,
-    )
+    assert net.fc.out_features == 7
+    assert isinstance(norm, nn.SyncBatchNorm) == on
+    assert (not norm.weight.any()) == on
 
 
 @pytest.mark.parametrize(
@@ -383,7 +385,9 @@ def test_images_are_learnt_and_each_is_counted_once(photos: Path, tmp_path: Path
     )
     assert ended.status == 0, ended.out
     summary = helpers.read(tmp_path / "run", "summary")
-    assert (summary["world_size"], summary["val_samples"], summary["skipped_samples"]) == (2, 37, 0)
+    assert summary["world_size"] == 2
+    assert summary["val_samples"] == 37
+    assert summary["skipped_samples"] == 0
     assert summary["steps"] == 4 * 3  # 48 files in batches of 16
     assert summary["val_top1"] > 0.6  # a third by chance
     assert summary["val_top5"] == 1

@@ -111,7 +111,8 @@ def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
 def test_the_optimizer_settings() -> None:
     net = torch.nn.Linear(2, 2)
     sgd, adamw = (mnist.make_optimizer(Config(optimizer=chosen), net) for chosen in mnist.Optimizer)
-    assert (type(adamw), type(sgd)) == (torch.optim.AdamW, torch.optim.SGD)
+    assert type(adamw) is torch.optim.AdamW
+    assert type(sgd) is torch.optim.SGD
     assert (
         one_rank.decayed(net, adamw) == one_rank.decayed(net, sgd) == {"weight": 0.05, "bias": 0.0}
     )

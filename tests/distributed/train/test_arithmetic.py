@@ -108,10 +108,8 @@ def test_bfloat16_is_used_by_all_ranks_or_none() -> None:
 def test_how_gpus_multiply_float32(dtype: str, deterministic: bool, rounds: bool) -> None:
     try:
         optimisation._choose_kernels(torch.device("cuda"), Dtype[dtype], deterministic)
-        assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (
-            rounds,
-            rounds,
-        )
+        assert torch.backends.cudnn.allow_tf32 == rounds
+        assert torch.backends.cuda.matmul.allow_tf32 == rounds
         assert torch.backends.cudnn.benchmark is not deterministic
     finally:
         optimisation._choose_kernels(torch.device("cpu"), Dtype.float32, False)

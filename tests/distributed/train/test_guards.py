@@ -70,7 +70,8 @@ def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(
         ]
         [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]
         at = watcher.index("recipes.core.run.watchdog")
-        assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
+        assert watcher[at + 1] == str(rank.pid)
+        assert watcher[at + 3] == str(600.0 + watchdog.MARGIN_S)
     found = {
         p.relative_to(run_dir): stat.S_IMODE(p.stat().st_mode)
         for p in run_dir.rglob("*")
@@ -84,7 +85,9 @@ def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(
     assert {name: oct(mode) for name, mode in found.items() if mode & 0o137} == {}
     assert stat.S_IMODE((run_dir / "checkpoints").stat().st_mode) == 0o750
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["step"]) == ("running", 0, 5)
+    assert status["state"] == "running"
+    assert status["attempt"] == 0
+    assert status["step"] == 5
 
 
 def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(

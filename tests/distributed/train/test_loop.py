@@ -167,7 +167,8 @@ def test_a_run_ends_patience_epochs_after_its_best(
 ) -> None:
     trained = Trained(tmp_path, values=[0.5, 0.7, 0.6, 0.7, 0.9])
     _, run = trained.run(resumes=True, epochs=9, patience=2)
-    assert (run.state.step, helpers.read(tmp_path, "status")["state"]) == (8, "done")
+    assert run.state.step == 8
+    assert helpers.read(tmp_path, "status")["state"] == "done"
     assert "no better result for patience=2 epochs: the run ends" in capsys.readouterr().out
     assert trained.run(resumes=True, epochs=9, patience=2)[1].state.step == 8  # already finished
     trained.values = [0.9] * 20
@@ -177,10 +178,12 @@ def test_a_run_ends_patience_epochs_after_its_best(
 def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Path) -> None:
     trained = Trained(tmp_path, values=[0.5, 0.9, 0.95, 0.99, 0.9], stop_at=4)
     _, run = trained.run(resumes=True, epochs=4, patience=1)
-    assert (run.step, bool(run.stopping)) == (4, True)
+    assert run.step == 4
+    assert run.stopping
     trained.stop_at = 0
     results, run = trained.run(resumes=True, epochs=4, patience=1)
-    assert (run.step, results) == (8, {"val_top1": 0.99})
+    assert run.step == 8
+    assert results == {"val_top1": 0.99}
 
 
 def test_patience_and_a_best_metric_need_a_result_and_the_epoch_is_saved(tmp_path: Path) -> None:
@@ -195,7 +198,8 @@ def test_another_best_metric_on_a_resume_begins_anew(tmp_path: Path) -> None:
     trained.run(resumes=True, epochs=9, patience=1)
     trained.metric = "val_f1"
     _, run = trained.run(resumes=True, epochs=3, patience=1, best_metric="val_f1")
-    assert (run.step, run.state.meta["best"]) == (6, {"val_f1": 0.3, "step": 6})
+    assert run.step == 6
+    assert run.state.meta["best"] == {"val_f1": 0.3, "step": 6}
 
 
 def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_path: Path) -> None:
@@ -211,7 +215,9 @@ def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_
 
     trained.values = Failing([1.0])
     _, run = trained.run(epochs=2)
-    assert (run.stopping, run.step, run.results) == ("SIGUSR2", 2, {})
+    assert run.stopping == "SIGUSR2"
+    assert run.step == 2
+    assert run.results == {}
     trained.values.stops = False
     with pytest.raises(TypeError, match="the minimum of None"):
         trained.run(epochs=2)
@@ -311,7 +317,10 @@ def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> No
 
 def test_an_evaluation_without_results_is_complete(tmp_path: Path) -> None:
     results, run = Trained(tmp_path, values=[0.0, 0.0]).run(resumes=True, epochs=2)
-    assert (results, run.stopping, run.state.meta["unevaluated"], run.step) == ({}, "", None, 4)
+    assert results == {}
+    assert run.stopping == ""
+    assert run.state.meta["unevaluated"] is None
+    assert run.step == 4
     assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
@@ -320,7 +329,8 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
     for pointer, step in (("best", 2), ("latest", 4)):
         again = Trained(tmp_path / pointer, values=[0.1, 0.2])
         _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
-        assert (run.resumed_from_step, run.state.step) == (step, 6)
+        assert run.resumed_from_step == step
+        assert run.state.step == 6
         # The first run's best checkpoint is in another folder, so this run starts without a best
         # result.
         best = {"val_top1": again.values[again.evaluations - 1], "step": 6}
@@ -335,7 +345,9 @@ def test_a_stop_before_the_first_step_is_not_a_failure(
     _, run = Trained(tmp_path).run(resumes=True, epochs=1)
     assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
+    assert status["state"] == "preempted"
+    assert status["step"] == 2
+    assert status["reason"] == "SIGTERM"
     assert attempts.records(run.attempt) == []
     assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
 
@@ -408,7 +420,8 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(
         None,
         3.0,
     ]
-    assert (run.samples, run.train_s) == (30, 15.0)
+    assert run.samples == 30
+    assert run.train_s == 15.0
     summary = helpers.read(tmp_path, "summary")
     expected = {
         "steps": 6,
@@ -420,12 +433,10 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(
     assert expected.items() <= summary.items()
     assert 0 < summary["wall_seconds"] < took_s
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
-        "done",
-        0,
-        6,
-        "",
-    )
+    assert status["state"] == "done"
+    assert status["attempt"] == 0
+    assert status["step"] == 6
+    assert status["reason"] == ""
 
 
 def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Path) -> None:
@@ -443,7 +454,8 @@ def test_a_stop_saves_at_its_step_without_an_older_evaluation(
 ) -> None:
     trained = Trained(tmp_path, stop_at=stop_at)
     results, run = trained.run(epochs=3)
-    assert (run.state.step, bool(run.stopping)) == (step, stop_at != 6)
+    assert run.state.step == step
+    assert bool(run.stopping) == (stop_at != 6)
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}.pt\n"
     assert trained.evaluations == count
     if stop_at == 6:  # the run is over all the same
@@ -461,10 +473,13 @@ def test_a_postponed_evaluation_runs_first_on_a_resume(
     """
     trained = Trained(tmp_path, values=values, stop_at=4 if step == 4 else 0)
     _, run = trained.run(resumes=True, epochs=3)
-    assert (run.state.step, bool(run.stopping)) == (step, True)
+    assert run.state.step == step
+    assert run.stopping
     trained.stop_at = 0
     results, run = trained.run(resumes=True, epochs=3)
-    assert (run.state.step, run.stopping, results["val_top1"]) == (6, "", values[-1])
+    assert run.state.step == 6
+    assert run.stopping == ""
+    assert results["val_top1"] == values[-1]
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, late = [row for row in written if row["step"] == step]
     assert late == before | {"val_top1": 0.9, "attempt": 1, "time": late["time"]}
@@ -490,10 +505,8 @@ def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_
     assert waited == [1]
     assert attempts.records(run.attempt)[0]["error"] == "RuntimeError: this"
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["reason"].partition(" failed first: ")[2]) == (
-        "failed",
-        "RuntimeError: this",
-    )
+    assert status["state"] == "failed"
+    assert status["reason"].partition(" failed first: ")[2] == "RuntimeError: this"
 
 
 def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
@@ -502,7 +515,8 @@ def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: P
     trained.run(resumes=True, epochs=3)
     trained.stop_at = 0
     _, run = trained.run(resumes=True, epochs=3)
-    assert (run.state.step, run.stopping) == (5, "SIGUSR2")
+    assert run.state.step == 5
+    assert run.stopping == "SIGUSR2"
     assert trained.run(resumes=True, epochs=3)[0] == {"val_top1": 0.3}
     found = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
     assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
@@ -518,15 +532,14 @@ def test_an_evaluation_cut_short_elsewhere_does_not_count(
     theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
     monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
     assert not ends._evaluate()
-    assert (run.results, run.stopping) == ({}, "SIGUSR2")
+    assert run.results == {}
+    assert run.stopping == "SIGUSR2"
     run.results, run.rows = {"loss": 9.0, "val_loss": 0.5}, metrics.Rows(tmp_path / "metrics.jsonl")
     # it has been closed
     run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))
     loop._log_row(run, {**loop.EARLIER_ROW, "epoch": 0, "loss": 1.0, "lr": 0.1})
-    assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (
-        1.0,
-        0.5,
-    )
+    assert helpers.rows(tmp_path)[-1]["loss"] == 1.0
+    assert helpers.rows(tmp_path)[-1]["val_loss"] == 0.5
 
 
 def test_an_attempt_keeps_its_code_and_removes_leftovers(
@@ -567,7 +580,8 @@ def test_a_failed_save_ends_the_run_before_its_next_row(
     monkeypatch.setattr(checkpoint.Saver, "save", save)
     with pytest.raises(MemoryError):
         Trained(tmp_path).run(epochs=2, checkpoint_every_steps=1, log_every_steps=1)
-    assert ([row["step"] for row in helpers.rows(tmp_path)], phases) == ([1], [watchdog.SAVING])
+    assert [row["step"] for row in helpers.rows(tmp_path)] == [1]
+    assert phases == [watchdog.SAVING]
 
 
 def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
@@ -579,7 +593,9 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     assert helpers.read(tmp_path, "status")["state"] == "preempted"
     trained.run(resumes=True, epochs=3)
     summary = helpers.read(tmp_path, "summary")
-    assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
+    assert summary["steps"] == 6
+    assert summary["resumed_from_step"] == 6
+    assert summary["val_top1"] == 0.9
 
 
 def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
@@ -635,7 +651,8 @@ with signals.stop_flag() as stop:
     print(stop.reason)
 """
     ended = helpers.run([sys.executable, "-c", code])
-    assert (ended.status, ended.lines) == (0, ["SIGUSR2"])
+    assert ended.status == 0
+    assert ended.lines == ["SIGUSR2"]
 
 
 def test_a_single_machine_listens_on_the_given_master_port() -> None:
@@ -656,7 +673,8 @@ def test_the_row_of_a_stop_has_the_loss_of_its_step(
     monkeypatch.setattr(Agreement, "read", lambda sums: (*read(sums)[:3], 2.0))
     _, run = Trained(tmp_path, samples=30, stop_at=3).run()
     [*_, last] = helpers.rows(tmp_path)
-    assert (last["step"], run.stopping) == (4, "SIGUSR2")
+    assert last["step"] == 4
+    assert run.stopping == "SIGUSR2"
     assert abs(last["loss"]) > 0.01
 
 
@@ -789,4 +807,6 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     assert bool(said) == ends
     if ends:
         (error, named), code = said
-        assert (named, code, torch_errors.peer_kind(error)) == (behind, 1, Kind.timeout)
+        assert named == behind
+        assert code == 1
+        assert torch_errors.peer_kind(error) == Kind.timeout

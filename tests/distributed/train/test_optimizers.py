@@ -105,7 +105,8 @@ def test_filters_of_one_shape_do_not_mix() -> None:
         one.grad = param.grad
         Muon([one], lr=0.1).step()
     Muon(params, lr=0.1).step()
-    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(alone, params, strict=True))
+    for pair in zip(alone, params, strict=True):
+        assert torch.allclose(*pair, atol=1e-6)
 
 
 @pytest.mark.parametrize(

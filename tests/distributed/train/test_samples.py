@@ -88,7 +88,8 @@ def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_si
     sizes = [shard.global_size for shard in batches.epoch(0)]
     assert len(sizes) == batches.per_epoch
     assert sum(sizes) == samples
-    assert all(size == batch_size for size in sizes[:-2])
+    for size in sizes[:-2]:
+        assert size == batch_size
     assert max(sizes) <= batch_size
     if len(sizes) > 1:
         assert min(sizes) >= batch_size // 2
@@ -139,11 +140,9 @@ def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
     for resumed, full in zip(
         shards(0, world_size, from_batch), by_rank[0][from_batch:], strict=True
     ):
-        assert (resumed.epoch, resumed.batch, resumed.global_size) == (
-            full.epoch,
-            full.batch,
-            full.global_size,
-        )
+        assert resumed.epoch == full.epoch
+        assert resumed.batch == full.batch
+        assert resumed.global_size == full.global_size
         assert torch.equal(resumed.indices, full.indices)
 
 

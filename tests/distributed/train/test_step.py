@@ -99,7 +99,8 @@ def test_accumulation_gives_the_same_weights(tmp_path: Path) -> None:
     for name, keys, ranks in (("whole", [], 1), ("ranks", ["accumulate=2"], 2)):
         run_ranks(tmp_path / name, FIT, *keys, ranks=ranks).expect(0)
     whole, ranks_ = (found(tmp_path / name) for name in ("whole", "ranks"))
-    assert [whole["calls"], ranks_["calls"]] == [[8] * 6, [2] * 12]
+    assert whole["calls"] == [8] * 6
+    assert ranks_["calls"] == [2] * 12
     assert ranks_["weights"] == pytest.approx(whole["weights"], rel=1e-5)
     losses = [[row["loss"] for row in helpers.rows(tmp_path / name)] for name in ("whole", "ranks")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -159,9 +160,9 @@ def test_all_ranks_wait_for_slow_work_that_makes_progress(tmp_path: Path) -> Non
     ended = run_ranks(
         tmp_path, IMPATIENT.format(timeout_s=1.5) + textwrap.dedent(work), "timeout_s=100"
     )
-    assert (ended.status, "all came" in ended.out, "silent" in ended.out) == (2, True, False), (
-        ended.out
-    )
+    assert ended.status == 2, ended.out
+    assert "all came" in ended.out, ended.out
+    assert "silent" not in ended.out, ended.out
 
 
 @pytest.mark.parametrize(
