@@ -217,14 +217,14 @@ def run_fork(
 
 def place(rank: int, ranks: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """The variables of a rank on this machine."""
-    own = {
+    values = {
         "RANK": rank,
         "WORLD_SIZE": ranks,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_PORT": port,
     }
-    return {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": address}
+    return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": address}
 
 
 def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Process]:
@@ -255,14 +255,14 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     """
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
-    found: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     for row in (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")):
-        before = found[-1] if found else {}
+        before = merged[-1] if merged else {}
         if before.get("step") == row["step"] and "val_top1" in row and "val_top1" not in before:
-            found[-1] = row | {"attempt": before["attempt"]}
+            merged[-1] = row | {"attempt": before["attempt"]}
         else:
-            found.append(row)
-    return found
+            merged.append(row)
+    return merged
 
 
 def read(run_dir: Path, name: str) -> dict[str, Any]:
@@ -274,8 +274,8 @@ def read(run_dir: Path, name: str) -> dict[str, Any]:
 
 def children(pid: int) -> list[int]:
     """The process ids of the children of ``pid``, in the order in which they were started."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in pids]
 
 
 def alive(pid: int) -> bool:
@@ -286,15 +286,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
+def wait_until(condition: Callable[[], Found | None], timeout_s: float, awaited: str) -> Found:
     """The first value of ``condition()`` that is true. Raises AssertionError, which names ``what``,
     after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {awaited}"
         time.sleep(0.02)
-    return found
+    return value
 
 
 def wait_for_the_end_of(pids: Iterable[int], timeout_s: float) -> None:

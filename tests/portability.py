@@ -36,7 +36,8 @@ OLDEST_PYTHON = "python3.10"
 DEBOOTSTRAP = "debootstrap --variant=minbase"
 # Slurm, what the project's own commands call, and what its tests call.
 PACKAGES = (
-    "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc ca-certificates"
+    "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc "
+    "ca-certificates"
     " iproute2 nftables procps shellcheck openmpi-bin libpmix-dev"
 )
 # The release that has Apptainer; an image is built there (tests/slurm/image.py), and tests run
@@ -202,7 +203,10 @@ def make_system(name: str, root: Path, cache: Path, logs: Path) -> None:
     (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # start no daemon
     (root / "usr/sbin/policy-rc.d").chmod(0o755)
     # A mirror that is a snapshot has a Release file that has expired.
-    apt = f"apt-get -o Acquire::Check-Valid-Until=false update && apt-get install -y --no-install-recommends {packages}"
+    apt = (
+        "apt-get -o Acquire::Check-Valid-Until=false update && apt-get install -y "
+        f"--no-install-recommends {packages}"
+    )
     inside(root, cache, apt, logs / "packages.log", NETWORK, network=True)
     stamp.write_text(packages)
 
@@ -240,7 +244,10 @@ def pytest(row: Row, kind: str, words: str, do: Run, work: Path, workers: int) -
     junit = work / f"build/{kind}.xml"
     junit.unlink(missing_ok=True)
     setattr(row, kind, "failed")
-    command = f".venv/bin/python -m pytest {words} -n {workers} --dist loadfile --no-loadscope-reorder -vv --junitxml={junit.relative_to(work)}"
+    command = (
+        f".venv/bin/python -m pytest {words} -n {workers} --dist loadfile --no-loadscope-reorder "
+        f"-vv --junitxml={junit.relative_to(work)}"
+    )
     try:
         do(kind, command, alone=True)
     finally:
@@ -408,14 +415,18 @@ def main() -> int:
     ]
     if set(chosen.only) & set(SYSTEMS) and (absent or os.geteuid()):
         raise SystemExit(
-            f"portability: needs root, debootstrap, git and iproute2; not found: {', '.join(absent)}"
+            "portability: needs root, debootstrap, git and iproute2; not found: "
+            f"{', '.join(absent)}"
         )
     (chosen.folder / "pip-cache").mkdir(parents=True, exist_ok=True)
     head = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always"], capture_output=True, text=True
     )
     print(
-        f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs; uncommitted changes are left out",
+        (
+            f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs; uncommitted changes "
+            "are left out"
+        ),
         flush=True,
     )
     rows = [Row(name) for name in chosen.only]

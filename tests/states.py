@@ -12,12 +12,12 @@ def digest(content: Mapping[str, Any]) -> str:
     """SHA-256 of the training state in a checkpoint's content, in hexadecimal. It is equal only for
     bitwise equal states.
     """
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     parts = ("model", "optimizer", "scheduler", "ema", "sampler", "rng")
     _feed(
-        found.update, {**{part: content[part] for part in parts}, "step": content["meta"]["step"]}
+        sha256.update, {**{part: content[part] for part in parts}, "step": content["meta"]["step"]}
     )
-    return found.hexdigest()
+    return sha256.hexdigest()
 
 
 def _feed(update: Callable[[bytes], None], value: Any) -> None:
@@ -30,7 +30,7 @@ def _feed(update: Callable[[bytes], None], value: Any) -> None:
             _feed(update, value[key])
     elif isinstance(value, (list, tuple)):
         update(f"[{len(value)}".encode())
-        for one in value:
-            _feed(update, one)
+        for item in value:
+            _feed(update, item)
     else:
         update(repr(value).encode())

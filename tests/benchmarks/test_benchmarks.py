@@ -47,12 +47,12 @@ def test_each_benchmark_measures_both_sides(
 
 def fake(monkeypatch: pytest.MonkeyPatch, *targets: str) -> None:
     """Makes ``main`` run one benchmark, with a figure of ratio 1 for each target."""
-    found = [
+    made = [
         Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0])
         for i, target in enumerate(targets)
     ]
     monkeypatch.setattr(
-        benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: found)}
+        benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: made)}
     )
 
 

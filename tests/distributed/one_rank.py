@@ -145,8 +145,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> float:
     classes.
     """
     logarithms = logits.double().log_softmax(1)
-    own = -logarithms[torch.arange(len(labels)), labels]
-    return float(((1 - smoothing) * own - smoothing * logarithms.mean(1)).mean())
+    of_label = -logarithms[torch.arange(len(labels)), labels]
+    return float(((1 - smoothing) * of_label - smoothing * logarithms.mean(1)).mean())
 
 
 def top(logits: Tensor, labels: Tensor, k: int) -> float:

@@ -24,6 +24,9 @@ class Config(TrainKeys):
     )
     workers: str = key(
         "",
-        "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no DataLoader",
+        (
+            "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no "
+            "DataLoader"
+        ),
     )
     pace_s: float = key(0.01, "seconds that a step takes at least", low=0)

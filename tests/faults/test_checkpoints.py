@@ -82,11 +82,11 @@ def refusal(path: Path, whole: dict[str, Any]) -> str:
     ``whole``.
     """
     try:
-        found = checkpoint.read(path)
+        content = checkpoint.read(path)
     except InputError as error:
         return str(error)
-    assert states.digest(found) == states.digest(whole)
-    assert found["meta"] == whole["meta"]
+    assert states.digest(content) == states.digest(whole)
+    assert content["meta"] == whole["meta"]
     return ""
 
 
@@ -110,7 +110,8 @@ def test_a_damaged_checkpoint_is_refused_or_its_content_is_unchanged(
     path = tmp_path / "step-00000010.pt"
     for number in range(count):
         path.write_bytes(damage(good, draw))
-        if said := refusal(path, whole):
+        said = refusal(path, whole)
+        if said:
             assert said.startswith(f"checkpoint {path}: "), number
             assert "\n" not in said
             refused += 1
@@ -169,11 +170,11 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
     content = {**EMPTY, "model": {"w": torch.ones(9)}}
     checkpoint.write(folder, {**content, "meta": {"step": 1, "config": {}}})
 
-    def copy_at(what: str) -> None:
+    def copy_at(call: str) -> None:
         copy = shutil.copytree(folder, copies / f"{len(points):04d}")
-        for part in copy.glob(".*") if what == "fsync" else ():  # a file that is being written
+        for part in copy.glob(".*") if call == "fsync" else ():  # a file that is being written
             os.truncate(part, part.stat().st_size // 2)
-        points.append(what)
+        points.append(call)
 
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -192,7 +193,7 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
         saver.wait()
 
     # the file, then its name
-    whole = [f"{when}{what}" for what in ("fsync", "replace", "fsync") for when in ("", "after ")]
+    whole = [f"{when}{call}" for call in ("fsync", "replace", "fsync") for when in ("", "after ")]
     assert points == [*whole, *whole, *whole, "saved", "unlink", "after unlink"]
     newest: list[int] = []
     for number in range(len(points)):

@@ -214,9 +214,9 @@ def with_files(packed: Path, folder: Path, versions: Iterator[dict[str, bytes]])
                 else:
                     (folder / path.name).symlink_to(path)
             try:
-                found = image_sets.open_images(folder, "train")
-                for i in range(min(len(found), 64)):
-                    found.label(i), found.name(i), found.read(i)
+                images = image_sets.open_images(folder, "train")
+                for i in range(min(len(images), 64)):
+                    images.label(i), images.name(i), images.read(i)
                 seen["read"] += 1
             except InputError as error:
                 one_line(str(error), folder)
@@ -229,7 +229,7 @@ HUGE = (*b'Infinity NaN 1e999 -1 true null "x" [] {}'.split(), b"9" * 30, b"9" *
 
 def test_a_damaged_index_of_a_packed_copy_is_reported(packed: Path, tmp_path: Path) -> None:
     good = (packed / "index.json").read_bytes()
-    numbers = [one for one in (b"8", b"32", b"1", b"0") if b": " + one in good]
+    numbers = [number for number in (b"8", b"32", b"1", b"0") if b": " + number in good]
 
     def versions() -> Iterator[dict[str, bytes]]:
         for number in range(600):

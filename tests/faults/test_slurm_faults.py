@@ -121,9 +121,9 @@ def trains(job: Job, attempt: int = 0, step: int = 3) -> None:
 
 def ended(job: Job, timeout_s: float = END_S) -> tuple[str, str]:
     """State and exit status, waited for; nothing of the job is left."""
-    found = jobs.ended(job.slurm, job.id, job.log, timeout_s)
+    result = jobs.ended(job.slurm, job.id, job.log, timeout_s)
     wait_until(lambda: not job.slurm.processes(job_id=job.id), ORPHAN_S, "the end of all processes")
-    return found
+    return result
 
 
 def wait_requeued(job: Job, timeout_s: float, restarts: int = 1) -> None:
@@ -224,9 +224,9 @@ def test_a_cancelled_job_saves_in_kill_wait_and_stays_cancelled(
     )
     saved_at(job, "SIGTERM")
     slurm.wait_idle()
-    found = job.fields()
-    assert found["JobState"] == "CANCELLED"
-    assert found["Restarts"] == "0"
+    fields = job.fields()
+    assert fields["JobState"] == "CANCELLED"
+    assert fields["Restarts"] == "0"
 
 
 @pytest.mark.fault(26)
@@ -302,7 +302,10 @@ def test_a_rank_that_exceeds_the_memory_of_its_job_is_named(
     assert status["first_failing_rank"] == 1, status
     assert status["exit_status"] == 137, status
     host = "node2" if size == TWO_BY_ONE else "node1"
-    reason = f"rank 1 on {host} failed first: was killed since its limit of 1572.9 MB was used up; peak memory: rank 1 "
+    reason = (
+        f"rank 1 on {host} failed first: was killed since its limit of 1572.9 MB was used up; "
+        "peak memory: rank 1 "
+    )
     assert status["reason"].startswith(reason)
     assert ("rank 0" in status["reason"]) == (size == ONE_BY_TWO)
     assert log_lines(job.log)[-1].startswith(f"broken: failed: {reason}")
@@ -433,7 +436,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(
     # attempt's.
     counts = {row["step"]: row["attempt"] for row in rows(job.run_dir)}
     assert {counts[step] for step in range(first, last + 3)} == {1}
-    found = job.fields()
-    assert found["JobState"] == "RUNNING"
-    assert found["Restarts"] == "1"
-    assert found["BatchHost"] != node
+    fields = job.fields()
+    assert fields["JobState"] == "RUNNING"
+    assert fields["Restarts"] == "1"
+    assert fields["BatchHost"] != node

@@ -12,10 +12,10 @@ FAULT = re.compile(r"pytest\.mark\.fault\(([\d, ]+)\)")
 
 
 def test_each_fault_has_a_test_and_each_test_names_its_faults() -> None:
-    found: set[int] = set()
+    named: set[int] = set()
     for path in Path(__file__).parent.glob("test_*.py"):
         text = path.read_text()
-        found |= {int(row) for rows in FAULT.findall(text) for row in rows.split(",")}
+        named |= {int(row) for rows in FAULT.findall(text) for row in rows.split(",")}
         tests = [
             node
             for node in ast.parse(text).body
@@ -30,4 +30,4 @@ def test_each_fault_has_a_test_and_each_test_names_its_faults() -> None:
             if not FAULT.search("".join(map(ast.unparse, test.decorator_list)))
         ]
         assert of_all or not unnamed, f"{path.name}: {unnamed}"
-    assert found == set(ROWS)
+    assert named == set(ROWS)

@@ -93,14 +93,14 @@ def ddp(place: Place) -> Figures:
                 model(part).square().sum().backward()
         return [p.grad.clone() for p in net.parameters()]
 
-    own = gradients(net, parallel=False)
+    alone = gradients(net, parallel=False)
     devices = None if place.dry else [place.device]
     theirs = gradients(
         DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True),
         parallel=True,
     )
     worst = max(
-        float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in zip(own, theirs, strict=True)
+        float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in zip(alone, theirs, strict=True)
     )
     assert worst < 1e-3, worst
     return {"largest relative difference": f"{worst:.1g}"}
@@ -144,16 +144,16 @@ def arithmetic(place: Place) -> Figures:
     net = nn.Linear(64, 8)
     weights = torch.randn(8, 64, generator=random)
     nets = [nn.Linear(64, 8) for _ in range(2)]
-    for one, device in zip(nets, (place.device, torch.device("cpu")), strict=True):
-        one.load_state_dict(net.state_dict())
-        one.to(device)
-        average = _Average(one, 0.9)
-        optimizer = LARS(one.parameters(), 0.1, weight_decay=1e-4)
+    for net_copy, device in zip(nets, (place.device, torch.device("cpu")), strict=True):
+        net_copy.load_state_dict(net.state_dict())
+        net_copy.to(device)
+        average = _Average(net_copy, 0.9)
+        optimizer = LARS(net_copy.parameters(), 0.1, weight_decay=1e-4)
         for _ in range(3):
-            one.weight.grad, one.bias.grad = weights.to(device), weights[:, 0].to(device)
+            net_copy.weight.grad, net_copy.bias.grad = weights.to(device), weights[:, 0].to(device)
             optimizer.step()
-            average.update_parameters(one)
-        one.average = average.module
+            average.update_parameters(net_copy)
+        net_copy.average = average.module
     for a, b in zip(nets[0].state_dict().values(), nets[1].state_dict().values(), strict=True):
         worst = max(worst, float((a.cpu() - b).abs().max()))
     assert worst <= 1e-6, worst
@@ -320,9 +320,9 @@ def hang(place: Place) -> Figures:
     begin = time.monotonic()
     record = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())
     assert time.monotonic() - begin < 1
-    found = record["entries"][-1]
-    assert found["profiling_name"] == "nccl:all_reduce", found
-    return {"ended after": f"{took:.1f} s", "state in the record": found["state"]}
+    entry = record["entries"][-1]
+    assert entry["profiling_name"] == "nccl:all_reduce", entry
+    return {"ended after": f"{took:.1f} s", "state in the record": entry["state"]}
 
 
 def steps_per_s(
@@ -364,7 +364,8 @@ def speed(place: Place) -> Figures:
         "eager": f"{eager:,.0f} images/s",
         "compiled": f"{fast:,.0f}",
     }
-    if least := place.least(IMAGES_PER_S):
+    least = place.least(IMAGES_PER_S)
+    if least:
         assert eager >= least[0], figures
         assert fast >= least[1], figures
     return figures
@@ -561,11 +562,11 @@ def accuracy(place: Place) -> Figures:
         out, _ = process.communicate(timeout=140)
         assert process.returncode == 0, out[-2000:]
     alone = place.summary("fast-0")
-    found = [place.summary(f"fast-{seed}")["val_top1"] for seed in range(5)]
-    assert min(found) >= 0.89, found
+    accuracies = [place.summary(f"fast-{seed}")["val_top1"] for seed in range(5)]
+    assert min(accuracies) >= 0.89, accuracies
     return {
-        "fast": [round(top1, 4) for top1 in found],
-        "mean": round(statistics.fmean(found), 4),
+        "fast": [round(top1, 4) for top1 in accuracies],
+        "mean": round(statistics.fmean(accuracies), 4),
         "fast, seconds of training": round(
             50_000 * alone["epochs"] / alone["samples_per_second"], 2
         ),

@@ -165,7 +165,10 @@ def missing() -> str | None:
         text=True,
     )
     if probe.returncode:
-        return f"no new namespaces here ({probe.stderr.strip()}): in a container, start it with --privileged"
+        return (
+            f"no new namespaces here ({probe.stderr.strip()}): in a container, start it with "
+            "--privileged"
+        )
     return None
 
 
@@ -228,12 +231,12 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _wait_until(
-    condition: Callable[[], object], timeout_s: float, what: str, log: Path | None = None
+    condition: Callable[[], object], timeout_s: float, awaited: str, log: Path | None = None
 ) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
-            raise ClusterError(f"{what} not within {timeout_s:g} s" + _tail(log))
+            raise ClusterError(f"{awaited} not within {timeout_s:g} s" + _tail(log))
         time.sleep(0.05)
 
 
@@ -266,9 +269,9 @@ def _own_cgroup(controller: str) -> Path:
     """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        own = CGROUPS / controller / path.lstrip("/")
-        if controller in controllers.split(",") and own.is_dir():
-            return own
+        cgroup = CGROUPS / controller / path.lstrip("/")
+        if controller in controllers.split(",") and cgroup.is_dir():
+            return cgroup
     return CGROUPS / controller
 
 
@@ -444,7 +447,7 @@ class Cluster:
             for each in self.nodes
             if _start_time(each.pid)
         }
-        found = []
+        processes = []
         for pid, _ in _processes():
             try:
                 name = names.get(os.stat(f"/proc/{pid}/ns/pid").st_ino)
@@ -462,8 +465,8 @@ class Cluster:
                     continue
             except OSError:
                 continue  # it ended while we looked
-            found.append(Process(name, pid, line))
-        return found
+            processes.append(Process(name, pid, line))
+        return processes
 
     # faults
 
@@ -1147,14 +1150,14 @@ def _keep(root: Path, options: ClusterOptions, owner_fd: int) -> None:
 
 
 # --- command line
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def _running() -> list[tuple[Path, bool, bool]]:
     """Folder, whether its keeper lives, and whether it stays until `down`, of each cluster on this
     machine.
     """
-    found = []
+    clusters = []
     for root in sorted(BASE.glob(PREFIX + "*")):
         with contextlib.suppress(OSError):
             if root.stat().st_uid != 0 or not root.is_dir():
@@ -1163,11 +1166,11 @@ def _running() -> list[tuple[Path, bool, bool]]:
                 state = json.loads((root / "state.json").read_text())
             except (OSError, ValueError):
                 if time.time() - root.stat().st_mtime > 2 * UP_TIMEOUT_S:
-                    found.append((root, False, False))
+                    clusters.append((root, False, False))
                 continue
             pid, began = state["processes"][0]
-            found.append((root, _start_time(pid) == began, not state["owned"]))
-    return found
+            clusters.append((root, _start_time(pid) == began, not state["owned"]))
+    return clusters
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -1188,12 +1191,12 @@ def _user() -> str:
 
 
 def _down(root: Path | None) -> int:
-    for found, alive, stays in _running():
-        user = found / "user"
-        own = user.exists() and user.read_text() == _user() and (stays or not alive)
-        if found == root or (root is None and own):
-            take_down(found)
-            print(f"{found}: taken down", file=sys.stderr)
+    for folder, alive, stays in _running():
+        user = folder / "user"
+        is_theirs = user.exists() and user.read_text() == _user() and (stays or not alive)
+        if folder == root or (root is None and is_theirs):
+            take_down(folder)
+            print(f"{folder}: taken down", file=sys.stderr)
     return 0
 
 

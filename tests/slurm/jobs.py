@@ -107,12 +107,12 @@ def launched(
     with log.open("wb") as out:
         process = subprocess.Popen(argv, cwd=repo, env=environ, stdout=out, stderr=out)
     try:
-        found = wait_until(
+        named = wait_until(
             lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE),
             START_S,
             "the job's id",
         )
-        yield process, found[1]
+        yield process, named[1]
     finally:
         process.kill()
         process.wait()
@@ -141,7 +141,7 @@ def ranks(
     slurm: Cluster, job: str, recipe: str = "mnist"
 ) -> dict[int, tuple[Process, dict[str, str]]]:
     """The processes of a job that are ranks of the recipe, with their environments, by rank."""
-    found = {}
+    ranks_of_job = {}
     for process in slurm.processes(job_id=job, command=f"-m recipes.{recipe}"):
         with contextlib.suppress(OSError):
             pairs = (
@@ -153,8 +153,8 @@ def ranks(
             environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
             # srun itself has none, or with Slurm 26.05 the batch script's -5
             if environ.get("SLURM_STEP_ID", "").isdecimal():
-                found[int(environ["SLURM_PROCID"])] = (process, environ)
-    return found
+                ranks_of_job[int(environ["SLURM_PROCID"])] = (process, environ)
+    return ranks_of_job
 
 
 def queue(slurm: Cluster) -> set[str]:
@@ -175,8 +175,8 @@ def wait_requeued(slurm: Cluster, job: str, log: Path, timeout_s: float, restart
     """Until the job is back in the queue, so many times."""
 
     def queued() -> bool:
-        found = slurm.jobs(job)[0]
-        return found["Restarts"] == str(restarts) and found["JobState"] == "PENDING"
+        record = slurm.jobs(job)[0]
+        return record["Restarts"] == str(restarts) and record["JobState"] == "PENDING"
 
     try:
         wait_until(queued, timeout_s, f"restart {restarts} of job {job}")

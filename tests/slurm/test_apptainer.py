@@ -119,19 +119,19 @@ def inside(slurm: Cluster, job: str) -> dict[int, tuple[str, Path, Path, dict[st
     """Of each rank: its node; the root of its files and its working directory, as this machine sees
     them; its variables.
     """
-    found = {}
+    ranks = {}
     for process in slurm.processes(job_id=job, command="-m recipes.mnist"):
         seen = Path(f"/proc/{process.pid}")
         pairs = (seen / "environ").read_bytes().decode().split("\0")
         environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         if "APPTAINER_CONTAINER" in environ:
-            found[int(environ["SLURM_PROCID"])] = (
+            ranks[int(environ["SLURM_PROCID"])] = (
                 process.node,
                 seen / "root",
                 seen / "cwd",
                 environ,
             )
-    return found
+    return ranks
 
 
 @pytest.mark.parametrize(("how", "world_size"), [("slurm", 2), ("ready", 3)])
@@ -146,10 +146,10 @@ def test_mnist_is_signalled_requeued_and_finished(
         jobs.wait_for_training(slurm, job, site.run_dir)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{jobs.tail(log)}") from None
-    found = inside(slurm, job)
-    assert sorted(found) == list(range(world_size))
+    ranks = inside(slurm, job)
+    assert sorted(ranks) == list(range(world_size))
     code = jobs.read(site.run_dir / "job.yaml")["code"]
-    for node, root, cwd, environ in found.values():
+    for node, root, cwd, environ in ranks.values():
         assert environ["APPTAINER_CONTAINER"] == IMAGE
         # The user's value wins over the env file's, and this over the image's.
         values = [

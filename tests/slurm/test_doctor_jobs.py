@@ -39,9 +39,9 @@ def bad_node(slurm: Cluster, repo: Path) -> Iterator[str]:
 
 def launched(slurm: Cluster, repo: Path, *words: str) -> tuple[str, Path]:
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON)
-    found = re.search(r"^job (\d+): .*\n.*\nlog: tail -F (.*)$", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    return found[1], Path(found[2])
+    announced = re.search(r"^job (\d+): .*\n.*\nlog: tail -F (.*)$", done.stdout, re.MULTILINE)
+    assert announced, done.stdout + done.stderr
+    return announced[1], Path(announced[2])
 
 
 def printed(slurm: Cluster, repo: Path, folder: Path, *typed: str) -> tuple[str, Path]:
@@ -103,7 +103,10 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(
     assert done.returncode == 3, done.stdout + done.stderr
     job = done.stdout.split(":", 1)[0].removeprefix("job ")
     reported = re.search(
-        r"^mnist: (bad nodes: node1; a requeue that excludes them failed \(.+\): submit the job with exclude=node1 .+)$",
+        (
+            r"^mnist: (bad nodes: node1; a requeue that excludes them failed \(.+\): submit the "
+            r"job with exclude=node1 .+)$"
+        ),
         done.stdout,
         re.MULTILINE,
     )

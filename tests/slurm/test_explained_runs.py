@@ -65,25 +65,28 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
         slurm.run("scancel", "--signal=USR2", stopped, check=True)
         jobs.wait_requeued(slurm, stopped, repo / f"mnist-{stopped}.out", 30)
 
-        found = explained(slurm, repo, "runs")
-        assert set(found) == {stopped, running, done, failed, waits}
+        sections = explained(slurm, repo, "runs")
+        assert set(sections) == {stopped, running, done, failed, waits}
         step = read(runs / stopped / "status.json")["step"]
         saved = f"stopped by SIGUSR2, saved at step {step}"
-        assert found[stopped][0].startswith(
+        assert sections[stopped][0].startswith(
             f"{saved}; job {stopped} is pending (BeginTime), expected to start at 20"
         )
-        assert len(found[stopped]) == 1
-        [line] = found[running]
+        assert len(sections[stopped]) == 1
+        [line] = sections[running]
         assert line.startswith("it is running, at step ")
         assert line.endswith(f" ago; job {running} is running")
-        assert found[done] == ["status.json says done: nothing failed"]
-        assert found[failed][0].startswith("rank 0 on node")
-        assert " failed first: the loss at step " in found[failed][0]
+        assert sections[done] == ["status.json says done: nothing failed"]
+        assert sections[failed][0].startswith("rank 0 on node")
+        assert " failed first: the loss at step " in sections[failed][0]
         assert not any(
-            other in line for line in found[failed] for other in (stopped, running, done)
+            other in line for line in sections[failed] for other in (stopped, running, done)
         )
-        assert found[waits] == [
-            f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} lets it start"
+        assert sections[waits] == [
+            (
+                f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} "
+                "lets it start"
+            )
         ]
         assert [read(runs / job / "status.json")["kind"] for job in (stopped, failed)] == [
             "stopped",
@@ -94,11 +97,14 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
         slurm.run("scontrol", "hold", stopped, check=True)
         slurm.run("scancel", running, check=True)
         slurm.wait_job(running)
-        found = explained(slurm, repo, f"runs/mnist/{stopped}", f"runs/mnist/{running}")
-        assert found[stopped] == [
-            f"{saved}; job {stopped} is held (JobHeldAdmin): scontrol release {stopped} lets it start"
+        sections = explained(slurm, repo, f"runs/mnist/{stopped}", f"runs/mnist/{running}")
+        assert sections[stopped] == [
+            (
+                f"{saved}; job {stopped} is held (JobHeldAdmin): scontrol release {stopped} lets "
+                "it start"
+            )
         ]
-        assert found[running][0].endswith(
+        assert sections[running][0].endswith(
             f"; job {running} is cancelled; the job was cancelled: {RESUME}"
         )
         assert read(runs / running / "status.json")["next"] == "cancelled"

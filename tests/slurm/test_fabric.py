@@ -110,9 +110,9 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fabric]:
     )
     repo = jobs.copy_repository(tmp_path_factory.mktemp("repo") / "clone")
     with running_cluster(ClusterOptions()) as slurm:
-        one, two = (slurm.node(name).pid for name in V4)
+        first, two = (slurm.node(name).pid for name in V4)
         # a cable from node to node, made outside of both and put into each
-        cable = f"ip link add fast0 netns {one} type veth peer name fast0 netns {two}"
+        cable = f"ip link add fast0 netns {first} type veth peer name fast0 netns {two}"
         subprocess.run(cable.split(), check=True)
         yield Fabric(slurm, repo)
 
@@ -162,13 +162,17 @@ def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path)
     assert "note  node1: GLOO_SOCKET_IFNAME=docker0, but the route to node2 uses fast0" in ended.out
     assert "note  node2: GLOO_SOCKET_IFNAME=docker0, but the route to node1 uses fast0" in ended.out
     # Whichever rank connects finds nobody at its own address; the other one waits.
-    hangs = r"\[\] the bandwidth test of all nodes stopped after its start \((RuntimeError: Gloo connectFullMesh failed|python did not answer in) .*\)"
+    hangs = (
+        r"\[\] the bandwidth test of all nodes stopped after its start \((RuntimeError: Gloo "
+        r"connectFullMesh failed|python did not answer in) .*\)"
+    )
     assert re.fullmatch(hangs, bad(verdict)), bad(verdict)
     assert verdict["exclude"] == []  # both nodes have it
     ended = fabric.train(tmp_path, "timeout_s=8", **forced)
     assert ended.status != 0
     assert re.search(
-        r"^mnist: (node1: rank 0|node2: rank 1) cannot join the process group of 2 ranks \(RuntimeError: "
+        r"^mnist: (node1: rank 0|node2: rank 1) cannot join the process group of 2 ranks "
+        r"\(RuntimeError: "
         r"Gloo connectFullMesh failed with .*"
         r"Connection refused, remote=\[172\.17\.0\.1\]:",
         ended.out,
@@ -193,7 +197,10 @@ def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -
 def test_a_firewall_between_the_nodes_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on(
         "node2",
-        "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c iif fast0 drop'",
+        (
+            "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; "
+            "add rule inet t c iif fast0 drop'"
+        ),
     )
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 3, ended.out
@@ -209,19 +216,23 @@ def test_an_mtu_that_drops_large_packets_is_reported(fabric: Fabric, tmp_path: P
         fabric.on(node, "ip link set fast0 mtu 9000")
         fabric.on(
             node,
-            "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c iif fast0 meta length > 1500 drop'",
+            (
+                "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; "
+                "}; add rule inet t c iif fast0 meta length > 1500 drop'"
+            ),
         )
     ended, verdict = fabric.doctor(tmp_path, PATIENT_S)
     assert ended.status == 3, ended.out
     assert bad(verdict) == (
-        "[1] node1 reaches node2 with small packets, but large ones are lost: the MTU on the path is smaller than the "
+        "[1] node1 reaches node2 with small packets, but large ones are lost: the MTU on the "
+        "path is smaller than the "
         "interface's (timed out; 2 of 2 links of node2 fail)"
     )
     assert verdict["exclude"] == ["node2"]
     assert (
-        "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500"
-        in ended.out
-    )
+        "give both interfaces, and every switch between them, the same MTU: ip link set DEV "
+        "mtu 1500"
+    ) in ended.out
     ended = fabric.train(tmp_path, "timeout_s=10")
     assert ended.status != 0
     assert re.search(r"Timed out waiting for the other ranks for 10 s \(timeout_s\)", ended.out), (
@@ -235,8 +246,14 @@ def test_either_node_that_hangs_is_reported(fabric: Fabric, tmp_path: Path, hang
     """Its process is stopped at its start. If it is that of the first node, the other node gives
     the verdict.
     """
-    stop = f"import os, signal, sys; os.environ['SLURMD_NODENAME'] == '{hangs}' and os.kill(os.getpid(), signal.SIGSTOP); "
-    run = "import runpy; sys.argv = ['doctor', *sys.argv[1:]]; runpy.run_module('recipes.doctor', run_name='__main__')"
+    stop = (
+        f"import os, signal, sys; os.environ['SLURMD_NODENAME'] == '{hangs}' and "
+        "os.kill(os.getpid(), signal.SIGSTOP); "
+    )
+    run = (
+        "import runpy; sys.argv = ['doctor', *sys.argv[1:]]; runpy.run_module('recipes.doctor', "
+        "run_name='__main__')"
+    )
     begin = time.monotonic()
     argv = [
         "srun",

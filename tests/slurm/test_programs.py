@@ -111,9 +111,18 @@ def test_also_if_signals_reach_all_processes(
 FAULTS = {
     "raise": "rank 1 on node2 failed first: the program exited with status 1; ValueError: bad data",
     "kill": "rank 1 on node2 failed first: the program was killed by signal 9",
-    "memory": "rank 1 on node2 failed first: the program was killed since its limit of 2097.2 MB was used up; peak memory: ",
-    "kill in a shell": "rank 1 on node2 failed first: the program exited with status 137, as a shell does after signal 9",
-    "exit": "rank 1 on node2 exited with status 0 before the end of the run; after that, rank 0 on node1 failed: ",
+    "memory": (
+        "rank 1 on node2 failed first: the program was killed since its limit of 2097.2 MB was "
+        "used up; peak memory: "
+    ),
+    "kill in a shell": (
+        "rank 1 on node2 failed first: the program exited with status 137, as a shell does after "
+        "signal 9"
+    ),
+    "exit": (
+        "rank 1 on node2 exited with status 0 before the end of the run; after that, rank 0 on "
+        "node1 failed: "
+    ),
 }
 
 

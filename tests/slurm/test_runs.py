@@ -37,15 +37,15 @@ def launch(slurm: Cluster, repo: Path, *words: str) -> str:
 
 def state(slurm: Cluster, repo: Path, job: str) -> dict[str, Any]:
     (line,) = launch(slurm, repo, "runs", job, "--json").splitlines()
-    found = json.loads(line)
-    assert isinstance(found, dict)
-    return found
+    row = json.loads(line)
+    assert isinstance(row, dict)
+    return row
 
 
 def wait_for(slurm: Cluster, repo: Path, job: str, wanted: str, step: int = 0) -> dict[str, Any]:
     def reached() -> dict[str, Any] | None:
-        found = state(slurm, repo, job)
-        return found if found["state"] == wanted and found["step"] >= step else None
+        row = state(slurm, repo, job)
+        return row if row["state"] == wanted and row["step"] >= step else None
 
     return helpers.wait_until(reached, 120, f"job {job} is {wanted}")
 
@@ -78,12 +78,7 @@ def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo
     stopped = wait_for(slurm, repo, job, "cancelled", 10)
     assert "is not running: cancelled" in launch(slurm, repo, "cancel", job)
     again = resume(slurm, repo, job, "log_every_steps=1")
-    resumed = helpers.wait_until(
-        lambda: (found := state(slurm, repo, job))["step"] > stopped["step"] and found,
-        120,
-        "the resumed run trains",
-    )
-    assert resumed["state"] == "running"
+    resumed = wait_for(slurm, repo, job, "running", stopped["step"] + 1)
     assert resumed["starts"] == 2
     assert resumed["job"] == again
     assert (
@@ -92,8 +87,8 @@ def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo
     )
     slurm.run("scontrol", "requeue", again, check=True)
     wait_for(slurm, repo, job, "requeued", stopped["step"])
-    for one in (held, again):
-        launch(slurm, repo, "cancel", one if one == held else job)
+    for run in (held, job):
+        launch(slurm, repo, "cancel", run)
     assert wait_for(slurm, repo, held, "cancelled")["note"] == "before it began"
 
 

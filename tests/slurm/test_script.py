@@ -79,11 +79,11 @@ def test_a_program_is_stopped_requeued_and_continues(
             for line in log_lines(run_dir / f"logs/rank{rank}.log")
             if line.startswith(("[", "got"))
         ]
-        own = f"['--lr', 'cluster=a'] rank {rank} on node{rank + 1} from"
+        greeting = f"['--lr', 'cluster=a'] rank {rank} on node{rank + 1} from"
         assert [line for line in lines if not line.startswith("[W")] == [
-            f"{own} False",
+            f"{greeting} False",
             "got 10",
-            f"{own} True",
+            f"{greeting} True",
         ]
     assert (
         f"script: stopped; requeued (restart 1 of at most 20); run directory {run_dir}"
@@ -120,12 +120,18 @@ KILLED = {  # what is killed: (its node, words of its command, how the last line
     "program": (
         "node2",
         "-u /",
-        "rank 1 on node2 failed first: the program was killed by signal 9 (Killed; often the memory was used up)",
+        (
+            "rank 1 on node2 failed first: the program was killed by signal 9 (Killed; often the "
+            "memory was used up)"
+        ),
     ),
     "wrapper": (
         "node2",
         "-m recipes.script",
-        "the wrapper of rank 1 on node2 was killed; rank 0 on node1 failed: the program exited with status 1; Ru",
+        (
+            "the wrapper of rank 1 on node2 was killed; rank 0 on node1 failed: the program "
+            "exited with status 1; Ru"
+        ),
     ),
     "srun": ("node1", "srun ", "srun, or the wrapper of every rank, was killed"),
 }
@@ -147,9 +153,9 @@ def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, vic
     try:
         processes = slurm.processes(job_id=job, node=node, command=command)
         killed = [
-            one
-            for one in processes
-            if "--lr" in one.command and one.command.startswith(("srun", sys.executable))
+            process
+            for process in processes
+            if "--lr" in process.command and process.command.startswith(("srun", sys.executable))
         ]
         for process in killed[: 1 if victim == "srun" else None]:
             os.kill(process.pid, signal.SIGKILL)

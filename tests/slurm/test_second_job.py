@@ -51,7 +51,10 @@ def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
 def test_a_second_job_is_refused_until_the_first_ends(
     slurm: Cluster, repo: Path, first: First, tmp_path: Path
 ) -> None:
-    used = f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel {first.job})"
+    used = (
+        f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel "
+        f"{first.job})"
+    )
     log = tmp_path / "second"
     job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={first.run_dir}")
     assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)

@@ -87,9 +87,9 @@ def test_a_job_runs_the_code_of_its_submission_after_an_edit(
     finally:
         (elsewhere / "submitted").unlink(missing_ok=True)
         said = helpers.finish(outer, 60).out
-    found = re.search(r"^job (\d+): ", said, re.MULTILINE)
-    assert found, said
-    assert slurm.wait_job(found[1], 120) == "COMPLETED", said
+    announced = re.search(r"^job (\d+): ", said, re.MULTILINE)
+    assert announced, said
+    assert slurm.wait_job(announced[1], 120) == "COMPLETED", said
     check_origin(repo, elsewhere / "mine")
 
 

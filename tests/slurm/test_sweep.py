@@ -32,9 +32,9 @@ def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
         sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, timeout=300
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    found = re.search(r"^job (\d+): ", done.stdout, re.MULTILINE)
-    assert found, done.stdout
-    job = found[1]
+    announced = re.search(r"^job (\d+): ", done.stdout, re.MULTILINE)
+    assert announced, done.stdout
+    job = announced[1]
     for number, rate in enumerate(rates):
         assert f"{job}_{number}: lr={rate}" in done.stdout.splitlines()
         run_dir = repo / "runs/toy" / f"{job}_{number}"

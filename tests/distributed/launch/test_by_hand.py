@@ -54,8 +54,8 @@ def test_uneven_machines_may_start_in_any_order(
     # Rank 0 speaks, and is on the other.
     assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
     summary = helpers.read(run_dir, "summary")
-    found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
-    assert found == {
+    facts = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
+    assert facts == {
         "world_size": size,
         "num_nodes": 2,
         "steps": 4,

@@ -40,9 +40,9 @@ def check(
 def parts(ended: Ended) -> dict[str, str]:
     """The result of each part, by its name."""
     lines = [line for line in ended.lines[:-1] if not line.startswith("keys from the run ")]
-    found = [re.fullmatch(r"(\w+): +(.+)", line) for line in lines]
-    assert all(found), ended.out
-    return {match[1]: match[2] for match in found if match}
+    matches = [re.fullmatch(r"(\w+): +(.+)", line) for line in lines]
+    assert all(matches), ended.out
+    return {match[1]: match[2] for match in matches if match}
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -86,7 +86,8 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     assert list(said) == ["keys", "recipe", "disk"]
     assert said["keys"] == "ok: mnist, 2 ranks"
     assert re.fullmatch(
-        r"ok: 1,43\d training samples, [\d,]+ parameters \(3\.9 MB per rank, with gradients and optimiser state\), "
+        r"ok: 1,43\d training samples, [\d,]+ parameters \(3\.9 MB per rank, with gradients "
+        r"and optimiser state\), "
         r"continues from step 3",
         said["recipe"],
     )
@@ -154,9 +155,9 @@ def test_number_of_checkpoints_that_need_space(
     )
     kept = f"all checkpoints are kept, up to 4.2 MB each; 8.4 MB free in {tmp_path}"
     assert checks.disk_space(run_dir, 0, two) == kept
-    for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
+    for keep, size in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
         with pytest.raises(MachineError, match=f"run_dir={run_dir}: {keep + 2} checkpoints of "):
-            checks.disk_space(run_dir, keep, found)
+            checks.disk_space(run_dir, keep, size)
     (run_dir / "checkpoints").mkdir(parents=True)
     for step in (1, 2, 3):  # which the run will remove
         (run_dir / f"checkpoints/step-{step:08d}.pt").touch()

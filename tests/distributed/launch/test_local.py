@@ -138,18 +138,23 @@ def launch(
 ) -> list[str]:
     """The command of a launcher that runs ``code`` on so many ranks and exits with their status."""
     program = (
-        "import os, sys; from pathlib import Path; from recipes.core.launch import local; from recipes.core.run import signals\n"
+        "import os, sys; from pathlib import Path; from recipes.core.launch import local; "
+        "from recipes.core.run import signals\n"
         f"signals.TOGETHER_S = {together_s}\n"
         f"local.PEERS_GRACE_S = 0.3; local.STOP_GRACE_S = {stop_grace_s}\n"
         "code, ranks, run_dir = sys.argv[1:]\n"
         "command = [sys.executable, '-u', '-c', code]\n"
         "layout = local.Layout((int(ranks),))\n"
-        "sys.exit(local.run(command, layout, Path(run_dir) if run_dir else None, 'mnist', os.environ))\n"
+        "sys.exit(local.run(command, layout, Path(run_dir) if run_dir else None, 'mnist', "
+        "os.environ))\n"
     )
     return [sys.executable, "-c", program, code, str(ranks), str(run_dir or "")]
 
 
-STUBBORN = "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]; rank = int(os.environ['RANK'])\n"
+STUBBORN = (
+    "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, "
+    "signal.SIGINT, signal.SIGHUP)]; rank = int(os.environ['RANK'])\n"
+)
 SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
 
 
@@ -269,12 +274,12 @@ def test_children_of_a_rank_that_dies_during_the_check_are_killed(
         left = int(rank.stdout.readline())
         looked = os.waitid
 
-        def late(*given: Any) -> Any:
-            found = looked(*given)
+        def late(*arguments: Any) -> Any:
+            answer = looked(*arguments)
             monkeypatch.setattr(os, "waitid", looked)
             rank.kill()
             assert looked(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
-            return found
+            return answer
 
         monkeypatch.setattr(os, "waitid", late)
         ended = [local.has_ended(rank), local.has_ended(rank)]
@@ -284,7 +289,10 @@ def test_children_of_a_rank_that_dies_during_the_check_are_killed(
 
 def test_a_stop_saves_although_stderr_is_closed(tmp_path: Path) -> None:
     """With ``launch.py … 2>&1 | tee log``, Ctrl-C also ends tee."""
-    save = f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
+    save = (
+        f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/up; "
+        "while :; do sleep 0.1; done"
+    )
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path

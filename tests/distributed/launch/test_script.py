@@ -115,7 +115,10 @@ def test_the_rank_that_fails_first_is_named(
     tmp_path: Path, program: str, code: int, kind: str, error: str
 ) -> None:
     (tmp_path / "fails.py").write_text(program)
-    peer = "import runpy, os, time\nif os.environ['RANK'] == '1': runpy.run_path('fails.py')\ntime.sleep(1.5); exit(7)"
+    peer = (
+        "import runpy, os, time\nif os.environ['RANK'] == '1': runpy.run_path('fails.py')\n"
+        "time.sleep(1.5); exit(7)"
+    )
     ended = helpers.finish(start(tmp_path, peer, ranks=2))
     reason = f"rank 1 on {HOST} failed first: {error}"
     assert ended.status == code, ended.out
@@ -180,13 +183,13 @@ def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
         tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"
     )
     log = tmp_path / "run/logs/rank0.log"
-    found = helpers.wait_until(
+    pid = helpers.wait_until(
         lambda: log.exists() and re.search(r"^pid (\d+)$", log.read_text(), re.MULTILINE),
         helpers.START_S,
         "the program",
     )
     launcher.kill()
-    helpers.wait_for_the_end_of([int(found[1])], 20)
+    helpers.wait_for_the_end_of([int(pid[1])], 20)
 
 
 def test_a_program_that_cannot_be_started_is_bad_input(tmp_path: Path) -> None:
@@ -232,12 +235,15 @@ def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
 
     log = tmp_path / "log"
     old = "Traceback (most recent call last):\n  File x\nKeyError: old\n\f\n"
-    of_torch = '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x", line 1, in f\n[rank3]: E: a\n[rank3]: more\nend\n'
-    for text, found in (
+    of_torch = (
+        '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x", line 1, in f\n'
+        "[rank3]: E: a\n[rank3]: more\nend\n"
+    )
+    for text, expected in (
         (old, ""),
         (old + of_torch, "; E: a"),
         (of_torch + "Traceback\n", "; E: a"),
         ("a\nb\n", ""),
     ):
         log.write_text(text)
-        assert script.last_exception(log) == found
+        assert script.last_exception(log) == expected

@@ -128,8 +128,8 @@ def test_every_trained_parameter_is_in_one_group(arch: str) -> None:
     with torch.device("meta"):
         net = models.classifier(arch, "", 3)
     groups = optimisation.layer_groups(net, 1.0, 0.5, 0.1)
-    found = [p for group in groups for p in group["params"]]
-    assert len(found) == len(set(found)) == len(list(net.parameters()))
+    parameters = [p for group in groups for p in group["params"]]
+    assert len(parameters) == len(set(parameters)) == len(list(net.parameters()))
     assert max(group["depth"] for group in groups) >= 4
 
 
@@ -153,7 +153,7 @@ def test_metrics_are_the_same_on_one_two_and_three_ranks(tmp_path: Path, photogr
         for ranks in (1, 2, 3)
     ]
     for name in ("loss", "val_f1", "val_top1"):
-        alone, *others = ([row[name] for row in found if name in row] for found in rows)
+        alone, *others = ([row[name] for row in rows_of_run if name in row] for rows_of_run in rows)
         for other in others:
             assert other == pytest.approx(alone, abs=1e-4), name
 

@@ -24,9 +24,9 @@ TOY = (sys.executable, "-m", "recipes.toy")
 @pytest.mark.parametrize("recipe", goldens.TRAININGS)
 def test_two_ranks_give_the_recorded_losses_and_accuracies(recipe: str, tmp_path: Path) -> None:
     recorded = json.loads((goldens.FOLDER / f"{recipe}.json").read_text())
-    found = goldens.train(recipe, tmp_path)
-    assert [row["step"] for row in found] == [row["step"] for row in recorded]
-    for row, before in zip(found, recorded, strict=True):
+    rows = goldens.train(recipe, tmp_path)
+    assert [row["step"] for row in rows] == [row["step"] for row in recorded]
+    for row, before in zip(rows, recorded, strict=True):
         assert row.keys() == before.keys(), row
         for name, value in before.items():
             share = name in ("val_top1", "val_top5")
@@ -71,7 +71,7 @@ def test_runs_of_before_are_continued(
         helpers.finish(process)
         for process in helpers.fork_ranks([*TOY, f"run_dir={run_dir}"], ranks)
     ]
-    assert [one.status for one in ended] == [0] * ranks, ended
+    assert [rank_ended.status for rank_ended in ended] == [0] * ranks, ended
     lines = ended[0].lines
     assert lines[-1] == f"finished at step {goldens.STEPS}"
     assert any(

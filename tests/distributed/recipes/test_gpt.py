@@ -108,11 +108,11 @@ def test_the_loss_is_one_number_for_each_sequence() -> None:
 def test_generated_tokens_follow_from_the_seed_and_the_context() -> None:
     net = model()
     first = torch.tensor([3])
-    one, same, other = (gpt.generate(net, first, 30, 8, 20, seed) for seed in (0, 0, 1))
-    assert one.tolist() == same.tolist() != other.tolist()
-    assert len(one) == 31
-    assert int(one[0]) == 3
-    assert int(one.max()) < 20
+    tokens, same, other = (gpt.generate(net, first, 30, 8, 20, seed) for seed in (0, 0, 1))
+    assert tokens.tolist() == same.tolist() != other.tolist()
+    assert len(tokens) == 31
+    assert int(tokens[0]) == 3
+    assert int(tokens.max()) < 20
     with torch.no_grad():  # a model that is certain of the next token
         net.head.weight.zero_()
         net.embed.weight.copy_(torch.eye(32, 128) * 50)
@@ -147,9 +147,9 @@ def test_what_follows_from_the_depth() -> None:
         5,
     ]
     assert Config(depth=3).head_lr == pytest.approx(0.008)
-    given = {"width": 128, "kv_heads": 2, "global_batch_size": 7, "tokens": 10_000, "embed_lr": 0.5}
-    given |= {"max_steps": 3, "head_lr": 0.25}
-    assert {name: getattr(Config(**given), name) for name in given} == given
+    keys = {"width": 128, "kv_heads": 2, "global_batch_size": 7, "tokens": 10_000, "embed_lr": 0.5}
+    keys |= {"max_steps": 3, "head_lr": 0.25}
+    assert {name: getattr(Config(**keys), name) for name in keys} == keys
     assert Config(tokens=1000, seq_len=10, global_batch_size=30).max_steps == 4
 
 
@@ -206,11 +206,11 @@ def test_bits_per_byte_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(validation) == 12
     nats = size = 0.0
     for i in validation:
-        found = torch.from_numpy(data.take([i], 16))
+        sequence = torch.from_numpy(data.take([i], 16))
         with torch.no_grad():
-            logits = net.logits(found[:, :-1])[0].double()
-        nats -= float(logits.log_softmax(1)[torch.arange(16), found[0, 1:]].sum())
-        size += sum(len(VOCABULARY[token]) for token in found[0, 1:])
+            logits = net.logits(sequence[:, :-1])[0].double()
+        nats -= float(logits.log_softmax(1)[torch.arange(16), sequence[0, 1:]].sum())
+        size += sum(len(VOCABULARY[token]) for token in sequence[0, 1:])
     assert trained.results["val_bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
     assert trained.results["val_loss"] == pytest.approx(nats / 192, rel=1e-6)
     assert trained.run.state.meta["best"]["val_bpb"] == trained.results["val_bpb"]
@@ -226,12 +226,12 @@ def launched(folder: Path, ranks: int, *words: str) -> Path:
 def test_losses_are_the_same_on_one_two_and_three_ranks(tmp_path: Path) -> None:
     """A batch of two sequences leaves one of three ranks without any."""
     words = ("depth=1", "seq_len=64", "global_batch_size=2", "max_steps=8", "sample=0")
-    found = [helpers.rows(launched(tmp_path / str(ranks), ranks, *words)) for ranks in (1, 2, 3)]
-    for rows in found[1:]:
+    runs = [helpers.rows(launched(tmp_path / str(ranks), ranks, *words)) for ranks in (1, 2, 3)]
+    for rows in runs[1:]:
         assert [row["loss"] for row in rows] == pytest.approx(
-            [row["loss"] for row in found[0]], abs=1e-4
+            [row["loss"] for row in runs[0]], abs=1e-4
         )
-        assert rows[-1]["val_bpb"] == pytest.approx(found[0][-1]["val_bpb"], abs=1e-4)
+        assert rows[-1]["val_bpb"] == pytest.approx(runs[0][-1]["val_bpb"], abs=1e-4)
 
 
 @pytest.mark.long
@@ -240,7 +240,7 @@ def test_an_evaluation_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
     model.
     """
     run_dir = launched(tmp_path / "run", 1, *SMALL)
-    found = [helpers.read(run_dir, "summary")["val_bpb"]]
+    bits = [helpers.read(run_dir, "summary")["val_bpb"]]
     for ranks in (1, 2, 3):
         ended = helpers.run_fork(
             [
@@ -257,9 +257,9 @@ def test_an_evaluation_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
         )
         assert ended.status == 0, ended.out
         [path] = (run_dir / "evaluation").glob("**/summary.json")
-        found.append(helpers.read(path.parent, "summary")["val_bpb"])
+        bits.append(helpers.read(path.parent, "summary")["val_bpb"])
         assert len([line for line in ended.lines if line.startswith("sample: The dog")]) == 1
-    assert found == pytest.approx([found[0]] * 4, rel=1e-14)
+    assert bits == pytest.approx([bits[0]] * 4, rel=1e-14)
 
 
 def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: Path) -> None:

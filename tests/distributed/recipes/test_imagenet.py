@@ -213,10 +213,10 @@ def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.M
         trained.training, calls, trained.rows, strict=True
     ):
         assert torch.equal(forward.inputs, x)
-        one, other = (
+        straight, other = (
             one_rank.cross_entropy(forward.outputs, which, 0) for which in (labels, labels.flip(0))
         )
-        assert row["loss"] == pytest.approx(share * one + (1 - share) * other, rel=1e-5)
+        assert row["loss"] == pytest.approx(share * straight + (1 - share) * other, rel=1e-5)
         assert torch.equal(others, labels.flip(0))
         shares.append(share)
     assert len(set(shares)) == len(shares) == 8

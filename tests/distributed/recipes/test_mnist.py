@@ -47,24 +47,26 @@ def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_thei
 ) -> None:
     trained = train("epochs=6", "label_smoothing=0.3")
     ways = one_rank.shifts(TRAIN.images, 1, "constant")
-    found = []
+    batches = []
     losses = []
     for forward in trained.training:
         batch = [
             ways[pixels.numpy().tobytes()]
             for pixels in one_rank.unnormalised(forward.inputs, MEAN, STD)
         ]
-        found.append(batch)
+        batches.append(batch)
         labels = TRAIN.labels[[i for i, _, _ in batch]]
         losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
     for epoch in range(6):
-        assert sorted(i for batch in found[4 * epoch : 4 * epoch + 4] for i, _, _ in batch) == list(
-            range(64)
-        )
-    places = [(y, x) for batch in found for _, y, x in batch]
+        assert sorted(
+            i for batch in batches[4 * epoch : 4 * epoch + 4] for i, _, _ in batch
+        ) == list(range(64))
+    places = [(y, x) for batch in batches for _, y, x in batch]
     # of 384, 43 on average
     assert min(places.count((y, x)) for y in range(3) for x in range(3)) > 25
-    assert len({way for batch in found for way in batch}) > 200  # each epoch has its own: 64 in one
+    assert (
+        len({shift for batch in batches for shift in batch}) > 200
+    )  # each epoch has its own: 64 in one
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
 
 
@@ -142,15 +144,16 @@ def test_the_test_set_is_not_the_training_set(
     paths = []
     for part, value in (("train", 1), ("test", 2)):
         for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
-            paths.append(path := tmp_path / f"{part}-{name}")
+            path = tmp_path / f"{part}-{name}"
+            paths.append(path)
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
     monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: paths)
-    found = [
+    contents = [
         (set(each.images.flatten().tolist()), each.labels.tolist())
         for each in in_memory.load(datasets.MNIST, "")
     ]
-    assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
+    assert contents == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
 
 
 def test_real_digits_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

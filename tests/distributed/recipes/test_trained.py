@@ -54,9 +54,9 @@ def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
         "class 1",
         "class 2",
     ]
-    found = model(Image.new("RGB", (50, 40), "red"))
-    assert sum(found.values()) == pytest.approx(1)
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    probabilities = model(Image.new("RGB", (50, 40), "red"))
+    assert sum(probabilities.values()) == pytest.approx(1)
+    assert list(probabilities.values()) == sorted(probabilities.values(), reverse=True)
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:

@@ -139,9 +139,9 @@ def test_cpus_of_amd_multiply_float32_with_onednn_if_it_is_exact(
 
 def test_buffers_of_batch_norms_are_not_copied_in_each_forward_pass() -> None:
     norm = nn.Sequential(nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1))
-    own = nn.Sequential(nn.BatchNorm2d(1))
-    own.register_buffer("queue", torch.zeros(1))
-    assert [worlds._needs_buffers(net) for net in (norm, own, nn.Linear(1, 1))] == [
+    norm_with_queue = nn.Sequential(nn.BatchNorm2d(1))
+    norm_with_queue.register_buffer("queue", torch.zeros(1))
+    assert [worlds._needs_buffers(net) for net in (norm, norm_with_queue, nn.Linear(1, 1))] == [
         False,
         True,
         False,
@@ -172,11 +172,11 @@ def test_a_compiled_model_has_a_graph_for_each_shape(
 
 
 def test_the_number_of_steps() -> None:
-    found = [
+    totals = [
         loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10))
         for most in (0, 7, 99)
     ]
-    assert found == [30, 7, 30]
+    assert totals == [30, 7, 30]
 
 
 def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,13 @@ def run(run_dir: Path, ranks: int, *words: str) -> helpers.Ended:
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_lesson_is_correct_on_an_odd_number_of_ranks(tmp_path: Path, size: int) -> None:
     ended = run(tmp_path, size).expect(0)
-    found = {
+    results = {
         line[:20].strip(): line[20:36].strip()
         for line in ended.lines
         if line[:20].strip() in LESSONS
     }
     alone = dict.fromkeys(LESSONS[:3], "-") if size == 1 else {}
-    assert found == dict.fromkeys(LESSONS, f"ok on {size} ranks") | alone
+    assert results == dict.fromkeys(LESSONS, f"ok on {size} ranks") | alone
 
 
 # By all_gather.cu, reduce_scatter.cu, alltoall.cu, gather.cu, scatter.cu, all_reduce.cu of
@@ -73,7 +73,7 @@ def test_every_operation_is_timed(tmp_path: Path, size: int) -> None:
     cut = 16 * size
     sizes = (5, 20, 80, 320, 1280, 5120)
     timed = {operation: [4, *sizes[1:]] for operation in collectives.WHOLE}
-    timed |= {name: sorted({max(cut, one // cut * cut) for one in sizes}) for name in PARTS}
+    timed |= {name: sorted({max(cut, size // cut * cut) for size in sizes}) for name in PARTS}
     if size == 1:
         del timed["send_recv"]
     assert {
@@ -133,20 +133,20 @@ def linkchecks(nodes: str, gpus: int, times: list[int]) -> list[list[dict[str, A
 
 
 def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_pair() -> None:
-    found = linkchecks(nodes="[0, 1, 3, 5]", gpus=1, times=[0, 19])  # two nodes are left out
-    for one in found:
-        assert [word["at"] for word in one if "at" in word] == [
+    of_ranks = linkchecks(nodes="[0, 1, 3, 5]", gpus=1, times=[0, 19])  # two nodes are left out
+    for words in of_ranks:
+        assert [word["at"] for word in words if "at" in word] == [
             "the creation of the process group",
             "the first collective",
             "an all_reduce",
             *(f"the exchange between nodes {mask} apart in the list of nodes" for mask in (1, 2)),
             "the end",
         ]
-        figure = next(word for word in one if "busbw" in word)
+        figure = next(word for word in words if "busbw" in word)
         assert figure["busbw"] == pytest.approx((1 << 20) / 0.25 * 2 * 3 / 4 / 1e9)
         assert figure["correct"] is True
     speed = pytest.approx((1 << 20) / 0.25 / 1e9)
-    pairs = [[word["pair"] for word in one if "pair" in word] for one in found]
+    pairs = [[word["pair"] for word in words if "pair" in word] for words in of_ranks]
     assert pairs == [
         [[0, 1, 0, speed], [0, 3, 0, speed]],
         [[1, 5, 0, speed]],
@@ -157,16 +157,19 @@ def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_p
 
 def test_the_doctors_bandwidth_test_takes_the_gpus_in_turn_while_there_is_time() -> None:
     times = [0, 5, 9, 11]  # of 20 s; the third GPU would begin in the second half
-    for one in linkchecks(nodes="[0, 1]", gpus=3, times=times):
+    for words in linkchecks(nodes="[0, 1]", gpus=3, times=times):
         at = [
             "the first collective",
             "an all_reduce",
             "the exchange between nodes 1 apart in the list of nodes",
         ]
-        of_gpus = [f"{it} with GPU {gpu} of each node" for gpu in (0, 1) for it in at]
+        of_gpus = [f"{stage} with GPU {gpu} of each node" for gpu in (0, 1) for stage in at]
         expected = ["the creation of the process group", *of_gpus, "the end"]
-        assert [word["at"] for word in one if "at" in word] == expected
-        assert [word["pair"][:3] for word in one if "pair" in word] in ([[0, 1, 0], [0, 1, 1]], [])
+        assert [word["at"] for word in words if "at" in word] == expected
+        assert [word["pair"][:3] for word in words if "pair" in word] in (
+            [[0, 1, 0], [0, 1, 1]],
+            [],
+        )
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 1000])
@@ -231,8 +234,8 @@ def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
 
     slowest = max(others, 0.001)
     world = cast(World, SimpleNamespace(device=torch.device("cpu")))
-    found = collectives.seconds_of(call, world, collectives.BATCHES * repeated * slowest * 1.01)
-    assert found == pytest.approx([slowest] * collectives.BATCHES)
+    seconds = collectives.seconds_of(call, world, collectives.BATCHES * repeated * slowest * 1.01)
+    assert seconds == pytest.approx([slowest] * collectives.BATCHES)
     assert next(calls) == collectives.WARM_UP + collectives.BATCHES * repeated
 
 
@@ -267,7 +270,7 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
     assert gpucheck.product_speed(torch.device("cpu")) == pytest.approx(2 * 100**3 / 0.005 / 1e12)
     monkeypatch.setattr(gpucheck, "product_speed", lambda _: 123.44)
-    one = {
+    healthy = {
         "uuid": "GPU-abc",
         "name": "H200",
         "free": 3,
@@ -275,7 +278,7 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
         "correct": True,
         "tflops": 123.4,
     }
-    assert gpucheck.examine(torch.device("cpu")) == one
+    assert gpucheck.examine(torch.device("cpu")) == healthy
     monkeypatch.setattr(
         torch.Tensor, "to", lambda tensor, _: tensor + (torch.arange(len(tensor)) == 7)
     )
@@ -284,11 +287,11 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(device: torch.device) -> dict[str, Any]:
         if device.index:
             raise RuntimeError("CUDA error: an illegal\nmemory access")
-        return {**one}
+        return {**healthy}
 
     monkeypatch.setattr(gpucheck, "examine", broken)
     failed = {"index": 1, "error": "RuntimeError: CUDA error: an illegal memory access"}
-    assert gpucheck.gpus() == [{"index": 0, **one}, failed]
+    assert gpucheck.gpus() == [{"index": 0, **healthy}, failed]
 
 
 def test_copies_go_from_each_gpu_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +303,7 @@ def test_copies_go_from_each_gpu_to_the_next(monkeypatch: pytest.MonkeyPatch) ->
     speed = pytest.approx(gpucheck.COPIED / 0.25 / 1e9, abs=0.05)
     assert gpucheck.copies(torch.device("cpu"), torch.device("cpu")) == {"to_next": speed}
     monkeypatch.setattr(
-        gpucheck, "copies", lambda one, other: {"to_next": 10.0 * one.index + other.index}
+        gpucheck, "copies", lambda device, other: {"to_next": 10.0 * device.index + other.index}
     )
     assert [gpu["to_next"] for gpu in gpucheck.gpus()] == [1.0, 12.0, 20.0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

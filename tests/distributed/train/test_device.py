@@ -177,7 +177,7 @@ def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
 def test_the_default_backend_and_nccl_without_gpus() -> None:
     gpu = torch.device("cuda", 0)
     cpu = torch.device("cpu")
-    assert [choose_backend(Backend.auto, one) for one in (gpu, cpu)] == ["nccl", "gloo"]
+    assert [choose_backend(Backend.auto, device) for device in (gpu, cpu)] == ["nccl", "gloo"]
     assert [choose_backend(Backend[name], gpu) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
     with pytest.raises(MachineError, match="backend=nccl requires GPUs, and torch sees none"):
         choose_backend(Backend.nccl, cpu)
@@ -296,12 +296,17 @@ def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(
 
 def test_of_an_nccl_error_the_line_holds_its_code_and_the_last_error() -> None:
     text = (
-        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:328, unhandled system error (run with NCCL_DEBUG=INFO "
-        f"for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) {'x' * 300} \nLast error:\n"
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:328, unhandled "
+        "system error (run with NCCL_DEBUG=INFO "
+        "for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, "
+        f"malloc) {'x' * 300} \nLast error:\n"
         "socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
     )
     error = DistBackendError(text)
-    line = "DistBackendError: ncclSystemError: socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
+    line = (
+        "DistBackendError: ncclSystemError: socketStartConnect: Connect to 10.0.0.2<52822> "
+        "failed : No route to host"
+    )
     assert torch_errors.text_of(error) == line
     # of another library
     assert torch_errors.text_of(RuntimeError(text)).startswith("RuntimeError: NCCL error in")
@@ -331,10 +336,12 @@ def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
 
 def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
     assert gpus.visible_gpus({}, tmp_path) == 0
-    for number, found in enumerate(("0", "0", "4321", "4322")):  # two sockets and two GPUs of AMD's
+    for number, gpu_id in enumerate(
+        ("0", "0", "4321", "4322")
+    ):  # two sockets and two GPUs of AMD's
         node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
         node.mkdir(parents=True)
-        (node / "gpu_id").write_text(f"{found}\n")
+        (node / "gpu_id").write_text(f"{gpu_id}\n")
     assert gpus.visible_gpus({}, tmp_path) == 2
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)

@@ -187,7 +187,10 @@ def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Pa
 
 
 def test_patience_and_a_best_metric_need_a_result_and_the_epoch_is_saved(tmp_path: Path) -> None:
-    line = r"best_metric=val_top1: must be one of the numbers that the evaluation returns \(val_loss\)$"
+    line = (
+        r"best_metric=val_top1: must be one of the numbers that the evaluation returns "
+        r"\(val_loss\)$"
+    )
     with pytest.raises(InputError, match=line):
         Trained(tmp_path, metric="val_loss").run(resumes=True, patience=1)
     assert checkpoint.named(tmp_path / "checkpoints", "latest") == "step-00000002.pt"
@@ -249,7 +252,10 @@ def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: 
         (
             "backward",
             0,
-            r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of step\.shards$",
+            (
+                r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of "
+                r"step\.shards$"
+            ),
         ),
         ("backward", 2, r"^step\.backward\(\): called again for the same shard: call it once "),
         (
@@ -405,11 +411,11 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(
     monkeypatch.setattr(GlobalBatches, "epoch", slow)
     _, run = trained.run(resumes=True, epochs=3, log_every_steps=1, checkpoint_every_steps=1)
     took_s = time.monotonic() - begin
-    found = [
+    facts = [
         (r["step"], r["epoch"], r["lr"], r["samples_per_second"], r["data_wait"])
         for r in helpers.rows(tmp_path)
     ]
-    assert found == [
+    assert facts == [
         (step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.0, 0.2) for step in range(1, 7)
     ]
     assert [row.get("val_top1") for row in helpers.rows(tmp_path)] == [
@@ -484,8 +490,10 @@ def test_a_postponed_evaluation_runs_first_on_a_resume(
     before, late = [row for row in written if row["step"] == step]
     assert late == before | {"val_top1": 0.9, "attempt": 1, "time": late["time"]}
     assert [row["step"] for row in written] == sorted(row["step"] for row in written)
-    found = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
-    assert found == dict(zip((2, 4, 6), (value for value in values if value), strict=True))
+    scores_of_steps = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
+    assert scores_of_steps == dict(
+        zip((2, 4, 6), (value for value in values if value), strict=True)
+    )
     assert run.state.meta["best"] == {"val_top1": 0.9, "step": step}
     assert (tmp_path / "checkpoints" / "best").read_text() == f"step-{step:08d}.pt\n"
 
@@ -518,8 +526,8 @@ def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: P
     assert run.state.step == 5
     assert run.stopping == "SIGUSR2"
     assert trained.run(resumes=True, epochs=3)[0] == {"val_top1": 0.3}
-    found = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
-    assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
+    scores_of_steps = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
+    assert scores_of_steps == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
 
 
 def test_an_evaluation_cut_short_elsewhere_does_not_count(
@@ -530,7 +538,7 @@ def test_an_evaluation_cut_short_elsewhere_does_not_count(
     batches = GlobalBatches(10, 5, 0, 0, 1)
     ends = loop._StepEnds(run, run.settings.config, net, batches, lambda: {"val_top1": 0.9})
     theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
-    monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
+    monkeypatch.setattr(loop, "Agreement", lambda *arguments: theirs)
     assert not ends._evaluate()
     assert run.results == {}
     assert run.stopping == "SIGUSR2"
@@ -548,12 +556,12 @@ def test_an_attempt_keeps_its_code_and_removes_leftovers(
     trained = Trained(tmp_path)
     half = tmp_path / "checkpoints/.latest.a.7.0123abcd"
     monkeypatch.setattr(source, "commit", lambda root: "c0ffee")
-    for difference, found in ((b"mine", [b"mine"] * 2), (b"", [])):
+    for difference, expected in ((b"mine", [b"mine"] * 2), (b"", [])):
         half.touch()
         monkeypatch.setattr(source, "difference", lambda root, now=difference: now)
         _, run = trained.run(resumes=True, epochs=1)
         there = [folder / "code.diff" for folder in (run.dir, run.attempt.folder)]
-        assert [path.read_bytes() for path in there if path.exists()] == found
+        assert [path.read_bytes() for path in there if path.exists()] == expected
         assert not half.exists()
     assert helpers.read(tmp_path, "summary")["git_commit"] == "c0ffee"
     with pytest.raises(
@@ -699,25 +707,25 @@ def test_averaged_weights_equal_torchs_average() -> None:
         optimizer.step()
         ours.update_parameters(net)
         theirs.update_parameters(net)
-    for (name, one), other in zip(
+    for (name, ours_value), other in zip(
         ours.state_dict().items(), theirs.state_dict().values(), strict=True
     ):
         if name.endswith("num_batches_tracked"):
-            assert one == 4
+            assert ours_value == 4
         else:
-            assert torch.equal(one, other), name
+            assert torch.equal(ours_value, other), name
 
 
 def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = list[float]()
+    timeouts = list[float]()
     names = list[str]()
     store = torch.distributed.HashStore()
     monkeypatch.setattr(
         torch.distributed,
         "TCPStore",
-        lambda *of, timeout, **more: given.append(timeout.total_seconds()) or store,
+        lambda *of, timeout, **more: timeouts.append(timeout.total_seconds()) or store,
     )
     monkeypatch.setattr(
         torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store
@@ -725,7 +733,7 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, (), "127.0.0.1", 1, True, "7.1", 2)
         rendezvous._meet(info, "gloo", 40.0)
-    assert given == [40, 30]  # rank 1 ends first, and reports why
+    assert timeouts == [40, 30]  # rank 1 ends first, and reports why
     # torch counts the time in which a job is suspended
     assert store.timeout == worlds.TORCH_TIMEOUT
     assert set(names) == {"7-attempt-2-gloo"}

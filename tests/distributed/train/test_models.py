@@ -53,8 +53,10 @@ def test_missing_weights_name_the_command_that_fetches_them(hub: Path) -> None:
 def saved(content: object, folder: Path) -> Path:
     """A file of weights that is named by torchvision's rule: the end is the start of the SHA-256."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(content, made := folder / "made")
-    return made.rename(folder / f"net-{hashlib.sha256(made.read_bytes()).hexdigest()[:8]}.pth")
+    made = folder / "made"
+    torch.save(content, made)
+    digest = hashlib.sha256(made.read_bytes()).hexdigest()
+    return made.rename(folder / f"net-{digest[:8]}.pth")
 
 
 def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path) -> None:

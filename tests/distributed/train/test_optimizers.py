@@ -84,15 +84,15 @@ def test_the_momentum_of_muon_is_nesterovs() -> None:
     """After two steps with gradients a and b, the update is the one for (1 + m) b + m m a."""
     a = filters(4, 4, 1, 1, seed=1).detach()
     b = filters(4, 4, 1, 1, seed=2).detach()
-    one = filters(4, 4, 1, 1)
+    param = filters(4, 4, 1, 1)
     other = filters(4, 4, 1, 1)
-    muon = Muon([one], lr=0.1, momentum=0.6)
-    one.grad = a
+    muon = Muon([param], lr=0.1, momentum=0.6)
+    param.grad = a
     muon.step()
-    one.grad = b
+    param.grad = b
     other.grad = (1.6 * b + 0.36 * a) / 1.6
     assert torch.allclose(
-        update(muon, one), update(Muon([other], lr=0.1, momentum=0.6), other), atol=1e-5
+        update(muon, param), update(Muon([other], lr=0.1, momentum=0.6), other), atol=1e-5
     )
 
 
@@ -101,9 +101,9 @@ def test_filters_of_one_shape_do_not_mix() -> None:
     for seed, param in enumerate(params):
         param.grad = filters(*param.shape, seed=seed + 5).detach()
     alone = copy.deepcopy(params)
-    for one, param in zip(alone, params, strict=True):
-        one.grad = param.grad
-        Muon([one], lr=0.1).step()
+    for copied, param in zip(alone, params, strict=True):
+        copied.grad = param.grad
+        Muon([copied], lr=0.1).step()
     Muon(params, lr=0.1).step()
     for pair in zip(alone, params, strict=True):
         assert torch.allclose(*pair, atol=1e-6)

@@ -43,9 +43,9 @@ def same_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 def losses(run_dir: Path) -> list[float]:
-    found = helpers.rows(run_dir)
-    assert [row["step"] for row in found] == list(range(1, 21))
-    return [row["loss"] for row in found]
+    rows = helpers.rows(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    return [row["loss"] for row in rows]
 
 
 def test_losses_agree_even_if_a_rank_has_no_sample(same_run: dict[int, Path]) -> None:

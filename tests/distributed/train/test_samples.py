@@ -70,10 +70,12 @@ def test_cutout_covers_one_square_in_each_image() -> None:
 
 
 def test_augmentation_is_the_same_on_all_ranks_and_differs_between_epochs() -> None:
-    one, other = (AugmentedImages(images(), 2, reflect=True, flip=True, cutout=3) for _ in range(2))
-    one.draw(1, 0)
+    first, other = (
+        AugmentedImages(images(), 2, reflect=True, flip=True, cutout=3) for _ in range(2)
+    )
+    first.draw(1, 0)
     other.draw(1, 0)
-    everything = one.take(torch.arange(COUNT))
+    everything = first.take(torch.arange(COUNT))
     assert torch.equal(other.take(torch.arange(30, 60)), everything[30:])
     assert other.take(torch.empty(0, dtype=torch.int64)).shape == (0, 3, HEIGHT, WIDTH)
     for seed, epoch in ((1, 1), (2, 0)):

@@ -79,8 +79,8 @@ def test_changes_after_the_call_are_not_saved(
     saver.wait()
     assert names(tmp_path) == ["latest", "step-00000004.pt", "step-00000005.pt"]
     for step, value in ((4, 1.0), (5, 2.0)):
-        found = checkpoint.read(tmp_path / f"step-{step:08d}.pt")
-        assert torch.equal(found["model"]["weight"], torch.full((1000,), value))
+        saved = checkpoint.read(tmp_path / f"step-{step:08d}.pt")
+        assert torch.equal(saved["model"]["weight"], torch.full((1000,), value))
 
 
 def test_a_failed_write_is_raised_in_the_training(
@@ -89,13 +89,16 @@ def test_a_failed_write_is_raised_in_the_training(
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
 
-    def full(*given: object) -> None:
+    def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     saver = make_saver(folder)
     monkeypatch.setattr(torch, "save", full)
     saver.save(content())
-    words = rf"^run_dir='{tmp_path}/run': cannot be written \(No space left on device\): free some space there, or "
+    words = (
+        rf"^run_dir='{tmp_path}/run': cannot be written \(No space left on device\): free some "
+        r"space there, or "
+    )
     with pytest.raises(MachineError, match=words):
         saver.wait()
     saver.check()  # told once
@@ -124,7 +127,10 @@ def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) ->
     rows = metrics.Rows(tmp_path / "metrics.jsonl")
     with open("/dev/full", "w") as full:
         os.dup2(full.fileno(), rows._file.fileno())
-    words = rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): free some space there, or "
+    words = (
+        rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): free some "
+        r"space there, or "
+    )
     with pytest.raises(DiskFull, match=words):
         rows.add({"step": 1})
     rows.close()

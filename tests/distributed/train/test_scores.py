@@ -28,14 +28,14 @@ def of_classes(
 def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(0)
     labels, predicted = (torch.randint(0, 5, (200,), generator=random) for _ in range(2))
-    found = of_classes(labels, predicted, 5, monkeypatch)
-    assert found["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
-    assert found["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
-    assert found["val_recall"] == pytest.approx(
+    results = of_classes(labels, predicted, 5, monkeypatch)
+    assert results["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
+    assert results["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
+    assert results["val_recall"] == pytest.approx(
         sklearn.recall_score(labels, predicted, average=None)
     )
-    assert found["val_samples"] == 200
-    assert found["val_confusion"][3][1] == int(((labels == 3) & (predicted == 1)).sum())
+    assert results["val_samples"] == 200
+    assert results["val_confusion"][3][1] == int(((labels == 3) & (predicted == 1)).sum())
 
 
 def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,21 +51,21 @@ def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.Monk
 def test_classes_that_do_not_occur_have_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     none = torch.tensor([-1])
     assert of_classes(none, torch.tensor([3]), 60, monkeypatch)["val_f1"] == 0.0
-    found = of_classes(
+    results = of_classes(
         torch.tensor([0, 0, 0, 0, 2]), torch.tensor([0, 0, 1, 1, 2]), 60, monkeypatch
     )
-    assert found["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
-    assert found["val_recall"] == [0.5, None, 1.0] + [None] * 57
-    assert "val_confusion" not in found
+    assert results["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
+    assert results["val_recall"] == [0.5, None, 1.0] + [None] * 57
+    assert "val_confusion" not in results
 
 
 def test_the_memory_of_the_scores_grows_with_the_classes_and_not_with_their_square(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A matrix of 200,000 classes would have 320 GB."""
-    found = of_classes(torch.tensor([7, 8]), torch.tensor([7, 9]), 200_000, monkeypatch)
-    assert found["val_top1"] == 0.5
-    assert found["val_recall"][7] == 1.0
+    results = of_classes(torch.tensor([7, 8]), torch.tensor([7, 9]), 200_000, monkeypatch)
+    assert results["val_top1"] == 0.5
+    assert results["val_recall"][7] == 1.0
 
 
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal

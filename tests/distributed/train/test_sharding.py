@@ -39,10 +39,10 @@ def train(run_dir: Path, ranks: int, *words: str) -> tuple[dict[int, float], lis
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = sharding.whole(
+    model: dict[str, Any] = sharding.whole(
         checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0])["model"]
     )
-    return found
+    return model
 
 
 def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> None:
