@@ -1,4 +1,6 @@
-"""What tests of several folders share: a Slurm cluster, and a umask that a test leaves as it was."""
+"""What tests of several folders share: a Slurm cluster, and a umask that a test leaves as it
+was.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def terminal(lines: list[tuple[str, str]], title: str) -> str:
     """Lines of a terminal, each with its colour: command, bad, plain or dim."""
     style = (
         "text{font:13px "
-        "ui-monospace,Menlo,Consolas,monospace;white-space:pre}.command{fill:#7ee787}.bad{fill:#ff9a8f}.plain{fill:#e6e9ee}"
+        "ui-monospace,Menlo,Consolas,monospace;white-space:pre}.command{fill:#7ee787}"
+        ".bad{fill:#ff9a8f}.plain{fill:#e6e9ee}"
         ".dim{fill:#a3acb8}"
     )
     width = 24 + MOST * CHARACTER_PX

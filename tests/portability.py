@@ -1,8 +1,9 @@
 """`make portability`: installs, demonstrates and tests the latest commit on other versions of
 Slurm, Python and torch.
 
-    sudo python3 tests/portability.py                             # all systems; prints a table, status 1 if a row failed
-    sudo python3 tests/portability.py --only sid --folder /big    # one system; its folder is kept and used again
+    sudo python3 tests/portability.py    # all systems; prints a table, status 1 if a row failed
+    # one system; its folder is kept and used again
+    sudo python3 tests/portability.py --only sid --folder /big
 
 Each Debian release of SYSTEMS is a folder made by debootstrap. Commands run in it behind
 pivot_root, in their own mount, process, IPC and UTS namespaces; the tests also in their own
@@ -77,7 +78,8 @@ if [ -n "$data" ]; then
 fi
 printf '127.0.0.1 localhost\n::1 localhost\n127.0.1.1 portability\n' > "$root/etc/hosts"
 touch "$root/etc/resolv.conf"
-[ $# != 0 ] || mount --bind /dev/null "$root/etc/resolv.conf" # without a network no name server answers
+# without a network no name server answers
+[ $# != 0 ] || mount --bind /dev/null "$root/etc/resolv.conf"
 for file; do
     [ ! -e "$file" ] || { touch "$root$file"; mount --bind "$file" "$root$file"; }
 done

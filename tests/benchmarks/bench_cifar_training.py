@@ -37,7 +37,9 @@ TEST_IMAGES = 1000
 
 @dataclass(frozen=True)
 class Trained:
-    """wrong: percent of the test images. train_s: first step to last. wall_s: of the whole command."""
+    """wrong: percent of the test images. train_s: first step to last. wall_s: of the whole
+    command.
+    """
 
     wrong: float
     train_s: float

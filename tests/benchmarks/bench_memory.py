@@ -132,7 +132,9 @@ def grow(which: str, folder: Path, answers: SimpleQueue[float]) -> None:
 
 
 def measured_apart(folder: Path, wanted: list[str]) -> list[float]:
-    """Each loader in a process of its own, which has all libraries loaded already and nothing else."""
+    """Each loader in a process of its own, which has all libraries loaded already and nothing
+    else.
+    """
     torch.set_num_threads(1)
     decode.make_decoder("opencv")
     context = multiprocessing.get_context("fork")

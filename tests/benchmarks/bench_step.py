@@ -92,7 +92,9 @@ def figures(size: Size) -> list[Figure]:
 
 
 class BareLoop:
-    """The recipe's step from the same first weights, on one rank, or with DDP on all of ``world``."""
+    """The recipe's step from the same first weights, on one rank, or with DDP on all of
+    ``world``.
+    """
 
     def __init__(self, cfg: Config, train_set: ImageSet, world: World | None) -> None:
         self._cfg = cfg

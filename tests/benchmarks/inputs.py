@@ -123,7 +123,9 @@ def small_jpegs(folder: Path, count: int) -> None:
 
 
 def made_photo(seed: int, width: int, height: int) -> Tensor:
-    """Soft shapes and some grain, which take about as many bytes as a photograph: uint8 (3, H, W)."""
+    """Soft shapes and some grain, which take about as many bytes as a photograph: uint8 (3,
+    H, W).
+    """
     random = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, 3, max(2, height // 16), max(2, width // 16), generator=random) * 255
     soft = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0]

@@ -78,7 +78,9 @@ def train(
     rank: int = 0,
     size: int = 1,
 ) -> Trained:
-    """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints already."""
+    """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints
+    already.
+    """
     name = recipe.__name__.rpartition(".")[2]
     settings = command_line.parse(
         ["device=cpu", "log_every_steps=1", *words], recipe=name, environ={}
@@ -102,7 +104,8 @@ def train(
             *_, last = net.parameters()
             modes = {module.training for module in net.modules()}
             kept = (tensor.detach().clone() for tensor in (inputs[0], outputs, last))
-            trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))  # type: ignore[call-arg]
+            forward = Forward(net, modes, *kept, torch.initial_seed())  # type: ignore[call-arg]
+            trained.forwards.append(forward)
 
         def watched(self: World, net: nn.Module, compile: bool = False) -> nn.Module:
             # a copy of the network, such as the averaged one, has it too

@@ -1,4 +1,6 @@
-"""Keys of the recipe broken; the fault tests put it beside the real ones as recipes/conf/broken.py."""
+"""Keys of the recipe broken; the fault tests put it beside the real ones as
+recipes/conf/broken.py.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,6 @@
-"""Attempts to run code, write files or show secrets: each would leave a canary file, and none does."""
+"""Attempts to run code, write files or show secrets: each would leave a canary file, and none
+does.
+"""
 
 from __future__ import annotations
 

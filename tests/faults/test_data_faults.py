@@ -276,7 +276,9 @@ WEIGHTS = random.Random(5).randbytes(200_000)
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Path]]:
-    """A server of resnet18's weights, which are a few numbers here; and the file that they become."""
+    """A server of resnet18's weights, which are a few numbers here; and the file that they
+    become.
+    """
     buffer = io.BytesIO()
     torch.save({"a": torch.frombuffer(bytearray(WEIGHTS), dtype=torch.uint8)}, buffer)
     content = buffer.getvalue()

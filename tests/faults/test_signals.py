@@ -37,7 +37,9 @@ def await_line(run_dir: Path, name: str) -> None:
 
 
 def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "SIGTERM") -> int:
-    """All ranks have stopped at one step, saved it once, and nothing is half done. Gives the step."""
+    """All ranks have stopped at one step, saved it once, and nothing is half done. Gives the
+    step.
+    """
     assert ended.status == 75, ended.out
     status = helpers.read(run_dir, "status")
     assert status["state"] == "preempted", status
@@ -192,7 +194,9 @@ def test_a_loader_process_that_dies_while_the_run_is_to_stop_does_not_fail_it(
 
 @pytest.mark.fault(12)
 def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
-    """The other rank is never started. The rank waits inside torch, where no Python handler runs."""
+    """The other rank is never started. The rank waits inside torch, where no Python handler
+    runs.
+    """
     port = helpers.free_port()
     environ = helpers.clean_environment(**helpers.place(0, 2, port))
     argv = [sys.executable, "-m", "recipes.broken", "device=cpu", f"run_dir={tmp_path}/run"]

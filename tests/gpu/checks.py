@@ -328,7 +328,9 @@ def hang(place: Place) -> Figures:
 def steps_per_s(
     place: Place, model: nn.Module, net: nn.Module, batch: int, px: int, count: int
 ) -> float:
-    """Training steps per second of a classifier in bfloat16, after three steps that do not count."""
+    """Training steps per second of a classifier in bfloat16, after three steps that do not
+    count.
+    """
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True)
     x = torch.randn(batch, 3, px, px, device=place.device).to(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (batch,), device=place.device)
@@ -429,7 +431,7 @@ def fsdp(place: Place) -> Figures:
 
 
 def growing_images(place: Place) -> Figures:
-    """a compiled network at its second size is as fast as one that was compiled for that size only"""
+    """a compiled network at its second size is as fast as one that was compiled for it alone"""
     if place.dry:
         raise NotPossible("its speed on a CPU says nothing")
     rates = {}

@@ -1,7 +1,8 @@
 """A real Slurm cluster on this one machine: munged, slurmctld and N slurmd, for tests and for
 trying things out.
 
-    eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"   # then sinfo, sbatch, salloc, srun
+    # then sinfo, sbatch, salloc, srun
+    eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"
     sudo python tests/slurm/cluster.py down
 
 Each node is a host of its own as far as programs can see: it has its own network, host name,
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import ipaddress
 import itertools
 import json
@@ -219,15 +221,18 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def _has_ended(pid: int, began: int | None) -> bool:
+    """Whether the process that began then is gone; another one may have its ID."""
+    return _start_time(pid) != began
+
+
 def _processes() -> Iterator[tuple[int, int]]:
     """(process id, parent's process id) of all there are."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                yield (
-                    int(entry),
-                    int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]),
-                )
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                yield int(entry), int(fields[1])
 
 
 def _wait_until(
@@ -286,7 +291,9 @@ def _remove_cgroup(cgroup: Path) -> bool:
 
 
 def _client_env(conf: Path) -> dict[str, str]:
-    """This process's environment without the variables of an outer allocation and of this project."""
+    """This process's environment without the variables of an outer allocation and of this
+    project.
+    """
     dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "RECIPES_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     kept["PATH"] = kept.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
@@ -333,7 +340,9 @@ def _idle(conf: Path, names: Sequence[str]) -> bool:
 
 @dataclass
 class Cluster:
-    """A running cluster, read from its folder; any process of root can make one by Cluster(root)."""
+    """A running cluster, read from its folder; any process of root can make one by
+    Cluster(root).
+    """
 
     root: Path
     options: ClusterOptions = field(init=False)
@@ -488,11 +497,12 @@ class Cluster:
         """
         self.cut_network(name)
         first = self.node(name).pid
-        before = [(p.pid, _start_time(p.pid)) for p in self.processes(node=name) if p.pid != first]
+        pids = [process.pid for process in self.processes(node=name) if process.pid != first]
+        before = [(pid, _start_time(pid)) for pid in pids]
         # in its process namespace: all but its first process
         self.on_node(name, "bash", "-c", "kill -KILL -1")
         _wait_until(
-            lambda: all(_start_time(pid) != began for pid, began in before),
+            lambda: all(_has_ended(pid, began) for pid, began in before),
             KILLED_S,
             f"the death of {name}",
         )
@@ -635,18 +645,14 @@ def take_down(root: Path) -> None:
         keeper = _KEEPERS.pop(pid, None)
         if keeper is not None:
             keeper.wait(KILLED_S)
-        _wait_until(
-            lambda pid=pid, began=began: _start_time(pid) != began,
-            KILLED_S,
-            f"end of process {pid}",
-        )  # type: ignore[misc]
+        gone = functools.partial(_has_ended, pid, began)
+        _wait_until(gone, KILLED_S, f"end of process {pid}")
     if "link" in state:
         # the kernel takes it away with the switch's namespace, but some time later
         subprocess.run(["ip", "link", "delete", state["link"]], capture_output=True, check=False)
     for cgroup in state.get("cgroups", []):
-        _wait_until(
-            lambda cgroup=cgroup: _remove_cgroup(Path(cgroup)), KILLED_S, f"the removal of {cgroup}"
-        )  # type: ignore[misc]
+        removed = functools.partial(_remove_cgroup, Path(cgroup))
+        _wait_until(removed, KILLED_S, f"the removal of {cgroup}")
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -794,6 +800,8 @@ class _Keeper:
     def slurm_conf(self, names: list[str]) -> str:
         options = self.options
         root = self.root
+        storage = "slurmdbd" if options.accounting else "none"
+        scheduler = "sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1"
         lines = [
             f"ClusterName=test{self.id}",
             f"SlurmctldHost={CONTROLLER}({self.login})",
@@ -817,7 +825,7 @@ class _Keeper:
             f"ProctrackType=proctrack/{'cgroup' if self.cgroups else 'linuxproc'}",
             f"TaskPlugin={'task/cgroup,task/affinity' if self.cgroups else 'task/none'}",
             f"JobAcctGatherType=jobacct_gather/{'linux' if options.accounting else 'none'}",
-            f"AccountingStorageType=accounting_storage/{'slurmdbd' if options.accounting else 'none'}",
+            f"AccountingStorageType=accounting_storage/{storage}",
             "SlurmdParameters=config_overrides",
             "MpiDefault=none",
             "MailProg=/bin/true",
@@ -831,7 +839,7 @@ class _Keeper:
             f"KillWait={options.kill_wait_s}",
             f"SlurmdTimeout={options.slurmd_timeout_s}",
             # a job starts, and its node is free again, at once instead of at the next round
-            "SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1",
+            f"SchedulerParameters={scheduler}",
             "CompleteWait=0",
             "EpilogMsgTime=0",
         ]

@@ -46,7 +46,9 @@ def copy_repository(folder: Path) -> Path:
 
 
 def know(source: Path, folder: Path) -> None:
-    """Puts the sizes and hashes of the files in ``folder`` into a clone in place of those of MNIST."""
+    """Puts the sizes and hashes of the files in ``folder`` into a clone in place of those of
+    MNIST.
+    """
     text = source.read_text()
     for file in datasets.MNIST_FILES:
         content = (folder / file.name).read_bytes()
@@ -77,7 +79,9 @@ def leave_no_job(slurm: Cluster) -> None:
 def sbatch(
     slurm: Cluster, repo: Path, log: Path, *words: str, env: dict[str, str] | None = None
 ) -> str:
-    """The id of a job from a ready script; words: sbatch's options, the script, the recipe's keys."""
+    """The id of a job from a ready script; words: sbatch's options, the script, the recipe's
+    keys.
+    """
     return slurm.submit(f"--output={log}", *words, cwd=repo, env=PYTHON | (env or {}))
 
 

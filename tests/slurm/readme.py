@@ -406,7 +406,8 @@ TABLE: dict[str, How] = {
     # docs/coming-from.md, in an allocation
     "srun --ntasks-per-node=1 sh -c 'torchrun --nnodes=2 --nproc-per-node=8 "
     "--rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
-    "--rdzv-endpoint=node1:29400 --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.mnist'": slurm(
+    "--rdzv-endpoint=node1:29400 --rdzv-conf=is_host=$((SLURM_NODEID == 0)) "
+    "-m recipes.mnist'": slurm(
         swap={"--nproc-per-node=8": "--nproc-per-node=1", "recipes.mnist": f"recipes.mnist {FEW}"},
         within="salloc -N2",
         says="^mnist: 2 ranks on 2 nodes",
@@ -536,9 +537,8 @@ TABLE: dict[str, How] = {
         says="^runs/finetune/1234/model.safetensors: from "
     ),
     "python launch.py new birds from=finetune": tool(says="^sbatch/birds_1x4.sh$"),
-    "python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake": here(
-        "max_steps=2 num_workers=1"
-    ),
+    "python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu "
+    "dataset=fake": here("max_steps=2 num_workers=1"),
     "python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50": tool(
         swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python", "IMAGES": "$DATA/train"},
         says=NEXT,

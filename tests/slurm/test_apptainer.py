@@ -91,7 +91,9 @@ def site(slurm: Cluster) -> Iterator[Site]:
 
 
 def submit(slurm: Cluster, site: Site, how: str, *words: str, mounts: str = "") -> tuple[str, Path]:
-    """A job and its log: a rank on each of two nodes by launch.py; two and one by a ready script."""
+    """A job and its log: a rank on each of two nodes by launch.py; two and one by a ready
+    script.
+    """
     mounts = mounts or f"{site.folder}/fast:/data/fast"
     log = site.folder / "log"
     words = (*words, f"run_dir={site.run_dir}", f"network={site.folder}/site/site.env")

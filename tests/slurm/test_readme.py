@@ -111,7 +111,12 @@ shift; touch "$NEW/$(basename "$0")"; exec "$@"
 """
 SRUN = """\
 words=()
-for word in "$@"; do case $word in --container-*) touch "$NEW/pyxis" ;; *) words+=("$word") ;; esac; done
+for word in "$@"; do
+    case $word in
+    --container-*) touch "$NEW/pyxis" ;;
+    *) words+=("$word") ;;
+    esac
+done
 exec /usr/bin/srun "${words[@]}"
 """
 

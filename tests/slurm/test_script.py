@@ -19,11 +19,16 @@ from tests.slurm.jobs import TWO_BY_ONE, ended, log_lines, read
 PROGRAM = """
 import os, pathlib, signal, socket, sys, time
 import torch, torch.distributed as dist
-run_dir, stopped = pathlib.Path(os.environ["RECIPES_RUN_DIR"]), []
-signal.signal(signal.SIGUSR1, lambda number, frame: (print("got", number, flush=True), stopped.append(1)))
+run_dir = pathlib.Path(os.environ["RECIPES_RUN_DIR"])
+stopped = []
+def stop(number, frame):
+    print("got", number, flush=True)
+    stopped.append(1)
+signal.signal(signal.SIGUSR1, stop)
 dist.init_process_group("gloo")
 step = int((run_dir / "saved").read_text()) if (run_dir / "saved").exists() else 0
-print(sys.argv[1:], "rank", dist.get_rank(), "on", socket.gethostname(), "from", bool(step), flush=True)
+place = ["rank", dist.get_rank(), "on", socket.gethostname()]
+print(sys.argv[1:], *place, "from", bool(step), flush=True)
 for _ in range(10 if step else 100_000):
     stop = torch.tensor([len(stopped)])
     dist.all_reduce(stop)

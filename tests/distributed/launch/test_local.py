@@ -208,7 +208,8 @@ def test_a_second_signal_ends_the_ranks_immediately() -> None:
     process = helpers.start(launch(STUBBORN + SLEEP, 2))
     pids = ups(process, 2)
     process.terminate()
-    assert "a second signal ends them at once" in process.stdout.readline()  # type: ignore[union-attr]
+    assert process.stdout
+    assert "a second signal ends them at once" in process.stdout.readline()
     time.sleep(2 * signals.TOGETHER_S)
     assert all(helpers.alive(pid) for pid in pids)
     process.terminate()

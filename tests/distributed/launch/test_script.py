@@ -25,9 +25,10 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([10.0 ** dist.get_rank()])
 dist.all_reduce(total)
-place = [os.environ[name] for name in "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR".split()]
-found = {"sum": total.item(), "argv": sys.argv[1:], "cwd": os.getcwd(), "place": place}
-open(os.environ["RECIPES_RUN_DIR"] + f"/rank{dist.get_rank()}.json", "w").write(json.dumps(found))
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR"
+place = [os.environ[name] for name in names.split()]
+facts = {"sum": total.item(), "argv": sys.argv[1:], "cwd": os.getcwd(), "place": place}
+open(os.environ["RECIPES_RUN_DIR"] + f"/rank{dist.get_rank()}.json", "w").write(json.dumps(facts))
 assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and "RECIPES_ATTEMPT" not in os.environ
 dist.destroy_process_group()
 """
@@ -80,7 +81,10 @@ def test_a_ddp_program_gets_its_place_its_arguments_and_its_modules(tmp_path: Pa
 
 def test_one_rank_of_an_executable_may_form_a_group(tmp_path: Path) -> None:
     program = f"""#!/bin/sh
-        exec {sys.executable} -c 'import torch.distributed as d; d.init_process_group("gloo"); print("world", d.get_world_size())'"""
+        exec {sys.executable} -c '
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("world", dist.get_world_size())'"""
     ended = helpers.finish(start(tmp_path, program, name="b.sh"))
     assert ended.status == 0, ended.out
     assert "world 1" in ended.lines, ended.out

@@ -123,7 +123,9 @@ def test_generated_tokens_follow_from_the_seed_and_the_context() -> None:
 
 
 def test_what_follows_from_the_depth() -> None:
-    """By hand: 12 * 768**2 parameters of a block of 12, less those of 9 heads of keys and values."""
+    """By hand: 12 * 768**2 parameters of a block of 12, less those of 9 heads of keys and
+    values.
+    """
     cfg = Config()
     parameters = 12 * (12 * 768**2 - 2 * 9 * 64 * 768)
     assert cfg.width == 768

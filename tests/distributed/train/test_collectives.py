@@ -111,12 +111,18 @@ LINKCHECK = """
 import json, os, socket
 from types import SimpleNamespace
 from recipes.core.doctor import linkcheck
-readings = (reading for one in [9.0, 0.3, 0.25, 0.5, 0.4] * 9 for reading in (100.0, 100.0 + one))
+durations = [9.0, 0.3, 0.25, 0.5, 0.4] * 9
+readings = (reading for seconds in durations for reading in (100.0, 100.0 + seconds))
 times = iter(json.loads(os.environ["TIMES"]))
-linkcheck.time = SimpleNamespace(perf_counter=lambda: next(readings), monotonic=lambda: next(times), sleep=lambda _: None)
+linkcheck.time = SimpleNamespace(
+    perf_counter=lambda: next(readings), monotonic=lambda: next(times), sleep=lambda _: None
+)
 linkcheck.SIZE = 1 << 20
-listener = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if os.environ["RANK"] == "0" else None
-linkcheck.main("gloo", listener.fileno() if listener else -1, 20)
+fd = -1
+if os.environ["RANK"] == "0":
+    listener = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    fd = listener.fileno()
+linkcheck.main("gloo", fd, 20)
 """
 
 

@@ -18,7 +18,8 @@ import os, random, signal
 import numpy
 from recipes import broken
 from tests import states
-from recipes.core.train import checkpoint; from recipes.core.run import entry; from recipes.core.train import session
+from recipes.core.run import entry
+from recipes.core.train import checkpoint, session
 START = entry.begin("broken")
 
 def each_step(run, where):

@@ -67,7 +67,9 @@ def _signals_and_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Trained:
-    """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1, 2, 3, …"""
+    """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1,
+    2, 3, …
+    """
 
     def __init__(self, folder: Path, **changed: Any) -> None:
         self.folder = folder

@@ -55,7 +55,8 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_memory_of_a_node_is_the_sum_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with different numbers of ranks, and ranks that use different amounts."""
-    measured = meter.Meter(SimpleNamespace(now=lambda: 0.0), torch.device("cpu"))  # type: ignore[arg-type]
+    clock: Any = SimpleNamespace(now=lambda: 0.0)
+    measured = meter.Meter(clock, torch.device("cpu"))
     ranks = [
         meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0)
         for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9)

@@ -51,7 +51,9 @@ def test_missing_weights_name_the_command_that_fetches_them(hub: Path) -> None:
 
 
 def saved(content: object, folder: Path) -> Path:
-    """A file of weights that is named by torchvision's rule: the end is the start of the SHA-256."""
+    """A file of weights that is named by torchvision's rule: the end is the start of the
+    SHA-256.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / "made"
     torch.save(content, made)

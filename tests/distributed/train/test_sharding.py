@@ -21,8 +21,11 @@ TOLD = """
 import recipes.toy as toy
 start, save = toy.entry.begin("toy"), toy.Run.save
 def told(run, **how):
-    parts = [*run.state.model.parameters(), *(v for of in run.state.optimizer.state.values() for v in of.values())]
-    print("bytes", run.world.rank, sum(getattr(one, "_local_tensor", one).nbytes for one in parts), flush=True)
+    parts = list(run.state.model.parameters())
+    for state in run.state.optimizer.state.values():
+        parts += state.values()
+    held = sum(getattr(part, "_local_tensor", part).nbytes for part in parts)
+    print("bytes", run.world.rank, held, flush=True)
     save(run, **how)
 toy.Run.save = told
 toy.session.run(toy.main, start)
