@@ -48,6 +48,13 @@ def slurm() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def linuxproc() -> Iterator[Cluster]:
+    """As `slurm`, but without cgroups: signals reach all processes of a job."""
+    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10, linuxproc=True)) as cluster:
+        yield cluster
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -36,7 +35,6 @@ DIGITS = (
     "log_every_steps=2",
     "checkpoint_every_steps=20",
 )
-SIZE = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
 def svg(width: float, height: float, style: str, content: str, title: str) -> str:
@@ -100,16 +98,8 @@ def terminal(lines: list[tuple[str, str]], title: str) -> str:
 
 def submit(slurm: Cluster, repo: Path, name: str) -> tuple[str, Path]:
     run_dir = repo / "runs" / "mnist" / name
-    job = jobs.sbatch(
-        slurm,
-        repo,
-        repo / f"{name}.out",
-        *SIZE,
-        "sbatch/mnist_2x8.sh",
-        *DIGITS,
-        f"run_dir={run_dir}",
-    )
-    return job, run_dir
+    words = (*jobs.TWO_BY_TWO, "sbatch/mnist_2x8.sh", *DIGITS, f"run_dir={run_dir}")
+    return jobs.sbatch(slurm, repo, repo / f"{name}.out", *words), run_dir
 
 
 def await_step(run_dir: Path, step: int) -> None:
@@ -139,9 +129,7 @@ def killed(slurm: Cluster, repo: Path) -> list[tuple[str, str]]:
     os.kill(victim, signal.SIGKILL)
     slurm.wait_job(job, 120)
     log = (repo / "killed.out").read_text().splitlines()
-    told = slurm.run(
-        sys.executable, "-m", "recipes.doctor", "explain", run_dir, cwd=repo, env=jobs.PYTHON
-    ).stdout.splitlines()
+    told = jobs.explain(slurm, repo, run_dir).splitlines()
     steps = [line for line in log if "  step " in line][-2:]
     shown = [
         (f"$ tail mnist-{job}.out", "command"),

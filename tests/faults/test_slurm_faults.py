@@ -22,7 +22,7 @@ from tests.faults import conftest
 from tests.helpers import rows, wait_until
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
-from tests.slurm.jobs import PYTHON, TWO_BY_ONE, log_lines
+from tests.slurm.jobs import ONE_BY_TWO, PYTHON, TWO_BY_ONE, log_lines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -64,13 +64,6 @@ def clone(repo: Path) -> Path:
     (repo / SCRIPT).write_text(script)
     (repo / SILENT).write_text(re.sub(r"^#SBATCH --signal.*\n", "", script, flags=re.MULTILINE))
     return repo
-
-
-@pytest.fixture(scope="module")
-def linuxproc() -> Iterator[Cluster]:
-    """As the cluster of all tests, but without cgroups."""
-    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10, linuxproc=True)) as cluster:
-        yield cluster
 
 
 @pytest.fixture(params=["cgroup", "linuxproc"])
@@ -134,7 +127,7 @@ def resumes(job: Job, step: int, attempt: int = 1) -> None:
     """The requeued job starts, and its first step is the one after ``step``."""
     jobs.start_again(job.slurm, job.id)
     trains(job, attempt, step + 3)
-    assert next(row["step"] for row in rows(job.run_dir) if row["attempt"] == attempt) == step + 1
+    assert conftest.steps(job.run_dir, attempt)[0] == step + 1
 
 
 def saved_at(job: Job, reason: str, attempt: int = 0) -> int:
@@ -252,8 +245,9 @@ def test_only_the_stopped_task_of_an_array_is_requeued(
     step = saved_at(task[1], "SIGUSR2")
     before = last_row(task[0].run_dir)
     resumes(task[1], step)
-    assert task[0].fields()["JobState"] == "RUNNING"
-    assert task[0].fields()["Restarts"] == "0"
+    fields = task[0].fields()
+    assert fields["JobState"] == "RUNNING"
+    assert fields["Restarts"] == "0"
     assert task[0].status()["attempt"] == 0
     assert last_row(task[0].run_dir) > before
 
@@ -265,23 +259,16 @@ def test_under_pmix_a_failing_rank_is_a_failure_not_a_preemption(
     """Slurm's PMIx plugin sends SIGTERM to the peers of a failing task. On one node, since its
     servers' files would collide here.
     """
-    helpers.need(
-        None
-        if list(Path("/usr/lib").glob("*/libpmix.so"))
-        else "no libpmix.so: apt-get install libpmix-dev"
-    )
-    options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+    libraries = list(Path("/usr/lib").glob("*/libpmix.so"))
+    helpers.need("" if libraries else "no libpmix.so: apt-get install libpmix-dev")
     with running_cluster(ClusterOptions(nodes=1, extra_conf="MpiDefault=pmix")) as cluster:
-        job = submit(cluster, clone, tmp_path, options=options, FAULT="fail", FAULT_AT="20")
+        job = submit(cluster, clone, tmp_path, options=ONE_BY_TWO, FAULT="fail", FAULT_AT="20")
         assert ended(job) == ("FAILED", "1:0"), job.tail()
         status = job.status()
         assert status["state"] == "failed", status
         assert status["kind"] == "error", status
         assert status["first_failing_rank"] == 1, status
         assert job.fields()["Restarts"] == "0"
-
-
-ONE_BY_TWO = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
 @pytest.mark.fault(6)
@@ -399,8 +386,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(
     """Only the daemon dies. Slurm considers the node dead and starts the job on the other one,
     while the first ranks continue to train.
     """
-    options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-    job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=300", options=options)
+    job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=300", options=ONE_BY_TWO)
     trains(job)
     node = job.fields()["BatchHost"]
     old = [process.pid for process, _ in jobs.ranks(job.slurm, job.id, "broken").values()]
@@ -411,11 +397,9 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(
 
     def taken_over() -> bool:
         outlived = all(helpers.alive(pid) for pid in old)
-        number = attempts.facts(job.run_dir)["attempt"]
-        assert outlived or number == 1, (
-            "the fault was not there: the first attempt's ranks are dead already"
-        )
-        return bool(number == 1)
+        has_begun = attempts.facts(job.run_dir)["attempt"] == 1
+        assert outlived or has_begun, "the fault was not there: the first ranks are dead already"
+        return has_begun
 
     wait_until(taken_over, helpers.START_S, "the second attempt")
     wait_until(lambda: job.status()["attempt"] == 1, helpers.START_S, "the second attempt's status")
@@ -430,7 +414,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(
     assert re.search(r"a later attempt .*writes to this run directory", log)
     last = max(row["step"] for row in rows(job.run_dir))
     trains(job, attempt=1, step=last + 3)
-    first = next(row["step"] for row in rows(job.run_dir) if row["attempt"] == 1)
+    first = conftest.steps(job.run_dir, 1)[0]
     assert first > 1
     # What counts is the last row of a step, and from its first step on each of those is the second
     # attempt's.

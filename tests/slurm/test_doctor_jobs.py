@@ -20,11 +20,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 KEYS = ("recipe=mnist", "dataset=digits", "device=cpu", "max_steps=5", "nodes=1", "doctor=true")
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 @pytest.fixture
 def bad_node(slurm: Cluster, repo: Path) -> Iterator[str]:
     """A node whose shared memory is that of a container with the default size; Slurm takes it

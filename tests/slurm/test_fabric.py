@@ -65,16 +65,9 @@ class Fabric:
             self.on(node, f"printf '%s\\n' '{text}' > /etc/hosts")
 
     def srun(self, *words: str, **environ: str) -> helpers.Ended:
-        argv = [
-            "srun",
-            "--nodes=2",
-            "--ntasks-per-node=1",
-            "--kill-on-bad-exit=1",
-            sys.executable,
-            "-u",
-            "-m",
-            *words,
-        ]
+        """Python with these words, a rank on each node."""
+        argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        argv += [sys.executable, "-u", *words]
         done = self.slurm.run(
             *argv,
             cwd=self.repo,
@@ -91,6 +84,7 @@ class Fabric:
         """The doctor's verdict, which comes within its bound."""
         begin = time.monotonic()
         ended = self.srun(
+            "-m",
             "recipes.doctor",
             "device=cpu",
             f"run_dir={tmp_path}/doctor",
@@ -101,7 +95,7 @@ class Fabric:
         return ended, json.loads((tmp_path / "doctor/doctor.json").read_text())
 
     def train(self, tmp_path: Path, *words: str, **environ: str) -> helpers.Ended:
-        return self.srun(*TRAINING, f"run_dir={tmp_path}/run", *words, **environ)
+        return self.srun("-m", *TRAINING, f"run_dir={tmp_path}/run", *words, **environ)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +126,12 @@ def working_network(fabric: Fabric) -> Iterator[None]:
 def bad(verdict: dict[str, Any]) -> str:
     entries = [entry for entry in verdict["entries"] if entry["bad"]]
     return "\n".join(f"{entry['nodes']} {entry['what']}" for entry in entries)
+
+
+def filtering(rule: str) -> str:
+    """The command that applies this rule to what arrives at fast0."""
+    chain = "add table inet t; add chain inet t c { type filter hook input priority 0; }"
+    return f"nft '{chain}; add rule inet t c iif fast0 {rule}'"
 
 
 def trained(ended: helpers.Ended, tmp_path: Path) -> None:
@@ -195,13 +195,7 @@ def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_firewall_between_the_nodes_is_reported(fabric: Fabric, tmp_path: Path) -> None:
-    fabric.on(
-        "node2",
-        (
-            "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; "
-            "add rule inet t c iif fast0 drop'"
-        ),
-    )
+    fabric.on("node2", filtering("drop"))
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 3, ended.out
     assert "cannot connect to" in bad(verdict)
@@ -246,36 +240,17 @@ def test_either_node_that_hangs_is_reported(fabric: Fabric, tmp_path: Path, hang
     """Its process is stopped at its start. If it is that of the first node, the other node gives
     the verdict.
     """
-    stop = (
-        f"import os, signal, sys; os.environ['SLURMD_NODENAME'] == '{hangs}' and "
-        "os.kill(os.getpid(), signal.SIGSTOP); "
-    )
-    run = (
-        "import runpy; sys.argv = ['doctor', *sys.argv[1:]]; runpy.run_module('recipes.doctor', "
-        "run_name='__main__')"
-    )
+    code = f"""
+import os, runpy, signal, sys
+if os.environ["SLURMD_NODENAME"] == "{hangs}":
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.argv = ["doctor", *sys.argv[1:]]
+runpy.run_module("recipes.doctor", run_name="__main__")
+"""
     begin = time.monotonic()
-    argv = [
-        "srun",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--kill-on-bad-exit=1",
-        sys.executable,
-        "-c",
-        stop + run,
-    ]
-    done = fabric.slurm.run(
-        *argv,
-        "device=cpu",
-        f"run_dir={tmp_path}",
-        f"seconds={BOUND_S}",
-        cwd=fabric.repo,
-        env=jobs.PYTHON,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
-    )
+    keys = ("device=cpu", f"run_dir={tmp_path}", f"seconds={BOUND_S}")
+    ended = fabric.srun("-c", code, *keys)
     assert time.monotonic() - begin < BOUND_S + 10
-    assert done.returncode != 0, done.stdout  # not 3: srun tells how the one that hung was ended
-    assert f"{hangs}: did not answer: it hangs" in done.stdout
+    assert ended.status != 0, ended.out  # not 3: srun tells how the one that hung was ended
+    assert f"{hangs}: did not answer: it hangs" in ended.out
     assert helpers.read(tmp_path, "doctor")["exclude"] == [hangs]

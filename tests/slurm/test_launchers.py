@@ -32,11 +32,6 @@ def state_of(run_dir: Path) -> str:
     return states.digest(checkpoint.read(run_dir / "checkpoints" / f"step-{STEPS:08d}.pt"))
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 def on_nodes(slurm: Cluster, repo: Path, run_dir: Path, *argv: str, **env: str) -> str:
     """What a command said that ran once on each of two nodes; $RUN in it is the run directory, $PY
     this Python.

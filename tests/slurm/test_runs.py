@@ -24,11 +24,6 @@ KEYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 def launch(slurm: Cluster, repo: Path, *words: str) -> str:
     done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,9 +32,7 @@ def launch(slurm: Cluster, repo: Path, *words: str) -> str:
 
 def state(slurm: Cluster, repo: Path, job: str) -> dict[str, Any]:
     (line,) = launch(slurm, repo, "runs", job, "--json").splitlines()
-    row = json.loads(line)
-    assert isinstance(row, dict)
-    return row
+    return json.loads(line)
 
 
 def wait_for(slurm: Cluster, repo: Path, job: str, wanted: str, step: int = 0) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def wait_for(slurm: Cluster, repo: Path, job: str, wanted: str, step: int = 0) -
 
 
 def submit(slurm: Cluster, repo: Path, *words: str) -> str:
-    return launch(slurm, repo, *KEYS, "cpus_per_rank=1", *words).split()[1].rstrip(":")
+    return jobs.job_of(launch(slurm, repo, *KEYS, "cpus_per_rank=1", *words))
 
 
 def resume(slurm: Cluster, repo: Path, job: str, *words: str) -> str:
@@ -81,10 +74,9 @@ def test_a_run_is_followed_cancelled_and_resumed_by_its_job(slurm: Cluster, repo
     resumed = wait_for(slurm, repo, job, "running", stopped["step"] + 1)
     assert resumed["starts"] == 2
     assert resumed["job"] == again
-    assert (
-        f"resumed from {repo}/runs/mnist/{job}/checkpoints"
-        in (repo / f"runs/mnist/{job}/logs/rank0.log").read_text()
-    )
+    run_dir = repo / "runs/mnist" / job
+    log = (run_dir / "logs/rank0.log").read_text()
+    assert f"resumed from {run_dir}/checkpoints" in log
     slurm.run("scontrol", "requeue", again, check=True)
     wait_for(slurm, repo, job, "requeued", stopped["step"])
     for run in (held, job):
@@ -97,7 +89,7 @@ def test_only_the_elements_of_a_sweep_that_were_killed_are_resumed(
     slurm: Cluster, repo: Path
 ) -> None:
     words = ("sweep.seed=1,2,3", "max_steps=40", "checkpoint_every_steps=5")
-    job = launch(slurm, repo, *KEYS, "cpus_per_rank=1", *words).split()[1].rstrip(":")
+    job = submit(slurm, repo, *words)
     wait_for(slurm, repo, f"{job}_1", "running", 1)
     slurm.run("scancel", f"{job}_1", check=True)
     wait_for(slurm, repo, f"{job}_0", "done")

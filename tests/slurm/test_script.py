@@ -41,10 +41,9 @@ for _ in range(10 if step else 100_000):
 
 
 @pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    clone = jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-    (clone / "program.py").write_text(PROGRAM)
-    return clone
+def repo(repo: Path) -> Path:
+    (repo / "program.py").write_text(PROGRAM)
+    return repo
 
 
 def submit(slurm: Cluster, repo: Path, run_dir: Path) -> tuple[str, Path]:
@@ -172,7 +171,5 @@ def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, vic
     status = read(run_dir / "status.json")
     assert status["state"] == "failed"
     assert status["reason"].startswith(reason)
-    done = slurm.run(
-        sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=jobs.PYTHON
-    )
-    assert done.stdout.startswith(reason), done.stdout
+    explained = jobs.explain(slurm, repo, run_dir)
+    assert explained.startswith(reason), explained

@@ -29,11 +29,6 @@ def uneven() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 def placed(run_dir: Path) -> dict[str, int]:
     """How many ranks each node had, of a run that is done."""
     summary = jobs.read(run_dir / "summary.json")
