@@ -208,19 +208,12 @@ def test_a_firewall_between_the_nodes_is_reported(fabric: Fabric, tmp_path: Path
 def test_an_mtu_that_drops_large_packets_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     for node in V4:  # the interfaces say 9000, and what is between them lets 1500 through
         fabric.on(node, "ip link set fast0 mtu 9000")
-        fabric.on(
-            node,
-            (
-                "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; "
-                "}; add rule inet t c iif fast0 meta length > 1500 drop'"
-            ),
-        )
+        fabric.on(node, filtering("meta length > 1500 drop"))
     ended, verdict = fabric.doctor(tmp_path, PATIENT_S)
     assert ended.status == 3, ended.out
     assert bad(verdict) == (
         "[1] node1 reaches node2 with small packets, but large ones are lost: the MTU on the "
-        "path is smaller than the "
-        "interface's (timed out; 2 of 2 links of node2 fail)"
+        "path is smaller than the interface's (timed out; 2 of 2 links of node2 fail)"
     )
     assert verdict["exclude"] == ["node2"]
     assert (
