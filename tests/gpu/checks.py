@@ -29,15 +29,15 @@ from recipes.core.data.image_sets import Crops
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.torch_loader import TorchLoader
-from recipes.core.train import checkpoint, sharding
+from recipes.core.train import sharding
 from recipes.core.train.checkpoint import HostCopy
 from recipes.core.train.optimisation import _Average
 from recipes.core.train.optimizers import LARS
 from recipes.gpt import GPT
+from tests import states
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, TINY
 from tests.gpu.place import Figures, NotPossible, Place
-from tests.states import digest
 
 TFLOPS = {"H200": 600, "H100": 500}  # at least, of products in bfloat16
 # at least, of ResNet-50 in training: eager, compiled
@@ -230,11 +230,8 @@ def exact_resume(place: Place) -> Figures:
     place.run(*place.recipe(name, *keys, *every, run="whole"))
     middle = f"resume={place.folder}/whole/checkpoints/step-{steps // 2:08d}.pt"
     place.run(*place.recipe(name, *keys, *every, middle, run="resumed"))
-    last = [
-        checkpoint.read(place.folder / run / f"checkpoints/step-{steps:08d}.pt")
-        for run in ("whole", "resumed")
-    ]
-    assert digest(last[0]) == digest(last[1])
+    whole = states.at_step(place.folder / "whole", steps)
+    assert states.at_step(place.folder / "resumed", steps) == whole
     out = place.run(*place.recipe(name, *keys, middle, "deterministic=false", run="other"))
     assert place.dry or "deterministic=false" in out
     return {"steps": steps}

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.train import checkpoint
 from tests import helpers, states
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
@@ -29,7 +28,7 @@ PORT = "29417"  # one for all: they come one after another
 
 
 def state_of(run_dir: Path) -> str:
-    return states.digest(checkpoint.read(run_dir / "checkpoints" / f"step-{STEPS:08d}.pt"))
+    return states.at_step(run_dir, STEPS)
 
 
 def on_nodes(slurm: Cluster, repo: Path, run_dir: Path, *argv: str, **env: str) -> str:

@@ -89,8 +89,4 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
         assert log.count(f"state of rank {rank}: ") == 2
     assert len(states_of(whole)) == 2
     assert states_of(resumed) == states_of(whole)
-    digests = [
-        states.digest(checkpoint.read(tmp_path / name / "checkpoints/step-00000024.pt"))
-        for name in ("whole", "stopped")
-    ]
-    assert digests[0] == digests[1]
+    assert states.at_step(tmp_path / "stopped", 24) == states.at_step(tmp_path / "whole", 24)

@@ -12,17 +12,16 @@ from torch.nn import functional as F
 
 from recipes.core.train import scores
 
+WORLD = SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
+RUN: Any = SimpleNamespace(world=WORLD)
+
 
 def of_classes(
     labels: Tensor, predicted: Tensor, classes: int, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    run: Any = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
-    )
-    monkeypatch.setattr(
-        scores, "answered", lambda run, answers: [(F.one_hot(predicted, classes), labels)]
-    )
-    return scores.of_classes(run, lambda net: [], classes)
+    answers = [(F.one_hot(predicted, classes), labels)]
+    monkeypatch.setattr(scores, "answered", lambda *_: answers)
+    return scores.of_classes(RUN, lambda net: [], classes)
 
 
 def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,13 +38,12 @@ def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyP
 
 
 def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Any = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
-    )
-    for labels, expected in (([0, 3, 5, -1], (1 / 3, 2 / 3, 3)), ([-1, -1, -1, -1], (0, 0, 0))):
-        pairs = [(torch.tensor([[9.0, 8, 7, 6, 5, 4]] * 4), torch.tensor(labels))]
-        monkeypatch.setattr(scores, "answered", lambda run, answers, pairs=pairs: pairs)
-        assert tuple(scores.accuracy(run, lambda net: []).values()) == expected
+    logits = torch.tensor([[9.0, 8, 7, 6, 5, 4]] * 4)
+    for labels, expected in (([0, 3, 5, -1], [1 / 3, 2 / 3, 3]), ([-1, -1, -1, -1], [0, 0, 0])):
+        answers = [(logits, torch.tensor(labels))]
+        monkeypatch.setattr(scores, "answered", lambda *_, answers=answers: answers)
+        shares = scores.accuracy(RUN, lambda net: [])
+        assert list(shares.values()) == expected
 
 
 def test_classes_that_do_not_occur_have_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
