@@ -208,9 +208,8 @@ def test_a_checkpoint_with_code_in_it_is_refused(good: dict[str, Any], tmp_path:
         content = {**good, "rng": [*good["rng"], evil]}
         for is_zip, why in ((False, "BadZipFile"), (True, "UnpicklingError")):
             torch.save(content, path, _use_new_zipfile_serialization=is_zip)
-            with pytest.raises(
-                InputError, match=rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"
-            ):
+            line = rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"
+            with pytest.raises(InputError, match=line):
                 checkpoint.read(path)
             assert not canary.exists()
     torch.load(path, weights_only=False)
@@ -233,9 +232,8 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(
         for part in small.infolist():
             part.external_attr = 0  # as torch.save writes it
     assert path.stat().st_size < 1_000_000
-    with pytest.raises(
-        InputError, match=r"step-00000001\.pt: is damaged or not a checkpoint \(BadZipFile\)"
-    ):
+    line = r"step-00000001\.pt: is damaged or not a checkpoint \(BadZipFile\)"
+    with pytest.raises(InputError, match=line):
         checkpoint.read(path)
 
 

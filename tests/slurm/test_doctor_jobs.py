@@ -76,7 +76,7 @@ def test_a_job_is_requeued_without_the_bad_node(slurm: Cluster, repo: Path, bad_
 def test_a_task_of_an_array_with_a_printed_script(
     slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path
 ) -> None:
-    job, log = printed(slurm, repo, tmp_path, "--array=3", "--time=7", "--mem=100", "--exclusive")
+    job, log = printed(slurm, repo, tmp_path, "--array=3", "--time=7", "--mem=2000", "--exclusive")
     without(bad_node, slurm, f"{job}_3", log)
     assert jobs.read(tmp_path / "run/job.yaml")["job_id"] == f"{job}_3"
 

@@ -70,12 +70,9 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
         assert " failed first: the loss at step " in sections[failed][0]
         for other in (stopped, running, done):
             assert other not in "".join(sections[failed])
-        assert sections[waits] == [
-            (
-                f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} "
-                "lets it start"
-            )
-        ]
+        release = f"scontrol release {waits} lets it start"
+        expected = f"it has not begun: job {waits} is held (JobHeldUser): {release}"
+        assert sections[waits] == [expected]
         status = read(runs / stopped / "status.json")
         assert status["kind"] == "stopped"
         assert status["next"] == "requeued"
@@ -85,12 +82,9 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
         slurm.run("scancel", running, check=True)
         slurm.wait_job(running)
         sections = explained(slurm, repo, f"runs/mnist/{stopped}", f"runs/mnist/{running}")
-        assert sections[stopped] == [
-            (
-                f"{saved}; job {stopped} is held (JobHeldAdmin): scontrol release {stopped} lets "
-                "it start"
-            )
-        ]
+        held = f"job {stopped} is held (JobHeldAdmin: an administrator holds it)"
+        release = f"scontrol release {stopped} lets it start"
+        assert sections[stopped] == [f"{saved}; {held}: {release}"]
         assert sections[running][0].endswith(
             f"; job {running} is cancelled; the job was cancelled: {RESUME}"
         )

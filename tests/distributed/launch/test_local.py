@@ -33,9 +33,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(elsewhere: Path) -> Ended:
-    return helpers.run_fork(
-        [*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere
-    ).expect(0)
+    argv = [*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"]
+    return helpers.run_fork(argv, cwd=elsewhere).expect(0)
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +57,15 @@ def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     assert status["step"] == 10
     assert status["reason"] == ""
     assert status["first_failing_rank"] is None
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
-        "best",
-        "latest",
-        "step-00000004.pt",
-        "step-00000008.pt",
-        "step-00000010.pt",
-    ]
-    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000010.pt"
-    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    folder = run_dir / "checkpoints"
+    steps = [f"step-{step:08d}.pt" for step in (4, 8, 10)]
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", *steps]
+    assert (folder / "latest").read_text().strip() == "step-00000010.pt"
+    logs = sorted(path.name for path in (run_dir / "logs").iterdir())
+    assert logs == ["rank0.log", "rank1.log"]
     assert "epoch 1/4  step 10/10 " in (run_dir / "logs" / "rank0.log").read_text()
     assert not [p.name for p in run_dir.rglob(".*")], "temporary files are left"
-    content = torch.load(run_dir / "checkpoints" / "step-00000010.pt", weights_only=True)
+    content = torch.load(folder / "step-00000010.pt", weights_only=True)
     assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
     assert len(content["rng"]) == 2  # every rank's
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
@@ -83,12 +79,11 @@ def test_the_files_in_the_run_directory(run_dir: Path) -> None:
 def test_metrics_and_summary(run_dir: Path) -> None:
     rows = helpers.rows(run_dir)
     assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 10]
-    assert all(
-        {"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= set(row) for row in rows
-    )
-    assert all(
-        row["attempt"] == 0 and row["epoch"] == 0 and row["samples_per_second"] > 0 for row in rows
-    )
+    for row in rows:
+        assert {"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= row.keys()
+        assert row["attempt"] == 0
+        assert row["epoch"] == 0
+        assert row["samples_per_second"] > 0
     summary = helpers.read(run_dir, "summary")
     expected = {
         "recipe": "mnist",
@@ -116,9 +111,8 @@ def test_visible_gpus_set_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7")
 
     def ranks(*words: str) -> tuple[int, ...]:
-        return local_layout(
-            command_line.parse(["recipe=toy", "launcher=local", *words], environ={})
-        ).ranks
+        typed = ["recipe=toy", "launcher=local", *words]
+        return local_layout(command_line.parse(typed, environ={})).ranks
 
     assert ranks() == (4,)
     assert ranks("gpus_per_node=2") == (2,)
@@ -180,13 +174,15 @@ def test_a_failed_rank_ends_the_others_and_is_reported(
 def test_a_failed_rank_of_the_second_machine_has_its_number_of_all() -> None:
     command = launch("import sys; sys.exit(7)", 1)
     command[2] = command[2].replace("((int(ranks),))", "((8, int(ranks)), 1, '127.0.0.1', 29400)")
-    assert helpers.finish(helpers.start(command)).lines[-1].startswith("failed: rank 8 on ")
+    ended = helpers.finish(helpers.start(command))
+    assert ended.lines[-1].startswith("failed: rank 8 on ")
 
 
 def ups(process: Any, count: int) -> list[int]:
     """The process IDs that ``count`` ranks print after they have started."""
     lines = [process.stdout.readline().split() for _ in range(count)]
-    assert all(words[:1] == ["up"] for words in lines), lines
+    for words in lines:
+        assert words[:1] == ["up"], lines
     return [int(words[2]) for words in lines]
 
 

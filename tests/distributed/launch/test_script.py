@@ -127,12 +127,11 @@ def test_the_rank_that_fails_first_is_named(
     reason = f"rank 1 on {HOST} failed first: {error}"
     assert ended.status == code, ended.out
     assert ended.lines[-1] == f"failed: {reason}; logs in {tmp_path}/run/logs"
-    assert status(tmp_path, "state", "kind", "first_failing_rank", "exit_status") == [
-        "failed",
-        kind,
-        1,
-        code,
-    ]
+    recorded = helpers.read(tmp_path / "run", "status")
+    assert recorded["state"] == "failed"
+    assert recorded["kind"] == kind
+    assert recorded["first_failing_rank"] == 1
+    assert recorded["exit_status"] == code
     assert explained(tmp_path)[0] == reason
 
 
@@ -243,11 +242,7 @@ def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
         '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x", line 1, in f\n'
         "[rank3]: E: a\n[rank3]: more\nend\n"
     )
-    for text, expected in (
-        (old, ""),
-        (old + of_torch, "; E: a"),
-        (of_torch + "Traceback\n", "; E: a"),
-        ("a\nb\n", ""),
-    ):
+    texts = {old: "", old + of_torch: "; E: a", of_torch + "Traceback\n": "; E: a", "a\nb\n": ""}
+    for text, expected in texts.items():
         log.write_text(text)
         assert script.last_exception(log) == expected

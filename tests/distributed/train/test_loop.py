@@ -231,10 +231,8 @@ def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_
 
 
 def test_a_result_must_not_have_the_name_of_another_value_of_its_row(tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError,
-        match=r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it",
-    ):
+    line = r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it"
+    with pytest.raises(RunError, match=line):
         Trained(tmp_path, metric="loss").run(epochs=1)
 
 

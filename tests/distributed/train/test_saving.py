@@ -138,10 +138,8 @@ def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) ->
 
 def test_rows_are_not_written_through_a_planted_link(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "keys")
-    with pytest.raises(
-        MachineError,
-        match=r"^run_dir='.*': cannot be written \(Too many levels of symbolic links\)",
-    ):
+    line = r"^run_dir='.*': cannot be written \(Too many levels of symbolic links\)"
+    with pytest.raises(MachineError, match=line):
         metrics.Rows(tmp_path / "metrics.jsonl")
     assert not (tmp_path / "keys").exists()
 

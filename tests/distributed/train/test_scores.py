@@ -30,11 +30,11 @@ def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyP
     results = of_classes(labels, predicted, 5, monkeypatch)
     assert results["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
     assert results["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
-    assert results["val_recall"] == pytest.approx(
-        sklearn.recall_score(labels, predicted, average=None)
-    )
+    recall = sklearn.recall_score(labels, predicted, average=None)
+    assert results["val_recall"] == pytest.approx(recall)
     assert results["val_samples"] == 200
-    assert results["val_confusion"][3][1] == int(((labels == 3) & (predicted == 1)).sum())
+    confused = (labels == 3) & (predicted == 1)
+    assert results["val_confusion"][3][1] == int(confused.sum())
 
 
 def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +48,11 @@ def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.Monk
 
 def test_classes_that_do_not_occur_have_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     none = torch.tensor([-1])
-    assert of_classes(none, torch.tensor([3]), 60, monkeypatch)["val_f1"] == 0.0
-    results = of_classes(
-        torch.tensor([0, 0, 0, 0, 2]), torch.tensor([0, 0, 1, 1, 2]), 60, monkeypatch
-    )
+    results = of_classes(none, torch.tensor([3]), 60, monkeypatch)
+    assert results["val_f1"] == 0.0
+    labels = torch.tensor([0, 0, 0, 0, 2])
+    predicted = torch.tensor([0, 0, 1, 1, 2])
+    results = of_classes(labels, predicted, 60, monkeypatch)
     assert results["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
     assert results["val_recall"] == [0.5, None, 1.0] + [None] * 57
     assert "val_confusion" not in results
@@ -78,14 +79,18 @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
     monkeypatch.setattr(scores, "answered", lambda run, answers: pairs)
     monkeypatch.setattr(scores, "CLASSES_AT_ONCE", 3)
     sizes: list[int] = []
-    run: Any = SimpleNamespace(
-        world=SimpleNamespace(gather=lambda part: sizes.append(len(part)) or [part])
-    )
+
+    def gather(part: bytes) -> list[bytes]:
+        sizes.append(len(part))
+        return [part]
+
+    run: Any = SimpleNamespace(world=SimpleNamespace(gather=gather))
     precisions = [sklearn.average_precision_score(labels[:, i], logits[:, i]) for i in range(3)]
-    assert scores.of_labels(run, lambda net: [], 4) == {
-        "val_map": pytest.approx(sum(precisions) / 3),
-        "val_f1": pytest.approx(sklearn.f1_score(labels, logits > 0, average="macro")),
-        "val_samples": 80,
-    }
+    results = scores.of_labels(run, lambda net: [], 4)
+    assert results.keys() == {"val_map", "val_f1", "val_samples"}
+    assert results["val_map"] == pytest.approx(sum(precisions) / 3)
+    f1 = sklearn.f1_score(labels, logits > 0, average="macro")
+    assert results["val_f1"] == pytest.approx(f1)
+    assert results["val_samples"] == 80
     assert len(sizes) == 2  # of three classes, and of one
     assert sizes[1] < sizes[0]

@@ -95,9 +95,8 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
     ]
     last = folder / "step-00000012.1-1of2.rows"
     shutil.copy(folder / names[0], last)  # of step 4
-    with pytest.raises(
-        InputError, match=r"its files do not belong together: copy all files step-00000012\.\*"
-    ):
+    line = r"its files do not belong together: copy all files step-00000012\.\*"
+    with pytest.raises(InputError, match=line):
         checkpoint.read(folder / "step-00000012.pt")
     for path in (last, folder / "step-00000012.pt"):  # earlier versions wrote no ID
         torch.save({name: value for name, value in torch.load(path).items() if name != "id"}, path)
@@ -106,9 +105,8 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
     with pytest.raises(InputError, match="its files do not belong together"):
         checkpoint.read(folder / "step-00000012.pt")
     last.unlink()
-    with pytest.raises(
-        InputError, match=r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"
-    ):
+    line = r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"
+    with pytest.raises(InputError, match=line):
         checkpoint.read(folder / "step-00000012.pt")
 
 
