@@ -147,7 +147,7 @@ def launched(folder: Path, photographs: Path, ranks: int, *words: str) -> Path:
 
 
 def test_metrics_are_the_same_on_one_two_and_three_ranks(tmp_path: Path, photographs: Path) -> None:
-    words = ("epochs=2", "train=head", "erasing=0.5")
+    words = ("epochs=2", "train=head", "erasing=0.5", "global_batch_size=7")
     alone = helpers.rows(launched(tmp_path / "1", photographs, 1, *words))
     for ranks in (2, 3):
         rows = helpers.rows(launched(tmp_path / str(ranks), photographs, ranks, *words))
