@@ -288,10 +288,9 @@ def measure(
         "python", ".venv/bin/python -c 'import platform; print(platform.python_version())'"
     )
     row.torch = do("torch", ".venv/bin/python -c 'import torch; print(torch.__version__)'")
-    steps = [
-        partial(pytest, row, kind, words, do, work, chosen.workers)
-        for kind, words in test_words.items()
-    ]
+    steps = []
+    for kind, words in test_words.items():
+        steps.append(partial(pytest, row, kind, words, do, work, chosen.workers))
     for step in (demo, *steps):
         try:
             step()
@@ -410,11 +409,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the command that runs
     chosen = arguments()
     chosen.folder = chosen.folder.resolve()
-    absent = [
-        program
-        for program in ("debootstrap", "pivot_root", "unshare", "git", "ip")
-        if not shutil.which(program)
-    ]
+    absent = []
+    for program in ("debootstrap", "pivot_root", "unshare", "git", "ip"):
+        if not shutil.which(program):
+            absent.append(program)
     if set(chosen.only) & set(SYSTEMS) and (absent or os.geteuid()):
         raise SystemExit(
             "portability: needs root, debootstrap, git and iproute2; not found: "

@@ -169,15 +169,13 @@ def background_ns() -> int:
     the bare loop too.
     """
     process_folder = Path("/proc/self/task")
-    threads = [
-        process_folder / str(thread.native_id)
-        for thread in threading.enumerate()
-        if thread.name in ("pulse", "fence")
-    ]
-    children = [
-        Path("/proc", pid)
-        for pid in (process_folder / str(os.getpid()) / "children").read_text().split()
-    ]
+    threads = []
+    for thread in threading.enumerate():
+        if thread.name in ("pulse", "fence"):
+            threads.append(process_folder / str(thread.native_id))
+    children = []
+    for pid in (process_folder / str(os.getpid()) / "children").read_text().split():
+        children.append(Path("/proc", pid))
     assert children
     return sum(int((path / "schedstat").read_text().split()[0]) for path in (*threads, *children))
 

@@ -43,10 +43,9 @@ def test_each_benchmark_measures_both_sides(
 
 def fake(monkeypatch: pytest.MonkeyPatch, *targets: str) -> None:
     """Makes ``main`` run one benchmark, with a figure of ratio 1 for each target."""
-    made = [
-        Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0])
-        for i, target in enumerate(targets)
-    ]
+    made = []
+    for i, target in enumerate(targets):
+        made.append(Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0]))
     monkeypatch.setattr(
         benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: made)}
     )

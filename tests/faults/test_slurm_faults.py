@@ -164,9 +164,8 @@ def test_before_the_time_limit_a_job_saves_and_is_requeued(
     start = time.mktime(time.strptime(job.fields()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     wait_requeued(job, 90)
     step = saved_at(job, "the time limit")
-    assert (
-        f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.log.read_text()
-    )
+    line = f"broken: saved at step {step}; requeued (restart 1 of at most 20)"
+    assert line in job.log.read_text()
     # a quarter of the minute ahead of its end, at most
     assert 30 < job.status()["updated"] - start < 60
     slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10", check=True)
@@ -234,10 +233,11 @@ def test_only_the_stopped_task_of_an_array_is_requeued(
         "--cpus-per-task=1",
     )
     array = slurm.submit(f"--output={tmp_path}/%a", *options, SCRIPT, *KEYS, cwd=clone, env=PYTHON)
-    task = [
-        Job(slurm, f"{array}_{n}", clone / f"runs/broken/{array}_{n}", tmp_path / str(n))
-        for n in (0, 1)
-    ]
+    task = []
+    for number in (0, 1):
+        name = f"{array}_{number}"
+        run_dir = clone / f"runs/broken/{name}"
+        task.append(Job(slurm, name, run_dir, tmp_path / str(number)))
     for each in task:
         trains(each)
     slurm.run("scancel", "--signal=USR2", task[1].id, check=True)

@@ -176,11 +176,10 @@ def test_a_restart_by_torchrun_resumes_from_the_last_checkpoint(
             helpers.START_S,
             "step 4",
         )
-        ranks = [
-            pid
-            for pid in helpers.children(process.pid)
-            if b"slow.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        ranks = []
+        for pid in helpers.children(process.pid):
+            if b"slow.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                ranks.append(pid)
         os.kill(ranks[1], 9)
         ended = helpers.finish(process)
     finally:

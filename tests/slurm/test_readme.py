@@ -260,11 +260,10 @@ def at_once(
     """The commands of all tests that were chosen, three at a time: much of their time they wait for
     each other and for Slurm.
     """
-    chosen = [
-        getattr(item, "callspec", None)
-        for item in request.session.items
-        if item.path == Path(__file__)
-    ]
+    chosen = []
+    for item in request.session.items:
+        if item.path == Path(__file__):
+            chosen.append(getattr(item, "callspec", None))
     typed = [
         call.params["line"] for call in chosen if call and TABLE[call.params["line"]].where == where
     ]
@@ -321,10 +320,9 @@ def test_a_command_typed_on_two_machines(
         "stdout": subprocess.PIPE,
     }
     with ThreadPoolExecutor() as pool:
-        both = [
-            pool.submit(slurm.on_node, name, "bash", "-c", words, **keywords)
-            for name, words in typed.items()
-        ]
+        both = []
+        for name, words in typed.items():
+            both.append(pool.submit(slurm.on_node, name, "bash", "-c", words, **keywords))
     first, second = (done.result() for done in both)
     assert (first.returncode, second.returncode) == (0, 0), first.stdout + second.stdout
     assert "mnist: 2 ranks on 2 nodes, cpu, gloo" in first.stdout

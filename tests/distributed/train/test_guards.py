@@ -65,10 +65,9 @@ def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(
         lambda: opened.stat().st_mtime > 0, 30, "a heartbeat, by which other jobs know that it runs"
     )
     for rank in held:
-        commands = [
-            Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            for pid in helpers.children(rank.pid)
-        ]
+        commands = []
+        for pid in helpers.children(rank.pid):
+            commands.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]
         at = watcher.index("recipes.core.run.watchdog")
         assert watcher[at + 1] == str(rank.pid)

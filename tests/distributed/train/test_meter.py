@@ -57,10 +57,9 @@ def test_the_memory_of_a_node_is_the_sum_of_its_ranks(monkeypatch: pytest.Monkey
     """Nodes with different numbers of ranks, and ranks that use different amounts."""
     clock: Any = SimpleNamespace(now=lambda: 0.0)
     measured = meter.Meter(clock, torch.device("cpu"))
-    ranks = [
-        meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0)
-        for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9)
-    ]
+    ranks = []
+    for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9):
+        ranks.append(meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0))
     world: Any = SimpleNamespace(
         gather=lambda content: ranks,
         hosts=("a", "a", "a", "b"),
