@@ -35,12 +35,13 @@ toy.session.run(toy.main, start)
 def train(run_dir: Path, ranks: int, *words: str) -> tuple[dict[int, float], list[int]]:
     """The loss of each step, and the bytes that each rank holds."""
     ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={run_dir}"], ranks).expect(0)
-    held = []
+    held = {}  # at the last save
     for line in ended.lines:
         if line.startswith("bytes "):
-            held.append(int(line.split()[2]))
+            _, rank, count = line.split()
+            held[rank] = int(count)
     assert len(held) == ranks
-    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}, held
+    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}, list(held.values())
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
