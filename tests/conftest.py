@@ -1,4 +1,6 @@
-"""What tests of several folders share: a Slurm cluster, and a umask that a test leaves as it was."""
+"""What tests of several folders share: a Slurm cluster, and a umask that a test leaves as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +45,13 @@ def slurm() -> Iterator[Cluster]:
     """
     helpers.need(missing())
     with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def linuxproc() -> Iterator[Cluster]:
+    """As `slurm`, but without cgroups: signals reach all processes of a job."""
+    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10, linuxproc=True)) as cluster:
         yield cluster
 
 

@@ -46,11 +46,9 @@ class Process:
     """A fork. Its methods are those of `subprocess.Popen`. stdout: its stdout and stderr."""
 
     def __init__(self, args: Sequence[str], pid: int, stdout: int, status: int) -> None:
-        self.args, self.pid, self.stdout = (
-            args,
-            pid,
-            os.fdopen(stdout, encoding="utf-8", errors="replace"),
-        )
+        self.args = args
+        self.pid = pid
+        self.stdout = os.fdopen(stdout, encoding="utf-8", errors="replace")
         self.returncode: int | None = None
         self._status = status
         self._read: list[bytes] = []
@@ -78,7 +76,8 @@ class Process:
         while True:
             if not select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            if not (piece := os.read(self.stdout.fileno(), 1 << 16)):
+            piece = os.read(self.stdout.fileno(), 1 << 16)
+            if not piece:
                 break
             self._read.append(piece)
         self.wait(max(0.0, deadline - time.monotonic()))
@@ -187,21 +186,21 @@ def become(
         os.environ.update(environ)
         os.chdir(cwd)
         random.seed()
-        what, *words = (word for word in argv[1:] if word != "-u")
+        mode, *words = (word for word in argv[1:] if word != "-u")
         from recipes.core.launch import local
 
         local.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[assignment]
-        if what.endswith("launch.py"):
+        if mode.endswith("launch.py"):
             import launch
 
-            sys.argv = [what, *words]
+            sys.argv = [mode, *words]
             code = launch.main(words)
         else:
-            sys.argv = ["-c" if what == "-c" else "", *words[1:]]
-            if what == "-c":
+            sys.argv = ["-c" if mode == "-c" else "", *words[1:]]
+            if mode == "-c":
                 exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
             else:
-                assert what == "-m", argv
+                assert mode == "-m", argv
                 spec = importlib.util.find_spec(words[0])
                 assert spec
                 assert spec.origin, words[0]

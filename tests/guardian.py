@@ -81,7 +81,7 @@ def lock_file(mark: int) -> Path:
 
 def kill(mark: int) -> bool:
     """Kills the processes with this mark. Returns whether one of them was still running."""
-    found = False
+    is_running = False
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):  # it has ended
@@ -90,11 +90,11 @@ def kill(mark: int) -> bool:
                 )
                 if limit and limit[1] == b"%d" % mark:
                     os.kill(int(entry), signal.SIGKILL)
-                    found |= (
+                    is_running |= (
                         Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[0]
                         not in b"ZX"
                     )
-    return found
+    return is_running
 
 
 def main(mark: int) -> None:

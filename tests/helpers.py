@@ -97,9 +97,8 @@ def free_port() -> int:
     it is used.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for port in random.sample(
-        range(20000 + 1000 * (worker % 12), 21000 + 1000 * (worker % 12)), 100
-    ):
+    first = 20000 + 1000 * (worker % 12)
+    for port in random.sample(range(first, first + 1000), 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
     raise AssertionError("no port is free")
@@ -170,18 +169,23 @@ def _remember(process: subprocess.Popen[str] | forked.Process) -> None:
 
 
 def unread() -> Iterator[tuple[str, str]]:
-    """Kills each process that the test has started and not waited for; its command and its output."""
+    """Kills each process that the test has started and not waited for; its command and its
+    output.
+    """
     for process in STARTED:
         if process.stdout and not process.stdout.closed:
             process.kill()
             # What it has started may hold the pipe; or another thread of the test reads it, and
             # closes it now.
             with contextlib.suppress(subprocess.TimeoutExpired, OSError, ValueError):
-                yield shlex.join(map(str, process.args)), process.communicate(timeout=10)[0]  # type: ignore[arg-type]
+                command = shlex.join(map(str, process.args))  # type: ignore[arg-type]
+                yield command, process.communicate(timeout=10)[0]
 
 
 def finish(process: subprocess.Popen[str] | forked.Process, timeout_s: float = 120) -> Ended:
-    """Waits for the end of what `start` has started, killing it, and failing, after ``timeout_s``."""
+    """Waits for the end of what `start` has started, killing it, and failing, after
+    ``timeout_s``.
+    """
     try:
         out, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -217,14 +221,14 @@ def run_fork(
 
 def place(rank: int, ranks: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """The variables of a rank on this machine."""
-    own = {
+    values = {
         "RANK": rank,
         "WORLD_SIZE": ranks,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_PORT": port,
     }
-    return {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": address}
+    return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": address}
 
 
 def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Process]:
@@ -240,11 +244,9 @@ def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Pro
 
 def run_ranks(code: str, words: Sequence[str], ranks: int, **added: str) -> Ended:
     """Python's ``-c code words`` on so many ranks; the highest status, and the output of all."""
-    ended = [
-        finish(process)
-        for process in fork_ranks([sys.executable, "-c", code, *words], ranks, **added)
-    ]
-    return Ended(max(e.status for e in ended), "".join(e.out for e in ended))
+    processes = fork_ranks([sys.executable, "-c", code, *words], ranks, **added)
+    ended = [finish(process) for process in processes]
+    return Ended(max(rank.status for rank in ended), "".join(rank.out for rank in ended))
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -255,14 +257,18 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     """
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
-    found: list[dict[str, Any]] = []
-    for row in (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")):
-        before = found[-1] if found else {}
-        if before.get("step") == row["step"] and "val_top1" in row and "val_top1" not in before:
-            found[-1] = row | {"attempt": before["attempt"]}
+    merged: list[dict[str, Any]] = []
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        row = json.loads(line)
+        before = merged[-1] if merged else {}
+        is_repeated = before.get("step") == row["step"]
+        if is_repeated and "val_top1" in row and "val_top1" not in before:
+            merged[-1] = row | {"attempt": before["attempt"]}
         else:
-            found.append(row)
-    return found
+            merged.append(row)
+    return merged
 
 
 def read(run_dir: Path, name: str) -> dict[str, Any]:
@@ -274,27 +280,29 @@ def read(run_dir: Path, name: str) -> dict[str, Any]:
 
 def children(pid: int) -> list[int]:
     """The process ids of the children of ``pid``, in the order in which they were started."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in pids]
 
 
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not yet waited for does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+    state = stat.rpartition(")")[2].split()[0]
+    return state not in ("Z", "X")
 
 
-def wait_until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
+def wait_until(condition: Callable[[], Found | None], timeout_s: float, awaited: str) -> Found:
     """The first value of ``condition()`` that is true. Raises AssertionError, which names ``what``,
     after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {awaited}"
         time.sleep(0.02)
-    return found
+    return value
 
 
 def wait_for_the_end_of(pids: Iterable[int], timeout_s: float) -> None:
@@ -337,9 +345,8 @@ def write_mnist(folder: Path) -> None:
     for name, count in (("train", 600), ("t10k", 100)):
         images = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
         (folder / f"{name}-images-idx3-ubyte").write_bytes(images)
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">II", 0x801, count) + bytes(count)
-        )
+        labels = struct.pack(">II", 0x801, count) + bytes(count)
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
 
 
 def image_sets(folder: Path) -> Path:
@@ -349,17 +356,8 @@ def image_sets(folder: Path) -> Path:
     write_images(folder / "train", 2, 100, 32)
     write_images(folder / "val", 2, 4, 40, seed=1)
     (folder / "test").symlink_to(folder / "val")
-    ended = run(
-        [
-            sys.executable,
-            "-m",
-            "recipes.prepare",
-            "cifar10",
-            f"source={folder}",
-            f"data_dir={folder}",
-        ]
-    )
-    assert ended.status == 0, ended.out
+    words = ["cifar10", f"source={folder}", f"data_dir={folder}"]
+    run([sys.executable, "-m", "recipes.prepare", *words]).expect(0)
     return folder
 
 
@@ -390,6 +388,7 @@ def failure(run_dir: Path, rank: int, number: int = 0) -> dict[str, Any]:
 
 def use_root(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     """Lets the modules of the project that are imported take ``root`` for the project's folder."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("recipes.")]
-    for module in [module for module in modules if getattr(module, "ROOT", None) == files.ROOT]:
-        monkeypatch.setattr(module, "ROOT", root)
+    before = files.ROOT
+    for name, module in list(sys.modules.items()):
+        if name.startswith("recipes.") and getattr(module, "ROOT", None) == before:
+            monkeypatch.setattr(module, "ROOT", root)

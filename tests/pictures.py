@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -36,46 +35,56 @@ DIGITS = (
     "log_every_steps=2",
     "checkpoint_every_steps=20",
 )
-SIZE = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
 def svg(width: float, height: float, style: str, content: str, title: str) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" role="img">'
+    )
     return f"{head}<title>{html.escape(title)}</title><style>{style}</style>{content}</svg>\n"
 
 
 def loss_figure(run_dir: Path) -> str:
     """The loss of a run over its steps; a dashed line and a number for each later attempt."""
-    found = [(float(row["step"]), row["loss"]) for row in rows.rows(run_dir)]
-    begun = [
-        one
-        for n in reversed(attempts.numbers(run_dir))
-        if (one := attempts.Attempt(run_dir, n)).has_begun
-    ]
-    marks = [(one.facts()["step"], one.number) for one in begun[1:]]
+    losses = [(float(row["step"]), row["loss"]) for row in rows.rows(run_dir)]
+    started = [attempts.Attempt(run_dir, n) for n in reversed(attempts.numbers(run_dir))]
+    begun = [attempt for attempt in started if attempt.has_begun]
+    marks = [(attempt.facts()["step"], attempt.number) for attempt in begun[1:]]
     drawn = figure.figure(
-        "Loss", ("optimiser step", "mean loss per sample"), [("loss", found, "c0 d0")], marks=marks
+        "Loss", ("optimiser step", "mean loss per sample"), [("loss", losses, "c0 d0")], marks=marks
     )
     content = re.search(r"<svg [^>]*><title>.*?</title>(.*)</svg>", drawn, re.DOTALL)
     assert content
     place = re.search(r'class="mark" d="M([0-9.]+) ', drawn)
     assert place, "the run was not requeued"
-    named = f'<text x="{float(place[1]) + 8:g}" y="{figure.TOP + 14}">requeued by Slurm, then resumed</text>'
+    named = (
+        f'<text x="{float(place[1]) + 8:g}" y="{figure.TOP + 14}">requeued by Slurm, then '
+        "resumed</text>"
+    )
     background = f'<rect width="{figure.WIDTH}" height="{figure.HEIGHT}" style="fill:var(--bg)"/>'
-    title = "Loss of a run against its steps; a dashed line marks the requeue, after which the loss continues where it was"
+    title = (
+        "Loss of a run against its steps; a dashed line marks the requeue, after which the loss "
+        "continues where it was"
+    )
     return svg(figure.WIDTH, figure.HEIGHT, SHEET, background + content[1] + named, title)
 
 
 def terminal(lines: list[tuple[str, str]], title: str) -> str:
     """Lines of a terminal, each with its colour: command, bad, plain or dim."""
     style = (
-        "text{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre}.command{fill:#7ee787}.bad{fill:#ff9a8f}.plain{fill:#e6e9ee}"
+        "text{font:13px "
+        "ui-monospace,Menlo,Consolas,monospace;white-space:pre}.command{fill:#7ee787}"
+        ".bad{fill:#ff9a8f}.plain{fill:#e6e9ee}"
         ".dim{fill:#a3acb8}"
     )
     width = 24 + MOST * CHARACTER_PX
     height = 24 + LINE_PX * len(lines)
     texts = "".join(
-        f'<text x="12" y="{25 + LINE_PX * i}" class="{kind}" xml:space="preserve">{html.escape(line[:MOST])}</text>'
+        (
+            f'<text x="12" y="{25 + LINE_PX * i}" class="{kind}" '
+            f'xml:space="preserve">{html.escape(line[:MOST])}</text>'
+        )
         for i, (line, kind) in enumerate(lines)
     )
     return svg(
@@ -89,16 +98,8 @@ def terminal(lines: list[tuple[str, str]], title: str) -> str:
 
 def submit(slurm: Cluster, repo: Path, name: str) -> tuple[str, Path]:
     run_dir = repo / "runs" / "mnist" / name
-    job = jobs.sbatch(
-        slurm,
-        repo,
-        repo / f"{name}.out",
-        *SIZE,
-        "sbatch/mnist_2x8.sh",
-        *DIGITS,
-        f"run_dir={run_dir}",
-    )
-    return job, run_dir
+    words = (*jobs.TWO_BY_TWO, "sbatch/mnist_2x8.sh", *DIGITS, f"run_dir={run_dir}")
+    return jobs.sbatch(slurm, repo, repo / f"{name}.out", *words), run_dir
 
 
 def await_step(run_dir: Path, step: int) -> None:
@@ -121,16 +122,14 @@ def killed(slurm: Cluster, repo: Path) -> list[tuple[str, str]]:
     job, run_dir = submit(slurm, repo, "killed")
     await_step(run_dir, 60)
     (victim,) = [
-        one.pid
-        for one in slurm.processes(job_id=job, command="recipes.mnist")
-        if "SLURM_PROCID=3" in Path(f"/proc/{one.pid}/environ").read_text().split("\0")
+        process.pid
+        for process in slurm.processes(job_id=job, command="recipes.mnist")
+        if "SLURM_PROCID=3" in Path(f"/proc/{process.pid}/environ").read_text().split("\0")
     ]
     os.kill(victim, signal.SIGKILL)
     slurm.wait_job(job, 120)
     log = (repo / "killed.out").read_text().splitlines()
-    told = slurm.run(
-        sys.executable, "-m", "recipes.doctor", "explain", run_dir, cwd=repo, env=jobs.PYTHON
-    ).stdout.splitlines()
+    told = jobs.explain(slurm, repo, run_dir).splitlines()
     steps = [line for line in log if "  step " in line][-2:]
     shown = [
         (f"$ tail mnist-{job}.out", "command"),
@@ -151,7 +150,10 @@ def main() -> None:
         os.chmod(folder, 0o755)
         repo = jobs.copy_repository(Path(folder) / "clone")
         (PICTURES / "requeue.svg").write_text(loss_figure(requeued(slurm, repo)))
-        title = "A rank is killed; the job's last line and explain name the rank, its host and the cause"
+        title = (
+            "A rank is killed; the job's last line and explain name the rank, its host and the "
+            "cause"
+        )
         (PICTURES / "failure.svg").write_text(terminal(killed(slurm, repo), title))
     print(
         json.dumps({path.name: path.stat().st_size for path in sorted(PICTURES.glob("*.svg"))}),

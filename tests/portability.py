@@ -1,8 +1,9 @@
 """`make portability`: installs, demonstrates and tests the latest commit on other versions of
 Slurm, Python and torch.
 
-    sudo python3 tests/portability.py                             # all systems; prints a table, status 1 if a row failed
-    sudo python3 tests/portability.py --only sid --folder /big    # one system; its folder is kept and used again
+    sudo python3 tests/portability.py    # all systems; prints a table, status 1 if a row failed
+    # one system; its folder is kept and used again
+    sudo python3 tests/portability.py --only sid --folder /big
 
 Each Debian release of SYSTEMS is a folder made by debootstrap. Commands run in it behind
 pivot_root, in their own mount, process, IPC and UTS namespaces; the tests also in their own
@@ -36,7 +37,8 @@ OLDEST_PYTHON = "python3.10"
 DEBOOTSTRAP = "debootstrap --variant=minbase"
 # Slurm, what the project's own commands call, and what its tests call.
 PACKAGES = (
-    "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc ca-certificates"
+    "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc "
+    "ca-certificates"
     " iproute2 nftables procps shellcheck openmpi-bin libpmix-dev"
 )
 # The release that has Apptainer; an image is built there (tests/slurm/image.py), and tests run
@@ -76,7 +78,8 @@ if [ -n "$data" ]; then
 fi
 printf '127.0.0.1 localhost\n::1 localhost\n127.0.1.1 portability\n' > "$root/etc/hosts"
 touch "$root/etc/resolv.conf"
-[ $# != 0 ] || mount --bind /dev/null "$root/etc/resolv.conf" # without a network no name server answers
+# without a network no name server answers
+[ $# != 0 ] || mount --bind /dev/null "$root/etc/resolv.conf"
 for file; do
     [ ! -e "$file" ] || { touch "$root$file"; mount --bind "$file" "$root$file"; }
 done
@@ -202,7 +205,10 @@ def make_system(name: str, root: Path, cache: Path, logs: Path) -> None:
     (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # start no daemon
     (root / "usr/sbin/policy-rc.d").chmod(0o755)
     # A mirror that is a snapshot has a Release file that has expired.
-    apt = f"apt-get -o Acquire::Check-Valid-Until=false update && apt-get install -y --no-install-recommends {packages}"
+    apt = (
+        "apt-get -o Acquire::Check-Valid-Until=false update && apt-get install -y "
+        f"--no-install-recommends {packages}"
+    )
     inside(root, cache, apt, logs / "packages.log", NETWORK, network=True)
     stamp.write_text(packages)
 
@@ -240,7 +246,10 @@ def pytest(row: Row, kind: str, words: str, do: Run, work: Path, workers: int) -
     junit = work / f"build/{kind}.xml"
     junit.unlink(missing_ok=True)
     setattr(row, kind, "failed")
-    command = f".venv/bin/python -m pytest {words} -n {workers} --dist loadfile --no-loadscope-reorder -vv --junitxml={junit.relative_to(work)}"
+    command = (
+        f".venv/bin/python -m pytest {words} -n {workers} --dist loadfile --no-loadscope-reorder "
+        f"-vv --junitxml={junit.relative_to(work)}"
+    )
     try:
         do(kind, command, alone=True)
     finally:
@@ -279,10 +288,9 @@ def measure(
         "python", ".venv/bin/python -c 'import platform; print(platform.python_version())'"
     )
     row.torch = do("torch", ".venv/bin/python -c 'import torch; print(torch.__version__)'")
-    steps = [
-        partial(pytest, row, kind, words, do, work, chosen.workers)
-        for kind, words in test_words.items()
-    ]
+    steps = []
+    for kind, words in test_words.items():
+        steps.append(partial(pytest, row, kind, words, do, work, chosen.workers))
     for step in (demo, *steps):
         try:
             step()
@@ -401,21 +409,24 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the command that runs
     chosen = arguments()
     chosen.folder = chosen.folder.resolve()
-    absent = [
-        program
-        for program in ("debootstrap", "pivot_root", "unshare", "git", "ip")
-        if not shutil.which(program)
-    ]
+    absent = []
+    for program in ("debootstrap", "pivot_root", "unshare", "git", "ip"):
+        if not shutil.which(program):
+            absent.append(program)
     if set(chosen.only) & set(SYSTEMS) and (absent or os.geteuid()):
         raise SystemExit(
-            f"portability: needs root, debootstrap, git and iproute2; not found: {', '.join(absent)}"
+            "portability: needs root, debootstrap, git and iproute2; not found: "
+            f"{', '.join(absent)}"
         )
     (chosen.folder / "pip-cache").mkdir(parents=True, exist_ok=True)
     head = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always"], capture_output=True, text=True
     )
     print(
-        f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs; uncommitted changes are left out",
+        (
+            f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs; uncommitted changes "
+            "are left out"
+        ),
         flush=True,
     )
     rows = [Row(name) for name in chosen.only]

@@ -59,10 +59,10 @@ def keys(cls: type, more: str = "", beside: type | None = None) -> str:
 
 def differences(of: Mapping[str, Mapping[str, Any]], name: str) -> str:
     words = {
-        one: " ".join(f"`{key}={help.typed(value)}`" for key, value in of[one].items())
-        for one in of
+        variant: " ".join(f"`{key}={help.typed(value)}`" for key, value in of[variant].items())
+        for variant in of
     }
-    return table([name, "sets"], [[f"`{one}`", text] for one, text in words.items()])
+    return table([name, "sets"], [[f"`{variant}`", text] for variant, text in words.items()])
 
 
 def commented(source: str, pattern: str) -> list[list[str]]:
@@ -89,10 +89,11 @@ def tables() -> Iterator[tuple[str, str]]:
             keys(conf.Config, beside=TrainKeys if issubclass(conf.Config, TrainKeys) else None),
         )
         for name in ("VARIANTS", "DATASETS"):
-            if of := getattr(conf, name, {}):
+            variants = getattr(conf, name, {})
+            if variants:
                 yield (
                     f"{recipe}-{name.lower()}",
-                    differences(of, f"`{name.lower().removesuffix('s')}=`"),
+                    differences(variants, f"`{name.lower().removesuffix('s')}=`"),
                 )
     yield (
         "exit-statuses",
@@ -101,8 +102,8 @@ def tables() -> Iterator[tuple[str, str]]:
     texts = (
         [
             ", ".join(
-                f"`` {one.strip()} ``" if "`" in one else f"`{one.strip()}`"
-                for one in p.texts.split(" | ")
+                f"`` {text.strip()} ``" if "`" in text else f"`{text.strip()}`"
+                for text in p.texts.split(" | ")
             ),
             p.means,
             p.fix,
@@ -110,12 +111,12 @@ def tables() -> Iterator[tuple[str, str]]:
         for p in patterns.PATTERNS
     )
     yield "faq", table(["message", "what it means", "what to do"], [*texts])
-    for name, of in (("kinds", errors.Kind), ("nexts", errors.Next)):
+    for name, kinds in (("kinds", errors.Kind), ("nexts", errors.Next)):
         yield (
             name,
             table(
                 [f"`{name[:-1]}`", "meaning"],
-                commented(inspect.getsource(of), r'(\w+) = "([\w-]+)"'),
+                commented(inspect.getsource(kinds), r'(\w+) = "([\w-]+)"'),
             ),
         )
 
@@ -137,11 +138,12 @@ def main(argv: list[str], folder: Path = ROOT / "docs") -> int:
             missing.discard(name)
             if made.get(name) != old:
                 said.append(
-                    f"{page.name}: table {name}: {'differs from the code: make docs' if is_check else 'made'}"
+                    f"{page.name}: table {name}: "
+                    f"{'differs from the code: make docs' if is_check else 'made'}"
                 )
         if not is_check:
             page.write_text(
-                MARKED.sub(lambda found: found[1] + made.get(found[2], found[3]) + found[4], text)
+                MARKED.sub(lambda match: match[1] + made.get(match[2], match[3]) + match[4], text)
             )
     said += [f"table {name}: is on no page" for name in sorted(missing)]
     print(

@@ -31,9 +31,13 @@ def main(argv: list[str], size: Size = FULL) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     names = [name for name in ",".join(only).split(",") if name]
-    if strange := [name for name in names if name not in benchmarks()]:
+    strange = [name for name in names if name not in benchmarks()]
+    if strange:
         print(
-            f"only={strange[0]}: must be some of {','.join(benchmarks())}{nearest(strange[0], benchmarks())}",
+            (
+                f"only={strange[0]}: must be some of "
+                f"{','.join(benchmarks())}{nearest(strange[0], benchmarks())}"
+            ),
             file=sys.stderr,
         )
         return 2
@@ -50,11 +54,11 @@ def main(argv: list[str], size: Size = FULL) -> int:
         measured: list[Figure] = []
         for name, module in chosen(names).items():
             try:
-                found = module.figures(size)
+                figures = module.figures(size)
             except InputError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 return 2
-            for figure in found:
+            for figure in figures:
                 print(figure, flush=True)
                 measured.append(figure)
         content = {"machine": about, "figures": [dataclasses.asdict(figure) for figure in measured]}
@@ -69,11 +73,11 @@ def main(argv: list[str], size: Size = FULL) -> int:
 
 def benchmarks() -> list[str]:
     """The names of all benchmarks."""
-    found = sorted(
+    names = sorted(
         path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")
     )
-    assert found
-    return found
+    assert names
+    return names
 
 
 def chosen(names: list[str]) -> dict[str, ModuleType]:
@@ -87,7 +91,8 @@ def chosen(names: list[str]) -> dict[str, ModuleType]:
     if names:
         return modules
     for name, module in modules.items():
-        if long := getattr(module, "LONG", ""):
+        long = getattr(module, "LONG", "")
+        if long:
             print(f"{name}: left out, it takes {long}: make bench ONLY={name}", flush=True)
     return {name: module for name, module in modules.items() if not hasattr(module, "LONG")}
 

@@ -41,7 +41,10 @@ def figures(size: Size) -> list[Figure]:
             return time.perf_counter() - start
 
         values = interleaved(size.rounds, {"beside": beside, "in place": in_place})
-    note = f"{checkpoint.size_of(content) / 1e6:.0f} MB, one thread; on the disk after {durations['begin to end']:.2f} s"
+    note = (
+        f"{checkpoint.size_of(content) / 1e6:.0f} MB, one thread; on the disk after "
+        f"{durations['begin to end']:.2f} s"
+    )
     return [
         Figure(
             "checkpoint, training stands still",

@@ -37,7 +37,9 @@ TEST_IMAGES = 1000
 
 @dataclass(frozen=True)
 class Trained:
-    """wrong: percent of the test images. train_s: first step to last. wall_s: of the whole command."""
+    """wrong: percent of the test images. train_s: first step to last. wall_s: of the whole
+    command.
+    """
 
     wrong: float
     train_s: float
@@ -62,7 +64,10 @@ def compare(
 ) -> list[Figure]:
     train_set, test_set, source = inputs.cifar10(train_images, test_images, real)
     if real and source == inputs.RANDOM:
-        fix = f"{datasets.prepare_command('cifar10', 'DIR')}, then RECIPES_DATA=DIR make bench ONLY=cifar_training"
+        fix = (
+            f"{datasets.prepare_command('cifar10', 'DIR')}, then RECIPES_DATA=DIR make bench "
+            "ONLY=cifar_training"
+        )
         raise InputError(f"accuracy requires the real CIFAR-10: {fix}")
     ours: list[Trained] = []
     theirs: list[Trained] = []
@@ -87,12 +92,18 @@ def compare(
             )
     ours_is = f"recipe, {' '.join(keys)}"
     theirs_is = f"plain_cifar, ResNet-18, float32, {peer_epochs} epochs, batch 128"
-    right = f"right {statistics.fmean(100 - t.wrong for t in ours):.2f} % against {statistics.fmean(100 - t.wrong for t in theirs):.2f} % in the mean"
-    note = f"{train_images:,} training and {test_images:,} test images, {source}; two ranks, one thread each; {right}"
+    right = (
+        f"right {statistics.fmean(100 - t.wrong for t in ours):.2f} % against "
+        f"{statistics.fmean(100 - t.wrong for t in theirs):.2f} % in the mean"
+    )
+    note = (
+        f"{train_images:,} training and {test_images:,} test images, {source}; two ranks, one "
+        f"thread each; {right}"
+    )
 
-    def figure(name: str, unit: str, target: str, what: str) -> Figure:
+    def figure(name: str, unit: str, target: str, attribute: str) -> Figure:
         mine, peers = (
-            [float(getattr(trained, what)) for trained in side] for side in (ours, theirs)
+            [float(getattr(trained, attribute)) for trained in side] for side in (ours, theirs)
         )
         return Figure(
             f"cifar training, {name}",
@@ -159,7 +170,10 @@ def trained(
     if evaluated != test_images:
         raise RuntimeError(f"cifar training: {evaluated} of {test_images} test images evaluated")
     print(
-        f"  seed {seed}, {who}: {accuracy:.2%} right, trained for {train_s:.0f} s, {wall_s:.0f} s in all",
+        (
+            f"  seed {seed}, {who}: {accuracy:.2%} right, trained for {train_s:.0f} s, "
+            f"{wall_s:.0f} s in all"
+        ),
         flush=True,
     )
     return Trained(100 - 100 * accuracy, train_s, wall_s)

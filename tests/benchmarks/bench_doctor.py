@@ -88,7 +88,8 @@ def examination(nodes: int, texts: list[str]) -> float:
             reports.write(mine, Stage.final)
             status = examine.give_verdict(reports, info.nodes, Path(run_dir), end)
             seconds = time.process_time() - begin - slept
-    assert (status, len(members["nodes"])) == (0, nodes), out.getvalue()
+    assert status == 0, out.getvalue()
+    assert len(members["nodes"]) == nodes, out.getvalue()
     assert out.getvalue().splitlines()[-1] == f"healthy: {nodes} nodes"
     return seconds
 

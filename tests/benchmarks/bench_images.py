@@ -69,18 +69,18 @@ def figures(size: Size) -> list[Figure]:
 
 def sides(folder: Path, least_s: float) -> dict[str, Callable[[], float]]:
     """What to measure, by name: the peer, and each way of ours, as uint8 and as floats."""
-    found: dict[str, Callable[[], float]] = {}
+    calls: dict[str, Callable[[], float]] = {}
     for kind, batches in (("uint8", crops), ("floats", floats)):
         peer = peer_loader(folder / "files", floats=kind == "floats")
-        found[kind] = partial(samples_per_s, peer.__iter__, least_s)
+        calls[kind] = partial(samples_per_s, peer.__iter__, least_s)
         for name, place, decoder, *_ in WAYS:
             epochs = OurEpochs(
                 image_sets.open_images(folder / place, "train"), decoder, flip=kind == "floats"
             )
-            found[f"{name}, {kind}"] = partial(
+            calls[f"{name}, {kind}"] = partial(
                 samples_per_s, partial(epochs.next, batches), least_s
             )
-    return found
+    return calls
 
 
 def peer_loader(folder: Path, px: int = PX, floats: bool = True) -> DataLoader[Batch]:
@@ -103,10 +103,10 @@ class OurEpochs:
     """Epoch after epoch of one loader; where ``workers`` is 0, it decodes in the calling thread."""
 
     def __init__(
-        self, found: Images, decoder: str, workers: int = 0, px: int = PX, flip: bool = False
+        self, images: Images, decoder: str, workers: int = 0, px: int = PX, flip: bool = False
     ) -> None:
-        batches = GlobalBatches(len(found), BATCH_SIZE, 0, rank=0, world_size=1)
-        crops = Crops(found, decoder, partial(imagenet.training_crop, Config(px=px, flip=flip), 1))
+        batches = GlobalBatches(len(images), BATCH_SIZE, 0, rank=0, world_size=1)
+        crops = Crops(images, decoder, partial(imagenet.training_crop, Config(px=px, flip=flip), 1))
         device = torch.device("cpu")
         self._loader = TorchLoader(
             crops, batches, collate=image_sets.collate, num_workers=workers, device=device

@@ -25,7 +25,10 @@ TIMES = 10
 PX = 128  # of the crops
 # A process's peak counts from the memory of the one that it was forked from: this one has next to
 # none.
-PEAK = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+PEAK = (
+    "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
+    "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+)
 
 
 def figures(size: Size) -> list[Figure]:
@@ -39,8 +42,8 @@ def figures(size: Size) -> list[Figure]:
             inputs.small_jpegs(files, count)
             values[f"packing {count}"] = packing_mb(files, packed)
         loaders = [
-            f"{way}{count}"
-            for way in ("ours packed", "ours files", "theirs files")
+            f"{kind}{count}"
+            for kind in ("ours packed", "ours files", "theirs files")
             for count in (few, many)
         ]
         values.update(zip(loaders, loaders_mb(loaders, Path(folder)), strict=True))
@@ -52,7 +55,10 @@ def figures(size: Size) -> list[Figure]:
         ]
 
     def loader(name: str, target: str, which: str) -> Figure:
-        grown = f"{values[f'{which}{few}']:.1f} MB grown at {few:,} images, {values[f'{which}{many}']:.1f} MB at {many:,}"
+        grown = (
+            f"{values[f'{which}{few}']:.1f} MB grown at {few:,} images, "
+            f"{values[f'{which}{many}']:.1f} MB at {many:,}"
+        )
         about = f"{grown}; over an epoch, batch {bench_images.BATCH_SIZE}, {PX} px"
         return Figure(
             name,
@@ -107,9 +113,9 @@ def private_mb() -> float:
     """Resident memory of this process that is its own: files that are mapped are left out, which
     the kernel drops at will.
     """
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) / 1024
+    line = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert line
+    return int(line[1]) / 1024
 
 
 def grow(which: str, folder: Path, answers: SimpleQueue[float]) -> None:
@@ -126,11 +132,13 @@ def grow(which: str, folder: Path, answers: SimpleQueue[float]) -> None:
 
 
 def measured_apart(folder: Path, wanted: list[str]) -> list[float]:
-    """Each loader in a process of its own, which has all libraries loaded already and nothing else."""
+    """Each loader in a process of its own, which has all libraries loaded already and nothing
+    else.
+    """
     torch.set_num_threads(1)
     decode.make_decoder("opencv")
     context = multiprocessing.get_context("fork")
-    found = []
+    grown = []
     for which, name in (words.split() for words in wanted):
         answers: SimpleQueue[float] = context.SimpleQueue()
         process = context.Process(target=grow, args=(which, folder / name, answers))
@@ -138,8 +146,8 @@ def measured_apart(folder: Path, wanted: list[str]) -> list[float]:
         process.join()
         if process.exitcode:
             sys.exit(1)  # it has said why
-        found.append(answers.get())
-    return found
+        grown.append(answers.get())
+    return grown
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def figures(size: Size) -> list[Figure]:
 
 
 def input_alone(size: Size, folder: str, train_set: ImageSet, source: str) -> Figure:
-    """Whole epochs of batches, shuffled; ours are shifted and normalised as well, theirs are not."""
+    """Whole epochs of batches, shuffled; ours are shifted and normalised as well, theirs are
+    not.
+    """
     shifted = AugmentedImages(train_set.images, mnist.MAX_SHIFT)
     peer_set = torchvision.datasets.MNIST(folder, transform=ToTensor())
     peer = DataLoader(peer_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)

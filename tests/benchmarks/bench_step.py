@@ -58,12 +58,18 @@ KEYS = (
 def figures(size: Size) -> list[Figure]:
     values = two_ranks(__name__, size.rounds, size.steps)
     about = f"mnist's net, batch {BATCH_SIZE} a rank, gloo, loopback"
-    background = f"{about}; threads and watchdog took {values['background']:.2%} of a core a rank, which is subtracted"
+    background = (
+        f"{about}; threads and watchdog took {values['background']:.2%} of a core a rank, which "
+        "is subtracted"
+    )
     return [
         Figure(
             "step, all services",
             "samples/s",
-            "the recipe in a run, with log rows, stop check, progress, summed loss, schedule, watchdog, pulse, fence",
+            (
+                "the recipe in a run, with log rows, stop check, progress, summed loss, "
+                "schedule, watchdog, pulse, fence"
+            ),
             "a bare DDP loop",
             ">= 0.98",
             values["recipe"],
@@ -86,7 +92,9 @@ def figures(size: Size) -> list[Figure]:
 
 
 class BareLoop:
-    """The recipe's step from the same first weights, on one rank, or with DDP on all of ``world``."""
+    """The recipe's step from the same first weights, on one rank, or with DDP on all of
+    ``world``.
+    """
 
     def __init__(self, cfg: Config, train_set: ImageSet, world: World | None) -> None:
         self._cfg = cfg
@@ -160,15 +168,14 @@ def background_ns() -> int:
     """CPU time so far of this rank's pulse and fence threads and of its watchdog. They run beside
     the bare loop too.
     """
-    own = Path("/proc/self/task")
-    threads = [
-        own / str(thread.native_id)
-        for thread in threading.enumerate()
-        if thread.name in ("pulse", "fence")
-    ]
-    children = [
-        Path("/proc", pid) for pid in (own / str(os.getpid()) / "children").read_text().split()
-    ]
+    process_folder = Path("/proc/self/task")
+    threads = []
+    for thread in threading.enumerate():
+        if thread.name in ("pulse", "fence"):
+            threads.append(process_folder / str(thread.native_id))
+    children = []
+    for pid in (process_folder / str(os.getpid()) / "children").read_text().split():
+        children.append(Path("/proc", pid))
     assert children
     return sum(int((path / "schedstat").read_text().split()[0]) for path in (*threads, *children))
 
@@ -183,7 +190,7 @@ def services(run: Run, cfg: Config, train_set: ImageSet, stretches: int) -> Turn
     with mock.patch.object(mnist, "GlobalBatches", return_value=turns):
         mnist.main(cfg, run)
     pairs = zip(run.state.model.parameters(), bare.net.parameters(), strict=True)
-    if not all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs):
+    if not all(torch.allclose(ours, other, rtol=1e-3, atol=1e-4) for ours, other in pairs):
         raise RuntimeError("step, all services: the weights differ, so the work differs")
     return turns
 
@@ -201,8 +208,8 @@ def sides(
             begin = time.perf_counter()
             for number in itertools.islice(numbers, steps):
                 loop.step(batch(number, len(train_set)))
-            own = steps * BATCH_SIZE / (time.perf_counter() - begin)
-            return float(world.sum(torch.tensor(own, dtype=torch.float64)))
+            samples_per_s = steps * BATCH_SIZE / (time.perf_counter() - begin)
+            return float(world.sum(torch.tensor(samples_per_s, dtype=torch.float64)))
 
         return rate
 

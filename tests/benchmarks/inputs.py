@@ -10,7 +10,7 @@ import itertools
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy
 import torch
@@ -45,14 +45,15 @@ def photos(folder: Path, size: Size) -> str:
         write(folder / "val/class0000/0.JPEG", made_photo(0, 500, 375))
         return f"{size.photos} made JPEGs of 500x375"
     with tarfile.open(PHOTOS) as packed:
-        found = [member for member in packed if member.name.endswith(".JPEG")][: size.photos]
-        for member in found:
+        members = [member for member in packed if member.name.endswith(".JPEG")][: size.photos]
+        for member in members:
             file = folder / "train" / member.name.partition("_")[0] / member.name
             file.parent.mkdir(parents=True)
-            file.write_bytes(packed.extractfile(member).read())  # type: ignore[union-attr]  # a regular file
+            content = cast(IO[bytes], packed.extractfile(member))  # a regular file
+            file.write_bytes(content.read())
         (folder / "val").mkdir()
         (folder / "val" / file.parent.name).symlink_to(file.parent)
-    return f"{len(found)} JPEGs of ImageNet"
+    return f"{len(members)} JPEGs of ImageNet"
 
 
 def mnist(folder: Path, size: Size) -> str:
@@ -122,7 +123,9 @@ def small_jpegs(folder: Path, count: int) -> None:
 
 
 def made_photo(seed: int, width: int, height: int) -> Tensor:
-    """Soft shapes and some grain, which take about as many bytes as a photograph: uint8 (3, H, W)."""
+    """Soft shapes and some grain, which take about as many bytes as a photograph: uint8 (3,
+    H, W).
+    """
     random = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, 3, max(2, height // 16), max(2, width // 16), generator=random) * 255
     soft = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0]
@@ -144,12 +147,11 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
     Random ones where neither the prepared set nor the JPEGs are at hand, or ``real`` is false.
     """
     wanted = {"train": train // 10, "test": test // 10}
-    if real and (sets := _prepared(datasets.CIFAR10)):
-        return (
-            _first_of_each(sets[0], wanted["train"]),
-            _first_of_each(sets[1], wanted["test"]),
-            "CIFAR-10",
-        )
+    sets = _prepared(datasets.CIFAR10) if real else None
+    if sets:
+        train_set = _first_of_each(sets[0], wanted["train"])
+        test_set = _first_of_each(sets[1], wanted["test"])
+        return train_set, test_set, "CIFAR-10"
     if real and CIFAR_JPEGS.is_file():
         return *_unpacked_cifar10(wanted), "CIFAR-10 (JPEG q75)"
     made = in_memory.fake(train, test, (3, 32, 32))
@@ -179,7 +181,8 @@ def _unpacked_cifar10(wanted: dict[str, int]) -> tuple[ImageSet, ImageSet]:
             part, _, rest = member.name.partition("/")
             into = files[part, rest.partition("/")[0]]
             if member.isfile() and len(into) < wanted[part]:
-                into.append(packed.extractfile(member).read())  # type: ignore[union-attr]  # a regular file
+                content = cast(IO[bytes], packed.extractfile(member))  # a regular file
+                into.append(content.read())
     classes = sorted({name for _, name in files if name})
 
     def image_set(part: str) -> ImageSet:

@@ -87,7 +87,10 @@ class Figure:
         ours, theirs = (_spread(side, self.unit) for side in (self.ours, self.theirs))
         note = f"  [{self.note}]" if self.note else ""
         target = f"target {self.target}, {'met' if self.met else 'MISSED'}"
-        return f"{self.name}: {self.ours_is} {ours}, {self.theirs_is} {theirs}, ratio {self.ratio:.3g}, {target}{note}"
+        return (
+            f"{self.name}: {self.ours_is} {ours}, {self.theirs_is} {theirs}, ratio "
+            f"{self.ratio:.3g}, {target}{note}"
+        )
 
 
 def _ratio(ours: list[float], theirs: list[float], of: str) -> float:

@@ -1,7 +1,8 @@
 """CIFAR-10 the straightforward way, as tutorials have it: the peer that the recipe's training is
 held against.
 
-    torchrun --nproc-per-node=2 -m tests.benchmarks.plain_cifar DATA EPOCHS SEED      # DATA/<train|test>/<class>/*
+    # DATA/<train|test>/<class>/*
+    torchrun --nproc-per-node=2 -m tests.benchmarks.plain_cifar DATA EPOCHS SEED
 
 torchvision's ResNet-18 for 32 px, DistributedDataParallel over gloo, ImageFolder with Pillow in a
 DataLoader, SGD with momentum, a rate that falls to a tenth at half and at three quarters, float32.

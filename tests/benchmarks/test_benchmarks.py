@@ -16,12 +16,11 @@ from tests.benchmarks.measure import TINY, Figure
 LONG = ("cifar_training", "collectives", "memory", "step")
 
 
+NAMES = benchmarks.benchmarks()
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
-        for name in benchmarks.benchmarks()
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in NAMES]
 )
 def test_each_benchmark_measures_both_sides(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -30,11 +29,8 @@ def test_each_benchmark_measures_both_sides(
     monkeypatch.setattr(bench_login, "IMPORT_TORCH", ("-c", "pass"))
     threads = torch.get_num_threads()
     out = tmp_path / "new" / "folder"
-    # met or missed, by figures that mean nothing
-    assert benchmarks.main([str(out), f"only={name}"], TINY) in (
-        0,
-        1,
-    )
+    status = benchmarks.main([str(out), f"only={name}"], TINY)
+    assert status in (0, 1)  # met or missed, by figures that mean nothing
     assert torch.get_num_threads() == threads
     content = json.loads((out / "benchmarks.json").read_text())
     assert {"cores", "python", "torch"} <= content["machine"].keys()
@@ -47,12 +43,11 @@ def test_each_benchmark_measures_both_sides(
 
 def fake(monkeypatch: pytest.MonkeyPatch, *targets: str) -> None:
     """Makes ``main`` run one benchmark, with a figure of ratio 1 for each target."""
-    found = [
-        Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0])
-        for i, target in enumerate(targets)
-    ]
+    made = []
+    for i, target in enumerate(targets):
+        made.append(Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0]))
     monkeypatch.setattr(
-        benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: found)}
+        benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: made)}
     )
 
 
@@ -64,10 +59,7 @@ def test_status_1_and_last_lines_with_the_missed_figures(
     file = tmp_path / "benchmarks.json"
     last = ["missed: figure 0: 1, target <= 0.9", "missed: figure 2: 1, target >= 1.1"]
     assert capsys.readouterr().out.splitlines()[-3:] == [str(file), *last]
-    assert [figure["met"] for figure in json.loads(file.read_text())["figures"]] == [
-        False,
-        True,
-        False,
-    ]
+    content = json.loads(file.read_text())
+    assert [figure["met"] for figure in content["figures"]] == [False, True, False]
     fake(monkeypatch, "<= 1", ">= 1")
     assert benchmarks.main([str(tmp_path)], TINY) == 0

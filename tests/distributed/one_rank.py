@@ -8,6 +8,7 @@ own values as they are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,9 @@ def train(
     rank: int = 0,
     size: int = 1,
 ) -> Trained:
-    """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints already."""
+    """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints
+    already.
+    """
     name = recipe.__name__.rpartition(".")[2]
     settings = command_line.parse(
         ["device=cpu", "log_every_steps=1", *words], recipe=name, environ={}
@@ -102,7 +105,8 @@ def train(
             *_, last = net.parameters()
             modes = {module.training for module in net.modules()}
             kept = (tensor.detach().clone() for tensor in (inputs[0], outputs, last))
-            trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))  # type: ignore[call-arg]
+            forward = Forward(net, modes, *kept, torch.initial_seed())  # type: ignore[call-arg]
+            trained.forwards.append(forward)
 
         def watched(self: World, net: nn.Module, compile: bool = False) -> nn.Module:
             # a copy of the network, such as the averaged one, has it too
@@ -128,9 +132,8 @@ def check_second_of_three(train: Callable[..., Trained], batch: slice, validatio
     """The second of three ranks has these samples of one rank's batch and validation set, and its
     own random numbers.
     """
-    single, trained = (
-        train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3))
-    )
+    single = train("max_steps=1", rank=0, size=1)
+    trained = train("max_steps=1", rank=1, size=3)
     # from the same seed
     assert torch.equal(trained.training[0].weights, single.training[0].weights)
     assert torch.equal(trained.training[0].inputs, single.training[0].inputs[batch])
@@ -145,23 +148,24 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> float:
     classes.
     """
     logarithms = logits.double().log_softmax(1)
-    own = -logarithms[torch.arange(len(labels)), labels]
-    return float(((1 - smoothing) * own - smoothing * logarithms.mean(1)).mean())
+    of_label = logarithms[torch.arange(len(labels)), labels]
+    losses = (smoothing - 1) * of_label - smoothing * logarithms.mean(1)
+    return float(losses.mean())
 
 
 def top(logits: Tensor, labels: Tensor, k: int) -> float:
     """The share of samples whose label is among their k largest logits."""
     ranked = logits.argsort(dim=1, descending=True)[:, :k]
-    return sum(int(label) in row for row, label in zip(ranked.tolist(), labels, strict=True)) / len(
-        labels
-    )
+    hits = [int(label) in row for row, label in zip(ranked.tolist(), labels, strict=True)]
+    return sum(hits) / len(hits)
 
 
 def unnormalised(inputs: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """The pixels, 0 to 255, whose normalised values are ``inputs``; mean and std as torchvision
     gives them, of 0 to 1.
     """
-    pixels = (inputs * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)) * 255
+    scale = torch.tensor(std).view(-1, 1, 1)
+    pixels = (inputs * scale + torch.tensor(mean).view(-1, 1, 1)) * 255
     assert (pixels - pixels.round()).abs().max() < 0.2, "these are no normalised pixels"
     return pixels.round().to(torch.uint8)
 
@@ -169,9 +173,11 @@ def unnormalised(inputs: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
 def decayed(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The weight decay of each parameter, by its name."""
     names = {parameter: name for name, parameter in net.named_parameters()}
-    return {
-        names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
-    }
+    decays = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            decays[names[parameter]] = group["weight_decay"]
+    return decays
 
 
 def shifts(images: Tensor, reach: int, mode: str) -> dict[bytes, tuple[int, int, int]]:
@@ -180,9 +186,9 @@ def shifts(images: Tensor, reach: int, mode: str) -> dict[bytes, tuple[int, int,
     """
     height, width = images.shape[2:]
     padded = F.pad(images.float(), (reach,) * 4, mode=mode).to(torch.uint8)
-    return {
-        padded[i, :, y : y + height, x : x + width].contiguous().numpy().tobytes(): (i, y, x)
-        for i in range(len(images))
-        for y in range(2 * reach + 1)
-        for x in range(2 * reach + 1)
-    }
+    places = range(2 * reach + 1)
+    found_at = {}
+    for i, y, x in itertools.product(range(len(images)), places, places):
+        shifted = padded[i, :, y : y + height, x : x + width]
+        found_at[shifted.numpy().tobytes()] = (i, y, x)
+    return found_at

@@ -1,7 +1,8 @@
 """A small recipe that misbehaves as $FAULT says: the fault tests put it beside the real ones as
 recipes/broken.py.
 
-    FAULT=fail FAULT_RANK=1 FAULT_AT=4 python launch.py recipe=broken launcher=local ranks_per_node=2 device=cpu
+    export FAULT=fail FAULT_RANK=1 FAULT_AT=4
+    python launch.py recipe=broken launcher=local ranks_per_node=2 device=cpu
 
 $FAULT is the name of a function below. $FAULT_AT: a step's number, in its forward pass (default 4);
 or start, before a checkpoint is looked for. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in
@@ -87,7 +88,9 @@ def hang(run: Run) -> float:
 
 
 def start_slowly(run: Run) -> float:
-    """As if gigabytes of data were brought to the node first. It ends when the run is told to stop."""
+    """As if gigabytes of data were brought to the node first. It ends when the run is told to
+    stop.
+    """
     reach(run)
     deadline = time.monotonic() + WAIT_S
     while not run.stop:
@@ -190,7 +193,9 @@ def blind(run: Run) -> float:
         return time.monotonic() > until or not fnmatch.fnmatch(path.name, os.environ["FAULT_HIDE"])
 
     checkpoint.candidates = lambda folder: list(filter(is_seen, candidates(folder)))
-    Path.exists = lambda path, **options: is_seen(path) and exists(path, **options)  # type: ignore[method-assign]
+    Path.exists = lambda path, **options: (  # type: ignore[method-assign]
+        is_seen(path) and exists(path, **options)
+    )
     reach(run)
     return 1.0
 
@@ -223,12 +228,11 @@ def misbehave(run: Run, where: str) -> float:
     """Does what $FAULT says, if this is the place, the rank and the attempt."""
     name = os.environ.get("FAULT", "")
     rank = os.environ.get("FAULT_RANK", "1")
-    here = (
-        name and where == os.environ.get("FAULT_AT", "4") and rank in ("all", str(run.world.rank))
-    )
-    if not here or os.environ.get("FAULT_ATTEMPT", str(run.attempt.number)) != str(
-        run.attempt.number
-    ):
+    number = str(run.attempt.number)
+    is_here = where == os.environ.get("FAULT_AT", "4")
+    is_this_rank = rank in ("all", str(run.world.rank))
+    is_this_attempt = os.environ.get("FAULT_ATTEMPT", number) == number
+    if not (name and is_here and is_this_rank and is_this_attempt):
         return 1.0
     # or what is to be there afterwards may be lost with this rank
     if run.saver and name != "hold_save":

@@ -1,4 +1,6 @@
-"""Keys of the recipe broken; the fault tests put it beside the real ones as recipes/conf/broken.py."""
+"""Keys of the recipe broken; the fault tests put it beside the real ones as
+recipes/conf/broken.py.
+"""
 
 from dataclasses import dataclass
 
@@ -24,6 +26,9 @@ class Config(TrainKeys):
     )
     workers: str = key(
         "",
-        "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no DataLoader",
+        (
+            "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no "
+            "DataLoader"
+        ),
     )
     pace_s: float = key(0.01, "seconds that a step takes at least", low=0)

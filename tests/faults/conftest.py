@@ -54,13 +54,13 @@ def start(repo: Path) -> Iterator[Start]:
             "launcher=local",
             f"ranks_per_node={ranks}",
         ]
-        own = launcher if ranks else ["-m", "recipes.broken"]
+        program = launcher if ranks else ["-m", "recipes.broken"]
         # Tests make runs shorter and longer: force=true.
         words = (*words, *os.environ.get("FAULT_KEYS", "").split())
         command = [
             *before,
             sys.executable,
-            *own,
+            *program,
             "device=cpu",
             f"run_dir={run_dir}",
             "force=true",
@@ -103,7 +103,7 @@ def wait_for_step(process: Started, run_dir: Path, step: int = 3, attempt: int =
     """
 
     def there() -> bool:
-        done = any(found >= step for found in steps(run_dir, attempt))
+        done = max(steps(run_dir, attempt), default=0) >= step
         if not done and process.poll() is not None:
             raise AssertionError(
                 f"ended with {process.returncode}: {process.stdout and process.stdout.read()}"
@@ -129,7 +129,9 @@ def log(run_dir: Path, rank: int) -> str:
 
 def newest(run_dir: Path) -> Path:
     """The newest checkpoint, which is whole."""
-    found = checkpoint.candidates(run_dir / "checkpoints")
-    assert found, "no checkpoint"
-    assert checkpoint.read(found[0])["meta"]["step"] == int(found[0].stem.partition("-")[2])
-    return found[0]
+    candidates = checkpoint.candidates(run_dir / "checkpoints")
+    assert candidates, "no checkpoint"
+    assert checkpoint.read(candidates[0])["meta"]["step"] == int(
+        candidates[0].stem.partition("-")[2]
+    )
+    return candidates[0]

@@ -1,4 +1,6 @@
-"""Attempts to run code, write files or show secrets: each would leave a canary file, and none does."""
+"""Attempts to run code, write files or show secrets: each would leave a canary file, and none
+does.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,8 @@ class Trap:
             )
             assert (self.folder / "srun-was-called").exists()
         else:
-            assert (status, out) == (2, "")
+            assert status == 2
+            assert out == ""
             assert err[:-1].isprintable(), ascii(err)
         assert not self.canary.exists(), words
         return status == 0
@@ -205,9 +208,8 @@ def test_a_checkpoint_with_code_in_it_is_refused(good: dict[str, Any], tmp_path:
         content = {**good, "rng": [*good["rng"], evil]}
         for is_zip, why in ((False, "BadZipFile"), (True, "UnpicklingError")):
             torch.save(content, path, _use_new_zipfile_serialization=is_zip)
-            with pytest.raises(
-                InputError, match=rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"
-            ):
+            line = rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"
+            with pytest.raises(InputError, match=line):
                 checkpoint.read(path)
             assert not canary.exists()
     torch.load(path, weights_only=False)
@@ -230,9 +232,8 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(
         for part in small.infolist():
             part.external_attr = 0  # as torch.save writes it
     assert path.stat().st_size < 1_000_000
-    with pytest.raises(
-        InputError, match=r"step-00000001\.pt: is damaged or not a checkpoint \(BadZipFile\)"
-    ):
+    line = r"step-00000001\.pt: is damaged or not a checkpoint \(BadZipFile\)"
+    with pytest.raises(InputError, match=line):
         checkpoint.read(path)
 
 

@@ -50,17 +50,13 @@ def damaged(chance: random.Random, content: bytes) -> bytes:
     """
     changed = content
     while changed == content:
-        at = (
-            chance.randrange(len(content))
-            if chance.random() < 0.5
-            else chance.randrange(min(64, len(content)))
-        )
+        end = len(content) if chance.random() < 0.5 else min(64, len(content))
+        at = chance.randrange(end)
         count = chance.choice((1, 1, 2, 8, 100))
         kind = chance.randrange(6)
         if kind == 0:
-            changed = (
-                content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
-            )
+            flipped = content[at] ^ 1 << chance.randrange(8)
+            changed = content[:at] + bytes([flipped]) + content[at + 1 :]
         elif kind == 1:
             changed = content[:at] + chance.randbytes(count) + content[at:]
         elif kind == 2:
@@ -77,7 +73,8 @@ def damaged(chance: random.Random, content: bytes) -> bytes:
 def one_line(text: str, *names: object) -> None:
     assert text.isprintable(), ascii(text)
     assert len(text) < 1500
-    assert all(str(name) in text for name in names), text
+    for name in names:
+        assert str(name) in text, text
 
 
 @contextlib.contextmanager
@@ -126,16 +123,11 @@ CROPS = (
 
 def test_a_damaged_photo_is_decoded_or_skipped(decoder: str) -> None:
     with bounded():
-        seen = Counter(
-            cropped(
-                damaged(random.Random(number), PHOTOS[number % len(PHOTOS)]),
-                decoder,
-                CROPS[number % 2],
-            )
-            == "read"
-            for number in range(300)
-        )
-    assert min(seen[True], seen[False]) > 30, seen
+        read = 0
+        for number in range(300):
+            content = damaged(random.Random(number), PHOTOS[number % len(PHOTOS)])
+            read += cropped(content, decoder, CROPS[number % 2]) == "read"
+    assert 30 < read < 270
 
 
 def announcing(width: int, height: int, behind: bytes = b"") -> bytes:
@@ -165,8 +157,9 @@ def test_a_small_file_with_the_header_of_a_huge_image_is_skipped(
     """A decoder takes 3 bytes for each pixel that the header has, before it looks any further."""
     with bounded():
         for crop in CROPS:
-            assert "178 million pixels" in cropped(announcing(65500, 65500, behind), decoder, crop)
-            assert "178 million pixels" in cropped(announcing(60000, 3000, behind), decoder, crop)
+            for width, height in ((65500, 65500), (60000, 3000)):
+                content = announcing(width, height, behind)
+                assert "178 million pixels" in cropped(content, decoder, crop)
             assert cropped(photo(0, 16, 16), decoder, crop) == "read"
 
 
@@ -177,9 +170,8 @@ def test_a_very_long_narrow_image_is_not_enlarged_in_memory(
     """With a shorter side of 256 px it would take 11 GiB."""
     content = encoded(Image.new("RGB", (width, height)))
     with bounded():
-        assert "its longer side is too long" in cropped(
-            content, decoder, partial(decode.centre_crop, shorter=256)
-        )
+        whole = cropped(content, decoder, partial(decode.centre_crop, shorter=256))
+        assert "its longer side is too long" in whole
         assert cropped(content, decoder, CROPS[1]) == "read"
 
 
@@ -191,10 +183,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed")
     for split in format.SPLITS:
         for number in range(8):
-            put(
-                root / "source" / split / f"class{number % 2}" / f"{number}.JPEG",
-                PHOTOS[number % len(PHOTOS)],
-            )
+            folder = root / "source" / split / f"class{number % 2}"
+            put(folder / f"{number}.JPEG", PHOTOS[number % len(PHOTOS)])
     write.pack(root / "source", root / "copy", size=32, workers=1, say=lambda text: None)
     return root / "copy"
 
@@ -213,9 +203,11 @@ def with_files(packed: Path, folder: Path, versions: Iterator[dict[str, bytes]])
                 else:
                     (folder / path.name).symlink_to(path)
             try:
-                found = image_sets.open_images(folder, "train")
-                for i in range(min(len(found), 64)):
-                    found.label(i), found.name(i), found.read(i)
+                images = image_sets.open_images(folder, "train")
+                for i in range(min(len(images), 64)):
+                    images.label(i)
+                    images.name(i)
+                    images.read(i)
                 seen["read"] += 1
             except InputError as error:
                 one_line(str(error), folder)
@@ -228,16 +220,15 @@ HUGE = (*b'Infinity NaN 1e999 -1 true null "x" [] {}'.split(), b"9" * 30, b"9" *
 
 def test_a_damaged_index_of_a_packed_copy_is_reported(packed: Path, tmp_path: Path) -> None:
     good = (packed / "index.json").read_bytes()
-    numbers = [one for one in (b"8", b"32", b"1", b"0") if b": " + one in good]
+    numbers = [number for number in (b"8", b"32", b"1", b"0") if b": " + number in good]
 
     def versions() -> Iterator[dict[str, bytes]]:
         for number in range(600):
             chance = random.Random(number)
             content = damaged(chance, good)
             if number % 3 == 0:
-                content = good.replace(
-                    b": " + chance.choice(numbers), b": " + chance.choice(HUGE), 1
-                )
+                number_there = b": " + chance.choice(numbers)
+                content = good.replace(number_there, b": " + chance.choice(HUGE), 1)
             yield {"index.json": content}
 
     seen = with_files(packed, tmp_path, versions())
@@ -275,7 +266,9 @@ WEIGHTS = random.Random(5).randbytes(200_000)
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Path]]:
-    """A server of resnet18's weights, which are a few numbers here; and the file that they become."""
+    """A server of resnet18's weights, which are a few numbers here; and the file that they
+    become.
+    """
     buffer = io.BytesIO()
     torch.save({"a": torch.frombuffer(bytearray(WEIGHTS), dtype=torch.uint8)}, buffer)
     content = buffer.getvalue()

@@ -37,14 +37,14 @@ def await_line(run_dir: Path, name: str) -> None:
 
 
 def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "SIGTERM") -> int:
-    """All ranks have stopped at one step, saved it once, and nothing is half done. Gives the step."""
+    """All ranks have stopped at one step, saved it once, and nothing is half done. Gives the
+    step.
+    """
     assert ended.status == 75, ended.out
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["reason"]) == (
-        "preempted",
-        attempt,
-        reason,
-    ), status
+    assert status["state"] == "preempted", status
+    assert status["attempt"] == attempt, status
+    assert status["reason"] == reason, status
     newest = conftest.newest(run_dir)
     assert newest.name == f"step-{status['step']:08d}.pt"
     assert not [path.name for path in run_dir.rglob(".*")]
@@ -186,13 +186,17 @@ def test_a_loader_process_that_dies_while_the_run_is_to_stop_does_not_fail_it(
     os.kill(loading, signal.SIGKILL)
     ended = helpers.finish(launcher)
     status = helpers.read(tmp_path / "run", "status")
-    assert (ended.status, status["state"], status["step"]) == (75, "preempted", 5), ended.out
+    assert ended.status == 75, ended.out
+    assert status["state"] == "preempted", ended.out
+    assert status["step"] == 5, ended.out
     assert status["reason"].startswith("SIGTERM, which ended a worker")
 
 
 @pytest.mark.fault(12)
 def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
-    """The other rank is never started. The rank waits inside torch, where no Python handler runs."""
+    """The other rank is never started. The rank waits inside torch, where no Python handler
+    runs.
+    """
     port = helpers.free_port()
     environ = helpers.clean_environment(**helpers.place(0, 2, port))
     argv = [sys.executable, "-m", "recipes.broken", "device=cpu", f"run_dir={tmp_path}/run"]

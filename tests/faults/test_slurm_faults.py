@@ -22,7 +22,7 @@ from tests.faults import conftest
 from tests.helpers import rows, wait_until
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
-from tests.slurm.jobs import PYTHON, TWO_BY_ONE, log_lines
+from tests.slurm.jobs import ONE_BY_TWO, PYTHON, TWO_BY_ONE, log_lines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -64,13 +64,6 @@ def clone(repo: Path) -> Path:
     (repo / SCRIPT).write_text(script)
     (repo / SILENT).write_text(re.sub(r"^#SBATCH --signal.*\n", "", script, flags=re.MULTILINE))
     return repo
-
-
-@pytest.fixture(scope="module")
-def linuxproc() -> Iterator[Cluster]:
-    """As the cluster of all tests, but without cgroups."""
-    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10, linuxproc=True)) as cluster:
-        yield cluster
 
 
 @pytest.fixture(params=["cgroup", "linuxproc"])
@@ -121,9 +114,9 @@ def trains(job: Job, attempt: int = 0, step: int = 3) -> None:
 
 def ended(job: Job, timeout_s: float = END_S) -> tuple[str, str]:
     """State and exit status, waited for; nothing of the job is left."""
-    found = jobs.ended(job.slurm, job.id, job.log, timeout_s)
+    result = jobs.ended(job.slurm, job.id, job.log, timeout_s)
     wait_until(lambda: not job.slurm.processes(job_id=job.id), ORPHAN_S, "the end of all processes")
-    return found
+    return result
 
 
 def wait_requeued(job: Job, timeout_s: float, restarts: int = 1) -> None:
@@ -134,7 +127,7 @@ def resumes(job: Job, step: int, attempt: int = 1) -> None:
     """The requeued job starts, and its first step is the one after ``step``."""
     jobs.start_again(job.slurm, job.id)
     trains(job, attempt, step + 3)
-    assert next(row["step"] for row in rows(job.run_dir) if row["attempt"] == attempt) == step + 1
+    assert conftest.steps(job.run_dir, attempt)[0] == step + 1
 
 
 def saved_at(job: Job, reason: str, attempt: int = 0) -> int:
@@ -142,11 +135,9 @@ def saved_at(job: Job, reason: str, attempt: int = 0) -> int:
     whole.
     """
     status = job.status()
-    assert (status["state"], status["reason"], status["attempt"]) == (
-        "preempted",
-        reason,
-        attempt,
-    ), status
+    assert status["state"] == "preempted", status
+    assert status["reason"] == reason, status
+    assert status["attempt"] == attempt, status
     assert newest(job.run_dir) == status["step"]
     return int(status["step"])
 
@@ -173,9 +164,8 @@ def test_before_the_time_limit_a_job_saves_and_is_requeued(
     start = time.mktime(time.strptime(job.fields()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     wait_requeued(job, 90)
     step = saved_at(job, "the time limit")
-    assert (
-        f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.log.read_text()
-    )
+    line = f"broken: saved at step {step}; requeued (restart 1 of at most 20)"
+    assert line in job.log.read_text()
     # a quarter of the minute ahead of its end, at most
     assert 30 < job.status()["updated"] - start < 60
     slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10", check=True)
@@ -226,8 +216,9 @@ def test_a_cancelled_job_saves_in_kill_wait_and_stays_cancelled(
     )
     saved_at(job, "SIGTERM")
     slurm.wait_idle()
-    found = job.fields()
-    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
+    fields = job.fields()
+    assert fields["JobState"] == "CANCELLED"
+    assert fields["Restarts"] == "0"
 
 
 @pytest.mark.fault(26)
@@ -242,10 +233,11 @@ def test_only_the_stopped_task_of_an_array_is_requeued(
         "--cpus-per-task=1",
     )
     array = slurm.submit(f"--output={tmp_path}/%a", *options, SCRIPT, *KEYS, cwd=clone, env=PYTHON)
-    task = [
-        Job(slurm, f"{array}_{n}", clone / f"runs/broken/{array}_{n}", tmp_path / str(n))
-        for n in (0, 1)
-    ]
+    task = []
+    for number in (0, 1):
+        name = f"{array}_{number}"
+        run_dir = clone / f"runs/broken/{name}"
+        task.append(Job(slurm, name, run_dir, tmp_path / str(number)))
     for each in task:
         trains(each)
     slurm.run("scancel", "--signal=USR2", task[1].id, check=True)
@@ -253,7 +245,9 @@ def test_only_the_stopped_task_of_an_array_is_requeued(
     step = saved_at(task[1], "SIGUSR2")
     before = last_row(task[0].run_dir)
     resumes(task[1], step)
-    assert (task[0].fields()["JobState"], task[0].fields()["Restarts"]) == ("RUNNING", "0")
+    fields = task[0].fields()
+    assert fields["JobState"] == "RUNNING"
+    assert fields["Restarts"] == "0"
     assert task[0].status()["attempt"] == 0
     assert last_row(task[0].run_dir) > before
 
@@ -265,25 +259,16 @@ def test_under_pmix_a_failing_rank_is_a_failure_not_a_preemption(
     """Slurm's PMIx plugin sends SIGTERM to the peers of a failing task. On one node, since its
     servers' files would collide here.
     """
-    helpers.need(
-        None
-        if list(Path("/usr/lib").glob("*/libpmix.so"))
-        else "no libpmix.so: apt-get install libpmix-dev"
-    )
-    options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+    libraries = list(Path("/usr/lib").glob("*/libpmix.so"))
+    helpers.need("" if libraries else "no libpmix.so: apt-get install libpmix-dev")
     with running_cluster(ClusterOptions(nodes=1, extra_conf="MpiDefault=pmix")) as cluster:
-        job = submit(cluster, clone, tmp_path, options=options, FAULT="fail", FAULT_AT="20")
+        job = submit(cluster, clone, tmp_path, options=ONE_BY_TWO, FAULT="fail", FAULT_AT="20")
         assert ended(job) == ("FAILED", "1:0"), job.tail()
         status = job.status()
-        assert (status["state"], status["kind"], status["first_failing_rank"]) == (
-            "failed",
-            "error",
-            1,
-        ), status
+        assert status["state"] == "failed", status
+        assert status["kind"] == "error", status
+        assert status["first_failing_rank"] == 1, status
         assert job.fields()["Restarts"] == "0"
-
-
-ONE_BY_TWO = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
 @pytest.mark.fault(6)
@@ -300,13 +285,14 @@ def test_a_rank_that_exceeds_the_memory_of_its_job_is_named(
     )
     assert ended(job)[0] == "FAILED", job.tail()
     status = job.status()
-    assert (status["kind"], status["first_failing_rank"], status["exit_status"]) == (
-        "out-of-memory",
-        1,
-        137,
-    ), status
+    assert status["kind"] == "out-of-memory", status
+    assert status["first_failing_rank"] == 1, status
+    assert status["exit_status"] == 137, status
     host = "node2" if size == TWO_BY_ONE else "node1"
-    reason = f"rank 1 on {host} failed first: was killed since its limit of 1572.9 MB was used up; peak memory: rank 1 "
+    reason = (
+        f"rank 1 on {host} failed first: was killed since its limit of 1572.9 MB was used up; "
+        "peak memory: rank 1 "
+    )
     assert status["reason"].startswith(reason)
     assert ("rank 0" in status["reason"]) == (size == ONE_BY_TWO)
     assert log_lines(job.log)[-1].startswith(f"broken: failed: {reason}")
@@ -400,8 +386,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(
     """Only the daemon dies. Slurm considers the node dead and starts the job on the other one,
     while the first ranks continue to train.
     """
-    options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-    job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=300", options=options)
+    job = submit(restarted, clone, tmp_path, "checkpoint_every_steps=300", options=ONE_BY_TWO)
     trains(job)
     node = job.fields()["BatchHost"]
     old = [process.pid for process, _ in jobs.ranks(job.slurm, job.id, "broken").values()]
@@ -412,11 +397,9 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(
 
     def taken_over() -> bool:
         outlived = all(helpers.alive(pid) for pid in old)
-        number = attempts.facts(job.run_dir)["attempt"]
-        assert outlived or number == 1, (
-            "the fault was not there: the first attempt's ranks are dead already"
-        )
-        return bool(number == 1)
+        has_begun = attempts.facts(job.run_dir)["attempt"] == 1
+        assert outlived or has_begun, "the fault was not there: the first ranks are dead already"
+        return has_begun
 
     wait_until(taken_over, helpers.START_S, "the second attempt")
     wait_until(lambda: job.status()["attempt"] == 1, helpers.START_S, "the second attempt's status")
@@ -431,15 +414,13 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write(
     assert re.search(r"a later attempt .*writes to this run directory", log)
     last = max(row["step"] for row in rows(job.run_dir))
     trains(job, attempt=1, step=last + 3)
-    first = next(row["step"] for row in rows(job.run_dir) if row["attempt"] == 1)
+    first = conftest.steps(job.run_dir, 1)[0]
     assert first > 1
     # What counts is the last row of a step, and from its first step on each of those is the second
     # attempt's.
     counts = {row["step"]: row["attempt"] for row in rows(job.run_dir)}
     assert {counts[step] for step in range(first, last + 3)} == {1}
-    found = job.fields()
-    assert (found["JobState"], found["Restarts"], found["BatchHost"] != node) == (
-        "RUNNING",
-        "1",
-        True,
-    )
+    fields = job.fields()
+    assert fields["JobState"] == "RUNNING"
+    assert fields["Restarts"] == "1"
+    assert fields["BatchHost"] != node

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
     no_key = sorted(words.keys() - {"only", "dry", "gpus"})
     strange = [*no_key, *no_switch, *(name for name in names if name not in known), *files[1:]]
     if strange:
-        given = "give FILE.json, only=NAME, gpus=true or dry=true; the names are"
-        print(f"{strange[0]}: {given} {', '.join(known)}{nearest(strange[0], known)}")
+        usage = "give FILE.json, only=NAME, gpus=true or dry=true; the names are"
+        print(f"{strange[0]}: {usage} {', '.join(known)}{nearest(strange[0], known)}")
         return 2
     dry = words.get("dry") == "true"
     if not dry and not torch.cuda.is_available():
@@ -63,16 +63,21 @@ def main(argv: list[str]) -> int:
         results = pool.map(lambda name: one(name, dry), together)
         alone = (one(name, dry) for name in names if name in table.MEASURED)
         order = [*together, *(name for name in names if name in table.MEASURED)]
-        for name, found in zip(order, itertools.chain(results, alone), strict=True):
-            report["checks"][name] = found
-            figures = "  ".join(f"{key} {value}" for key, value in found.get("figures", {}).items())
+        for name, result in zip(order, itertools.chain(results, alone), strict=True):
+            report["checks"][name] = result
+            figures = "  ".join(
+                f"{key} {value}" for key, value in result.get("figures", {}).items()
+            )
             print(
-                f"{found['result']:12} {name}: {known[name].__doc__}  {figures}{found.get('why', '')}",
+                (
+                    f"{result['result']:12} {name}: {known[name].__doc__}  "
+                    f"{figures}{result.get('why', '')}"
+                ),
                 flush=True,
             )
             if files:
                 Path(files[0]).write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(found["result"] == "fail" for found in report["checks"].values()))
+    return int(any(result["result"] == "fail" for result in report["checks"].values()))
 
 
 def one(name: str, dry: bool) -> dict[str, Any]:

@@ -29,15 +29,15 @@ from recipes.core.data.image_sets import Crops
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.torch_loader import TorchLoader
-from recipes.core.train import checkpoint, sharding
+from recipes.core.train import sharding
 from recipes.core.train.checkpoint import HostCopy
 from recipes.core.train.optimisation import _Average
 from recipes.core.train.optimizers import LARS
 from recipes.gpt import GPT
+from tests import states
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, TINY
 from tests.gpu.place import Figures, NotPossible, Place
-from tests.states import digest
 
 TFLOPS = {"H200": 600, "H100": 500}  # at least, of products in bfloat16
 # at least, of ResNet-50 in training: eager, compiled
@@ -93,14 +93,14 @@ def ddp(place: Place) -> Figures:
                 model(part).square().sum().backward()
         return [p.grad.clone() for p in net.parameters()]
 
-    own = gradients(net, parallel=False)
+    alone = gradients(net, parallel=False)
     devices = None if place.dry else [place.device]
     theirs = gradients(
         DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True),
         parallel=True,
     )
     worst = max(
-        float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in zip(own, theirs, strict=True)
+        float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in zip(alone, theirs, strict=True)
     )
     assert worst < 1e-3, worst
     return {"largest relative difference": f"{worst:.1g}"}
@@ -144,16 +144,16 @@ def arithmetic(place: Place) -> Figures:
     net = nn.Linear(64, 8)
     weights = torch.randn(8, 64, generator=random)
     nets = [nn.Linear(64, 8) for _ in range(2)]
-    for one, device in zip(nets, (place.device, torch.device("cpu")), strict=True):
-        one.load_state_dict(net.state_dict())
-        one.to(device)
-        average = _Average(one, 0.9)
-        optimizer = LARS(one.parameters(), 0.1, weight_decay=1e-4)
+    for net_copy, device in zip(nets, (place.device, torch.device("cpu")), strict=True):
+        net_copy.load_state_dict(net.state_dict())
+        net_copy.to(device)
+        average = _Average(net_copy, 0.9)
+        optimizer = LARS(net_copy.parameters(), 0.1, weight_decay=1e-4)
         for _ in range(3):
-            one.weight.grad, one.bias.grad = weights.to(device), weights[:, 0].to(device)
+            net_copy.weight.grad, net_copy.bias.grad = weights.to(device), weights[:, 0].to(device)
             optimizer.step()
-            average.update_parameters(one)
-        one.average = average.module
+            average.update_parameters(net_copy)
+        net_copy.average = average.module
     for a, b in zip(nets[0].state_dict().values(), nets[1].state_dict().values(), strict=True):
         worst = max(worst, float((a.cpu() - b).abs().max()))
     assert worst <= 1e-6, worst
@@ -215,7 +215,8 @@ def host_copy(place: Place) -> Figures:
     pause = time.monotonic() - begin
     torch._foreach_add_(weights, 1.0)
     copy.wait()
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(copied, expected, strict=True))
+    for a, b in zip(copied, expected, strict=True):
+        assert torch.equal(a, b.cpu())
     assert pause < PAUSE_S, pause
     return {"pause": f"{1000 * pause:.1f} ms"}
 
@@ -229,11 +230,8 @@ def exact_resume(place: Place) -> Figures:
     place.run(*place.recipe(name, *keys, *every, run="whole"))
     middle = f"resume={place.folder}/whole/checkpoints/step-{steps // 2:08d}.pt"
     place.run(*place.recipe(name, *keys, *every, middle, run="resumed"))
-    last = [
-        checkpoint.read(place.folder / run / f"checkpoints/step-{steps:08d}.pt")
-        for run in ("whole", "resumed")
-    ]
-    assert digest(last[0]) == digest(last[1])
+    whole = states.at_step(place.folder / "whole", steps)
+    assert states.at_step(place.folder / "resumed", steps) == whole
     out = place.run(*place.recipe(name, *keys, middle, "deterministic=false", run="other"))
     assert place.dry or "deterministic=false" in out
     return {"steps": steps}
@@ -319,15 +317,17 @@ def hang(place: Place) -> Figures:
     begin = time.monotonic()
     record = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())
     assert time.monotonic() - begin < 1
-    found = record["entries"][-1]
-    assert found["profiling_name"] == "nccl:all_reduce", found
-    return {"ended after": f"{took:.1f} s", "state in the record": found["state"]}
+    entry = record["entries"][-1]
+    assert entry["profiling_name"] == "nccl:all_reduce", entry
+    return {"ended after": f"{took:.1f} s", "state in the record": entry["state"]}
 
 
 def steps_per_s(
     place: Place, model: nn.Module, net: nn.Module, batch: int, px: int, count: int
 ) -> float:
-    """Training steps per second of a classifier in bfloat16, after three steps that do not count."""
+    """Training steps per second of a classifier in bfloat16, after three steps that do not
+    count.
+    """
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True)
     x = torch.randn(batch, 3, px, px, device=place.device).to(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (batch,), device=place.device)
@@ -363,7 +363,8 @@ def speed(place: Place) -> Figures:
         "eager": f"{eager:,.0f} images/s",
         "compiled": f"{fast:,.0f}",
     }
-    if least := place.least(IMAGES_PER_S):
+    least = place.least(IMAGES_PER_S)
+    if least:
         assert eager >= least[0], figures
         assert fast >= least[1], figures
     return figures
@@ -427,7 +428,7 @@ def fsdp(place: Place) -> Figures:
 
 
 def growing_images(place: Place) -> Figures:
-    """a compiled network at its second size is as fast as one that was compiled for that size only"""
+    """a compiled network at its second size is as fast as one that was compiled for it alone"""
     if place.dry:
         raise NotPossible("its speed on a CPU says nothing")
     rates = {}
@@ -560,11 +561,11 @@ def accuracy(place: Place) -> Figures:
         out, _ = process.communicate(timeout=140)
         assert process.returncode == 0, out[-2000:]
     alone = place.summary("fast-0")
-    found = [place.summary(f"fast-{seed}")["val_top1"] for seed in range(5)]
-    assert min(found) >= 0.89, found
+    accuracies = [place.summary(f"fast-{seed}")["val_top1"] for seed in range(5)]
+    assert min(accuracies) >= 0.89, accuracies
     return {
-        "fast": [round(top1, 4) for top1 in found],
-        "mean": round(statistics.fmean(found), 4),
+        "fast": [round(top1, 4) for top1 in accuracies],
+        "mean": round(statistics.fmean(accuracies), 4),
         "fast, seconds of training": round(
             50_000 * alone["epochs"] / alone["samples_per_second"], 2
         ),

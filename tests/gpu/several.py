@@ -49,7 +49,8 @@ def bandwidth(place: Place) -> Figures:
             run="bench",
         )
     )
-    figures: Figures = {"GB/s": (ours := place.summary("bench")["busbw"]["all_reduce"])}
+    ours = place.summary("bench")["busbw"]["all_reduce"]
+    figures: Figures = {"GB/s": ours}
     if not place.dry and shutil.which("all_reduce_perf"):
         command = [
             "all_reduce_perf",
@@ -139,8 +140,8 @@ def fsdp_ranks(place: Place) -> Figures:
     whole, *others = (
         {row["step"]: row["loss"] for row in place.rows(run)} for run in ("ddp", "fsdp", "resumed")
     )
-    assert [len(one) for one in others] == [steps, steps // 2]
-    apart = max(abs(whole[step] - loss) for one in others for step, loss in one.items())
+    assert [len(losses) for losses in others] == [steps, steps // 2]
+    apart = max(abs(whole[step] - loss) for losses in others for step, loss in losses.items())
     assert apart <= 1e-4, apart
     return {"losses differ by at most": f"{apart:.1g}"}
 

@@ -27,18 +27,18 @@ OF_SEVERAL: dict[str, Callable[[Place], Figures]] = {
 
 
 def machine(dry: bool) -> dict[str, Any]:
-    found = {
+    facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpus": len(os.sched_getaffinity(0)),
     }
     if not dry:
-        found |= {
+        facts |= {
             "gpu": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-    return found
+    return facts
 
 
 def main(name: str, folder: str, device: str) -> None:

@@ -29,7 +29,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="trainer, accelerate: choose the CPU")
     args = parser.parse_args()
     FAULT.append(args.fault)
-    if saved := steps("saved"):
+    saved = steps("saved")
+    if saved:
         args.steps = saved[-1] + 10
     return args
 

@@ -68,11 +68,11 @@ def hosts_of_tasks() -> set[tuple[str, str]]:
         return ray.get_runtime_context().get_node_id(), socket.gethostname()
 
     ray.init(address=f"{HEAD[0]}:{HEAD[1]}", log_to_driver=False)
-    found: set[tuple[str, str]] = set()
-    while len(found) < NODES and time.monotonic() < DEADLINE:
-        found.update(ray.get([host.remote() for _ in range(2 * NODES)]))
+    hosts: set[tuple[str, str]] = set()
+    while len(hosts) < NODES and time.monotonic() < DEADLINE:
+        hosts.update(ray.get([host.remote() for _ in range(2 * NODES)]))
     ray.shutdown()
-    return found
+    return hosts
 
 
 def wait_until(condition, ray_process: subprocess.Popen) -> None:
@@ -85,9 +85,9 @@ if NODE_RANK == 0:
     wait_until(head_answers, ray_process)
     if ray_process.poll() is not None:
         sys.exit("the head did not start")
-    found = sorted(name for _, name in hosts_of_tasks())
-    Path(os.environ["RECIPES_RUN_DIR"], "hosts.txt").write_text("\n".join(found) + "\n")
-    complete = len(found) == NODES
+    hosts = sorted(name for _, name in hosts_of_tasks())
+    Path(os.environ["RECIPES_RUN_DIR"], "hosts.txt").write_text("\n".join(hosts) + "\n")
+    complete = len(hosts) == NODES
 else:
     while not head_answers() and time.monotonic() < DEADLINE:
         time.sleep(0.5)

@@ -1,7 +1,8 @@
 """A real Slurm cluster on this one machine: munged, slurmctld and N slurmd, for tests and for
 trying things out.
 
-    eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"   # then sinfo, sbatch, salloc, srun
+    # then sinfo, sbatch, salloc, srun
+    eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"
     sudo python tests/slurm/cluster.py down
 
 Each node is a host of its own as far as programs can see: it has its own network, host name,
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import ipaddress
 import itertools
 import json
@@ -165,7 +167,10 @@ def missing() -> str | None:
         text=True,
     )
     if probe.returncode:
-        return f"no new namespaces here ({probe.stderr.strip()}): in a container, start it with --privileged"
+        return (
+            f"no new namespaces here ({probe.stderr.strip()}): in a container, start it with "
+            "--privileged"
+        )
     return None
 
 
@@ -216,24 +221,27 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def _has_ended(pid: int, began: int | None) -> bool:
+    """Whether the process that began then is gone; another one may have its ID."""
+    return _start_time(pid) != began
+
+
 def _processes() -> Iterator[tuple[int, int]]:
     """(process id, parent's process id) of all there are."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                yield (
-                    int(entry),
-                    int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]),
-                )
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                yield int(entry), int(fields[1])
 
 
 def _wait_until(
-    condition: Callable[[], object], timeout_s: float, what: str, log: Path | None = None
+    condition: Callable[[], object], timeout_s: float, awaited: str, log: Path | None = None
 ) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
-            raise ClusterError(f"{what} not within {timeout_s:g} s" + _tail(log))
+            raise ClusterError(f"{awaited} not within {timeout_s:g} s" + _tail(log))
         time.sleep(0.05)
 
 
@@ -266,9 +274,9 @@ def _own_cgroup(controller: str) -> Path:
     """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        own = CGROUPS / controller / path.lstrip("/")
-        if controller in controllers.split(",") and own.is_dir():
-            return own
+        cgroup = CGROUPS / controller / path.lstrip("/")
+        if controller in controllers.split(",") and cgroup.is_dir():
+            return cgroup
     return CGROUPS / controller
 
 
@@ -283,7 +291,9 @@ def _remove_cgroup(cgroup: Path) -> bool:
 
 
 def _client_env(conf: Path) -> dict[str, str]:
-    """This process's environment without the variables of an outer allocation and of this project."""
+    """This process's environment without the variables of an outer allocation and of this
+    project.
+    """
     dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "RECIPES_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     kept["PATH"] = kept.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
@@ -330,7 +340,9 @@ def _idle(conf: Path, names: Sequence[str]) -> bool:
 
 @dataclass
 class Cluster:
-    """A running cluster, read from its folder; any process of root can make one by Cluster(root)."""
+    """A running cluster, read from its folder; any process of root can make one by
+    Cluster(root).
+    """
 
     root: Path
     options: ClusterOptions = field(init=False)
@@ -444,7 +456,7 @@ class Cluster:
             for each in self.nodes
             if _start_time(each.pid)
         }
-        found = []
+        processes = []
         for pid, _ in _processes():
             try:
                 name = names.get(os.stat(f"/proc/{pid}/ns/pid").st_ino)
@@ -462,8 +474,8 @@ class Cluster:
                     continue
             except OSError:
                 continue  # it ended while we looked
-            found.append(Process(name, pid, line))
-        return found
+            processes.append(Process(name, pid, line))
+        return processes
 
     # faults
 
@@ -485,11 +497,12 @@ class Cluster:
         """
         self.cut_network(name)
         first = self.node(name).pid
-        before = [(p.pid, _start_time(p.pid)) for p in self.processes(node=name) if p.pid != first]
+        pids = [process.pid for process in self.processes(node=name) if process.pid != first]
+        before = [(pid, _start_time(pid)) for pid in pids]
         # in its process namespace: all but its first process
         self.on_node(name, "bash", "-c", "kill -KILL -1")
         _wait_until(
-            lambda: all(_start_time(pid) != began for pid, began in before),
+            lambda: all(_has_ended(pid, began) for pid, began in before),
             KILLED_S,
             f"the death of {name}",
         )
@@ -632,18 +645,14 @@ def take_down(root: Path) -> None:
         keeper = _KEEPERS.pop(pid, None)
         if keeper is not None:
             keeper.wait(KILLED_S)
-        _wait_until(
-            lambda pid=pid, began=began: _start_time(pid) != began,
-            KILLED_S,
-            f"end of process {pid}",
-        )  # type: ignore[misc]
+        gone = functools.partial(_has_ended, pid, began)
+        _wait_until(gone, KILLED_S, f"end of process {pid}")
     if "link" in state:
         # the kernel takes it away with the switch's namespace, but some time later
         subprocess.run(["ip", "link", "delete", state["link"]], capture_output=True, check=False)
     for cgroup in state.get("cgroups", []):
-        _wait_until(
-            lambda cgroup=cgroup: _remove_cgroup(Path(cgroup)), KILLED_S, f"the removal of {cgroup}"
-        )  # type: ignore[misc]
+        removed = functools.partial(_remove_cgroup, Path(cgroup))
+        _wait_until(removed, KILLED_S, f"the removal of {cgroup}")
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -791,6 +800,8 @@ class _Keeper:
     def slurm_conf(self, names: list[str]) -> str:
         options = self.options
         root = self.root
+        storage = "slurmdbd" if options.accounting else "none"
+        scheduler = "sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1"
         lines = [
             f"ClusterName=test{self.id}",
             f"SlurmctldHost={CONTROLLER}({self.login})",
@@ -814,7 +825,7 @@ class _Keeper:
             f"ProctrackType=proctrack/{'cgroup' if self.cgroups else 'linuxproc'}",
             f"TaskPlugin={'task/cgroup,task/affinity' if self.cgroups else 'task/none'}",
             f"JobAcctGatherType=jobacct_gather/{'linux' if options.accounting else 'none'}",
-            f"AccountingStorageType=accounting_storage/{'slurmdbd' if options.accounting else 'none'}",
+            f"AccountingStorageType=accounting_storage/{storage}",
             "SlurmdParameters=config_overrides",
             "MpiDefault=none",
             "MailProg=/bin/true",
@@ -828,7 +839,7 @@ class _Keeper:
             f"KillWait={options.kill_wait_s}",
             f"SlurmdTimeout={options.slurmd_timeout_s}",
             # a job starts, and its node is free again, at once instead of at the next round
-            "SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1",
+            f"SchedulerParameters={scheduler}",
             "CompleteWait=0",
             "EpilogMsgTime=0",
         ]
@@ -1147,14 +1158,14 @@ def _keep(root: Path, options: ClusterOptions, owner_fd: int) -> None:
 
 
 # --- command line
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def _running() -> list[tuple[Path, bool, bool]]:
     """Folder, whether its keeper lives, and whether it stays until `down`, of each cluster on this
     machine.
     """
-    found = []
+    clusters = []
     for root in sorted(BASE.glob(PREFIX + "*")):
         with contextlib.suppress(OSError):
             if root.stat().st_uid != 0 or not root.is_dir():
@@ -1163,11 +1174,11 @@ def _running() -> list[tuple[Path, bool, bool]]:
                 state = json.loads((root / "state.json").read_text())
             except (OSError, ValueError):
                 if time.time() - root.stat().st_mtime > 2 * UP_TIMEOUT_S:
-                    found.append((root, False, False))
+                    clusters.append((root, False, False))
                 continue
             pid, began = state["processes"][0]
-            found.append((root, _start_time(pid) == began, not state["owned"]))
-    return found
+            clusters.append((root, _start_time(pid) == began, not state["owned"]))
+    return clusters
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -1188,12 +1199,12 @@ def _user() -> str:
 
 
 def _down(root: Path | None) -> int:
-    for found, alive, stays in _running():
-        user = found / "user"
-        own = user.exists() and user.read_text() == _user() and (stays or not alive)
-        if found == root or (root is None and own):
-            take_down(found)
-            print(f"{found}: taken down", file=sys.stderr)
+    for folder, alive, stays in _running():
+        user = folder / "user"
+        is_theirs = user.exists() and user.read_text() == _user() and (stays or not alive)
+        if folder == root or (root is None and is_theirs):
+            take_down(folder)
+            print(f"{folder}: taken down", file=sys.stderr)
     return 0
 
 

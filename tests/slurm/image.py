@@ -2,7 +2,8 @@
 debootstrap and Apptainer.
 
     sudo python3 tests/slurm/image.py /var/tmp/recipes.sif
-    sudo RECIPES_TEST_IMAGE=/var/tmp/recipes.sif .venv/bin/python -m pytest tests/slurm/test_apptainer.py
+    export RECIPES_TEST_IMAGE=/var/tmp/recipes.sif
+    sudo --preserve-env .venv/bin/python -m pytest tests/slurm/test_apptainer.py
 
 Two things differ from `apptainer build recipes.sif env/apptainer.def`. The base is a Debian made by
 debootstrap, with Debian's Python, so that no container registry is needed. And the image sets
@@ -45,7 +46,9 @@ def definition(base: Path) -> str:
 
 
 def make_base(base: Path) -> None:
-    """A Debian with Python, of which pip may change all, as that of Docker's images named python."""
+    """A Debian with Python, of which pip may change all, as that of Docker's images named
+    python.
+    """
     subprocess.run(
         ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", DEBIAN, str(base)],
         check=True,

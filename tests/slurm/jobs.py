@@ -24,6 +24,8 @@ PYTHON = {
     "VIRTUAL_ENV": sys.prefix,
     "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin",
 }
+ONE_BY_ONE = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+ONE_BY_TWO = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 TWO_BY_ONE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 ENDLESS = (
@@ -46,14 +48,14 @@ def copy_repository(folder: Path) -> Path:
 
 
 def know(source: Path, folder: Path) -> None:
-    """Puts the sizes and hashes of the files in ``folder`` into a clone in place of those of MNIST."""
+    """Puts the sizes and hashes of the files in ``folder`` into a clone in place of those of
+    MNIST.
+    """
     text = source.read_text()
     for file in datasets.MNIST_FILES:
         content = (folder / file.name).read_bytes()
-        for old, new in (
-            (str(file.size), str(len(content))),
-            (file.sha256, hashlib.sha256(content).hexdigest()),
-        ):
+        digest = hashlib.sha256(content).hexdigest()
+        for old, new in ((str(file.size), str(len(content))), (file.sha256, digest)):
             assert text.count(old) == 1
             text = text.replace(old, new)
     source.write_text(text)
@@ -77,7 +79,9 @@ def leave_no_job(slurm: Cluster) -> None:
 def sbatch(
     slurm: Cluster, repo: Path, log: Path, *words: str, env: dict[str, str] | None = None
 ) -> str:
-    """The id of a job from a ready script; words: sbatch's options, the script, the recipe's keys."""
+    """The id of a job from a ready script; words: sbatch's options, the script, the recipe's
+    keys.
+    """
     return slurm.submit(f"--output={log}", *words, cwd=repo, env=PYTHON | (env or {}))
 
 
@@ -107,15 +111,25 @@ def launched(
     with log.open("wb") as out:
         process = subprocess.Popen(argv, cwd=repo, env=environ, stdout=out, stderr=out)
     try:
-        found = wait_until(
-            lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE),
-            START_S,
-            "the job's id",
-        )
-        yield process, found[1]
+        job = wait_until(lambda: job_of(log.read_text()), START_S, "the job's id")
+        yield process, job
     finally:
         process.kill()
         process.wait()
+
+
+def job_of(output: str) -> str:
+    """The ID of the job that launch.py has submitted; "" if its output names none."""
+    named = re.search(r"^job (\d+): ", output, re.MULTILINE)
+    return named[1] if named else ""
+
+
+def explain(slurm: Cluster, repo: Path, *paths: Path | str) -> str:
+    """What `doctor explain` says of these runs."""
+    argv = [sys.executable, "-m", "recipes.doctor", "explain", *map(str, paths)]
+    done = slurm.run(*argv, cwd=repo, env=PYTHON)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -141,20 +155,16 @@ def ranks(
     slurm: Cluster, job: str, recipe: str = "mnist"
 ) -> dict[int, tuple[Process, dict[str, str]]]:
     """The processes of a job that are ranks of the recipe, with their environments, by rank."""
-    found = {}
+    ranks_of_job = {}
     for process in slurm.processes(job_id=job, command=f"-m recipes.{recipe}"):
         with contextlib.suppress(OSError):
-            pairs = (
-                Path(f"/proc/{process.pid}/environ")
-                .read_bytes()
-                .decode(errors="replace")
-                .split("\0")
-            )
+            content = Path(f"/proc/{process.pid}/environ").read_bytes()
+            pairs = content.decode(errors="replace").split("\0")
             environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
             # srun itself has none, or with Slurm 26.05 the batch script's -5
             if environ.get("SLURM_STEP_ID", "").isdecimal():
-                found[int(environ["SLURM_PROCID"])] = (process, environ)
-    return found
+                ranks_of_job[int(environ["SLURM_PROCID"])] = (process, environ)
+    return ranks_of_job
 
 
 def queue(slurm: Cluster) -> set[str]:
@@ -175,8 +185,8 @@ def wait_requeued(slurm: Cluster, job: str, log: Path, timeout_s: float, restart
     """Until the job is back in the queue, so many times."""
 
     def queued() -> bool:
-        found = slurm.jobs(job)[0]
-        return found["Restarts"] == str(restarts) and found["JobState"] == "PENDING"
+        record = slurm.jobs(job)[0]
+        return record["Restarts"] == str(restarts) and record["JobState"] == "PENDING"
 
     try:
         wait_until(queued, timeout_s, f"restart {restarts} of job {job}")

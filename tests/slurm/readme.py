@@ -39,38 +39,38 @@ PROGRAMS = (
 )
 
 # --- the commands
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 _CODE = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<=\S)#|[^'"#])*""")  # up to a comment
 
 
 def uncommented(text: str) -> list[str]:
     """The commands of a piece of shell, one line each: without comments, continued lines joined."""
-    found = []
+    commands = []
     for line in re.sub(r" *\\\n *", " ", text).splitlines():
         code = _CODE.match(line)
         assert code, "it matches anything"
         assert line[code.end() :][:1] in ("", "#"), f"a quote has no end: {line}"
-        found += [code[0].rstrip()] if code[0].strip() else []
-    return found
+        commands += [code[0].rstrip()] if code[0].strip() else []
+    return commands
 
 
 def fenced(text: str) -> dict[str, str]:
     """The commands of a Markdown file, and the output that is shown for each. Raises AssertionError
     for a block without a mark.
     """
-    found: dict[str, str] = {}
+    commands: dict[str, str] = {}
     blocks = re.findall(r"^```(.*)\n((?:(?!```).*\n)*)```$", text, re.MULTILINE)
     assert text.count("```") == 2 * len(blocks), (
         "a block does not begin and end at the beginning of a line"
     )
     for mark, block in blocks:
         if mark == "sh":
-            found |= dict.fromkeys(uncommented(block), "")
+            commands |= dict.fromkeys(uncommented(block), "")
         elif mark == "console":
             before, *prompts = re.split(r"^\$ ", block, flags=re.MULTILINE)
             assert not before, f"a block marked console does not begin with $: {before}"
-            found |= {
+            commands |= {
                 line: said for line, _, said in (prompt.partition("\n") for prompt in prompts)
             }
         else:
@@ -85,7 +85,7 @@ def fenced(text: str) -> dict[str, str]:
             assert not hidden, (
                 f"a command stands in a block marked {mark}, which is not run: {hidden}"
             )
-    return found
+    return commands
 
 
 def of_header(source: str) -> dict[str, str]:
@@ -102,12 +102,12 @@ def files(text: str) -> dict[str, str]:
 
 def differences(text: str) -> list[tuple[str, str]]:
     """The file before and after each block marked ```diff."""
-    found = []
+    pairs = []
     for block in re.findall(r"^```diff\n((?:(?!```).*\n)*)```$", text, re.MULTILINE):
         lines = [(line[:1].strip(), f"{line[1:]}\n") for line in block.splitlines()]
         before, after = ("".join(line for mark, line in lines if mark != other) for other in "+-")
-        found.append((before, after))
-    return found
+        pairs.append((before, after))
+    return pairs
 
 
 def shown_files() -> dict[str, str]:
@@ -120,12 +120,12 @@ def shown_files() -> dict[str, str]:
 @functools.cache  # several threads call it, and ast.parse of Python 3.11 is not safe there
 def commands() -> dict[str, str]:
     """All commands, and the output that is shown for each."""
-    found: dict[str, str] = {}
+    outputs: dict[str, str] = {}
     for page in PAGES:
-        found = fenced(page.read_text()) | found
+        outputs = fenced(page.read_text()) | outputs
     for path in sorted((ROOT / "recipes").glob("*.py")):
-        found = of_header(path.read_text()) | found
-    return found
+        outputs = of_header(path.read_text()) | outputs
+    return outputs
 
 
 # --- how each is run
@@ -163,7 +163,10 @@ slurm, by_hand, own_slurm = (functools.partial(How, where) for where in (SLURM, 
 
 FEW = "device=cpu max_steps=2"
 CIFAR = f"{FEW} arch=airbench94 global_batch_size=16"
-PHOTOS = f"{FEW} arch=resnet18 px=32 small_px=0 val_px=32 val_resize=36 num_workers=1 global_batch_size=16"
+PHOTOS = (
+    f"{FEW} arch=resnet18 px=32 small_px=0 val_px=32 val_resize=36 num_workers=1 "
+    "global_batch_size=16"
+)
 FRAMEWORK = {"gpus_per_node=8": "gpus_per_node=1 device=cpu"}  # the user's own script
 # a rank a node: there are two cores
 ONE_EACH = {"sbatch sbatch": "sbatch --ntasks-per-node=1 sbatch"}
@@ -171,7 +174,10 @@ STAGED = {
     "sbatch sbatch": "TMPDIR=$NEW sbatch --ntasks-per-node=1 sbatch",
     "/scratch/imagenet-256": "$PACKED",
 }
-TUNED = f"{FEW} arch=shufflenet_v2_x0_5 pretrained=false px=32 val_resize=32 num_workers=1 global_batch_size=8"
+TUNED = (
+    f"{FEW} arch=shufflenet_v2_x0_5 pretrained=false px=32 val_resize=32 num_workers=1 "
+    "global_batch_size=8"
+)
 DATA = {"=/data": "=$DATA"}
 NEW = {"data_dir=/data": "data_dir=$NEW"}
 ARTICLES = {"/data/articles": "tested-versions.txt", "data_dir=/data": "data_dir=$NEW"}
@@ -227,7 +233,8 @@ TABLE: dict[str, How] = {
     ),
     "sbatch sbatch/mnist_1x1.sh data_dir=$HOME/data": slurm(FEW, {"=$HOME/data": "=$DATA"}),
     # docs/large-models.md
-    "python launch.py recipe=imagenet nodes=2 gpus_per_node=8 strategy=fsdp shard_size=8 data_dir=/data": slurm(
+    "python launch.py recipe=imagenet nodes=2 gpus_per_node=8 strategy=fsdp shard_size=8 "
+    "data_dir=/data": slurm(
         f"{PHOTOS} variant=dev dataset=fake ema=0",
         {
             "gpus_per_node=8": "gpus_per_node=1",
@@ -235,14 +242,16 @@ TABLE: dict[str, How] = {
             " data_dir=/data": "",
         },
     ),
-    "python launch.py check recipe=gpt depth=24 nodes=2 gpus_per_node=8 gpu_memory_gb=80 strategy=fsdp data_dir=/data": slurm(
+    "python launch.py check recipe=gpt depth=24 nodes=2 gpus_per_node=8 gpu_memory_gb=80 "
+    "strategy=fsdp data_dir=/data": slurm(
         "dataset=bytes seq_len=16",
         {"depth=24": "depth=2", "gpus_per_node=8": "gpus_per_node=1"},
         runs=0,
         says="^memory: ok: ",
     ),
     # docs/administrators.md
-    "scontrol show config | grep -E 'JobRequeue|KillWait|SelectType|PreemptMode|SlurmdTimeout|ProctrackType'": slurm(
+    "scontrol show config | grep -E "
+    "'JobRequeue|KillWait|SelectType|PreemptMode|SlurmdTimeout|ProctrackType'": slurm(
         runs=0, says="^KillWait"
     ),
     # docs/submitting.md
@@ -257,9 +266,8 @@ TABLE: dict[str, How] = {
         "max_steps=2", {"sbatch --gpus": "sbatch --ntasks-per-node=1 --gpus"}
     ),
     "python launch.py recipe=mnist nodes=2": slurm(FEW),
-    "python launch.py recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data partition=gpu account=acct time=2:00:00": slurm(
-        FEW, {"gpus_per_node=8": "gpus_per_node=1", **DATA}
-    ),
+    "python launch.py recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data partition=gpu "
+    "account=acct time=2:00:00": slurm(FEW, {"gpus_per_node=8": "gpus_per_node=1", **DATA}),
     "python launch.py recipe=mnist nodes=2 gpus_per_node=2 device=cpu wait=true": slurm(
         "max_steps=2",
         {"gpus_per_node=2": "gpus_per_node=1"},
@@ -267,7 +275,8 @@ TABLE: dict[str, How] = {
     ),
     "python launch.py recipe=mnist gpus=10": slurm(FEW, {"gpus=10": "gpus=2"}),
     "python launch.py recipe=mnist nodes=2 launcher=print": tool(says="^#SBATCH --nodes=2$"),
-    "python launch.py recipe=cifar sweep.lr=0.1,0.2,0.4 sweep.seed=1,2 parallel=3 data_dir=/data": slurm(
+    "python launch.py recipe=cifar sweep.lr=0.1,0.2,0.4 sweep.seed=1,2 parallel=3 "
+    "data_dir=/data": slurm(
         CIFAR, {**DATA, "seed=1,2": "seed=1"}, runs=3, says=r"^\d+_2: lr=0.4 seed=1$"
     ),
     "python -m recipes.report runs/cifar": tool(says="^runs/cifar/1234_1 +done +1 "),
@@ -322,21 +331,24 @@ TABLE: dict[str, How] = {
     "python launch.py script=ddp.py nodes=2 gpus_per_node=8 through=torchrun -- --epochs 20": slurm(
         swap=FRAMEWORK | {"20": "2"}
     ),
-    "sbatch --ntasks-per-node=1 --cpus-per-task=64 sbatch/script_2x8.sh script=ddp.py through=torchrun -- --epochs 20": slurm(
+    "sbatch --ntasks-per-node=1 --cpus-per-task=64 sbatch/script_2x8.sh script=ddp.py "
+    "through=torchrun -- --epochs 20": slurm(
         swap={
             "--cpus-per-task=64": "--cpus-per-task=1",
             " script=": " device=cpu script=",
             "20": "2",
         }
     ),
-    "sbatch --signal=B:USR2@300 sbatch/script_2x8.sh script=ddp.py stop_before_s=300 -- --epochs 20": slurm(
+    "sbatch --signal=B:USR2@300 sbatch/script_2x8.sh script=ddp.py stop_before_s=300 -- "
+    "--epochs 20": slurm(
         swap={
             "sbatch --signal": "sbatch --ntasks-per-node=1 --signal",
             " script=": " device=cpu script=",
             "epochs 20": "epochs 2",
         }
     ),
-    "python launch.py script=ddp.py launcher=local gpus_per_node=2 through=torchrun launcher_args=--standalone": here(
+    "python launch.py script=ddp.py launcher=local gpus_per_node=2 through=torchrun "
+    "launcher_args=--standalone": here(
         swap={"gpus_per_node=2": "ranks_per_node=2 device=cpu"}, says="^epoch 10  loss 0.0"
     ),
     "python launch.py recipe=points launcher=local ranks_per_node=2 device=cpu": here(
@@ -346,9 +358,8 @@ TABLE: dict[str, How] = {
     "torchrun --standalone --nproc-per-node=8 -m recipes.mnist": here(
         FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"
     ),
-    "torchrun --standalone --nproc-per-node=8 --max-restarts=1 -m recipes.mnist run_dir=runs/mine": here(
-        FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"
-    ),
+    "torchrun --standalone --nproc-per-node=8 --max-restarts=1 -m recipes.mnist "
+    "run_dir=runs/mine": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
     "python -m torch.distributed.launch --nproc-per-node=8 -m recipes.mnist": here(
         FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"
     ),
@@ -382,8 +393,10 @@ TABLE: dict[str, How] = {
         says="^env/Dockerfile$",
         only="there is no registry to take the base from",
     ),
-    'docker run --rm --gpus=all --ipc=host --network=host --ulimit=memlock=-1 -v "$PWD:$PWD" -w "$PWD" -v /data:/data recipes '
-    "python3 launch.py recipe=mnist launcher=local gpus=8,8 node_rank=0 master=hostA:29400 data_dir=/data": by_hand(
+    'docker run --rm --gpus=all --ipc=host --network=host --ulimit=memlock=-1 -v "$PWD:$PWD" '
+    '-w "$PWD" -v /data:/data recipes '
+    "python3 launch.py recipe=mnist launcher=local gpus=8,8 node_rank=0 master=hostA:29400 "
+    "data_dir=/data": by_hand(
         FEW,
         {"docker run": f"{STAND_INS} docker run", "gpus=8,8": "gpus=1,1", "hostA": "node1", **DATA},
     ),
@@ -391,14 +404,18 @@ TABLE: dict[str, How] = {
         PHOTOS, DATA, runs=0, says="^nothing was submitted$"
     ),
     # docs/coming-from.md, in an allocation
-    "srun --ntasks-per-node=1 sh -c 'torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
-    "--rdzv-endpoint=node1:29400 --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.mnist'": slurm(
+    "srun --ntasks-per-node=1 sh -c 'torchrun --nnodes=2 --nproc-per-node=8 "
+    "--rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
+    "--rdzv-endpoint=node1:29400 --rdzv-conf=is_host=$((SLURM_NODEID == 0)) "
+    "-m recipes.mnist'": slurm(
         swap={"--nproc-per-node=8": "--nproc-per-node=1", "recipes.mnist": f"recipes.mnist {FEW}"},
         within="salloc -N2",
         says="^mnist: 2 ranks on 2 nodes",
     ),
-    "srun --ntasks-per-node=1 sh -c 'accelerate launch --multi_gpu --num_machines=2 --num_processes=16 "
-    "--machine_rank=$SLURM_NODEID --main_process_ip=node1 --main_process_port=29500 -m recipes.mnist'": slurm(
+    "srun --ntasks-per-node=1 sh -c 'accelerate launch --multi_gpu --num_machines=2 "
+    "--num_processes=16 "
+    "--machine_rank=$SLURM_NODEID --main_process_ip=node1 --main_process_port=29500 -m "
+    "recipes.mnist'": slurm(
         swap={"--num_processes=16": "--num_processes=2", "recipes.mnist": f"recipes.mnist {FEW}"},
         within="salloc -N2",
         says="^mnist: 2 ranks on 2 nodes",
@@ -415,9 +432,8 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256": tool(
         swap=PACK, says=NEXT
     ),
-    "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(
-        PHOTOS, STAGED
-    ),
+    "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv "
+    "stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
     "python -m recipes.prepare text source=/data/articles data_dir=/data": tool(
         swap=ARTICLES, says=NEXT
     ),
@@ -432,10 +448,12 @@ TABLE: dict[str, How] = {
         "dataset=fake", runs=0, says='^{"parts": .*"exit_status": 0}$'
     ),
     # docs/tutorial.md
-    "python launch.py check recipe=mnist nodes=2 ranks_per_node=2 device=cpu dataset=digits epochs=40": slurm(
+    "python launch.py check recipe=mnist nodes=2 ranks_per_node=2 device=cpu dataset=digits "
+    "epochs=40": slurm(
         swap={"ranks_per_node=2": "ranks_per_node=1"}, runs=0, says="^nothing was submitted$"
     ),
-    "python launch.py recipe=mnist nodes=2 ranks_per_node=2 device=cpu dataset=digits epochs=40 time=2:00:00": slurm(
+    "python launch.py recipe=mnist nodes=2 ranks_per_node=2 device=cpu dataset=digits "
+    "epochs=40 time=2:00:00": slurm(
         swap={"ranks_per_node=2": "ranks_per_node=1", "epochs=40": "max_steps=2"}
     ),
     "python launch.py logs last": tool(
@@ -519,9 +537,8 @@ TABLE: dict[str, How] = {
         says="^runs/finetune/1234/model.safetensors: from "
     ),
     "python launch.py new birds from=finetune": tool(says="^sbatch/birds_1x4.sh$"),
-    "python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake": here(
-        "max_steps=2 num_workers=1"
-    ),
+    "python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu "
+    "dataset=fake": here("max_steps=2 num_workers=1"),
     "python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50": tool(
         swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python", "IMAGES": "$DATA/train"},
         says=NEXT,
@@ -533,9 +550,8 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=mnist nodes=2 cluster=example launcher=print": tool(
         says="^#SBATCH --partition=gpu$"
     ),
-    "python launch.py recipe=mnist nodes=2 cluster=example launcher=print > mnist_2.sh && sbatch mnist_2.sh epochs=5": slurm(
-        FEW, {"cluster=example ": ""}
-    ),  # whose modules no node has
+    "python launch.py recipe=mnist nodes=2 cluster=example launcher=print > mnist_2.sh && "
+    "sbatch mnist_2.sh epochs=5": slurm(FEW, {"cluster=example ": ""}),  # whose modules no node has
     # docs/doctor.md
     "srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor": slurm(
         "device=cpu", within="salloc -N2 --gpus-per-node=8", runs=0, says="^healthy: 2 nodes"
@@ -548,7 +564,8 @@ TABLE: dict[str, How] = {
     ),
     "python -m recipes.doctor network=infiniband": tool(says="^healthy: 1 node"),
     "python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu": here(),
-    "srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce "
+    "srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench "
+    "operations=all_reduce "
     "sizes=1M..1G": slurm("device=cpu", BENCH),
     # docs/keys.md, docs/new-recipe.md
     "python -m recipes.mnist --help": tool(says="^  label_smoothing=0.1 "),
@@ -562,20 +579,19 @@ TABLE: dict[str, How] = {
     'eval "$(sudo python3 tests/slurm/cluster.py up --nodes 2 --gpus 8)"': own_slurm(
         "; echo $SLURM_CONF", {"sudo ": ""}, runs=0
     ),
-    "sbatch --ntasks-per-node=2 --gpus-per-node=0 sbatch/mnist_2x8.sh device=cpu dataset=digits": own_slurm(
-        "max_steps=2", {"--ntasks-per-node=2": "--ntasks-per-node=1"}
-    ),
+    "sbatch --ntasks-per-node=2 --gpus-per-node=0 sbatch/mnist_2x8.sh device=cpu "
+    "dataset=digits": own_slurm("max_steps=2", {"--ntasks-per-node=2": "--ntasks-per-node=1"}),
     "sudo python3 tests/slurm/cluster.py down": own_slurm(
         "$OWN", {"sudo ": ""}, runs=0
     ),  # and nobody else's
     # env/README.md
-    "python -c 'from recipes.core.config import envfile; print(envfile.read(\"env/clusters/<site>.env\"))'": tool(
+    "python -c 'from recipes.core.config import envfile; "
+    'print(envfile.read("env/clusters/<site>.env"))\'': tool(
         swap={"<site>": "ours"}, says="{'NCCL_IB_DISABLE': '1'}"
     ),
     # The recipes' headers, where they have others
-    "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data": here(
-        CIFAR, DATA
-    ),
+    "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast "
+    "data_dir=/data": here(CIFAR, DATA),
     "sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data": slurm(
         CIFAR, {**ONE_EACH, **DATA}
     ),
@@ -596,9 +612,8 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev": here(
         "max_steps=1"
     ),
-    "sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 stage_dir='$TMPDIR'": slurm(
-        PHOTOS, STAGED
-    ),
+    "sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 "
+    "stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
     "python -m recipes.mnist dataset=digits": here("max_steps=2"),
     "python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]": tool(
         swap={"DIR": "$NEW", "[source=FOLDER]": "source=$DATA"}, says=NEXT
@@ -611,7 +626,8 @@ TABLE: dict[str, How] = {
         {"DIR": "$NEW", "FOLDER": "tested-versions.txt", " [tokenizer=gpt2] [workers=N]": ""},
         says=NEXT,
     ),
-    "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …": tool(
+    "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] "
+    "…": tool(
         "size=24",
         {"PACKED": "$NEW", "FOLDER": "$DATA", "[size=256] [workers=N] …": "workers=1"},
         says=NEXT,

@@ -4,7 +4,6 @@ and MariaDB).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tests.slurm.cluster import (
     cgroups_missing,
     running_cluster,
 )
-from tests.slurm.jobs import PYTHON, TWO_BY_ONE
+from tests.slurm.jobs import TWO_BY_ONE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -34,11 +33,6 @@ def accounted() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 def states(slurm: Cluster, job: str, count: int) -> list[tuple[str, str]]:
     """State and exit status of ``count`` starts of a job, when the database has them all and none
     runs.
@@ -46,11 +40,12 @@ def states(slurm: Cluster, job: str, count: int) -> list[tuple[str, str]]:
 
     def recorded() -> list[tuple[str, str]] | None:
         done = slurm.run("sacct", "-X", "-n", "-P", "-D", "-j", job, "-o", "State,ExitCode")
-        rows = [
-            (line.split("|")[0].split()[0], line.split("|")[1]) for line in done.stdout.splitlines()
-        ]
-        is_whole = len(rows) == count and not {"RUNNING", "PENDING"} & {state for state, _ in rows}
-        return rows if is_whole else None
+        rows = []
+        for line in done.stdout.splitlines():
+            state, status = line.split("|")
+            rows.append((state.split()[0], status))
+        unfinished = {"RUNNING", "PENDING"} & {state for state, _ in rows}
+        return rows if len(rows) == count and not unfinished else None
 
     return helpers.wait_until(recorded, 60, f"{count} starts of job {job} in sacct")
 
@@ -91,7 +86,5 @@ def test_a_failed_program_has_its_own_status(
         accounted, repo, log, *TWO_BY_ONE, "--mem=2000", "sbatch/script_2x8.sh", *keys
     )
     assert states(accounted, job, 1) == [("FAILED", status)], log.read_text()
-    done = accounted.run(
-        sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON
-    )
-    assert done.stdout.startswith("rank 1 on node2 failed first: the program "), done.stdout
+    explained = jobs.explain(accounted, repo, run_dir)
+    assert explained.startswith("rank 1 on node2 failed first: the program "), explained

@@ -91,7 +91,9 @@ def site(slurm: Cluster) -> Iterator[Site]:
 
 
 def submit(slurm: Cluster, site: Site, how: str, *words: str, mounts: str = "") -> tuple[str, Path]:
-    """A job and its log: a rank on each of two nodes by launch.py; two and one by a ready script."""
+    """A job and its log: a rank on each of two nodes by launch.py; two and one by a ready
+    script.
+    """
     mounts = mounts or f"{site.folder}/fast:/data/fast"
     log = site.folder / "log"
     words = (*words, f"run_dir={site.run_dir}", f"network={site.folder}/site/site.env")
@@ -119,19 +121,19 @@ def inside(slurm: Cluster, job: str) -> dict[int, tuple[str, Path, Path, dict[st
     """Of each rank: its node; the root of its files and its working directory, as this machine sees
     them; its variables.
     """
-    found = {}
+    ranks = {}
     for process in slurm.processes(job_id=job, command="-m recipes.mnist"):
         seen = Path(f"/proc/{process.pid}")
         pairs = (seen / "environ").read_bytes().decode().split("\0")
         environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         if "APPTAINER_CONTAINER" in environ:
-            found[int(environ["SLURM_PROCID"])] = (
+            ranks[int(environ["SLURM_PROCID"])] = (
                 process.node,
                 seen / "root",
                 seen / "cwd",
                 environ,
             )
-    return found
+    return ranks
 
 
 @pytest.mark.parametrize(("how", "world_size"), [("slurm", 2), ("ready", 3)])
@@ -146,10 +148,10 @@ def test_mnist_is_signalled_requeued_and_finished(
         jobs.wait_for_training(slurm, job, site.run_dir)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{jobs.tail(log)}") from None
-    found = inside(slurm, job)
-    assert sorted(found) == list(range(world_size))
+    ranks = inside(slurm, job)
+    assert sorted(ranks) == list(range(world_size))
     code = jobs.read(site.run_dir / "job.yaml")["code"]
-    for node, root, cwd, environ in found.values():
+    for node, root, cwd, environ in ranks.values():
         assert environ["APPTAINER_CONTAINER"] == IMAGE
         # The user's value wins over the env file's, and this over the image's.
         values = [
@@ -158,10 +160,8 @@ def test_mnist_is_signalled_requeued_and_finished(
         assert values == ["mine", "23", "image", QUOTED]
         assert "PYTHONPATH" not in environ
         # starts in the code, then works in the repository
-        assert (environ["PWD"], cwd.samefile(site.clone)) == (
-            code,
-            True,
-        )
+        assert environ["PWD"] == code
+        assert cwd.samefile(site.clone)
         for path in (
             "data/fast/file",
             "own/fast/file",
@@ -175,7 +175,8 @@ def test_mnist_is_signalled_requeued_and_finished(
     slurm.run("scancel", "--signal=USR2", job, check=True)
     jobs.wait_requeued(slurm, job, log, 60)
     saved = jobs.read(site.run_dir / "status.json")
-    assert (saved["state"], saved["reason"]) == ("preempted", "SIGUSR2")
+    assert saved["state"] == "preempted"
+    assert saved["reason"] == "SIGUSR2"
     jobs.start_again(slurm, job)
     assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
     summary = jobs.read(site.run_dir / "summary.json")

@@ -42,20 +42,20 @@ print(subprocess.run([sys.executable, "-c", "bytearray(300 << 20)"]).returncode)
 
 def left_over(root: Path, state: dict[str, Any]) -> list[str]:
     """What there still is of a cluster: folder, link, mounts, cgroups, processes."""
-    found = [str(root)] if root.exists() else []
-    found += [name for name in os.listdir("/sys/class/net") if name == state["link"]]
-    found += [
+    remains = [str(root)] if root.exists() else []
+    remains += [name for name in os.listdir("/sys/class/net") if name == state["link"]]
+    remains += [
         line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(root) in line
     ]
-    found += [cgroup for cgroup in state["cgroups"] if Path(cgroup).exists()]
+    remains += [cgroup for cgroup in state["cgroups"] if Path(cgroup).exists()]
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(root) in line:
-            found.append(line)
-    return found
+            remains.append(line)
+    return remains
 
 
 def test_a_killed_owner_leaves_nothing() -> None:

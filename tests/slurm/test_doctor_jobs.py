@@ -20,11 +20,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 KEYS = ("recipe=mnist", "dataset=digits", "device=cpu", "max_steps=5", "nodes=1", "doctor=true")
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 @pytest.fixture
 def bad_node(slurm: Cluster, repo: Path) -> Iterator[str]:
     """A node whose shared memory is that of a container with the default size; Slurm takes it
@@ -39,9 +34,9 @@ def bad_node(slurm: Cluster, repo: Path) -> Iterator[str]:
 
 def launched(slurm: Cluster, repo: Path, *words: str) -> tuple[str, Path]:
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON)
-    found = re.search(r"^job (\d+): .*\n.*\nlog: tail -F (.*)$", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    return found[1], Path(found[2])
+    announced = re.search(r"^job (\d+): .*\n.*\nlog: tail -F (.*)$", done.stdout, re.MULTILINE)
+    assert announced, done.stdout + done.stderr
+    return announced[1], Path(announced[2])
 
 
 def printed(slurm: Cluster, repo: Path, folder: Path, *typed: str) -> tuple[str, Path]:
@@ -64,7 +59,8 @@ def without(bad: str, slurm: Cluster, job: str, log: Path) -> None:
         in log.read_text().splitlines()
     )
     assert log.read_text().index("bad nodes: 1 of 1") < log.read_text().index("healthy: 1 node")
-    assert (slurm.jobs(job)[0]["ExcNodeList"], slurm.jobs(job)[0]["NodeList"]) == (bad, "node2")
+    assert slurm.jobs(job)[0]["ExcNodeList"] == bad
+    assert slurm.jobs(job)[0]["NodeList"] == "node2"
 
 
 def test_a_job_is_requeued_without_the_bad_node(slurm: Cluster, repo: Path, bad_node: str) -> None:
@@ -80,7 +76,7 @@ def test_a_job_is_requeued_without_the_bad_node(slurm: Cluster, repo: Path, bad_
 def test_a_task_of_an_array_with_a_printed_script(
     slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path
 ) -> None:
-    job, log = printed(slurm, repo, tmp_path, "--array=3", "--time=7", "--mem=100", "--exclusive")
+    job, log = printed(slurm, repo, tmp_path, "--array=3", "--time=7", "--mem=2000", "--exclusive")
     without(bad_node, slurm, f"{job}_3", log)
     assert jobs.read(tmp_path / "run/job.yaml")["job_id"] == f"{job}_3"
 
@@ -102,7 +98,10 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(
     assert done.returncode == 3, done.stdout + done.stderr
     job = done.stdout.split(":", 1)[0].removeprefix("job ")
     reported = re.search(
-        r"^mnist: (bad nodes: node1; a requeue that excludes them failed \(.+\): submit the job with exclude=node1 .+)$",
+        (
+            r"^mnist: (bad nodes: node1; a requeue that excludes them failed \(.+\): submit the "
+            r"job with exclude=node1 .+)$"
+        ),
         done.stdout,
         re.MULTILINE,
     )

@@ -6,38 +6,29 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import ENDLESS, PYTHON, read
+from tests.slurm.jobs import ENDLESS, ONE_BY_ONE, PYTHON, read
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-ONE = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 RESUME = "to resume, start the run again with the same run_dir="
-
-
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
 
 
 def explained(slurm: Cluster, repo: Path, *paths: str) -> dict[str, list[str]]:
     """What `doctor explain` says of each run, by the run's id."""
-    done = slurm.run(
-        sys.executable, "-m", "recipes.doctor", "explain", *paths, cwd=repo, env=PYTHON
-    )
-    assert done.returncode == 0, done.stderr
     sections: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
+    run = ""
+    for line in jobs.explain(slurm, repo, *paths).splitlines():
         if line.startswith("  "):
-            sections[list(sections)[-1]].append(line.strip())
+            sections[run].append(line.strip())
         else:
-            sections[line.removesuffix(":").rpartition("/")[2]] = []
+            run = line.removesuffix(":").rpartition("/")[2]
+            sections[run] = []
     return sections
 
 
@@ -45,7 +36,9 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
     slurm: Cluster, repo: Path
 ) -> None:
     def submit(*words: str) -> str:
-        return slurm.submit(*ONE, "sbatch/mnist_1x1.sh", *ENDLESS, *words, cwd=repo, env=PYTHON)
+        return slurm.submit(
+            *ONE_BY_ONE, "sbatch/mnist_1x1.sh", *ENDLESS, *words, cwd=repo, env=PYTHON
+        )
 
     runs = repo / "runs" / "mnist"
     try:
@@ -53,11 +46,7 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
         running = submit()
         done = submit("max_steps=3")
         failed = submit("lr=1e20")
-        waits = (
-            jobs.launch(slurm, repo, *ENDLESS, "extra=--hold")
-            .stdout.split(":")[0]
-            .removeprefix("job ")
-        )
+        waits = jobs.job_of(jobs.launch(slurm, repo, *ENDLESS, "extra=--hold").stdout)
         for job in (stopped, running):
             jobs.wait_for_training(slurm, job, runs / job)
         for job in (done, failed):
@@ -65,40 +54,38 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
         slurm.run("scancel", "--signal=USR2", stopped, check=True)
         jobs.wait_requeued(slurm, stopped, repo / f"mnist-{stopped}.out", 30)
 
-        found = explained(slurm, repo, "runs")
-        assert set(found) == {stopped, running, done, failed, waits}
+        sections = explained(slurm, repo, "runs")
+        assert set(sections) == {stopped, running, done, failed, waits}
         step = read(runs / stopped / "status.json")["step"]
         saved = f"stopped by SIGUSR2, saved at step {step}"
-        assert found[stopped][0].startswith(
+        assert sections[stopped][0].startswith(
             f"{saved}; job {stopped} is pending (BeginTime), expected to start at 20"
         )
-        assert len(found[stopped]) == 1
-        [line] = found[running]
+        assert len(sections[stopped]) == 1
+        [line] = sections[running]
         assert line.startswith("it is running, at step ")
         assert line.endswith(f" ago; job {running} is running")
-        assert found[done] == ["status.json says done: nothing failed"]
-        assert found[failed][0].startswith("rank 0 on node")
-        assert " failed first: the loss at step " in found[failed][0]
-        assert not any(
-            other in line for line in found[failed] for other in (stopped, running, done)
-        )
-        assert found[waits] == [
-            f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} lets it start"
-        ]
-        assert [read(runs / job / "status.json")["kind"] for job in (stopped, failed)] == [
-            "stopped",
-            "error",
-        ]
-        assert read(runs / stopped / "status.json")["next"] == "requeued"
+        assert sections[done] == ["status.json says done: nothing failed"]
+        assert sections[failed][0].startswith("rank 0 on node")
+        assert " failed first: the loss at step " in sections[failed][0]
+        for other in (stopped, running, done):
+            assert other not in "".join(sections[failed])
+        release = f"scontrol release {waits} lets it start"
+        expected = f"it has not begun: job {waits} is held (JobHeldUser): {release}"
+        assert sections[waits] == [expected]
+        status = read(runs / stopped / "status.json")
+        assert status["kind"] == "stopped"
+        assert status["next"] == "requeued"
+        assert read(runs / failed / "status.json")["kind"] == "error"
 
         slurm.run("scontrol", "hold", stopped, check=True)
         slurm.run("scancel", running, check=True)
         slurm.wait_job(running)
-        found = explained(slurm, repo, f"runs/mnist/{stopped}", f"runs/mnist/{running}")
-        assert found[stopped] == [
-            f"{saved}; job {stopped} is held (JobHeldAdmin): scontrol release {stopped} lets it start"
-        ]
-        assert found[running][0].endswith(
+        sections = explained(slurm, repo, f"runs/mnist/{stopped}", f"runs/mnist/{running}")
+        held = f"job {stopped} is held (JobHeldAdmin: an administrator holds it)"
+        release = f"scontrol release {stopped} lets it start"
+        assert sections[stopped] == [f"{saved}; {held}: {release}"]
+        assert sections[running][0].endswith(
             f"; job {running} is cancelled; the job was cancelled: {RESUME}"
         )
         assert read(runs / running / "status.json")["next"] == "cancelled"
@@ -129,12 +116,10 @@ def test_messages_of_srun_in_the_batch_log_explain_a_killed_rank(
         rank, _ = jobs.ranks(slurm, job)[1]
         os.kill(rank.pid, signal.SIGKILL)
         slurm.wait_job(job, 90)
-        done = slurm.run(
-            sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON
-        )
-        assert done.stdout.startswith("rank 1 on node2 exited without an error record"), done.stdout
-        assert "killed (1 file)" in done.stdout, done.stdout
-        assert f"{log}:" in done.stdout
+        explanation = jobs.explain(slurm, repo, run_dir)
+        assert explanation.startswith("rank 1 on node2 exited without an error record"), explanation
+        assert "killed (1 file)" in explanation, explanation
+        assert f"{log}:" in explanation
         assert read(run_dir / "status.json")["kind"] == "killed"
         # for when Slurm no longer knows the job
         assert read(run_dir / "job.yaml")["log"] == str(log)

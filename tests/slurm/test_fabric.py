@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,16 +65,9 @@ class Fabric:
             self.on(node, f"printf '%s\\n' '{text}' > /etc/hosts")
 
     def srun(self, *words: str, **environ: str) -> helpers.Ended:
-        argv = [
-            "srun",
-            "--nodes=2",
-            "--ntasks-per-node=1",
-            "--kill-on-bad-exit=1",
-            sys.executable,
-            "-u",
-            "-m",
-            *words,
-        ]
+        """Python with these words, a rank on each node."""
+        argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        argv += [sys.executable, "-u", *words]
         done = self.slurm.run(
             *argv,
             cwd=self.repo,
@@ -86,10 +80,11 @@ class Fabric:
 
     def doctor(
         self, tmp_path: Path, seconds: int = BOUND_S, **environ: str
-    ) -> tuple[helpers.Ended, dict[str, object]]:
+    ) -> tuple[helpers.Ended, dict[str, Any]]:
         """The doctor's verdict, which comes within its bound."""
         begin = time.monotonic()
         ended = self.srun(
+            "-m",
             "recipes.doctor",
             "device=cpu",
             f"run_dir={tmp_path}/doctor",
@@ -100,7 +95,7 @@ class Fabric:
         return ended, json.loads((tmp_path / "doctor/doctor.json").read_text())
 
     def train(self, tmp_path: Path, *words: str, **environ: str) -> helpers.Ended:
-        return self.srun(*TRAINING, f"run_dir={tmp_path}/run", *words, **environ)
+        return self.srun("-m", *TRAINING, f"run_dir={tmp_path}/run", *words, **environ)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +105,9 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fabric]:
     )
     repo = jobs.copy_repository(tmp_path_factory.mktemp("repo") / "clone")
     with running_cluster(ClusterOptions()) as slurm:
-        one, two = (slurm.node(name).pid for name in V4)
+        first, two = (slurm.node(name).pid for name in V4)
         # a cable from node to node, made outside of both and put into each
-        cable = f"ip link add fast0 netns {one} type veth peer name fast0 netns {two}"
+        cable = f"ip link add fast0 netns {first} type veth peer name fast0 netns {two}"
         subprocess.run(cable.split(), check=True)
         yield Fabric(slurm, repo)
 
@@ -128,10 +123,15 @@ def working_network(fabric: Fabric) -> Iterator[None]:
     jobs.leave_no_job(fabric.slurm)
 
 
-def bad(verdict: dict[str, object]) -> str:
-    entries = verdict["entries"]
-    assert isinstance(entries, list)
-    return "\n".join(f"{entry['nodes']} {entry['what']}" for entry in entries if entry["bad"])
+def bad(verdict: dict[str, Any]) -> str:
+    entries = [entry for entry in verdict["entries"] if entry["bad"]]
+    return "\n".join(f"{entry['nodes']} {entry['what']}" for entry in entries)
+
+
+def filtering(rule: str) -> str:
+    """The command that applies this rule to what arrives at fast0."""
+    chain = "add table inet t; add chain inet t c { type filter hook input priority 0; }"
+    return f"nft '{chain}; add rule inet t c iif fast0 {rule}'"
 
 
 def trained(ended: helpers.Ended, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_network_with_a_misleading_interface_is_healthy_and_trains(
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 0, ended.out
     assert verdict["healthy"] is True
-    assert [row["network"] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
+    assert [row["network"] for row in verdict["table"]] == ["fast0", "fast0"]
     trained(fabric.train(tmp_path), tmp_path)
     assert "network: fast0 (route to node2" in (tmp_path / "run/logs/rank0.log").read_text()
 
@@ -162,13 +162,17 @@ def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path)
     assert "note  node1: GLOO_SOCKET_IFNAME=docker0, but the route to node2 uses fast0" in ended.out
     assert "note  node2: GLOO_SOCKET_IFNAME=docker0, but the route to node1 uses fast0" in ended.out
     # Whichever rank connects finds nobody at its own address; the other one waits.
-    hangs = r"\[\] the bandwidth test of all nodes stopped after its start \((RuntimeError: Gloo connectFullMesh failed|python did not answer in) .*\)"
+    hangs = (
+        r"\[\] the bandwidth test of all nodes stopped after its start \((RuntimeError: Gloo "
+        r"connectFullMesh failed|python did not answer in) .*\)"
+    )
     assert re.fullmatch(hangs, bad(verdict)), bad(verdict)
     assert verdict["exclude"] == []  # both nodes have it
     ended = fabric.train(tmp_path, "timeout_s=8", **forced)
     assert ended.status != 0
     assert re.search(
-        r"^mnist: (node1: rank 0|node2: rank 1) cannot join the process group of 2 ranks \(RuntimeError: "
+        r"^mnist: (node1: rank 0|node2: rank 1) cannot join the process group of 2 ranks "
+        r"\(RuntimeError: "
         r"Gloo connectFullMesh failed with .*"
         r"Connection refused, remote=\[172\.17\.0\.1\]:",
         ended.out,
@@ -191,10 +195,7 @@ def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_firewall_between_the_nodes_is_reported(fabric: Fabric, tmp_path: Path) -> None:
-    fabric.on(
-        "node2",
-        "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c iif fast0 drop'",
-    )
+    fabric.on("node2", filtering("drop"))
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 3, ended.out
     assert "cannot connect to" in bad(verdict)
@@ -207,21 +208,18 @@ def test_a_firewall_between_the_nodes_is_reported(fabric: Fabric, tmp_path: Path
 def test_an_mtu_that_drops_large_packets_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     for node in V4:  # the interfaces say 9000, and what is between them lets 1500 through
         fabric.on(node, "ip link set fast0 mtu 9000")
-        fabric.on(
-            node,
-            "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c iif fast0 meta length > 1500 drop'",
-        )
+        fabric.on(node, filtering("meta length > 1500 drop"))
     ended, verdict = fabric.doctor(tmp_path, PATIENT_S)
     assert ended.status == 3, ended.out
     assert bad(verdict) == (
-        "[1] node1 reaches node2 with small packets, but large ones are lost: the MTU on the path is smaller than the "
-        "interface's (timed out; 2 of 2 links of node2 fail)"
+        "[1] node1 reaches node2 with small packets, but large ones are lost: the MTU on the "
+        "path is smaller than the interface's (timed out; 2 of 2 links of node2 fail)"
     )
     assert verdict["exclude"] == ["node2"]
     assert (
-        "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500"
-        in ended.out
-    )
+        "give both interfaces, and every switch between them, the same MTU: ip link set DEV "
+        "mtu 1500"
+    ) in ended.out
     ended = fabric.train(tmp_path, "timeout_s=10")
     assert ended.status != 0
     assert re.search(r"Timed out waiting for the other ranks for 10 s \(timeout_s\)", ended.out), (
@@ -235,30 +233,17 @@ def test_either_node_that_hangs_is_reported(fabric: Fabric, tmp_path: Path, hang
     """Its process is stopped at its start. If it is that of the first node, the other node gives
     the verdict.
     """
-    stop = f"import os, signal, sys; os.environ['SLURMD_NODENAME'] == '{hangs}' and os.kill(os.getpid(), signal.SIGSTOP); "
-    run = "import runpy; sys.argv = ['doctor', *sys.argv[1:]]; runpy.run_module('recipes.doctor', run_name='__main__')"
+    code = f"""
+import os, runpy, signal, sys
+if os.environ["SLURMD_NODENAME"] == "{hangs}":
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.argv = ["doctor", *sys.argv[1:]]
+runpy.run_module("recipes.doctor", run_name="__main__")
+"""
     begin = time.monotonic()
-    argv = [
-        "srun",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--kill-on-bad-exit=1",
-        sys.executable,
-        "-c",
-        stop + run,
-    ]
-    done = fabric.slurm.run(
-        *argv,
-        "device=cpu",
-        f"run_dir={tmp_path}",
-        f"seconds={BOUND_S}",
-        cwd=fabric.repo,
-        env=jobs.PYTHON,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
-    )
+    keys = ("device=cpu", f"run_dir={tmp_path}", f"seconds={BOUND_S}")
+    ended = fabric.srun("-c", code, *keys)
     assert time.monotonic() - begin < BOUND_S + 10
-    assert done.returncode != 0, done.stdout  # not 3: srun tells how the one that hung was ended
-    assert f"{hangs}: did not answer: it hangs" in done.stdout
+    assert ended.status != 0, ended.out  # not 3: srun tells how the one that hung was ended
+    assert f"{hangs}: did not answer: it hangs" in ended.out
     assert helpers.read(tmp_path, "doctor")["exclude"] == [hangs]

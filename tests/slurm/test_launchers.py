@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.train import checkpoint
 from tests import helpers, states
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
@@ -29,12 +28,7 @@ PORT = "29417"  # one for all: they come one after another
 
 
 def state_of(run_dir: Path) -> str:
-    return states.digest(checkpoint.read(run_dir / "checkpoints" / f"step-{STEPS:08d}.pt"))
-
-
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
+    return states.at_step(run_dir, STEPS)
 
 
 def on_nodes(slurm: Cluster, repo: Path, run_dir: Path, *argv: str, **env: str) -> str:
@@ -108,8 +102,10 @@ def test_torchrun_over_two_nodes(
     # Which node serves the rendezvous is told: torchrun looks for its own name's addresses, and
     # finds 127.0.1.1 on many machines.
     line = (
-        "exec $PY -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
-        "--rdzv-endpoint=$ENDPOINT --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.toy $KEYS $RUN"
+        "exec $PY -m torch.distributed.run --nnodes=2 --nproc-per-node=1 "
+        "--rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
+        "--rdzv-endpoint=$ENDPOINT --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.toy "
+        "$KEYS $RUN"
     )
     said = on_nodes(slurm, repo, tmp_path, "sh", "-c", line, ENDPOINT=f"{endpoint}:{PORT}")
     assert "toy: 2 ranks on 2 nodes, cpu, gloo" in said
@@ -122,7 +118,8 @@ def test_mpirun_over_two_nodes(
 ) -> None:
     script = (
         "#!/bin/sh\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1\n"
-        f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"
+        f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR "
+        f"{sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"
     )
     (tmp_path / "job.sh").write_text(script)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -154,8 +151,10 @@ def test_a_restart_by_torchrun_resumes_from_the_last_checkpoint(
     # Checkpoints are slow, so that the kill comes between the second and the last step.
     slow = (
         "import time\nfrom recipes.core.train import checkpoint\nwrite = checkpoint.write\n"
-        "def slowly(*args, **kwargs):\n    path = write(*args, **kwargs)\n    time.sleep(0.5)\n    return path\ncheckpoint.write = slowly\n"
-        "import runpy, sys\nsys.argv[0] = 'toy'\nrunpy.run_module('recipes.toy', run_name='__main__')\n"
+        "def slowly(*args, **kwargs):\n    path = write(*args, **kwargs)\n    "
+        "time.sleep(0.5)\n    return path\ncheckpoint.write = slowly\n"
+        "import runpy, sys\nsys.argv[0] = 'toy'\nrunpy.run_module('recipes.toy', "
+        "run_name='__main__')\n"
     )
     (tmp_path / "slow.py").write_text(slow)
     argv = [
@@ -177,11 +176,10 @@ def test_a_restart_by_torchrun_resumes_from_the_last_checkpoint(
             helpers.START_S,
             "step 4",
         )
-        ranks = [
-            pid
-            for pid in helpers.children(process.pid)
-            if b"slow.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        ranks = []
+        for pid in helpers.children(process.pid):
+            if b"slow.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                ranks.append(pid)
         os.kill(ranks[1], 9)
         ended = helpers.finish(process)
     finally:

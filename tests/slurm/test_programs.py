@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from tests import helpers
 from tests.helpers import ROOT
 from tests.slurm import jobs
-from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
+from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PYTHON, ended, log_lines, read, wait_requeued
 
 pytestmark = pytest.mark.timeout(500)
@@ -79,13 +78,6 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def linuxproc() -> Iterator[Cluster]:
-    """A cluster whose signals reach all processes of a job."""
-    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10, linuxproc=True)) as cluster:
-        yield cluster
-
-
 @pytest.mark.parametrize(("name", "event"), CELLS)
 def test_a_program_is_saved_requeued_once_and_repeats_no_step(
     slurm: Cluster, tmp_path: Path, name: str, event: str
@@ -111,9 +103,18 @@ def test_also_if_signals_reach_all_processes(
 FAULTS = {
     "raise": "rank 1 on node2 failed first: the program exited with status 1; ValueError: bad data",
     "kill": "rank 1 on node2 failed first: the program was killed by signal 9",
-    "memory": "rank 1 on node2 failed first: the program was killed since its limit of 2097.2 MB was used up; peak memory: ",
-    "kill in a shell": "rank 1 on node2 failed first: the program exited with status 137, as a shell does after signal 9",
-    "exit": "rank 1 on node2 exited with status 0 before the end of the run; after that, rank 0 on node1 failed: ",
+    "memory": (
+        "rank 1 on node2 failed first: the program was killed since its limit of 2097.2 MB was "
+        "used up; peak memory: "
+    ),
+    "kill in a shell": (
+        "rank 1 on node2 failed first: the program exited with status 137, as a shell does after "
+        "signal 9"
+    ),
+    "exit": (
+        "rank 1 on node2 exited with status 0 before the end of the run; after that, rank 0 on "
+        "node1 failed: "
+    ),
 }
 
 
@@ -137,14 +138,10 @@ def test_the_rank_that_failed_is_named(
     reason = FAULTS["kill in a shell" if (name, fault) == ("shell", "kill") else fault]
     assert log_lines(log)[-1].startswith(f"script: failed: {reason}")
     if fault == "memory":  # all ranks that a launcher starts on a node are one task
-        assert (
-            "peak memory: task 0 " if PROGRAMS[name].keys else "peak memory: rank 1 "
-        ) in log_lines(log)[-1]
+        shown = "task 0" if PROGRAMS[name].keys else "rank 1"
+        assert f"peak memory: {shown} " in log_lines(log)[-1]
     assert read(run_dir / "status.json")["first_failing_rank"] == 1
-    explained = slurm.run(
-        sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON
-    )
-    assert explained.stdout.startswith(reason)
+    assert jobs.explain(slurm, repo, run_dir).startswith(reason)
 
 
 @pytest.mark.long
@@ -154,7 +151,8 @@ def test_ray_runs_on_both_nodes(slurm: Cluster, tmp_path: Path, kill: bool) -> N
     repo = jobs.copy_repository(tmp_path / "clone")
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    job = submit(slurm, repo, log, run_dir, Program("ray_program.py", "", ("through=node",)), "10")
+    program = Program("ray_program.py", "", ("through=node",))
+    job = submit(slurm, repo, log, run_dir, program, "10")
     try:
         if kill:
             [raylet] = helpers.wait_until(
@@ -191,17 +189,8 @@ def submit(
         *program.keys,
     ]
     words += [] if "through=node" in program.keys else ["ranks_per_node=1"]
-    script = slurm.run(
-        sys.executable,
-        "launch.py",
-        f"script={FOLDER / program.file}",
-        "launcher=print",
-        *words,
-        "--",
-        *args,
-        cwd=repo,
-        env=PYTHON,
-    )
+    words += [f"script={FOLDER / program.file}", "launcher=print", "--", *args]
+    script = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=PYTHON)
     assert script.returncode == 0, script.stderr
     file = log.with_name("job.sh")
     file.write_text(script.stdout)

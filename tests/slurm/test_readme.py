@@ -34,11 +34,13 @@ waits = pytest.mark.timeout(900)
 
 
 def test_every_command_is_in_the_table() -> None:
-    found = readme.commands()
-    assert len(found) > 70
+    commands = readme.commands()
+    assert len(commands) > 70
     assert len(readme.PAGES) > 12
-    assert [line for line in found if line not in TABLE] == [], "each needs an entry in TABLE"
-    assert [line for line in TABLE if line not in found] == [], "these are in TABLE and on no page"
+    assert [line for line in commands if line not in TABLE] == [], "each needs an entry in TABLE"
+    assert [line for line in TABLE if line not in commands] == [], (
+        "these are in TABLE and on no page"
+    )
     for line in TABLE:
         shlex.split(readme.typed(line))
 
@@ -95,7 +97,10 @@ def write_weights(folder: Path) -> Path:
         folder / f"resnet50-{hashlib.sha256((folder / 'weights').read_bytes()).hexdigest()[:8]}.pth"
     )
     (folder / "weights").rename(file)
-    code = f"from torchvision.models import ResNet50_Weights\nResNet50_Weights.DEFAULT.value.url = {file.as_uri()!r}\n"
+    code = (
+        "from torchvision.models import ResNet50_Weights\nResNet50_Weights.DEFAULT.value.url = "
+        f"{file.as_uri()!r}\n"
+    )
     (folder / "sitecustomize.py").write_text(code)
     return folder
 
@@ -106,7 +111,12 @@ shift; touch "$NEW/$(basename "$0")"; exec "$@"
 """
 SRUN = """\
 words=()
-for word in "$@"; do case $word in --container-*) touch "$NEW/pyxis" ;; *) words+=("$word") ;; esac; done
+for word in "$@"; do
+    case $word in
+    --container-*) touch "$NEW/pyxis" ;;
+    *) words+=("$word") ;;
+    esac
+done
 exec /usr/bin/srun "${words[@]}"
 """
 
@@ -165,7 +175,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
         variables["PET_MASTER_PORT"] = str(free.getsockname()[1])
     environ = helpers.clean_environment(**jobs.PYTHON, **variables)
     before = (
-        "(! python -m recipes.imagenet device=cpu data_dir=nowhere run_dir=runs/imagenet/1234) & failing=$!",
+        (
+            "(! python -m recipes.imagenet device=cpu data_dir=nowhere "
+            "run_dir=runs/imagenet/1234) & failing=$!"
+        ),
         "python -m recipes.prepare imagenet source=$DATA data_dir=$PACKED size=40",
         f"python -m recipes.cifar {readme.CIFAR} max_steps=1 run_dir=runs/cifar/1234_0",
         f"python -m recipes.finetune {readme.TUNED} dataset=fake run_dir=runs/finetune/1234",
@@ -214,13 +227,14 @@ def check(site: Site, line: str) -> str:
     said = f"{command}\n{ended.out}"
     assert ended.status == how.status, said
     assert re.search(how.says, ended.out, re.MULTILINE), said
-    if shown := readme.commands()[line]:
+    shown = readme.commands()[line]
+    if shown:
         assert re.fullmatch(re.escape(shown).replace("…", ".*"), ended.out), (
             f"{said}\ninstead of\n{shown}"
         )
     started = "" if " logs " in command else ended.out  # `logs` shows the line of an earlier run
     run_dirs = {
-        Path(found) for found in re.findall(r"^run directory: (.+)$", started, re.MULTILINE)
+        Path(run_dir) for run_dir in re.findall(r"^run directory: (.+)$", started, re.MULTILINE)
     }
     for job in re.findall(r"^(?:Submitted batch )?job (\d+)", ended.out, re.MULTILINE):
         assert site.slurm
@@ -229,7 +243,7 @@ def check(site: Site, line: str) -> str:
         assert state == "COMPLETED", "\n".join([said, *map(jobs.tail, logs)])
         run_dirs |= {path.parent for path in site.clone.glob(f"runs/*/{job}*/status.json")}
     if command.startswith("sbatch"):  # sbatch does not print the run directory
-        run_dirs |= {site.clone / found for found in re.findall(r"run_dir=(\S+)", command)}
+        run_dirs |= {site.clone / run_dir for run_dir in re.findall(r"run_dir=(\S+)", command)}
     states = {path: helpers.read(path, "status")["state"] for path in run_dirs}
     assert list(states.values()) == ["done"] * how.runs, f"{said}\n{states}"
     runtime = re.search(r"docker run|recipes\.sif|recipes\.sqsh", line)
@@ -246,11 +260,10 @@ def at_once(
     """The commands of all tests that were chosen, three at a time: much of their time they wait for
     each other and for Slurm.
     """
-    chosen = [
-        getattr(item, "callspec", None)
-        for item in request.session.items
-        if item.path == Path(__file__)
-    ]
+    chosen = []
+    for item in request.session.items:
+        if item.path == Path(__file__):
+            chosen.append(getattr(item, "callspec", None))
     typed = [
         call.params["line"] for call in chosen if call and TABLE[call.params["line"]].where == where
     ]
@@ -307,28 +320,27 @@ def test_a_command_typed_on_two_machines(
         "stdout": subprocess.PIPE,
     }
     with ThreadPoolExecutor() as pool:
-        both = [
-            pool.submit(slurm.on_node, name, "bash", "-c", words, **keywords)
-            for name, words in typed.items()
-        ]
+        both = []
+        for name, words in typed.items():
+            both.append(pool.submit(slurm.on_node, name, "bash", "-c", words, **keywords))
     first, second = (done.result() for done in both)
     assert (first.returncode, second.returncode) == (0, 0), first.stdout + second.stdout
     assert "mnist: 2 ranks on 2 nodes, cpu, gloo" in first.stdout
-    found = re.search(r"^run directory: (.+)$", first.stdout, re.MULTILINE)
-    assert found
-    assert helpers.read(Path(found[1]), "status")["state"] == "done"
+    announced = re.search(r"^run directory: (.+)$", first.stdout, re.MULTILINE)
+    assert announced
+    assert helpers.read(Path(announced[1]), "status")["state"] == "done"
 
 
 @pytest.mark.long
 def test_the_commands_for_a_private_slurm(site: Site, slurm: Cluster) -> None:
     """It runs beside the cluster of the tests, and only its own cluster is taken down."""
     up, train, down = (line for line, how in TABLE.items() if how.where == OWN_SLURM)
-    own = Cluster(Path(check(site, up).splitlines()[-1]).parents[1])
-    there = Site(site.clone, {**site.environ, **own.env, "OWN": str(own.root)}, own)
+    private = Cluster(Path(check(site, up).splitlines()[-1]).parents[1])
+    there = Site(site.clone, {**site.environ, **private.env, "OWN": str(private.root)}, private)
     try:
-        assert [node.gpus for node in own.nodes] == [8, 8]
+        assert [node.gpus for node in private.nodes] == [8, 8]
         check(there, train)
     finally:
         check(there, down)
-    assert not own.root.exists()
+    assert not private.root.exists()
     assert slurm.root.exists()

@@ -19,11 +19,16 @@ from tests.slurm.jobs import TWO_BY_ONE, ended, log_lines, read
 PROGRAM = """
 import os, pathlib, signal, socket, sys, time
 import torch, torch.distributed as dist
-run_dir, stopped = pathlib.Path(os.environ["RECIPES_RUN_DIR"]), []
-signal.signal(signal.SIGUSR1, lambda number, frame: (print("got", number, flush=True), stopped.append(1)))
+run_dir = pathlib.Path(os.environ["RECIPES_RUN_DIR"])
+stopped = []
+def stop(number, frame):
+    print("got", number, flush=True)
+    stopped.append(1)
+signal.signal(signal.SIGUSR1, stop)
 dist.init_process_group("gloo")
 step = int((run_dir / "saved").read_text()) if (run_dir / "saved").exists() else 0
-print(sys.argv[1:], "rank", dist.get_rank(), "on", socket.gethostname(), "from", bool(step), flush=True)
+place = ["rank", dist.get_rank(), "on", socket.gethostname()]
+print(sys.argv[1:], *place, "from", bool(step), flush=True)
 for _ in range(10 if step else 100_000):
     stop = torch.tensor([len(stopped)])
     dist.all_reduce(stop)
@@ -36,10 +41,9 @@ for _ in range(10 if step else 100_000):
 
 
 @pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    clone = jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-    (clone / "program.py").write_text(PROGRAM)
-    return clone
+def repo(repo: Path) -> Path:
+    (repo / "program.py").write_text(PROGRAM)
+    return repo
 
 
 def submit(slurm: Cluster, repo: Path, run_dir: Path) -> tuple[str, Path]:
@@ -65,32 +69,26 @@ def test_a_program_is_stopped_requeued_and_continues(
     try:
         slurm.run("scancel", "--signal=USR1", job, check=True)
         jobs.wait_requeued(slurm, job, log, 60)
-        assert [read(run_dir / "status.json")[name] for name in ("state", "reason")] == [
-            "preempted",
-            "SIGUSR1",
-        ]
+        status = read(run_dir / "status.json")
+        assert status["state"] == "preempted"
+        assert status["reason"] == "SIGUSR1"
         jobs.start_again(slurm, job)
         assert ended(slurm, job, log, 90) == ("COMPLETED", "0:0"), log.read_text()
     finally:
         jobs.leave_no_job(slurm)
     for rank in range(2):
-        lines = [
-            line
-            for line in log_lines(run_dir / f"logs/rank{rank}.log")
-            if line.startswith(("[", "got"))
-        ]
-        own = f"['--lr', 'cluster=a'] rank {rank} on node{rank + 1} from"
-        assert [line for line in lines if not line.startswith("[W")] == [
-            f"{own} False",
-            "got 10",
-            f"{own} True",
-        ]
+        lines = log_lines(run_dir / f"logs/rank{rank}.log")
+        printed = [line for line in lines if line.startswith(("['", "got"))]
+        greeting = f"['--lr', 'cluster=a'] rank {rank} on node{rank + 1} from"
+        assert printed == [f"{greeting} False", "got 10", f"{greeting} True"]
     assert (
         f"script: stopped; requeued (restart 1 of at most 20); run directory {run_dir}"
         in log_lines(log)
     )
     assert log_lines(log)[-1] == f"script: done; run directory {run_dir}"
-    assert [read(run_dir / "status.json")[name] for name in ("state", "attempt")] == ["done", 1]
+    status = read(run_dir / "status.json")
+    assert status["state"] == "done"
+    assert status["attempt"] == 1
 
 
 @pytest.mark.long
@@ -120,12 +118,18 @@ KILLED = {  # what is killed: (its node, words of its command, how the last line
     "program": (
         "node2",
         "-u /",
-        "rank 1 on node2 failed first: the program was killed by signal 9 (Killed; often the memory was used up)",
+        (
+            "rank 1 on node2 failed first: the program was killed by signal 9 (Killed; often the "
+            "memory was used up)"
+        ),
     ),
     "wrapper": (
         "node2",
         "-m recipes.script",
-        "the wrapper of rank 1 on node2 was killed; rank 0 on node1 failed: the program exited with status 1; Ru",
+        (
+            "the wrapper of rank 1 on node2 was killed; rank 0 on node1 failed: the program "
+            "exited with status 1; Ru"
+        ),
     ),
     "srun": ("node1", "srun ", "srun, or the wrapper of every rank, was killed"),
 }
@@ -146,14 +150,14 @@ def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, vic
     job, log = submit(slurm, repo, run_dir)
     try:
         processes = slurm.processes(job_id=job, node=node, command=command)
-        killed = [
-            one
-            for one in processes
-            if "--lr" in one.command and one.command.startswith(("srun", sys.executable))
-        ]
-        for process in killed[: 1 if victim == "srun" else None]:
-            os.kill(process.pid, signal.SIGKILL)
+        killed = []
+        for process in processes:
+            is_of_job = process.command.startswith(("srun", sys.executable))
+            if is_of_job and "--lr" in process.command:
+                killed.append(process.pid)
         assert killed, processes
+        for pid in killed[: 1 if victim == "srun" else None]:
+            os.kill(pid, signal.SIGKILL)
         assert ended(slurm, job, log, 60)[0] == "FAILED", log.read_text()
     finally:
         jobs.leave_no_job(slurm)
@@ -161,7 +165,5 @@ def test_what_is_killed_is_named(slurm: Cluster, repo: Path, tmp_path: Path, vic
     status = read(run_dir / "status.json")
     assert status["state"] == "failed"
     assert status["reason"].startswith(reason)
-    done = slurm.run(
-        sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=jobs.PYTHON
-    )
-    assert done.stdout.startswith(reason), done.stdout
+    explained = jobs.explain(slurm, repo, run_dir)
+    assert explained.startswith(reason), explained

@@ -13,16 +13,11 @@ import pytest
 from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import ONE_BY_ONE
 
 pytestmark = pytest.mark.timeout(400)
 
-ONE = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 SCRIPT = "sbatch/mnist_1x1.sh"
-
-
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class First:
 def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, *jobs.ENDLESS, f"run_dir={run_dir}")
+    job = jobs.sbatch(slurm, repo, log, *ONE_BY_ONE, SCRIPT, *jobs.ENDLESS, f"run_dir={run_dir}")
     try:
         jobs.wait_for_training(slurm, job, run_dir, step=1)
         yield First(slurm, repo, job, run_dir, log)
@@ -51,13 +46,16 @@ def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
 def test_a_second_job_is_refused_until_the_first_ends(
     slurm: Cluster, repo: Path, first: First, tmp_path: Path
 ) -> None:
-    used = f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel {first.job})"
+    used = (
+        f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel "
+        f"{first.job})"
+    )
     log = tmp_path / "second"
-    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={first.run_dir}")
+    job = jobs.sbatch(slurm, repo, log, *ONE_BY_ONE, SCRIPT, f"run_dir={first.run_dir}")
     assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
     assert jobs.log_lines(log)[-1].startswith(f"mnist: {used}"), jobs.tail(log)
     slurm.run("scontrol", "suspend", first.job, check=True)
-    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={first.run_dir}")
+    job = jobs.sbatch(slurm, repo, log, *ONE_BY_ONE, SCRIPT, f"run_dir={first.run_dir}")
     assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
     assert f"job {first.job} (suspended) uses it" in jobs.log_lines(log)[-1]
     slurm.run("scontrol", "resume", first.job, check=True)

@@ -48,11 +48,6 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 @pytest.fixture(autouse=True)
 def _no_job_left(slurm: Cluster) -> Iterator[None]:
     yield
@@ -72,26 +67,24 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
 
     assert read(run_dir / "status.json")["state"] == "done"
     summary = read(run_dir / "summary.json")
-    assert (summary["world_size"], summary["num_nodes"], summary["val_samples"]) == (4, 2, 359)
+    assert summary["world_size"] == 4
+    assert summary["num_nodes"] == 2
+    assert summary["val_samples"] == 359
 
     text = log.read_text()
     assert "mnist: 4 ranks on 2 nodes, cpu, gloo" in text
     # docker0 has the same address on both nodes, and a node's own name is 127.0.1.1: only the route
     # tells
     node2 = slurm.node("node2")
-    ways = [
-        f"network: eth0 (route to node2 ({address}))" for address in (node2.address, node2.address6)
-    ]
-    assert len({*ways} & {*log_lines(log)}) == 1, text
+    addresses = (node2.address, node2.address6)
+    routes = {f"network: eth0 (route to node2 ({address}))" for address in addresses}
+    assert len(routes.intersection(log_lines(log))) == 1, text
     assert "cpu binding" not in text  # what srun says of HOSTILE's
-    assert sorted(file.name for file in (run_dir / "logs").iterdir()) == [
-        f"rank{rank}.log" for rank in range(4)
-    ]
+    logs = sorted(file.name for file in (run_dir / "logs").iterdir())
+    assert logs == [f"rank{rank}.log" for rank in range(4)]
     assert "mnist: 4 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
-    assert (
-        log_lines(log)[-1]
-        == f"mnist: done; val_top1 {summary['val_top1']:.4f}; run directory {run_dir}"
-    )
+    result = f"val_top1 {summary['val_top1']:.4f}"
+    assert log_lines(log)[-1] == f"mnist: done; {result}; run directory {run_dir}"
 
 
 def test_each_rank_sees_all_gpus_of_the_job_on_its_node(
@@ -102,16 +95,8 @@ def test_each_rank_sees_all_gpus_of_the_job_on_its_node(
     """
     log = tmp_path / "log"
     size = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
-    job = sbatch(
-        slurm,
-        repo,
-        log,
-        *size,
-        "sbatch/mnist_2x8.sh",
-        "dataset=digits",
-        f"run_dir={tmp_path}/run",
-        env=HOSTILE,
-    )
+    words = (*size, "sbatch/mnist_2x8.sh", "dataset=digits", f"run_dir={tmp_path}/run")
+    job = sbatch(slurm, repo, log, *words, env=HOSTILE)
     assert ended(slurm, job, log) == ("FAILED", "3:0"), log.read_text()
     lines = {line for line in log_lines(log) if line.startswith("mnist: ")}
     assert len(lines) == 1, log.read_text()  # the ranks', and at the end the batch script's
@@ -127,7 +112,9 @@ def test_real_mnist_is_learnt_over_two_nodes(slurm: Cluster, repo: Path, tmp_pat
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys)
     assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
     summary = read(tmp_path / "run/summary.json")
-    assert (summary["world_size"], summary["num_nodes"], summary["val_samples"]) == (2, 2, 10_000)
+    assert summary["world_size"] == 2
+    assert summary["num_nodes"] == 2
+    assert summary["val_samples"] == 10_000
     assert summary["val_top1"] >= 0.992
 
 
@@ -144,17 +131,8 @@ def test_a_run_directory_on_the_nodes_own_disks_is_refused(
     """
     log = tmp_path / "log"
     run_dir = f"/dev/shm/{tmp_path.name}"
-    options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-    job = sbatch(
-        slurm,
-        repo,
-        log,
-        *options,
-        "sbatch/mnist_2x8.sh",
-        *MINI,
-        "timeout_s=10",
-        f"run_dir={run_dir}",
-    )
+    keys = [*MINI, "timeout_s=10", f"run_dir={run_dir}"]
+    job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *keys)
     assert ended(slurm, job, log, 90) == ("FAILED", "3:0"), log.read_text()
     unseen = "this node does not see the files that rank 0 on node1 writes"
     line = f"node2: run_dir={run_dir}: {unseen}: give a folder that all nodes share"
@@ -177,11 +155,9 @@ def test_a_failure_on_one_node_names_that_node(slurm: Cluster, repo: Path, tmp_p
     state = ended(slurm, job, log, 45)
     assert state == ("FAILED", "2:0"), log.read_text()
     status = read(run_dir / "status.json")
-    assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == (
-        "failed",
-        1,
-        "node2",
-    )
+    assert status["state"] == "failed"
+    assert status["first_failing_rank"] == 1
+    assert status["first_failing_host"] == "node2"
     assert log_lines(log)[-1].startswith("mnist: failed: rank 1 on node2 failed first: "), (
         log.read_text()
     )
@@ -223,9 +199,10 @@ KEYS_OF = {
 VAL_SAMPLES = {"mnist": 359, "cifar": 13, "imagenet": 13, "finetune": 12}
 
 
-@pytest.mark.parametrize(
-    "script", [path.name for path in sorted((ROOT / "sbatch").glob("[!s]*x*.sh"))]
-)  # not script
+READY = [path.name for path in sorted((ROOT / "sbatch").glob("[!s]*x*.sh"))]  # not script
+
+
+@pytest.mark.parametrize("script", READY)
 @pytest.mark.long
 def test_each_ready_script_trains(
     slurm: Cluster, repo: Path, tmp_path: Path, script: str, image_folders: Path
@@ -236,12 +213,10 @@ def test_each_ready_script_trains(
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, f"sbatch/{script}", *keys)
     assert slurm.wait_job(job, 60) == "COMPLETED", log.read_text()
     summary = read(tmp_path / "run" / "summary.json")
-    assert (summary["recipe"], summary["world_size"], summary["num_nodes"], summary["steps"]) == (
-        recipe,
-        2,
-        2,
-        2,
-    )
+    assert summary["recipe"] == recipe
+    assert summary["world_size"] == 2
+    assert summary["num_nodes"] == 2
+    assert summary["steps"] == 2
     assert summary.get("val_samples") == VAL_SAMPLES.get(recipe)
 
 
@@ -256,23 +231,13 @@ def test_a_job_of_a_few_minutes_is_not_stopped_at_its_start(
     """The signal of the script, 120 s before the limit, would come immediately."""
     log = tmp_path / "log"
     run_dir = tmp_path / "run"
-    job = sbatch(
-        slurm,
-        repo,
-        log,
-        *TWO_BY_ONE,
-        "--time=5",
-        "sbatch/mnist_2x8.sh",
-        *ENDLESS,
-        f"run_dir={run_dir}",
-    )
+    words = ("--time=5", "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
+    job = sbatch(slurm, repo, log, *TWO_BY_ONE, *words)
     wait_for_training(slurm, job, run_dir)
     slurm.run("scancel", "--signal=USR2", job)
     wait_for_training(slurm, job, run_dir, step=rows(run_dir)[-1]["step"] + 20)
-    assert any(
-        line.startswith("mnist: this job has only a few minutes: it ignores SIGUSR2")
-        for line in log_lines(log)
-    )
+    ignored = "mnist: this job has only a few minutes: it ignores SIGUSR2"
+    assert [line for line in log_lines(log) if line.startswith(ignored)]
     assert slurm.jobs(job)[0]["Restarts"] == "0"
     slurm.run("scancel", job)
     ended(slurm, job, log)

@@ -5,7 +5,6 @@ the source edited afterwards. On a real Slurm.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,9 +38,8 @@ def repo(tmp_path: Path) -> Path:
     git(repo, "add", ".")
     git(repo, "commit", "--quiet", "--message=all")
     recipe = repo / "recipes" / "toy.py"
-    recipe.write_text(
-        recipe.read_text().replace("nn.Linear(64, 64)", "nn.Linear(64, 64, bias=True)")
-    )
+    text = recipe.read_text()
+    recipe.write_text(text.replace("nn.Linear(64, 64)", "nn.Linear(64, 64, bias=True)"))
     return repo
 
 
@@ -55,12 +53,11 @@ def break_all(repo: Path) -> None:
 
 def check_origin(repo: Path, run_dir: Path) -> None:
     assert jobs.read(run_dir / "status.json")["state"] == "done"
-    assert (
-        jobs.read(run_dir / "summary.json")["git_commit"]
-        == git(repo, "rev-parse", "HEAD") + "-dirty"
-    )
-    assert "+" in (run_dir / "code.diff").read_text()
-    assert "bias=True" in (run_dir / "code.diff").read_text()
+    commit = jobs.read(run_dir / "summary.json")["git_commit"]
+    assert commit == git(repo, "rev-parse", "HEAD") + "-dirty"
+    difference = (run_dir / "code.diff").read_text()
+    assert "+" in difference
+    assert "bias=True" in difference
     code = Path(jobs.read(run_dir / "job.yaml")["code"])
     assert code.parent == repo / "runs" / "code"
     assert "bias=True" in (code / "recipes" / "toy.py").read_text()
@@ -87,9 +84,9 @@ def test_a_job_runs_the_code_of_its_submission_after_an_edit(
     finally:
         (elsewhere / "submitted").unlink(missing_ok=True)
         said = helpers.finish(outer, 60).out
-    found = re.search(r"^job (\d+): ", said, re.MULTILINE)
-    assert found, said
-    assert slurm.wait_job(found[1], 120) == "COMPLETED", said
+    job = jobs.job_of(said)
+    assert job, said
+    assert slurm.wait_job(job, 120) == "COMPLETED", said
     check_origin(repo, elsewhere / "mine")
 
 
@@ -102,9 +99,8 @@ def test_a_job_never_runs_the_code_of_another_clone(
     """
     break_all(jobs.copy_repository(tmp_path / "other"))
     elsewhere = {**PYTHON, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{tmp_path}/other"}
-    (repo / "sbatch" / "toy.sh").write_text(
-        (repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy")
-    )
+    script = (repo / "sbatch" / "mnist_1x1.sh").read_text()
+    (repo / "sbatch" / "toy.sh").write_text(script.replace("mnist", "toy"))
     log = tmp_path / "log"
     options = ("--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh")
     job = jobs.sbatch(slurm, repo, log, *options, *KEYS, "run_dir=ready", env=elsewhere)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import helpers
 from tests.slurm import jobs
@@ -19,11 +20,6 @@ pytestmark = pytest.mark.timeout(400)
 KEYS = ("recipe=toy", "device=cpu", "cpu_threads=1", "cpus_per_rank=1", "max_steps=3")
 
 
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
-
-
 @pytest.mark.long
 def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
     rates = ("0.01", "1e20", "0.02")
@@ -32,29 +28,21 @@ def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
         sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, timeout=300
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    found = re.search(r"^job (\d+): ", done.stdout, re.MULTILINE)
-    assert found, done.stdout
-    job = found[1]
+    job = jobs.job_of(done.stdout)
+    assert job, done.stdout
     for number, rate in enumerate(rates):
         assert f"{job}_{number}: lr={rate}" in done.stdout.splitlines()
         run_dir = repo / "runs/toy" / f"{job}_{number}"
         status = jobs.read(run_dir / "status.json")
         assert status["state"] == ("failed" if rate == "1e20" else "done"), status
-        [line] = [
-            line
-            for line in (run_dir / "config.yaml").read_text().splitlines()
-            if line.startswith("lr: ")
-        ]
-        assert float(line.removeprefix("lr: ")) == float(rate)
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        assert float(config["lr"]) == float(rate)
         assert (run_dir / "job.sh").exists()
         assert jobs.read(run_dir / "job.yaml")["arguments"][-1] == f"lr={rate}"
-    assert all(record["ArrayTaskThrottle"] == "2" for record in slurm.jobs(job))
-    asked = next(
-        line for line in done.stdout.splitlines() if line.startswith("table of the runs: ")
-    )
-    table = helpers.run(
-        ["sh", "-c", asked.partition(": ")[2].replace("python", sys.executable, 1)], cwd=repo
-    ).lines
+    for record in slurm.jobs(job):
+        assert record["ArrayTaskThrottle"] == "2"
+    [offer] = re.findall(r"^table of the runs: python (.*)", done.stdout, re.MULTILINE)
+    table = helpers.run(["sh", "-c", f"{sys.executable} {offer}"], cwd=repo).lines
     assert table[0].split() == [
         "run",
         "state",

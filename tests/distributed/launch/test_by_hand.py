@@ -34,6 +34,13 @@ def start(
     return helpers.start([*inside, *command, f"node_rank={node_rank}", *words], cwd=cwd)
 
 
+def finish(*started: subprocess.Popen[str]) -> list[helpers.Ended]:
+    ended = [helpers.finish(process) for process in started]
+    for machine in ended:
+        assert machine.status == 0, "\n".join(machine.out for machine in ended)
+    return ended
+
+
 @pytest.mark.parametrize(
     ("ranks", "host"),
     [((2, 1), "10.83.0.1"), pytest.param((1, 1), "[fd83::1]", marks=pytest.mark.long)],
@@ -45,8 +52,7 @@ def test_uneven_machines_may_start_in_any_order(
     second = start(machines[1], 1, *layout, cwd=tmp_path)
     helpers.wait_until(lambda: helpers.children(second.pid), 20, "the rank of the second machine")
     first = start(machines[0], 0, *layout, cwd=tmp_path)
-    ended = [helpers.finish(first), helpers.finish(second)]
-    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
+    ended = finish(first, second)
     run_dir = tmp_path / "run"
     size = sum(ranks)
     assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
@@ -54,37 +60,26 @@ def test_uneven_machines_may_start_in_any_order(
     # Rank 0 speaks, and is on the other.
     assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
     summary = helpers.read(run_dir, "summary")
-    found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
-    assert found == {
-        "world_size": size,
-        "num_nodes": 2,
-        "steps": 4,
-        "val_samples": 359,
-        "restarts": 0,
-    }
+    assert summary["world_size"] == size
+    assert summary["num_nodes"] == 2
+    assert summary["steps"] == 4
+    assert summary["val_samples"] == 359
+    assert summary["restarts"] == 0
     assert attempts.facts(run_dir)["hosts"] == [machines[0]] * ranks[0] + [machines[1]] * ranks[1]
-    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [
-        f"rank{r}.log" for r in range(size)
-    ]
+    logs = sorted(path.name for path in (run_dir / "logs").iterdir())
+    assert logs == [f"rank{rank}.log" for rank in range(size)]
     assert helpers.read(run_dir, "status")["state"] == "done"
 
 
 @pytest.mark.long
 def test_the_doctor_without_slurm(machines: tuple[str, str], tmp_path: Path) -> None:
-    layout = (
-        "recipe=doctor",
-        "gpus=1,1",
-        "master=10.83.0.1:29413",
-        f"run_dir={tmp_path}/run",
-        "seconds=40",
-    )
-    words = [word for word in LOCAL if not word.startswith(("recipe=", "dataset="))]
-    both = [
-        start(name, node, *layout, cwd=tmp_path, command=words)
-        for node, name in enumerate(machines)
-    ]
-    ended = [helpers.finish(process) for process in both]
-    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
+    layout = ("recipe=doctor", "gpus=1,1", "master=10.83.0.1:29413")
+    words = (*layout, f"run_dir={tmp_path}/run", "seconds=40")
+    command = [word for word in LOCAL if not word.startswith(("recipe=", "dataset="))]
+    started = []
+    for node, name in enumerate(machines):
+        started.append(start(name, node, *words, cwd=tmp_path, command=command))
+    ended = finish(*started)
     assert "healthy: 2 nodes" in ended[0].lines, ended[0].out
     assert not [line for line in ended[0].lines if line.startswith("BAD")]
 
@@ -98,9 +93,8 @@ def test_a_port_in_use_is_reported_in_one_line(host: str, tmp_path: Path) -> Non
         pytest.skip(f"no {host} here: {error}")
     with taken:
         port = taken.getsockname()[1]
-        ended = helpers.run(
-            [*LOCAL, "gpus=1,1", "node_rank=0", f"master={host}:{port}", f"run_dir={tmp_path}/run"]
-        )
+        layout = ("gpus=1,1", "node_rank=0", f"master={host}:{port}")
+        ended = helpers.run([*LOCAL, *layout, f"run_dir={tmp_path}/run"])
     assert ended.status == 3, ended.out
     assert len(ended.lines) == 1, ended.out
     assert f"port {port}" in ended.lines[0]

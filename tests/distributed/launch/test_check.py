@@ -40,9 +40,9 @@ def check(
 def parts(ended: Ended) -> dict[str, str]:
     """The result of each part, by its name."""
     lines = [line for line in ended.lines[:-1] if not line.startswith("keys from the run ")]
-    found = [re.fullmatch(r"(\w+): +(.+)", line) for line in lines]
-    assert all(found), ended.out
-    return {match[1]: match[2] for match in found if match}
+    matches = [re.fullmatch(r"(\w+): +(.+)", line) for line in lines]
+    assert all(matches), ended.out
+    return {match[1]: match[2] for match in matches if match}
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -65,10 +65,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     words = ("ranks_per_node=2", "max_steps=3", "keep_every_steps=2", f"run_dir={run_dir}")
     helpers.run_fork([*helpers.LOCAL, *words]).expect(0)
-    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == [
-        "step-00000002.pt",
-        "step-00000003.pt",
-    ]
+    names = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    assert names == ["step-00000002.pt", "step-00000003.pt"]
     return run_dir
 
 
@@ -86,7 +84,8 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     assert list(said) == ["keys", "recipe", "disk"]
     assert said["keys"] == "ok: mnist, 2 ranks"
     assert re.fullmatch(
-        r"ok: 1,43\d training samples, [\d,]+ parameters \(3\.9 MB per rank, with gradients and optimiser state\), "
+        r"ok: 1,43\d training samples, [\d,]+ parameters \(3\.9 MB per rank, with gradients "
+        r"and optimiser state\), "
         r"continues from step 3",
         said["recipe"],
     )
@@ -97,9 +96,8 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
 
 
 def test_a_recipe_without_checkpoints(tmp_path: Path) -> None:
-    said = parts(
-        check("recipe=doctor", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run").expect(0)
-    )
+    words = ("recipe=doctor", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run")
+    said = parts(check(*words).expect(0))
     assert said["recipe"] == "ok: nothing to train, and no checkpoints"
     assert said["disk"].endswith(f"free in {tmp_path}")
     assert list(tmp_path.iterdir()) == []
@@ -135,8 +133,9 @@ def test_a_recipe_that_fails_or_never_begins_is_reported(tmp_path: Path) -> None
         assert old in text
         (repo / "recipes/mine.py").write_text(text.replace(old, new))
         ended = check("recipe=mine", *HERE, repo=repo).expect(1)
-        assert parts(ended)["recipe"].startswith("failed: mine: ")
-        assert parts(ended)["recipe"].endswith(wanted)
+        result = parts(ended)["recipe"]
+        assert result.startswith("failed: mine: ")
+        assert result.endswith(wanted)
 
 
 # --- the disk
@@ -148,15 +147,13 @@ def test_number_of_checkpoints_that_need_space(
     monkeypatch.setattr(files, "free_bytes", lambda folder: 8_388_608)
     two, five, little = (Found(1, 1, 8_300_000 // count) for count in (2, 5, 1000))
     run_dir = tmp_path / "run"
-    assert (
-        checks.disk_space(run_dir, 3, five)
-        == f"5 checkpoints of up to 1.7 MB, 8.4 MB free in {tmp_path}"
-    )
+    space = checks.disk_space(run_dir, 3, five)
+    assert space == f"5 checkpoints of up to 1.7 MB, 8.4 MB free in {tmp_path}"
     kept = f"all checkpoints are kept, up to 4.2 MB each; 8.4 MB free in {tmp_path}"
     assert checks.disk_space(run_dir, 0, two) == kept
-    for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
+    for keep, size in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
         with pytest.raises(MachineError, match=f"run_dir={run_dir}: {keep + 2} checkpoints of "):
-            checks.disk_space(run_dir, keep, found)
+            checks.disk_space(run_dir, keep, size)
     (run_dir / "checkpoints").mkdir(parents=True)
     for step in (1, 2, 3):  # which the run will remove
         (run_dir / f"checkpoints/step-{step:08d}.pt").touch()
@@ -170,18 +167,15 @@ def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
     """root must give up its right to write everywhere."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
-    before = (
-        ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
-    )
+    before: tuple[str, ...] = ()
+    if os.geteuid() == 0:
+        before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
     ended = check("recipe=doctor", *HERE, f"run_dir={closed}/run", before=before).expect(3)
-    assert (
-        parts(ended)["disk"]
-        == f"failed: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
-    )
+    line = f"run_dir={closed}/run: {closed} cannot be written: give another run_dir"
+    assert parts(ended)["disk"] == f"failed: {line}"
     (tmp_path / "file").touch()
-    with pytest.raises(
-        MachineError, match=f"{tmp_path}/file is not a folder: give another run_dir"
-    ):
+    line = f"{tmp_path}/file is not a folder: give another run_dir"
+    with pytest.raises(MachineError, match=line):
         checks.disk_space(tmp_path / "file/run", 3, None)
 
 
@@ -215,9 +209,8 @@ def test_a_start_that_takes_too_long_is_killed(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     settings = command_line.parse(["recipe=toy"], environ={})
     before = helpers.children(os.getpid())
-    with pytest.raises(
-        MachineError, match=r"toy: did not reach its first step on this machine within 0\.5 s"
-    ):
+    line = r"toy: did not reach its first step on this machine within 0\.5 s"
+    with pytest.raises(MachineError, match=line):
         checks.start(settings, tmp_path / "run", 1, repo, tmp_path, timeout_s=0.5)
     assert helpers.children(os.getpid()) == before
     assert list(temporary.iterdir()) == []

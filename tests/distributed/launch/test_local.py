@@ -33,9 +33,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(elsewhere: Path) -> Ended:
-    return helpers.run_fork(
-        [*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere
-    ).expect(0)
+    argv = [*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"]
+    return helpers.run_fork(argv, cwd=elsewhere).expect(0)
 
 
 @pytest.fixture(scope="module")
@@ -53,46 +52,38 @@ def test_a_run_prints_its_size_and_run_directory(first: Ended, run_dir: Path) ->
 
 def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
-        "done",
-        0,
-        10,
-        "",
-    )
+    assert status["state"] == "done"
+    assert status["attempt"] == 0
+    assert status["step"] == 10
+    assert status["reason"] == ""
     assert status["first_failing_rank"] is None
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
-        "best",
-        "latest",
-        "step-00000004.pt",
-        "step-00000008.pt",
-        "step-00000010.pt",
-    ]
-    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000010.pt"
-    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    folder = run_dir / "checkpoints"
+    steps = [f"step-{step:08d}.pt" for step in (4, 8, 10)]
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", *steps]
+    assert (folder / "latest").read_text().strip() == "step-00000010.pt"
+    logs = sorted(path.name for path in (run_dir / "logs").iterdir())
+    assert logs == ["rank0.log", "rank1.log"]
     assert "epoch 1/4  step 10/10 " in (run_dir / "logs" / "rank0.log").read_text()
     assert not [p.name for p in run_dir.rglob(".*")], "temporary files are left"
-    content = torch.load(run_dir / "checkpoints" / "step-00000010.pt", weights_only=True)
+    content = torch.load(folder / "step-00000010.pt", weights_only=True)
     assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
     assert len(content["rng"]) == 2  # every rank's
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     # typed, and defaults
-    assert (config["max_steps"], config["epochs"], config["optimizer"]) == (
-        10,
-        4,
-        "adamw",
-    )
+    assert config["max_steps"] == 10
+    assert config["epochs"] == 4
+    assert config["optimizer"] == "adamw"
     assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
 
 
 def test_metrics_and_summary(run_dir: Path) -> None:
     rows = helpers.rows(run_dir)
     assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 10]
-    assert all(
-        {"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= set(row) for row in rows
-    )
-    assert all(
-        row["attempt"] == 0 and row["epoch"] == 0 and row["samples_per_second"] > 0 for row in rows
-    )
+    for row in rows:
+        assert {"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= row.keys()
+        assert row["attempt"] == 0
+        assert row["epoch"] == 0
+        assert row["samples_per_second"] > 0
     summary = helpers.read(run_dir, "summary")
     expected = {
         "recipe": "mnist",
@@ -120,9 +111,8 @@ def test_visible_gpus_set_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7")
 
     def ranks(*words: str) -> tuple[int, ...]:
-        return local_layout(
-            command_line.parse(["recipe=toy", "launcher=local", *words], environ={})
-        ).ranks
+        typed = ["recipe=toy", "launcher=local", *words]
+        return local_layout(command_line.parse(typed, environ={})).ranks
 
     assert ranks() == (4,)
     assert ranks("gpus_per_node=2") == (2,)
@@ -142,18 +132,23 @@ def launch(
 ) -> list[str]:
     """The command of a launcher that runs ``code`` on so many ranks and exits with their status."""
     program = (
-        "import os, sys; from pathlib import Path; from recipes.core.launch import local; from recipes.core.run import signals\n"
+        "import os, sys; from pathlib import Path; from recipes.core.launch import local; "
+        "from recipes.core.run import signals\n"
         f"signals.TOGETHER_S = {together_s}\n"
         f"local.PEERS_GRACE_S = 0.3; local.STOP_GRACE_S = {stop_grace_s}\n"
         "code, ranks, run_dir = sys.argv[1:]\n"
         "command = [sys.executable, '-u', '-c', code]\n"
         "layout = local.Layout((int(ranks),))\n"
-        "sys.exit(local.run(command, layout, Path(run_dir) if run_dir else None, 'mnist', os.environ))\n"
+        "sys.exit(local.run(command, layout, Path(run_dir) if run_dir else None, 'mnist', "
+        "os.environ))\n"
     )
     return [sys.executable, "-c", program, code, str(ranks), str(run_dir or "")]
 
 
-STUBBORN = "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]; rank = int(os.environ['RANK'])\n"
+STUBBORN = (
+    "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, "
+    "signal.SIGINT, signal.SIGHUP)]; rank = int(os.environ['RANK'])\n"
+)
 SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
 
 
@@ -179,13 +174,15 @@ def test_a_failed_rank_ends_the_others_and_is_reported(
 def test_a_failed_rank_of_the_second_machine_has_its_number_of_all() -> None:
     command = launch("import sys; sys.exit(7)", 1)
     command[2] = command[2].replace("((int(ranks),))", "((8, int(ranks)), 1, '127.0.0.1', 29400)")
-    assert helpers.finish(helpers.start(command)).lines[-1].startswith("failed: rank 8 on ")
+    ended = helpers.finish(helpers.start(command))
+    assert ended.lines[-1].startswith("failed: rank 8 on ")
 
 
 def ups(process: Any, count: int) -> list[int]:
     """The process IDs that ``count`` ranks print after they have started."""
     lines = [process.stdout.readline().split() for _ in range(count)]
-    assert all(words[:1] == ["up"] for words in lines), lines
+    for words in lines:
+        assert words[:1] == ["up"], lines
     return [int(words[2]) for words in lines]
 
 
@@ -207,7 +204,8 @@ def test_a_second_signal_ends_the_ranks_immediately() -> None:
     process = helpers.start(launch(STUBBORN + SLEEP, 2))
     pids = ups(process, 2)
     process.terminate()
-    assert "a second signal ends them at once" in process.stdout.readline()  # type: ignore[union-attr]
+    assert process.stdout
+    assert "a second signal ends them at once" in process.stdout.readline()
     time.sleep(2 * signals.TOGETHER_S)
     assert all(helpers.alive(pid) for pid in pids)
     process.terminate()
@@ -273,12 +271,12 @@ def test_children_of_a_rank_that_dies_during_the_check_are_killed(
         left = int(rank.stdout.readline())
         looked = os.waitid
 
-        def late(*given: Any) -> Any:
-            found = looked(*given)
+        def late(*arguments: Any) -> Any:
+            answer = looked(*arguments)
             monkeypatch.setattr(os, "waitid", looked)
             rank.kill()
             assert looked(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
-            return found
+            return answer
 
         monkeypatch.setattr(os, "waitid", late)
         ended = [local.has_ended(rank), local.has_ended(rank)]
@@ -288,7 +286,10 @@ def test_children_of_a_rank_that_dies_during_the_check_are_killed(
 
 def test_a_stop_saves_although_stderr_is_closed(tmp_path: Path) -> None:
     """With ``launch.py … 2>&1 | tee log``, Ctrl-C also ends tee."""
-    save = f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
+    save = (
+        f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/up; "
+        "while :; do sleep 0.1; done"
+    )
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path

@@ -25,9 +25,10 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([10.0 ** dist.get_rank()])
 dist.all_reduce(total)
-place = [os.environ[name] for name in "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR".split()]
-found = {"sum": total.item(), "argv": sys.argv[1:], "cwd": os.getcwd(), "place": place}
-open(os.environ["RECIPES_RUN_DIR"] + f"/rank{dist.get_rank()}.json", "w").write(json.dumps(found))
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR"
+place = [os.environ[name] for name in names.split()]
+facts = {"sum": total.item(), "argv": sys.argv[1:], "cwd": os.getcwd(), "place": place}
+open(os.environ["RECIPES_RUN_DIR"] + f"/rank{dist.get_rank()}.json", "w").write(json.dumps(facts))
 assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and "RECIPES_ATTEMPT" not in os.environ
 dist.destroy_process_group()
 """
@@ -80,9 +81,13 @@ def test_a_ddp_program_gets_its_place_its_arguments_and_its_modules(tmp_path: Pa
 
 def test_one_rank_of_an_executable_may_form_a_group(tmp_path: Path) -> None:
     program = f"""#!/bin/sh
-        exec {sys.executable} -c 'import torch.distributed as d; d.init_process_group("gloo"); print("world", d.get_world_size())'"""
+        exec {sys.executable} -c '
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("world", dist.get_world_size())'"""
     ended = helpers.finish(start(tmp_path, program, name="b.sh"))
-    assert (ended.status, "world 1" in ended.lines) == (0, True), ended.out
+    assert ended.status == 0, ended.out
+    assert "world 1" in ended.lines, ended.out
 
 
 @pytest.mark.parametrize(
@@ -114,17 +119,19 @@ def test_the_rank_that_fails_first_is_named(
     tmp_path: Path, program: str, code: int, kind: str, error: str
 ) -> None:
     (tmp_path / "fails.py").write_text(program)
-    peer = "import runpy, os, time\nif os.environ['RANK'] == '1': runpy.run_path('fails.py')\ntime.sleep(1.5); exit(7)"
+    peer = (
+        "import runpy, os, time\nif os.environ['RANK'] == '1': runpy.run_path('fails.py')\n"
+        "time.sleep(1.5); exit(7)"
+    )
     ended = helpers.finish(start(tmp_path, peer, ranks=2))
     reason = f"rank 1 on {HOST} failed first: {error}"
     assert ended.status == code, ended.out
     assert ended.lines[-1] == f"failed: {reason}; logs in {tmp_path}/run/logs"
-    assert status(tmp_path, "state", "kind", "first_failing_rank", "exit_status") == [
-        "failed",
-        kind,
-        1,
-        code,
-    ]
+    recorded = helpers.read(tmp_path / "run", "status")
+    assert recorded["state"] == "failed"
+    assert recorded["kind"] == kind
+    assert recorded["first_failing_rank"] == 1
+    assert recorded["exit_status"] == code
     assert explained(tmp_path)[0] == reason
 
 
@@ -179,13 +186,13 @@ def test_the_program_ends_with_its_rank(tmp_path: Path) -> None:
         tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"
     )
     log = tmp_path / "run/logs/rank0.log"
-    found = helpers.wait_until(
+    pid = helpers.wait_until(
         lambda: log.exists() and re.search(r"^pid (\d+)$", log.read_text(), re.MULTILINE),
         helpers.START_S,
         "the program",
     )
     launcher.kill()
-    helpers.wait_for_the_end_of([int(found[1])], 20)
+    helpers.wait_for_the_end_of([int(pid[1])], 20)
 
 
 def test_a_program_that_cannot_be_started_is_bad_input(tmp_path: Path) -> None:
@@ -198,7 +205,8 @@ def test_a_program_that_cannot_be_started_is_bad_input(tmp_path: Path) -> None:
 def test_a_rank_without_a_parent_is_refused(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "recipes.script", f"script={__file__}", f"run_dir={tmp_path}/run"]
     ended = helpers.run(argv)
-    assert (ended.status, len(ended.lines)) == (2, 1), ended.out
+    assert ended.status == 2, ended.out
+    assert len(ended.lines) == 1, ended.out
     assert (
         "use python launch.py script=FILE, or sbatch sbatch/script_2x8.sh script=FILE" in ended.out
     )
@@ -230,12 +238,11 @@ def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
 
     log = tmp_path / "log"
     old = "Traceback (most recent call last):\n  File x\nKeyError: old\n\f\n"
-    of_torch = '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x", line 1, in f\n[rank3]: E: a\n[rank3]: more\nend\n'
-    for text, found in (
-        (old, ""),
-        (old + of_torch, "; E: a"),
-        (of_torch + "Traceback\n", "; E: a"),
-        ("a\nb\n", ""),
-    ):
+    of_torch = (
+        '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x", line 1, in f\n'
+        "[rank3]: E: a\n[rank3]: more\nend\n"
+    )
+    texts = {old: "", old + of_torch: "; E: a", of_torch + "Traceback\n": "; E: a", "a\nb\n": ""}
+    for text, expected in texts.items():
         log.write_text(text)
-        assert script.last_exception(log) == found
+        assert script.last_exception(log) == expected

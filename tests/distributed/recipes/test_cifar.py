@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -72,33 +72,31 @@ def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(
     train: Train,
 ) -> None:
     trained = train("epochs=6", "label_smoothing=0.3")
-    ways = one_rank.shifts(TRAIN.images, 4, "reflect")
-    found = []
+    shifts = one_rank.shifts(TRAIN.images, 4, "reflect")
+    drawn = []
     losses = []
     for forward in trained.training:
         batch = []
         for image in pixels(forward.inputs):
-            plain, mirrored = (
-                ways.get(way.contiguous().numpy().tobytes()) for way in (image, TF.hflip(image))
-            )
+            plain = shifts.get(image.contiguous().numpy().tobytes())
+            mirrored = shifts.get(TF.hflip(image).numpy().tobytes())
             assert plain or mirrored
             batch.append((plain or mirrored, plain is None))
-        found.append(batch)
+        drawn.append(batch)
         labels = TRAIN.labels[[i for (i, _, _), _ in batch]]
         losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
+    samples = [sample for batch in drawn for sample in batch]
+    flipped = []
     for epoch in range(6):
-        batches = found[4 * epoch : 4 * epoch + 4]
-        assert sorted(i for batch in batches for (i, _, _), _ in batch) == list(range(32))
-        assert 6 <= sum(flipped for batch in batches for _, flipped in batch) <= 26  # of 32
-    mirrored = [
-        {i for batch in found[4 * e : 4 * e + 4] for (i, _, _), flipped in batch if flipped}
-        for e in range(6)
-    ]
-    assert mirrored == [mirrored[0], set(range(32)) - mirrored[0]] * 3  # every second time
+        of_epoch = samples[32 * epoch : 32 * epoch + 32]
+        assert sorted(i for (i, _, _), _ in of_epoch) == list(range(32))
+        flipped.append({i for (i, _, _), is_flipped in of_epoch if is_flipped})
+        assert 6 <= len(flipped[-1]) <= 26  # of 32
+    assert flipped == [flipped[0], set(range(32)) - flipped[0]] * 3  # every second time
     for axis in (1, 2):
-        places = [way[axis] for batch in found for way, _ in batch]
+        places = [shift[axis] for shift, _ in samples]
         assert min(places.count(place) for place in range(9)) >= 8  # of 192, 21 on average
-    assert len({way for batch in found for way in batch}) > 150  # each epoch has its own: 32 in one
+    assert len(set(samples)) > 150  # each epoch has its own: 32 in one
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
 
 
@@ -108,20 +106,19 @@ def test_an_evaluation_sums_the_logits_of_each_image_and_its_mirror_image(
 ) -> None:
     trained = train("epochs=1", f"tta={str(tta).lower()}")
     seen = [pixels(forward.inputs) for forward in trained.evaluation]
-    mirrored = TF.hflip(TEST.images)
-    assert [torch.equal(*pair) for pair in zip(seen, [TEST.images, mirrored], strict=False)] == [
-        True
-    ] * (1 + tta)
+    expected = [TEST.images, TF.hflip(TEST.images)][: 1 + tta]
+    for images, wanted in zip(seen, expected, strict=True):
+        assert torch.equal(images, wanted)
     answers = [forward.outputs for forward in trained.evaluation]
 
     def results(logits: Tensor) -> dict[str, float]:
-        return {f"val_top{k}": one_rank.top(logits, TEST.labels, k) for k in (1, 5)} | {
-            "val_samples": len(TEST)
-        }
+        scores = {f"val_top{k}": one_rank.top(logits, TEST.labels, k) for k in (1, 5)}
+        return scores | {"val_samples": len(TEST)}
 
     assert trained.results == results(sum(answers))
     if tta:  # the test tells a half of the sum from the sum
-        assert all(results(other) != trained.results for other in answers)
+        for other in answers:
+            assert results(other) != trained.results
 
 
 def test_an_evaluation_with_shifts_gives_them_half_of_the_weight(train: Train) -> None:
@@ -129,13 +126,15 @@ def test_an_evaluation_with_shifts_gives_them_half_of_the_weight(train: Train) -
     wide = F.pad(TEST.images.float(), (6,) * 4, "reflect")
     views = [TEST.images, wide[..., :32, :32], wide[..., 12:, 12:]]
     seen = [pixels(forward.inputs) for forward in trained.evaluation]
-    assert all(map(torch.equal, seen, [view.byte() for view in (*views, *map(TF.hflip, views))]))
+    expected = [*views, *map(TF.hflip, views)]
+    for images, wanted in zip(seen, expected, strict=True):
+        assert torch.equal(images, wanted.byte())
     answers = [forward.outputs for forward in trained.evaluation]
-    logits = sum(answers) + answers[0] + answers[3]
-    wanted, other = (
-        [one_rank.top(one, TEST.labels, k) for k in (1, 5)] for one in (logits, sum(answers))
-    )
-    assert [trained.results["val_top1"], trained.results["val_top5"]] == wanted != other
+    unweighted = sum(answers)
+    weighted = unweighted + answers[0] + answers[3]
+    for logits, is_right in ((weighted, True), (unweighted, False)):
+        scores = [one_rank.top(logits, TEST.labels, k) for k in (1, 5)]
+        assert ([trained.results["val_top1"], trained.results["val_top5"]] == scores) == is_right
 
 
 def test_a_rank_takes_its_own_samples(train: Train) -> None:
@@ -145,17 +144,17 @@ def test_a_rank_takes_its_own_samples(train: Train) -> None:
 
 def test_cutout_removes_a_grey_square(train: Train) -> None:
     trained = train("max_steps=4", "cutout=8", *PLAIN)
-    grey = torch.cat(
-        [(pixels(forward.inputs) == 121).all(1).sum((1, 2)) for forward in trained.training]
-    )
-    assert (grey.min() >= 16, grey.max()) == (True, 64)  # a quarter of it at least
+    images = torch.cat([pixels(forward.inputs) for forward in trained.training])
+    grey = (images == 121).all(1).sum((1, 2))
+    # a quarter of it at least
+    assert grey.min() >= 16
+    assert grey.max() == 64
 
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
     trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
-    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [
-        (torch.float32, torch.bfloat16)
-    ] * 3
+    dtypes = [(forward.inputs.dtype, forward.outputs.dtype) for forward in trained.forwards]
+    assert dtypes == [(torch.float32, torch.bfloat16)] * 3
     loss = one_rank.cross_entropy(trained.training[0].outputs, torch.zeros(8, dtype=torch.int64), 1)
     assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
@@ -165,9 +164,8 @@ def test_the_learning_rate_schedule(train: Train) -> None:
     half of it.
     """
     trained = train("epochs=2", "lr=0.08", "warmup=0.25", "lr_batch_size=16")
-    assert trained.lrs == pytest.approx(
-        [0.04 * f for f in (1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)]
-    )
+    sixths = (2, 4, 6, 5, 4, 3, 2, 1)
+    assert trained.lrs == pytest.approx([0.04 * factor / 6 for factor in sixths])
 
 
 def test_averaged_weights_are_evaluated(train: Train) -> None:
@@ -175,22 +173,21 @@ def test_averaged_weights_are_evaluated(train: Train) -> None:
     ema = trained.run.state.ema
     assert ema
     assert ema._decay == 0.5  # a batch of 8 is half of lr_batch_size
-    assert all(forward.net is ema.module for forward in trained.evaluation)
-    assert all(forward.net is trained.run.state.model for forward in trained.training)
+    assert {forward.net for forward in trained.evaluation} == {ema.module}
+    assert {forward.net for forward in trained.training} == {trained.run.state.model}
     later = train("max_steps=2", "ema=0.25", "lr_batch_size=16", "evaluate=true")
     assert torch.equal(later.evaluation[-1].weights, list(ema.parameters())[-1])
 
 
 def test_the_optimizer_settings() -> None:
     net = nn.Linear(2, 2)
-    sgd, plain = (
-        cifar.make_optimizer(cfg, net, 0.1, 8)
-        for cfg in (Config(weight_decay=0.25), Config(momentum=0.0))
-    )
+    sgd = cifar.make_optimizer(Config(weight_decay=0.25), net, 0.1, 8)
+    plain = cifar.make_optimizer(Config(momentum=0.0), net, 0.1, 8)
     assert one_rank.decayed(net, sgd) == {"weight": 0.25, "bias": 0}
-    assert {(group["lr"], group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {
-        (0.1, 0.9, True)
-    }
+    for group in sgd.param_groups:
+        assert group["lr"] == 0.1
+        assert group["momentum"] == 0.9
+        assert group["nesterov"] is True
     assert {group["nesterov"] for group in plain.param_groups} == {False}
 
 
@@ -206,12 +203,16 @@ def test_muon_trains_the_filters_of_airbench_and_sgd_the_rest() -> None:
     filters = [f"body.{i}.{part}.0.weight" for i in range(3) for part in ("first", "second")]
     biases = [f"body.{i}.{norm}.bias" for i in range(3) for norm in ("first.2", "second.1")]
     assert groups == [filters, ["whiten.bias"], biases, ["head.weight"]]
-    settings = [
-        (g["lr"], g["momentum"], g["orthogonal"], g["lr"] * g["weight_decay"])
-        for g in optimizer.param_groups
-    ]
-    sgd = [(pytest.approx(lr), 0.85, False, pytest.approx(4e-3)) for lr in (106, 106, 1340)]
-    assert settings == [(0.24, 0.6, True, 0.0), *sgd]
+    muon, *sgd = optimizer.param_groups
+    assert muon["orthogonal"] is True
+    assert muon["lr"] == 0.24
+    assert muon["momentum"] == 0.6
+    assert muon["weight_decay"] == 0
+    for group, rate in zip(sgd, (106, 106, 1340), strict=True):
+        assert group["orthogonal"] is False
+        assert group["lr"] == pytest.approx(rate)
+        assert group["momentum"] == 0.85
+        assert group["lr"] * group["weight_decay"] == pytest.approx(4e-3)
     # eight epochs of ten steps
     factors = cifar.lr_factors(cfg, GlobalBatches(100, 10, 0, 0, 1), 80, 4)
     assert [factors[group](15) for group in range(4)] == [65 / 80, 0.5, 65 / 80, 65 / 80]
@@ -234,37 +235,31 @@ def test_the_networks_are_the_variants_for_32_px() -> None:
     assert sides == [4, 3, 3]
     sizes = [sum(p.numel() for p in net.parameters()) for net in (resnet18, shallow, deep)]
     assert sizes == [11_173_962, 1_972_792, 9_918_776]
-    assert not any(block.bn2.weight.any() for block in (*resnet18.layer1, *resnet18.layer4))  # type: ignore[misc]
+    for layer in (resnet18.layer1, resnet18.layer4):
+        for block in cast(nn.Sequential, layer):
+            assert not block.bn2.weight.any()
 
 
 def test_the_first_layer_of_airbench_whitens_patches() -> None:
-    images = torch.rand(64, 3, 8, 8) * torch.rand(8, 8)  # neighbours are alike
+    images = torch.rand(64, 3, 8, 11) * torch.rand(8, 11)  # neighbours are alike
     answers = F.conv2d(images, cifar.whitening(images)).transpose(0, 1).flatten(1)
     assert torch.allclose(answers[:12], -answers[12:])
-    assert torch.allclose(
-        answers[:12] @ answers[:12].T / answers.shape[1], torch.eye(12), atol=0.05
-    )
+    covariance = answers[:12] @ answers[:12].T / answers.shape[1]
+    assert torch.allclose(covariance, torch.eye(12), atol=0.05)
 
 
 def test_the_keys_select_the_network() -> None:
     run: Any = SimpleNamespace(world=SimpleNamespace(device=one_rank.CPU))
     configs = [Config(arch=arch, weight_decay=0, sync_bn=arch is Arch.airbench94) for arch in Arch]
-    nets = [cifar.make_net(config, run, IMAGES) for config in configs]
-    assert [net.head.out_features if isinstance(net, cifar.AirBench) else 0 for net in nets] == [
-        0,
-        10,
-        10,
-    ]
-    assert [sum(p.numel() for p in net.parameters()) > 9_000_000 for net in nets] == [
-        True,
-        False,
-        True,
-    ]
-    assert [any(isinstance(m, nn.SyncBatchNorm) for m in net.modules()) for net in nets] == [
-        False,
-        True,
-        False,
-    ]
+    resnet18, airbench94, airbench96 = (cifar.make_net(config, run, IMAGES) for config in configs)
+    assert not isinstance(resnet18, cifar.AirBench)
+    for net, is_large in ((resnet18, True), (airbench94, False), (airbench96, True)):
+        assert (sum(p.numel() for p in net.parameters()) > 9_000_000) == is_large
+        synchronised = [module for module in net.modules() if isinstance(module, nn.SyncBatchNorm)]
+        assert bool(synchronised) == (net is airbench94)
+    for net in (airbench94, airbench96):
+        assert isinstance(net, cifar.AirBench)
+        assert net.head.out_features == 10
 
 
 def test_a_run_is_not_resumed_with_different_images(

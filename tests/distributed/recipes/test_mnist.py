@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,39 +47,37 @@ def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_thei
     train: Train,
 ) -> None:
     trained = train("epochs=6", "label_smoothing=0.3")
-    ways = one_rank.shifts(TRAIN.images, 1, "constant")
-    found = []
+    shifts = one_rank.shifts(TRAIN.images, 1, "constant")
+    samples = []
     losses = []
     for forward in trained.training:
-        batch = [
-            ways[pixels.numpy().tobytes()]
-            for pixels in one_rank.unnormalised(forward.inputs, MEAN, STD)
-        ]
-        found.append(batch)
+        pixels = one_rank.unnormalised(forward.inputs, MEAN, STD)
+        batch = [shifts[image.numpy().tobytes()] for image in pixels]
+        samples += batch
         labels = TRAIN.labels[[i for i, _, _ in batch]]
         losses.append(one_rank.cross_entropy(forward.outputs, labels, 0.3))
     for epoch in range(6):
-        assert sorted(i for batch in found[4 * epoch : 4 * epoch + 4] for i, _, _ in batch) == list(
-            range(64)
-        )
-    places = [(y, x) for batch in found for _, y, x in batch]
-    # of 384, 43 on average
-    assert min(places.count((y, x)) for y in range(3) for x in range(3)) > 25
-    assert len({way for batch in found for way in batch}) > 200  # each epoch has its own: 64 in one
+        of_epoch = samples[64 * epoch : 64 * epoch + 64]
+        assert sorted(i for i, _, _ in of_epoch) == list(range(64))
+    places = Counter((y, x) for _, y, x in samples)
+    assert len(places) == 9
+    assert min(places.values()) > 25  # of 384, 43 on average
+    assert len(set(samples)) > 200  # each epoch has its own: 64 in one
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
 
 
 def test_test_images_are_unchanged_and_counted_by_their_labels(train: Train) -> None:
     trained = train("epochs=1", "augment=false")
-    pixels = [one_rank.unnormalised(forward.inputs, MEAN, STD) for forward in trained.training]
-    kept = {image.numpy().tobytes() for image in TRAIN.images}
-    assert {image.numpy().tobytes() for batch in pixels for image in batch} == kept  # augment=false
+    seen = set()
+    for batch in trained.training:
+        pixels = one_rank.unnormalised(batch.inputs, MEAN, STD)
+        seen |= {image.numpy().tobytes() for image in pixels}
+    assert seen == {image.numpy().tobytes() for image in TRAIN.images}  # augment=false
     assert trained.run.sampler["data"] == TRAIN.digest()  # a run is not resumed with other images
     [forward] = trained.evaluation
     assert torch.equal(one_rank.unnormalised(forward.inputs, MEAN, STD), TEST.images)
-    expected = {f"val_top{k}": one_rank.top(forward.outputs, TEST.labels, k) for k in (1, 5)} | {
-        "val_samples": 50
-    }
+    expected = {f"val_top{k}": one_rank.top(forward.outputs, TEST.labels, k) for k in (1, 5)}
+    expected["val_samples"] = 50
     assert trained.results == expected
     assert {name: trained.rows[-1][name] for name in expected} == expected
 
@@ -99,28 +98,28 @@ def test_the_learning_rate_schedule(train: Train, schedule: str, falls: list[flo
 
 def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
     trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
-    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [
-        (torch.float32, torch.bfloat16)
-    ] * 2
-    loss = one_rank.cross_entropy(
-        trained.training[0].outputs, torch.zeros(16, dtype=torch.int64), 1
-    )
+    dtypes = [(forward.inputs.dtype, forward.outputs.dtype) for forward in trained.forwards]
+    assert dtypes == [(torch.float32, torch.bfloat16)] * 2
+    labels = torch.zeros(16, dtype=torch.int64)
+    loss = one_rank.cross_entropy(trained.training[0].outputs, labels, 1)
     assert trained.rows[0]["loss"] == pytest.approx(loss, rel=1e-5)  # in float32; of any labels
 
 
 def test_the_optimizer_settings() -> None:
     net = torch.nn.Linear(2, 2)
     sgd, adamw = (mnist.make_optimizer(Config(optimizer=chosen), net) for chosen in mnist.Optimizer)
-    assert (type(adamw), type(sgd)) == (torch.optim.AdamW, torch.optim.SGD)
-    assert (
-        one_rank.decayed(net, adamw) == one_rank.decayed(net, sgd) == {"weight": 0.05, "bias": 0.0}
-    )
-    assert {(group["momentum"], group["nesterov"], group["lr"]) for group in sgd.param_groups} == {
-        (0.9, True, 0.004)
-    }
-    assert {(g["betas"], g["lr"], g["eps"]) for g in adamw.param_groups} == {
-        ((0.9, 0.999), 0.004, 1e-6)
-    }
+    assert type(adamw) is torch.optim.AdamW
+    assert type(sgd) is torch.optim.SGD
+    for optimizer in (sgd, adamw):
+        assert one_rank.decayed(net, optimizer) == {"weight": 0.05, "bias": 0.0}
+        for group in optimizer.param_groups:
+            assert group["lr"] == 0.004
+    for group in sgd.param_groups:
+        assert group["momentum"] == 0.9
+        assert group["nesterov"] is True
+    for group in adamw.param_groups:
+        assert group["betas"] == (0.9, 0.999)
+        assert group["eps"] == 1e-6
 
 
 def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
@@ -139,17 +138,17 @@ def test_the_test_set_is_not_the_training_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = []
-    for part, value in (("train", 1), ("test", 2)):
-        for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
-            paths.append(path := tmp_path / f"{part}-{name}")
+    for part, count, value in (("train", 3, 1), ("test", 4, 2)):
+        for name, shape in (("images", (count, 1, 2, 2)), ("labels", (count,))):
+            path = tmp_path / f"{part}-{name}"
+            paths.append(path)
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
     monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: paths)
-    found = [
-        (set(each.images.flatten().tolist()), each.labels.tolist())
-        for each in in_memory.load(datasets.MNIST, "")
-    ]
-    assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
+    train_set, test_set = in_memory.load(datasets.MNIST, "")
+    for images, count, value in ((train_set, 3, 1), (test_set, 4, 2)):
+        assert set(images.images.flatten().tolist()) == {value}
+        assert images.labels.tolist() == [value] * count
 
 
 def test_real_digits_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         words = (*WORDS, "epochs=1", "train=lora", "ema=0.5", "keep_best=false")
         trained = one_rank.train(finetune, folder, patched, *words)
-    torch.save([trained.evaluation[0].inputs, trained.evaluation[0].outputs], folder / "answers.pt")
+    forward = trained.evaluation[0]
+    torch.save([forward.inputs, forward.outputs], folder / "answers.pt")
     return folder
 
 
@@ -47,16 +48,14 @@ def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
     inputs, logits = torch.load(run_dir / "answers.pt")
     assert not model.model.training
     assert model.probabilities(inputs).allclose(logits.softmax(1), atol=1e-5)
-    assert sum("parametrizations" in name for name, _ in model.model.named_parameters()) == 0
+    for name, _ in model.model.named_parameters():
+        assert "parametrizations" not in name
     assert recipes.load(run_dir / "checkpoints/latest").path.name == "step-00000003.pt"
-    assert recipes.load(run_dir / "checkpoints/step-00000003.pt").classes == [
-        "class 0",
-        "class 1",
-        "class 2",
-    ]
-    found = model(Image.new("RGB", (50, 40), "red"))
-    assert sum(found.values()) == pytest.approx(1)
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    named = recipes.load(run_dir / "checkpoints/step-00000003.pt")
+    assert named.classes == ["class 0", "class 1", "class 2"]
+    probabilities = model(Image.new("RGB", (50, 40), "red"))
+    assert sum(probabilities.values()) == pytest.approx(1)
+    assert list(probabilities.values()) == sorted(probabilities.values(), reverse=True)
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:
@@ -73,7 +72,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:
             r"finetune\.make_net\(\) makes a network that does not fit",
         ),
     ):
-        torch.save({**content, "meta": {**content["meta"], **change}}, tmp_path / "changed.pt")
+        meta = {**content["meta"], **change}
+        torch.save({**content, "meta": meta}, tmp_path / "changed.pt")
         with pytest.raises(error, match=expected):
             recipes.load(tmp_path / "changed.pt")
 
@@ -91,7 +91,8 @@ def test_predictions_name_images_in_order(
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [Path(row["file"]).name for row in rows] == ["a.png", "b.png", "c.png"]
     assert rows[1]["probabilities"] == rows[2]["probabilities"] != rows[0]["probabilities"]
-    assert rows[0]["class"] == max(rows[0]["probabilities"], key=rows[0]["probabilities"].get)
+    probabilities = rows[0]["probabilities"]
+    assert rows[0]["class"] == max(probabilities, key=probabilities.get)
     table = tmp_path / "out.csv"
     assert predict.main([str(run_dir), "--csv", str(table), str(tmp_path / "b.png")]) == 0
     with open(table) as file:
@@ -105,11 +106,8 @@ def test_predictions_name_images_in_order(
     (tmp_path / "d.png").write_bytes(b"damaged")
     assert predict.main([str(run_dir), str(tmp_path), "--json"]) == 2
     said = capsys.readouterr()
-    assert [Path(json.loads(line)["file"]).name for line in said.out.splitlines()] == [
-        "a.png",
-        "b.png",
-        "c.png",
-    ]
+    predicted = [json.loads(line)["file"] for line in said.out.splitlines()]
+    assert predicted == [row["file"] for row in rows]
     assert "d.png is not an image: give another image" in said.err
 
 
@@ -121,18 +119,16 @@ def test_an_export_keeps_outputs_and_classes(
     with safe_open(run_dir / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["classes"]) == list(model.classes)
         assert "Normalize" in file.metadata()["transform"]
-        assert all(
-            file.get_tensor(name).equal(value) for name, value in model.model.state_dict().items()
-        )
+        for name, value in model.model.state_dict().items():
+            assert file.get_tensor(name).equal(value)
     onnxruntime = pytest.importorskip("onnxruntime")
     assert export.main([str(run_dir), "onnx", f"out={tmp_path / 'm.onnx'}"]) == 0
     assert "its outputs are within" in capsys.readouterr().out
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(model.classes)
     inputs, logits = torch.load(run_dir / "answers.pt")
-    assert session.run(None, {"images": inputs[:5].numpy()})[0] == pytest.approx(
-        logits[:5].numpy(), abs=1e-5
-    )
+    outputs = session.run(None, {"images": inputs[:5].numpy()})
+    assert outputs[0] == pytest.approx(logits[:5].numpy(), abs=1e-5)
     for words, expected in (
         (["tflite"], "tflite: must be one of onnx, safetensors"),
         (["onnx", "to=x"], "only out=FILE"),

@@ -62,9 +62,8 @@ def test_a_step_does_not_wait_for_its_device(
 ) -> None:
     with contextlib.ExitStack() as stack:
         if recipe in (cifar, imagenet):
-            stack.callback(
-                nn.modules.module.register_module_forward_pre_hook(require_channels_last).remove
-            )
+            hook = nn.modules.module.register_module_forward_pre_hook(require_channels_last)
+            stack.callback(hook.remove)
         train(recipe, tmp_path, monkeypatch, *words)
 
 
@@ -72,8 +71,10 @@ def test_a_step_that_waits_for_its_device_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backward = loop.Step.backward
-    monkeypatch.setattr(
-        loop.Step, "backward", lambda step, losses: backward(step, losses * losses.mean().item())
-    )
+
+    def waits(step: loop.Step[Any], losses: torch.Tensor) -> None:
+        backward(step, losses * losses.mean().item())
+
+    monkeypatch.setattr(loop.Step, "backward", waits)
     with pytest.raises(RuntimeError, match=r"Tensor\.item\(\) cannot be called on meta tensors"):
         train(toy, tmp_path, monkeypatch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -28,22 +28,15 @@ def batches(global_batch_size: int, num_samples: int, per_epoch: int = 1) -> Any
 
 
 def test_top1_and_top5_hits() -> None:
+    def hits(logits: torch.Tensor, *labels: int) -> list[int]:
+        return scores.right(logits, torch.tensor(labels, dtype=torch.int64)).tolist()
+
     ten = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0]] * 5)
-    assert scores.right(ten, torch.tensor([0, 1, 4, 5, 9])).tolist() == [1, 3, 5]
-    # that cannot be read
-    assert scores.right(ten, torch.tensor([0, -100, -1, 4, -100])).tolist() == [
-        1,
-        2,
-        2,
-    ]
-    # equal logits are no answer
-    assert scores.right(torch.zeros(10, 10), torch.arange(10)).tolist() == [
-        1,
-        5,
-        10,
-    ]
-    assert scores.right(torch.eye(3), torch.tensor([0, 1, 0])).tolist() == [2, 3, 3]
-    assert scores.right(torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64)).tolist() == [0, 0, 0]
+    assert hits(ten, 0, 1, 4, 5, 9) == [1, 3, 5]
+    assert hits(ten, 0, -100, -1, 4, -100) == [1, 2, 2]  # that cannot be read
+    assert hits(torch.zeros(10, 10), *range(10)) == [1, 5, 10]  # equal logits are no answer
+    assert hits(torch.eye(3), 0, 1, 0) == [2, 3, 3]
+    assert hits(torch.zeros(0, 10)) == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -59,21 +52,21 @@ def test_top1_and_top5_hits() -> None:
 def test_the_rate_scales_with_batch_size(
     lr_batch_size: int, batch_size: int, samples: int, expected: float
 ) -> None:
-    assert optimisation.scaled_lr(
-        RUN, 0.1, lr_batch_size, batches(batch_size, samples)
-    ) == pytest.approx(expected)
+    rate = optimisation.scaled_lr(RUN, 0.1, lr_batch_size, batches(batch_size, samples))
+    assert rate == pytest.approx(expected)
 
 
 def test_averaged_weights_scale_with_the_batch_size_and_resume() -> None:
     """With 0.81 a step of 128 samples it is 0.9 a step of 64."""
     net = nn.Linear(1, 1, bias=False)
     assert optimisation.averaged(RUN, net, 0.0, 128, batches(64, 999)) is None
-    whole, first, second = (
-        optimisation.averaged(RUN, net, 0.81, 128, batches(64, 999)) for _ in range(3)
-    )
-    assert whole
-    assert first
-    assert second
+
+    def average() -> Any:
+        return optimisation.averaged(RUN, net, 0.81, 128, batches(64, 999))
+
+    whole = average()
+    first = average()
+    second = average()
     for step, value in enumerate((1.0, 2.0, 4.0)):
         nn.init.constant_(net.weight, value)
         whole.update_parameters(net)
@@ -86,19 +79,18 @@ def test_averaged_weights_scale_with_the_batch_size_and_resume() -> None:
 
 def test_bfloat16_is_used_by_all_ranks_or_none() -> None:
     """This rank's CPU has none; with_it: GPUs of other ranks that have it."""
-    for name, with_it, lower in (
-        ("auto", 1, False),
-        ("auto", 2, True),
-        ("bfloat16", 0, True),
-        ("float32", 2, False),
-    ):
-        world = SimpleNamespace(
-            device=torch.device("cpu"), size=2, sum=lambda values, more=with_it: values + more
-        )
-        with optimisation.autocast(
-            cast(Any, SimpleNamespace(say=print, world=world)), Config(dtype=Dtype[name])
-        ):
-            assert torch.is_autocast_enabled("cpu") == lower
+
+    def is_used(dtype: Dtype, with_it: int) -> bool:
+        device = torch.device("cpu")
+        world = SimpleNamespace(device=device, size=2, sum=lambda values: values + with_it)
+        run: Any = SimpleNamespace(say=print, world=world)
+        with optimisation.autocast(run, Config(dtype=dtype)):
+            return torch.is_autocast_enabled("cpu")
+
+    assert not is_used(Dtype.auto, 1)
+    assert is_used(Dtype.auto, 2)
+    assert is_used(Dtype.bfloat16, 0)
+    assert not is_used(Dtype.float32, 2)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +100,8 @@ def test_bfloat16_is_used_by_all_ranks_or_none() -> None:
 def test_how_gpus_multiply_float32(dtype: str, deterministic: bool, rounds: bool) -> None:
     try:
         optimisation._choose_kernels(torch.device("cuda"), Dtype[dtype], deterministic)
-        assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (
-            rounds,
-            rounds,
-        )
+        assert torch.backends.cudnn.allow_tf32 == rounds
+        assert torch.backends.cuda.matmul.allow_tf32 == rounds
         assert torch.backends.cudnn.benchmark is not deterministic
     finally:
         optimisation._choose_kernels(torch.device("cpu"), Dtype.float32, False)
@@ -125,12 +115,13 @@ def test_cpus_of_amd_multiply_float32_with_onednn_if_it_is_exact(
     times = torch.Tensor.__matmul__
     monkeypatch.setattr(optimisation, "_is_amd", lambda: True)
     if rounds:
-        lower = {torch.float32: torch.bfloat16}
-        monkeypatch.setattr(
-            torch.Tensor,
-            "__matmul__",
-            lambda x, y: times(x.to(lower.get(x.dtype, x.dtype)).to(x.dtype), y),
-        )
+
+        def rounded(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if x.dtype == torch.float32:
+                x = x.bfloat16().float()
+            return times(x, y)
+
+        monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
     try:
         torch.set_float32_matmul_precision("highest")
         optimisation._choose_kernels(torch.device("cpu"), Dtype.float32, False)
@@ -141,13 +132,11 @@ def test_cpus_of_amd_multiply_float32_with_onednn_if_it_is_exact(
 
 def test_buffers_of_batch_norms_are_not_copied_in_each_forward_pass() -> None:
     norm = nn.Sequential(nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1))
-    own = nn.Sequential(nn.BatchNorm2d(1))
-    own.register_buffer("queue", torch.zeros(1))
-    assert [worlds._needs_buffers(net) for net in (norm, own, nn.Linear(1, 1))] == [
-        False,
-        True,
-        False,
-    ]
+    norm_with_queue = nn.Sequential(nn.BatchNorm2d(1))
+    norm_with_queue.register_buffer("queue", torch.zeros(1))
+    assert worlds._needs_buffers(norm_with_queue)
+    assert not worlds._needs_buffers(norm)
+    assert not worlds._needs_buffers(nn.Linear(1, 1))
 
 
 def test_a_compiled_model_has_a_graph_for_each_shape(
@@ -174,11 +163,9 @@ def test_a_compiled_model_has_a_graph_for_each_shape(
 
 
 def test_the_number_of_steps() -> None:
-    found = [
-        loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10))
-        for most in (0, 7, 99)
-    ]
-    assert found == [30, 7, 30]
+    for most, expected in ((0, 30), (7, 7), (99, 30)):
+        cfg = Config(epochs=3, max_steps=most)
+        assert loop.total_steps(cfg, batches(8, 80, 10)) == expected
 
 
 def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +184,11 @@ def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
     slope = 3 * 2 * away.sum() / 6  # times the ranks, over which gradients are averaged
     assert torch.allclose(evaluation.weights, step.weights - 0.1 * slope, rtol=1e-5)
     assert torch.equal(evaluation.inputs, inputs[4:8])
-    assert trained.results["val_loss"] == pytest.approx(
-        F.mse_loss(evaluation.outputs, targets[4:8]).item() * 4 / 12
-    )
-    assert [
-        (group["momentum"], group["lr"]) for group in trained.run.state.optimizer.param_groups
-    ] == [(0.9, 0.1)]
+    mean = F.mse_loss(evaluation.outputs, targets[4:8]).item()
+    assert trained.results["val_loss"] == pytest.approx(mean * 4 / 12)
+    [group] = trained.run.state.optimizer.param_groups
+    assert group["momentum"] == 0.9
+    assert group["lr"] == 0.1
 
 
 def test_only_matrices_and_filters_decay() -> None:
@@ -218,12 +204,10 @@ def test_only_matrices_and_filters_decay() -> None:
 
     net = Net()
     names = {parameter: name for name, parameter in net.named_parameters()}
-    weights, others = (
-        [names[p] for p in group["params"]] for group in optimisation.decay_groups(net, 0.1, 0.01)
-    )
+    decaying, rest = optimisation.decay_groups(net, 0.1, 0.01)
+    weights = [names[p] for p in decaying["params"]]
+    others = [names[p] for p in rest["params"]]
     assert weights == ["attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"]
     assert sorted(others) == sorted({*names.values()} - {*weights, "frozen.weight", "frozen.bias"})
-    assert [group["weight_decay"] for group in optimisation.decay_groups(net, 0.1, 0.01)] == [
-        0.1,
-        0.01,
-    ]
+    assert decaying["weight_decay"] == 0.1
+    assert rest["weight_decay"] == 0.01

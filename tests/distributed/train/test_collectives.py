@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,13 +37,11 @@ def run(run_dir: Path, ranks: int, *words: str) -> helpers.Ended:
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_lesson_is_correct_on_an_odd_number_of_ranks(tmp_path: Path, size: int) -> None:
     ended = run(tmp_path, size).expect(0)
-    found = {
-        line[:20].strip(): line[20:36].strip()
-        for line in ended.lines
-        if line[:20].strip() in LESSONS
-    }
-    alone = dict.fromkeys(LESSONS[:3], "-") if size == 1 else {}
-    assert found == dict.fromkeys(LESSONS, f"ok on {size} ranks") | alone
+    results = {line[:20].strip(): line[20:36].strip() for line in ended.lines}
+    expected = dict.fromkeys(LESSONS, f"ok on {size} ranks")
+    if size == 1:
+        expected |= dict.fromkeys(LESSONS[:3], "-")
+    assert {lesson: results.get(lesson) for lesson in LESSONS} == expected
 
 
 # By all_gather.cu, reduce_scatter.cu, alltoall.cu, gather.cu, scatter.cu, all_reduce.cu of
@@ -51,39 +50,33 @@ PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 def bus_factor(operation: str, size: int) -> float:
-    return (
-        (size - 1) / size
-        if operation in PARTS
-        else 2 * (size - 1) / size
-        if operation == "all_reduce"
-        else 1.0
-    )
+    if operation in PARTS:
+        return (size - 1) / size
+    return 2 * (size - 1) / size if operation == "all_reduce" else 1.0
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_operation_is_timed(tmp_path: Path, size: int) -> None:
     ended = run(tmp_path, size, "mode=bench", "sizes=5..5K", "seconds=0.01").expect(0)
     best = helpers.read(tmp_path, "summary")["busbw"]
-    rows = [
-        line.replace(",", "").split()
-        for line in ended.lines
-        if re.match(r"\w+ +[\d,]+ +[\d,.]+ ", line)
-    ]
-    # each rank's part is a multiple of 16 bytes
-    cut = 16 * size
-    sizes = (5, 20, 80, 320, 1280, 5120)
-    timed = {operation: [4, *sizes[1:]] for operation in collectives.WHOLE}
-    timed |= {name: sorted({max(cut, one // cut * cut) for one in sizes}) for name in PARTS}
+    sizes = defaultdict(list)
+    bandwidths = defaultdict(list)
+    for line in ended.lines:
+        if re.match(r"\w+ +[\d,]+ +[\d,.]+ ", line):
+            operation, length, _, _, bandwidth, *_ = line.replace(",", "").split()
+            sizes[operation].append(int(length))
+            bandwidths[operation].append(float(bandwidth))
+    asked = (5, 20, 80, 320, 1280, 5120)
+    cut = 16 * size  # each rank's part is a multiple of 16 bytes
+    in_parts = sorted({max(cut, length // cut * cut) for length in asked})
+    expected = {operation: [4, *asked[1:]] for operation in collectives.WHOLE}
+    expected |= dict.fromkeys(PARTS, in_parts)
     if size == 1:
-        del timed["send_recv"]
-    assert {
-        operation: [int(row[1]) for row in rows if row[0] == operation] for operation in timed
-    } == timed
-    assert {row[0] for row in rows} == set(timed) == set(best)
+        del expected["send_recv"]
+    assert sizes == expected
+    assert best.keys() == expected.keys()
     for operation, value in best.items():
-        assert value == pytest.approx(
-            max(float(row[4]) for row in rows if row[0] == operation), abs=0.001
-        )
+        assert value == pytest.approx(max(bandwidths[operation]), abs=0.001)
 
 
 FAULT = """
@@ -111,42 +104,49 @@ LINKCHECK = """
 import json, os, socket
 from types import SimpleNamespace
 from recipes.core.doctor import linkcheck
-readings = (reading for one in [9.0, 0.3, 0.25, 0.5, 0.4] * 9 for reading in (100.0, 100.0 + one))
+durations = [9.0, 0.3, 0.25, 0.5, 0.4] * 9
+readings = (reading for seconds in durations for reading in (100.0, 100.0 + seconds))
 times = iter(json.loads(os.environ["TIMES"]))
-linkcheck.time = SimpleNamespace(perf_counter=lambda: next(readings), monotonic=lambda: next(times), sleep=lambda _: None)
+linkcheck.time = SimpleNamespace(
+    perf_counter=lambda: next(readings), monotonic=lambda: next(times), sleep=lambda _: None
+)
 linkcheck.SIZE = 1 << 20
-listener = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if os.environ["RANK"] == "0" else None
-linkcheck.main("gloo", listener.fileno() if listener else -1, 20)
+fd = -1
+if os.environ["RANK"] == "0":
+    listener = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    fd = listener.fileno()
+linkcheck.main("gloo", fd, 20)
 """
 
 
 def linkchecks(nodes: str, gpus: int, times: list[int]) -> list[list[dict[str, Any]]]:
     """The lines of JSON of each rank, one per node. times: the clock's readings."""
     environ = {"NODES": nodes, "GPUS": str(gpus), "TIMES": str(times), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = helpers.fork_ranks(
-        [sys.executable, "-u", "-c", LINKCHECK], len(json.loads(nodes)), **environ
-    )
-    return [
-        [json.loads(line) for line in helpers.finish(process).lines if line[0] == "{"]
-        for process in processes
-    ]
+    argv = [sys.executable, "-u", "-c", LINKCHECK]
+    words = []
+    for process in helpers.fork_ranks(argv, len(json.loads(nodes)), **environ):
+        lines = helpers.finish(process).lines
+        words.append([json.loads(line) for line in lines if line[0] == "{"])
+    return words
 
 
 def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_pair() -> None:
-    found = linkchecks(nodes="[0, 1, 3, 5]", gpus=1, times=[0, 19])  # two nodes are left out
-    for one in found:
-        assert [word["at"] for word in one if "at" in word] == [
-            "the creation of the process group",
-            "the first collective",
-            "an all_reduce",
-            *(f"the exchange between nodes {mask} apart in the list of nodes" for mask in (1, 2)),
-            "the end",
-        ]
-        figure = next(word for word in one if "busbw" in word)
+    of_ranks = linkchecks(nodes="[0, 1, 3, 5]", gpus=1, times=[0, 19])  # two nodes are left out
+    stages = [
+        "the creation of the process group",
+        "the first collective",
+        "an all_reduce",
+        "the exchange between nodes 1 apart in the list of nodes",
+        "the exchange between nodes 2 apart in the list of nodes",
+        "the end",
+    ]
+    for words in of_ranks:
+        assert [word["at"] for word in words if "at" in word] == stages
+        [figure] = [word for word in words if "busbw" in word]
         assert figure["busbw"] == pytest.approx((1 << 20) / 0.25 * 2 * 3 / 4 / 1e9)
         assert figure["correct"] is True
     speed = pytest.approx((1 << 20) / 0.25 / 1e9)
-    pairs = [[word["pair"] for word in one if "pair" in word] for one in found]
+    pairs = [[word["pair"] for word in words if "pair" in word] for words in of_ranks]
     assert pairs == [
         [[0, 1, 0, speed], [0, 3, 0, speed]],
         [[1, 5, 0, speed]],
@@ -157,23 +157,24 @@ def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_p
 
 def test_the_doctors_bandwidth_test_takes_the_gpus_in_turn_while_there_is_time() -> None:
     times = [0, 5, 9, 11]  # of 20 s; the third GPU would begin in the second half
-    for one in linkchecks(nodes="[0, 1]", gpus=3, times=times):
-        at = [
-            "the first collective",
-            "an all_reduce",
-            "the exchange between nodes 1 apart in the list of nodes",
-        ]
-        of_gpus = [f"{it} with GPU {gpu} of each node" for gpu in (0, 1) for it in at]
-        expected = ["the creation of the process group", *of_gpus, "the end"]
-        assert [word["at"] for word in one if "at" in word] == expected
-        assert [word["pair"][:3] for word in one if "pair" in word] in ([[0, 1, 0], [0, 1, 1]], [])
+    stages = ["the creation of the process group"]
+    for gpu in (0, 1):
+        of_gpu = f"with GPU {gpu} of each node"
+        stages += [f"the first collective {of_gpu}", f"an all_reduce {of_gpu}"]
+        stages += [f"the exchange between nodes 1 apart in the list of nodes {of_gpu}"]
+    stages += ["the end"]
+    of_ranks = linkchecks(nodes="[0, 1]", gpus=3, times=times)
+    for words, pairs in zip(of_ranks, ([[0, 1, 0], [0, 1, 1]], []), strict=True):
+        assert [word["at"] for word in words if "at" in word] == stages
+        assert [word["pair"][:3] for word in words if "pair" in word] == pairs
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 1000])
 def test_each_node_is_paired_with_a_few_others(count: int) -> None:
     masks = linkcheck.masks(count)
     assert len(masks) <= 4
-    assert all(any(node ^ mask < count for mask in masks) for node in range(count))
+    for node in range(count):
+        assert any(node ^ mask < count for mask in masks)
 
 
 def test_a_wrong_sum_is_found_by_the_doctors_bandwidth_test(
@@ -230,24 +231,20 @@ def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
 
     slowest = max(others, 0.001)
     world = cast(World, SimpleNamespace(device=torch.device("cpu")))
-    found = collectives.seconds_of(call, world, collectives.BATCHES * repeated * slowest * 1.01)
-    assert found == pytest.approx([slowest] * collectives.BATCHES)
+    seconds = collectives.seconds_of(call, world, collectives.BATCHES * repeated * slowest * 1.01)
+    assert seconds == pytest.approx([slowest] * collectives.BATCHES)
     assert next(calls) == collectives.WARM_UP + collectives.BATCHES * repeated
 
 
 def test_bandwidths_are_those_of_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        collectives, "seconds_of", lambda call, world, budget_s: [4e-9, 1e-9, 9e-9, 2e-9, 64e-9]
-    )
+    seconds = [4e-9, 1e-9, 9e-9, 2e-9, 64e-9]
+    monkeypatch.setattr(collectives, "seconds_of", lambda call, world, budget_s: seconds)
     world = cast(World, SimpleNamespace(size=4, rank=1, device=torch.device("cpu")))
-    assert collectives.measure("all_reduce", 1000, world, 1.0) == pytest.approx(
-        (4e-9, 250.0, 375.0)
-    )
+    figures = collectives.measure("all_reduce", 1000, world, 1.0)
+    assert figures == pytest.approx((4e-9, 250.0, 375.0))
     for operation in OPERATIONS:
-        share = bus_factor(operation, 4)
-        assert collectives.measure(operation, 640, world, 1.0) == pytest.approx(
-            (4e-9, 160.0, 160.0 * share)
-        )
+        figures = collectives.measure(operation, 640, world, 1.0)
+        assert figures == pytest.approx((4e-9, 160.0, 160.0 * bus_factor(operation, 4)))
 
 
 def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +263,7 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
     assert gpucheck.product_speed(torch.device("cpu")) == pytest.approx(2 * 100**3 / 0.005 / 1e12)
     monkeypatch.setattr(gpucheck, "product_speed", lambda _: 123.44)
-    one = {
+    healthy = {
         "uuid": "GPU-abc",
         "name": "H200",
         "free": 3,
@@ -274,20 +271,22 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
         "correct": True,
         "tflops": 123.4,
     }
-    assert gpucheck.examine(torch.device("cpu")) == one
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda tensor, _: tensor + (torch.arange(len(tensor)) == 7)
-    )
+    assert gpucheck.examine(torch.device("cpu")) == healthy
+
+    def changed(tensor: torch.Tensor, _: object) -> torch.Tensor:
+        return tensor + (torch.arange(len(tensor)) == 7)
+
+    monkeypatch.setattr(torch.Tensor, "to", changed)
     assert gpucheck.examine(torch.device("cpu"))["correct"] is False
 
     def broken(device: torch.device) -> dict[str, Any]:
         if device.index:
             raise RuntimeError("CUDA error: an illegal\nmemory access")
-        return {**one}
+        return {**healthy}
 
     monkeypatch.setattr(gpucheck, "examine", broken)
     failed = {"index": 1, "error": "RuntimeError: CUDA error: an illegal memory access"}
-    assert gpucheck.gpus() == [{"index": 0, **one}, failed]
+    assert gpucheck.gpus() == [{"index": 0, **healthy}, failed]
 
 
 def test_copies_go_from_each_gpu_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +297,11 @@ def test_copies_go_from_each_gpu_to_the_next(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpucheck, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     speed = pytest.approx(gpucheck.COPIED / 0.25 / 1e9, abs=0.05)
     assert gpucheck.copies(torch.device("cpu"), torch.device("cpu")) == {"to_next": speed}
-    monkeypatch.setattr(
-        gpucheck, "copies", lambda one, other: {"to_next": 10.0 * one.index + other.index}
-    )
+
+    def copies(device: torch.device, other: torch.device) -> dict[str, float]:
+        return {"to_next": 10.0 * device.index + other.index}
+
+    monkeypatch.setattr(gpucheck, "copies", copies)
     assert [gpu["to_next"] for gpu in gpucheck.gpus()] == [1.0, 12.0, 20.0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "to_next" not in gpucheck.gpus()[0]

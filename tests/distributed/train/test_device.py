@@ -48,13 +48,11 @@ def test_every_recipe_obeys_deterministic_and_ranks_have_one_thread_each(
 ) -> None:
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    for words, size, wanted in (
-        ([], 1, False),
-        (["deterministic=true"], 2, True),
-        (["cpu_threads=5"], 2, False),
-    ):
+    cases = (([], 1, False), (["deterministic=true"], 2, True), (["cpu_threads=5"], 2, False))
+    for words, size, wanted in cases:
         settings = command_line.parse(words, recipe="toy", environ={})
-        session._set_up(Start(settings, dataclasses.replace(rank(), world_size=size), {}, None))
+        ranks = dataclasses.replace(rank(), world_size=size)
+        session._set_up(Start(settings, ranks, {}, None))
         assert torch.are_deterministic_algorithms_enabled() is wanted
     assert threads == [1, 5]
 
@@ -94,7 +92,8 @@ def test_a_rank_takes_its_gpu(
     device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str
 ) -> None:
     """Also on the second of two nodes, whose ranks have other numbers."""
-    for there in (info, dataclasses.replace(info, rank=info.rank + 8, node_rank=1, num_nodes=2)):
+    second = dataclasses.replace(info, rank=info.rank + 8, node_rank=1, num_nodes=2)
+    for there in (info, second):
         assert resolve_device(Device[device], there, environ, seen) == torch.device(expected)
 
 
@@ -157,17 +156,15 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
         resolve_device(Device[device], info, environ, seen)
     text = str(error.value)
     assert HOST in text
-    assert all(word in text for word in words), text
+    for word in words:
+        assert word in text, text
     assert "\n" not in text
 
 
 def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
-    for info, listed, nccl in (
-        (rank(0, 2), "MIG-a", (2, 31, 1)),
-        (rank(0, 2), "0,1", (2, 30)),
-        (rank(), "MIG-a", (2, 30)),
-    ):
-        check_mig(info, {"CUDA_VISIBLE_DEVICES": listed}, nccl)
+    check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 31, 1))
+    check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "0,1"}, (2, 30))
+    check_mig(rank(), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30))
     line = rf"^{HOST}: NCCL 2.30.4 does not support 2 ranks on MIG slices: give backend=gloo"
     with pytest.raises(MachineError, match=line):
         check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30, 4))
@@ -176,8 +173,10 @@ def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
 def test_the_default_backend_and_nccl_without_gpus() -> None:
     gpu = torch.device("cuda", 0)
     cpu = torch.device("cpu")
-    assert [choose_backend(Backend.auto, one) for one in (gpu, cpu)] == ["nccl", "gloo"]
-    assert [choose_backend(Backend[name], gpu) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
+    assert choose_backend(Backend.auto, gpu) == "nccl"
+    assert choose_backend(Backend.auto, cpu) == "gloo"
+    for name in ("nccl", "gloo"):
+        assert choose_backend(Backend[name], gpu) == name
     with pytest.raises(MachineError, match="backend=nccl requires GPUs, and torch sees none"):
         choose_backend(Backend.nccl, cpu)
 
@@ -265,7 +264,8 @@ def test_the_kind_of_an_error_and_its_exit_status(
 ) -> None:
     """A lost peer is distinguished from an own error."""
     cause = failure.cause_of(error)
-    assert (cause.kind, cause.exit_status) == (kind, status)
+    assert cause.kind == kind
+    assert cause.exit_status == status
     assert line in cause.line
 
 
@@ -273,7 +273,8 @@ def test_one_value_per_channel_is_refused_with_the_keys_that_change_it() -> None
     with pytest.raises(ValueError, match="1 value per channel") as caught:
         torch.nn.BatchNorm2d(4)(torch.zeros(1, 4, 1, 1))
     cause = failure.cause_of(caught.value)
-    assert (cause.kind, cause.exit_status) == (Kind.input, 2)
+    assert cause.kind == Kind.input
+    assert cause.exit_status == 2
     assert "give a larger global_batch_size=, a smaller accumulate= or fewer ranks" in cause.line
     # by its place, not by its text
     assert failure.cause_of(ValueError(str(caught.value))).kind is Kind.error
@@ -282,10 +283,12 @@ def test_one_value_per_channel_is_refused_with_the_keys_that_change_it() -> None
 def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+
+    def broken(device: torch.device) -> torch.Tensor:
+        return torch.zeros(2) @ torch.zeros(3)
+
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: torch.zeros(2) @ torch.zeros(3)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
     line = rf"^{HOST}: cuda:1 cannot be used .*, or exclude the node: sbatch --exclude={HOST}$"
     with pytest.raises(MachineError, match=line):
         take_gpu(torch.device("cuda", 1))
@@ -293,18 +296,22 @@ def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(
 
 def test_of_an_nccl_error_the_line_holds_its_code_and_the_last_error() -> None:
     text = (
-        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:328, unhandled system error (run with NCCL_DEBUG=INFO "
-        f"for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) {'x' * 300} \nLast error:\n"
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:328, unhandled "
+        "system error (run with NCCL_DEBUG=INFO "
+        "for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, "
+        f"malloc) {'x' * 300} \nLast error:\n"
         "socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
     )
     error = DistBackendError(text)
-    line = "DistBackendError: ncclSystemError: socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
+    line = (
+        "DistBackendError: ncclSystemError: socketStartConnect: Connect to 10.0.0.2<52822> "
+        "failed : No route to host"
+    )
     assert torch_errors.text_of(error) == line
     # of another library
     assert torch_errors.text_of(RuntimeError(text)).startswith("RuntimeError: NCCL error in")
-    assert torch_errors.text_of(DistBackendError("ncclInvalidUsage: This\nuses")).endswith(
-        "This uses"
-    )
+    invalid = DistBackendError("ncclInvalidUsage: This\nuses")
+    assert torch_errors.text_of(invalid).endswith("This uses")
 
 
 @pytest.mark.parametrize(
@@ -320,18 +327,18 @@ def test_of_an_nccl_error_the_line_holds_its_code_and_the_last_error() -> None:
 )
 def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
     assert gpus.listed_gpus(listed) == count
-    assert gpus.named_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2", gpus.VISIBLE[0]: listed}) == (
-        gpus.VISIBLE[0],
-        count,
-    )
+    environ = {"ROCR_VISIBLE_DEVICES": "0,1,2", gpus.VISIBLE[0]: listed}
+    assert gpus.named_gpus(environ) == (gpus.VISIBLE[0], count)
 
 
 def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
     assert gpus.visible_gpus({}, tmp_path) == 0
-    for number, found in enumerate(("0", "0", "4321", "4322")):  # two sockets and two GPUs of AMD's
-        node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+    for number, gpu_id in enumerate(
+        ("0", "0", "4321", "4322")
+    ):  # two sockets and two GPUs of AMD's
+        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
         node.mkdir(parents=True)
-        (node / "gpu_id").write_text(f"{found}\n")
+        (node / "gpu_id").write_text(f"{gpu_id}\n")
     assert gpus.visible_gpus({}, tmp_path) == 2
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
@@ -343,9 +350,8 @@ def test_nccls_flight_record_is_kept_with_the_logs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "logs").mkdir()
-    monkeypatch.setattr(
-        torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"record", raising=False
-    )
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"record", raising=False)
     for backend in ("gloo", "nccl"):
         run: Any = SimpleNamespace(dir=tmp_path, world=SimpleNamespace(rank=1, backend=backend))
         failure._keep_flight_record(run)

@@ -18,7 +18,8 @@ import os, random, signal
 import numpy
 from recipes import broken
 from tests import states
-from recipes.core.train import checkpoint; from recipes.core.run import entry; from recipes.core.train import session
+from recipes.core.run import entry
+from recipes.core.train import checkpoint, session
 START = entry.begin("broken")
 
 def each_step(run, where):
@@ -59,7 +60,9 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     # Rank 1 alone gets a signal, in step 6.
     helpers.run_ranks(CODE, words, 2, STOP_AT="6").expect(75)
     status = helpers.read(tmp_path / "stopped", "status")
-    assert (status["state"], status["attempt"], status["reason"]) == ("preempted", 0, "SIGTERM")
+    assert status["state"] == "preempted"
+    assert status["attempt"] == 0
+    assert status["reason"] == "SIGTERM"
     step = status["step"]
     assert 7 <= step <= 7 + loop.AGREE_EVERY_STEPS
     folder = tmp_path / "stopped" / "checkpoints"
@@ -74,12 +77,10 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     assert f"resumed from {folder}/step-{step:08d}.pt, step {step}" in resumed.lines
     assert "broken: 2 ranks on 1 node, cpu, gloo, attempt 2" in resumed.lines
     status = helpers.read(tmp_path / "stopped", "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
-        "done",
-        1,
-        24,
-        "",
-    )
+    assert status["state"] == "done"
+    assert status["attempt"] == 1
+    assert status["step"] == 24
+    assert status["reason"] == ""
     summary = helpers.read(tmp_path / "stopped", "summary")
     expected = {"world_size": 2, "steps": 24, "resumed_from_step": step, "restarts": 1}
     assert expected.items() <= summary.items()
@@ -88,8 +89,4 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
         assert log.count(f"state of rank {rank}: ") == 2
     assert len(states_of(whole)) == 2
     assert states_of(resumed) == states_of(whole)
-    digests = [
-        states.digest(checkpoint.read(tmp_path / name / "checkpoints/step-00000024.pt"))
-        for name in ("whole", "stopped")
-    ]
-    assert digests[0] == digests[1]
+    assert states.at_step(tmp_path / "stopped", 24) == states.at_step(tmp_path / "whole", 24)

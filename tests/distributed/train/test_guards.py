@@ -59,19 +59,20 @@ def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(
     held: list[forked.Process], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    os.utime(opened := run_dir / "attempts/0000/opened.json", (0, 0))
+    opened = run_dir / "attempts/0000/opened.json"
+    os.utime(opened, (0, 0))
     helpers.wait_until(
         lambda: opened.stat().st_mtime > 0, 30, "a heartbeat, by which other jobs know that it runs"
     )
     for rank in held:
-        commands = [
-            Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            for pid in helpers.children(rank.pid)
-        ]
+        commands = []
+        for pid in helpers.children(rank.pid):
+            commands.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]
         at = watcher.index("recipes.core.run.watchdog")
-        assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
-    found = {
+        assert watcher[at + 1] == str(rank.pid)
+        assert watcher[at + 3] == str(600.0 + watchdog.MARGIN_S)
+    modes = {
         p.relative_to(run_dir): stat.S_IMODE(p.stat().st_mode)
         for p in run_dir.rglob("*")
         if p.is_file()
@@ -80,11 +81,13 @@ def test_each_rank_has_a_watchdog_and_umask_lets_the_group_read(
         Path("checkpoints/step-00000005.pt"),
         Path("logs/rank1.log"),
         Path("metrics.jsonl"),
-    } <= found.keys()
-    assert {name: oct(mode) for name, mode in found.items() if mode & 0o137} == {}
+    } <= modes.keys()
+    assert {name: oct(mode) for name, mode in modes.items() if mode & 0o137} == {}
     assert stat.S_IMODE((run_dir / "checkpoints").stat().st_mode) == 0o750
     status = helpers.read(run_dir, "status")
-    assert (status["state"], status["attempt"], status["step"]) == ("running", 0, 5)
+    assert status["state"] == "running"
+    assert status["attempt"] == 0
+    assert status["step"] == 5
 
 
 def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(
@@ -94,7 +97,10 @@ def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(
     before = (run_dir / "status.json").read_bytes()
     helpers.attempt(run_dir, launch="other", step=5)
     ended = helpers.finish(held[0], timeout_s=30).expect(3)
-    line = f"broken: {run_dir}: a later attempt (other) writes to this run directory, so this attempt ends"
+    line = (
+        f"broken: {run_dir}: a later attempt (other) writes to this run directory, so this "
+        "attempt ends"
+    )
     assert ended.lines[-1] == line
     assert (run_dir / "status.json").read_bytes() == before
 
@@ -123,7 +129,10 @@ def test_ranks_with_different_keys_or_data_are_refused(tmp_path: Path) -> None:
         f"{name}=7 here, {name}=0 there" for name in ("checkpoint_every_steps", "keep_every_steps")
     ]
     saves = "; ".join([*every, "keep_best=False here, keep_best=True there"])
-    words = f"{host}: its keys differ from those of rank 0 on {host} (lr=0.5 here, lr=0.01 there; data=1 here, data=0 there; {saves}): use the same keys and data on all ranks"
+    words = (
+        f"{host}: its keys differ from those of rank 0 on {host} (lr=0.5 here, lr=0.01 there; "
+        f"data=1 here, data=0 there; {saves}): use the same keys and data on all ranks"
+    )
     assert f"broken: {words}" in ended.lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -57,8 +57,9 @@ from tests import helpers
 @pytest.fixture(autouse=True)
 def _signals_and_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """entry.begin holds USR2 back and sets variables: undone after each test."""
-    for name in [n for n in os.environ if n.startswith(("SLURM_", "RECIPES_", "NCCL_", "GLOO_"))]:
-        monkeypatch.delenv(name)
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "RECIPES_", "NCCL_", "GLOO_")):
+            monkeypatch.delenv(name)
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -67,7 +68,9 @@ def _signals_and_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Trained:
-    """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1, 2, 3, …"""
+    """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1,
+    2, 3, …
+    """
 
     def __init__(self, folder: Path, **changed: Any) -> None:
         self.folder = folder
@@ -86,11 +89,10 @@ class Trained:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, resumes: bool = False, **keys: Any) -> tuple[dict[str, Any], Run]:
-        of_run = [
-            f"{key}={keys.pop(key)}"
-            for key in list(keys)
-            if key.startswith(("checkpoint_", "keep_", "resume"))
-        ]
+        of_run = []
+        for key in list(keys):
+            if key.startswith(("checkpoint_", "keep_", "resume")):
+                of_run.append(f"{key}={keys.pop(key)}")
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
         with (
@@ -109,9 +111,9 @@ class Trained:
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
                 self.now += 100.0
-                value = (
-                    self.values[self.evaluations - 1] if self.values else float(self.evaluations)
-                )
+                value: float | None = float(self.evaluations)
+                if self.values:
+                    value = self.values[self.evaluations - 1]
                 if value is None:
                     os.kill(os.getpid(), signal.SIGUSR2)
                     assert run.stop_is_near()
@@ -167,24 +169,32 @@ def test_a_run_ends_patience_epochs_after_its_best(
 ) -> None:
     trained = Trained(tmp_path, values=[0.5, 0.7, 0.6, 0.7, 0.9])
     _, run = trained.run(resumes=True, epochs=9, patience=2)
-    assert (run.state.step, helpers.read(tmp_path, "status")["state"]) == (8, "done")
+    assert run.state.step == 8
+    assert helpers.read(tmp_path, "status")["state"] == "done"
     assert "no better result for patience=2 epochs: the run ends" in capsys.readouterr().out
-    assert trained.run(resumes=True, epochs=9, patience=2)[1].state.step == 8  # already finished
+    _, run = trained.run(resumes=True, epochs=9, patience=2)
+    assert run.state.step == 8  # already finished
     trained.values = [0.9] * 20
-    assert trained.run(resumes=True, epochs=9, patience=5)[1].state.step == 18
+    _, run = trained.run(resumes=True, epochs=9, patience=5)
+    assert run.state.step == 18
 
 
 def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Path) -> None:
     trained = Trained(tmp_path, values=[0.5, 0.9, 0.95, 0.99, 0.9], stop_at=4)
     _, run = trained.run(resumes=True, epochs=4, patience=1)
-    assert (run.step, bool(run.stopping)) == (4, True)
+    assert run.step == 4
+    assert run.stopping
     trained.stop_at = 0
     results, run = trained.run(resumes=True, epochs=4, patience=1)
-    assert (run.step, results) == (8, {"val_top1": 0.99})
+    assert run.step == 8
+    assert results == {"val_top1": 0.99}
 
 
 def test_patience_and_a_best_metric_need_a_result_and_the_epoch_is_saved(tmp_path: Path) -> None:
-    line = r"best_metric=val_top1: must be one of the numbers that the evaluation returns \(val_loss\)$"
+    line = (
+        r"best_metric=val_top1: must be one of the numbers that the evaluation returns "
+        r"\(val_loss\)$"
+    )
     with pytest.raises(InputError, match=line):
         Trained(tmp_path, metric="val_loss").run(resumes=True, patience=1)
     assert checkpoint.named(tmp_path / "checkpoints", "latest") == "step-00000002.pt"
@@ -195,7 +205,8 @@ def test_another_best_metric_on_a_resume_begins_anew(tmp_path: Path) -> None:
     trained.run(resumes=True, epochs=9, patience=1)
     trained.metric = "val_f1"
     _, run = trained.run(resumes=True, epochs=3, patience=1, best_metric="val_f1")
-    assert (run.step, run.state.meta["best"]) == (6, {"val_f1": 0.3, "step": 6})
+    assert run.step == 6
+    assert run.state.meta["best"] == {"val_f1": 0.3, "step": 6}
 
 
 def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_path: Path) -> None:
@@ -211,30 +222,30 @@ def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_
 
     trained.values = Failing([1.0])
     _, run = trained.run(epochs=2)
-    assert (run.stopping, run.step, run.results) == ("SIGUSR2", 2, {})
+    assert run.stopping == "SIGUSR2"
+    assert run.step == 2
+    assert run.results == {}
     trained.values.stops = False
     with pytest.raises(TypeError, match="the minimum of None"):
         trained.run(epochs=2)
 
 
 def test_a_result_must_not_have_the_name_of_another_value_of_its_row(tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError,
-        match=r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it",
-    ):
+    line = r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it"
+    with pytest.raises(RunError, match=line):
         Trained(tmp_path, metric="loss").run(epochs=1)
 
 
 def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: Path) -> None:
-    weights = []
-    for number, keys in enumerate(
-        ({"clip_grad_norm": 0.01}, {"clip_grad_norm": 0.01, "dtype": Dtype.float16}, {})
-    ):
+    def weights(name: str, **keys: Any) -> list[float]:
         torch.manual_seed(0)
-        _, run = Trained(tmp_path / str(number)).run(max_steps=1, **keys)
-        weights.append([p.item() for p in run.state.model.parameters()])
-    assert weights[0] == pytest.approx(weights[1], rel=1e-6)
-    assert weights[0] != pytest.approx(weights[2], rel=1e-3)
+        _, run = Trained(tmp_path / name).run(max_steps=1, **keys)
+        return [p.item() for p in run.state.model.parameters()]
+
+    clipped = weights("clipped", clip_grad_norm=0.01)
+    scaled = weights("scaled", clip_grad_norm=0.01, dtype=Dtype.float16)
+    assert scaled == pytest.approx(clipped, rel=1e-6)
+    assert weights("free") != pytest.approx(clipped, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +254,10 @@ def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: 
         (
             "backward",
             0,
-            r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of step\.shards$",
+            (
+                r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of "
+                r"step\.shards$"
+            ),
         ),
         ("backward", 2, r"^step\.backward\(\): called again for the same shard: call it once "),
         (
@@ -278,28 +292,21 @@ def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduc
 
 
 def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
-    wrapped: Any = DistributedDataParallel.__new__(DistributedDataParallel)
-    begun, new = (cast(Run, SimpleNamespace(begun=value)) for value in (True, False))
-    calls: dict[str, Callable[[], object]] = {
-        r"loop\.steps\(\): call run\.resume\(\) before it": lambda: next(
-            loop.steps(new, *4 * (cast(Any, None),))
-        ),
-        r"run\.resume\(\): called twice": lambda: Run.resume(
-            begun, cast(Any, None), cast(Any, None)
-        ),
-        r"State\(\): give it the network itself": lambda: Run.resume(
-            new, cast(Any, SimpleNamespace(model=wrapped)), cast(Any, None)
-        ),
-        r"main\(\) returned NoneType: return a dict": lambda: metrics.require_results(
-            "main()", None
-        ),
-        r"evaluate\(\) returned net=Linear: return numbers": lambda: metrics.require_results(
-            "evaluate()", {"net": nn.Linear(1, 1)}
-        ),
-    }
-    for line, call in calls.items():
-        with pytest.raises(RunError, match=f"^{line}"):
-            call()
+    nothing: Any = None
+    begun: Any = SimpleNamespace(begun=True)
+    new: Any = SimpleNamespace(begun=False)
+    model = DistributedDataParallel.__new__(DistributedDataParallel)
+    wrapped: Any = SimpleNamespace(model=model)
+    with pytest.raises(RunError, match=r"^loop\.steps\(\): call run\.resume\(\) before it"):
+        next(loop.steps(new, nothing, nothing, nothing, nothing))
+    with pytest.raises(RunError, match=r"^run\.resume\(\): called twice"):
+        Run.resume(begun, nothing, nothing)
+    with pytest.raises(RunError, match=r"^State\(\): give it the network itself"):
+        Run.resume(new, wrapped, nothing)
+    with pytest.raises(RunError, match=r"^main\(\) returned NoneType: return a dict"):
+        metrics.require_results("main()", None)
+    with pytest.raises(RunError, match=r"^evaluate\(\) returned net=Linear: return numbers"):
+        metrics.require_results("evaluate()", {"net": nn.Linear(1, 1)})
 
 
 def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> None:
@@ -311,7 +318,10 @@ def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> No
 
 def test_an_evaluation_without_results_is_complete(tmp_path: Path) -> None:
     results, run = Trained(tmp_path, values=[0.0, 0.0]).run(resumes=True, epochs=2)
-    assert (results, run.stopping, run.state.meta["unevaluated"], run.step) == ({}, "", None, 4)
+    assert results == {}
+    assert run.stopping == ""
+    assert run.state.meta["unevaluated"] is None
+    assert run.step == 4
     assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
@@ -320,7 +330,8 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
     for pointer, step in (("best", 2), ("latest", 4)):
         again = Trained(tmp_path / pointer, values=[0.1, 0.2])
         _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
-        assert (run.resumed_from_step, run.state.step) == (step, 6)
+        assert run.resumed_from_step == step
+        assert run.state.step == 6
         # The first run's best checkpoint is in another folder, so this run starts without a best
         # result.
         best = {"val_top1": again.values[again.evaluations - 1], "step": 6}
@@ -335,7 +346,9 @@ def test_a_stop_before_the_first_step_is_not_a_failure(
     _, run = Trained(tmp_path).run(resumes=True, epochs=1)
     assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
+    assert status["state"] == "preempted"
+    assert status["step"] == 2
+    assert status["reason"] == "SIGTERM"
     assert attempts.records(run.attempt) == []
     assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
 
@@ -368,7 +381,9 @@ def test_the_rank_that_is_behind_is_named(
     first: Any, second: Any, named: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worlds, "PULSE_S", 0.1)
-    answers = [[" ".join(map(str, of)).encode() for of in told] for told in (first, second)]
+    answers = []
+    for reports in (first, second):
+        answers.append([" ".join(map(str, report)).encode() for report in reports])
     store: Any = SimpleNamespace(multi_get=lambda names: answers.pop(0))
     info = RankInfo(0, 0, 0, 3, 3, 1, (), "127.0.0.1", 1, False, None, 0)
     pulse = watchdog.Pulse()
@@ -393,22 +408,16 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(
     monkeypatch.setattr(GlobalBatches, "epoch", slow)
     _, run = trained.run(resumes=True, epochs=3, log_every_steps=1, checkpoint_every_steps=1)
     took_s = time.monotonic() - begin
-    found = [
-        (r["step"], r["epoch"], r["lr"], r["samples_per_second"], r["data_wait"])
-        for r in helpers.rows(tmp_path)
-    ]
-    assert found == [
-        (step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.0, 0.2) for step in range(1, 7)
-    ]
-    assert [row.get("val_top1") for row in helpers.rows(tmp_path)] == [
-        None,
-        1.0,
-        None,
-        2.0,
-        None,
-        3.0,
-    ]
-    assert (run.samples, run.train_s) == (30, 15.0)
+    rows = helpers.rows(tmp_path)
+    for index, row in enumerate(rows):
+        assert row["step"] == index + 1
+        assert row["epoch"] == index // 2
+        assert row["lr"] == 0.1 * 0.5**index
+        assert row["samples_per_second"] == 2.0
+        assert row["data_wait"] == 0.2
+    assert [row.get("val_top1") for row in rows] == [None, 1.0, None, 2.0, None, 3.0]
+    assert run.samples == 30
+    assert run.train_s == 15.0
     summary = helpers.read(tmp_path, "summary")
     expected = {
         "steps": 6,
@@ -420,12 +429,10 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(
     assert expected.items() <= summary.items()
     assert 0 < summary["wall_seconds"] < took_s
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["attempt"], status["step"], status["reason"]) == (
-        "done",
-        0,
-        6,
-        "",
-    )
+    assert status["state"] == "done"
+    assert status["attempt"] == 0
+    assert status["step"] == 6
+    assert status["reason"] == ""
 
 
 def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Path) -> None:
@@ -443,7 +450,8 @@ def test_a_stop_saves_at_its_step_without_an_older_evaluation(
 ) -> None:
     trained = Trained(tmp_path, stop_at=stop_at)
     results, run = trained.run(epochs=3)
-    assert (run.state.step, bool(run.stopping)) == (step, stop_at != 6)
+    assert run.state.step == step
+    assert bool(run.stopping) == (stop_at != 6)
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}.pt\n"
     assert trained.evaluations == count
     if stop_at == 6:  # the run is over all the same
@@ -461,16 +469,23 @@ def test_a_postponed_evaluation_runs_first_on_a_resume(
     """
     trained = Trained(tmp_path, values=values, stop_at=4 if step == 4 else 0)
     _, run = trained.run(resumes=True, epochs=3)
-    assert (run.state.step, bool(run.stopping)) == (step, True)
+    assert run.state.step == step
+    assert run.stopping
     trained.stop_at = 0
     results, run = trained.run(resumes=True, epochs=3)
-    assert (run.state.step, run.stopping, results["val_top1"]) == (6, "", values[-1])
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert run.state.step == 6
+    assert run.stopping == ""
+    assert results["val_top1"] == values[-1]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
     before, late = [row for row in written if row["step"] == step]
     assert late == before | {"val_top1": 0.9, "attempt": 1, "time": late["time"]}
-    assert [row["step"] for row in written] == sorted(row["step"] for row in written)
-    found = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
-    assert found == dict(zip((2, 4, 6), (value for value in values if value), strict=True))
+    steps = [row["step"] for row in written]
+    assert steps == sorted(steps)
+    scores_of_steps = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
+    assert scores_of_steps == dict(
+        zip((2, 4, 6), (value for value in values if value), strict=True)
+    )
     assert run.state.meta["best"] == {"val_top1": 0.9, "step": step}
     assert (tmp_path / "checkpoints" / "best").read_text() == f"step-{step:08d}.pt\n"
 
@@ -490,10 +505,8 @@ def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_
     assert waited == [1]
     assert attempts.records(run.attempt)[0]["error"] == "RuntimeError: this"
     status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["reason"].partition(" failed first: ")[2]) == (
-        "failed",
-        "RuntimeError: this",
-    )
+    assert status["state"] == "failed"
+    assert status["reason"].partition(" failed first: ")[2] == "RuntimeError: this"
 
 
 def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
@@ -502,10 +515,11 @@ def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: P
     trained.run(resumes=True, epochs=3)
     trained.stop_at = 0
     _, run = trained.run(resumes=True, epochs=3)
-    assert (run.state.step, run.stopping) == (5, "SIGUSR2")
+    assert run.state.step == 5
+    assert run.stopping == "SIGUSR2"
     assert trained.run(resumes=True, epochs=3)[0] == {"val_top1": 0.3}
-    found = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
-    assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
+    scores_of_steps = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
+    assert scores_of_steps == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
 
 
 def test_an_evaluation_cut_short_elsewhere_does_not_count(
@@ -516,17 +530,18 @@ def test_an_evaluation_cut_short_elsewhere_does_not_count(
     batches = GlobalBatches(10, 5, 0, 0, 1)
     ends = loop._StepEnds(run, run.settings.config, net, batches, lambda: {"val_top1": 0.9})
     theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
-    monkeypatch.setattr(loop, "Agreement", lambda *given: theirs)
+    monkeypatch.setattr(loop, "Agreement", lambda *arguments: theirs)
     assert not ends._evaluate()
-    assert (run.results, run.stopping) == ({}, "SIGUSR2")
-    run.results, run.rows = {"loss": 9.0, "val_loss": 0.5}, metrics.Rows(tmp_path / "metrics.jsonl")
+    assert run.results == {}
+    assert run.stopping == "SIGUSR2"
+    run.results = {"loss": 9.0, "val_loss": 0.5}
+    run.rows = metrics.Rows(tmp_path / "metrics.jsonl")
     # it has been closed
     run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))
     loop._log_row(run, {**loop.EARLIER_ROW, "epoch": 0, "loss": 1.0, "lr": 0.1})
-    assert (helpers.rows(tmp_path)[-1]["loss"], helpers.rows(tmp_path)[-1]["val_loss"]) == (
-        1.0,
-        0.5,
-    )
+    last = helpers.rows(tmp_path)[-1]
+    assert last["loss"] == 1.0
+    assert last["val_loss"] == 0.5
 
 
 def test_an_attempt_keeps_its_code_and_removes_leftovers(
@@ -535,21 +550,19 @@ def test_an_attempt_keeps_its_code_and_removes_leftovers(
     trained = Trained(tmp_path)
     half = tmp_path / "checkpoints/.latest.a.7.0123abcd"
     monkeypatch.setattr(source, "commit", lambda root: "c0ffee")
-    for difference, found in ((b"mine", [b"mine"] * 2), (b"", [])):
+    for difference, expected in ((b"mine", [b"mine"] * 2), (b"", [])):
         half.touch()
         monkeypatch.setattr(source, "difference", lambda root, now=difference: now)
         _, run = trained.run(resumes=True, epochs=1)
         there = [folder / "code.diff" for folder in (run.dir, run.attempt.folder)]
-        assert [path.read_bytes() for path in there if path.exists()] == found
+        assert [path.read_bytes() for path in there if path.exists()] == expected
         assert not half.exists()
     assert helpers.read(tmp_path, "summary")["git_commit"] == "c0ffee"
-    with pytest.raises(
-        errors.InputError, match=r"^resume=never: .* has a checkpoint \(step-00000002\.pt\): give"
-    ):
+    line = r"^resume=never: .* has a checkpoint \(step-00000002\.pt\): give"
+    with pytest.raises(InputError, match=line):
         trained.run(resumes=True, resume="never")
-    with pytest.raises(
-        errors.InputError, match=f"^evaluate=true: {tmp_path} has no checkpoint: give the run_dir="
-    ):
+    line = f"^evaluate=true: {tmp_path} has no checkpoint: give the run_dir="
+    with pytest.raises(InputError, match=line):
         Trained(tmp_path).run(evaluate=True)
 
 
@@ -567,7 +580,8 @@ def test_a_failed_save_ends_the_run_before_its_next_row(
     monkeypatch.setattr(checkpoint.Saver, "save", save)
     with pytest.raises(MemoryError):
         Trained(tmp_path).run(epochs=2, checkpoint_every_steps=1, log_every_steps=1)
-    assert ([row["step"] for row in helpers.rows(tmp_path)], phases) == ([1], [watchdog.SAVING])
+    assert [row["step"] for row in helpers.rows(tmp_path)] == [1]
+    assert phases == [watchdog.SAVING]
 
 
 def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
@@ -579,46 +593,44 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     assert helpers.read(tmp_path, "status")["state"] == "preempted"
     trained.run(resumes=True, epochs=3)
     summary = helpers.read(tmp_path, "summary")
-    assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
+    assert summary["steps"] == 6
+    assert summary["resumed_from_step"] == 6
+    assert summary["val_top1"] == 0.9
 
 
 def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
-    Trained(tmp_path / "never").run(
-        checkpoint_every_s=0, epochs=2, keep_checkpoints=0, keep_best="false"
-    )
-    assert [path.name for path in (tmp_path / "never/checkpoints").glob("step-*")] == [
-        "step-00000004.pt"
-    ]
+    keys = {"checkpoint_every_s": 0, "keep_checkpoints": 0, "keep_best": "false"}
+    Trained(tmp_path / "never").run(epochs=2, **keys)
+    saved = [path.name for path in (tmp_path / "never/checkpoints").glob("step-*")]
+    assert saved == ["step-00000004.pt"]
     _, run = Trained(tmp_path).run(checkpoint_every_s=0.001)
     time.sleep(0.01)
     assert run.save_is_due()
     time.sleep(0.01)
-    run.world = dataclasses.replace(run.world, ranks=dataclasses.replace(run.world.ranks, rank=1))
+    second = dataclasses.replace(run.world.ranks, rank=1)
+    run.world = dataclasses.replace(run.world, ranks=second)
     assert not run.save_is_due()
 
 
 def test_an_error_names_the_line_of_the_recipe() -> None:
     with pytest.raises(AttributeError) as caught:
         scores.accuracy(cast(Run, None), cast(Any, None))
-    assert re.search(
-        r" \(recipes/core/train/scores\.py, line \d+\)$", failure.cause_of(caught.value).line
-    )
+    line = failure.cause_of(caught.value).line
+    assert re.search(r" \(recipes/core/train/scores\.py, line \d+\)$", line)
 
 
 def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
     Trained(tmp_path).run(epochs=600, checkpoint_every_s=0.1, keep_checkpoints=0, keep_best="false")
-    steps = sorted(
-        int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").glob("step-*.pt")
-    )
+    saved = (tmp_path / "checkpoints").glob("step-*.pt")
+    steps = sorted(checkpoint.step_of(path) for path in saved)
     assert 2 < len(steps) < 300
     # A slow machine has a slow step now and then, and saves behind the next one too.
     assert len([step for step in steps if step + 1 in steps]) < len(steps) / 3, steps
 
 
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
-    _, run = Trained(tmp_path, values=[0.5, 0.75, 0.25, 0.75, 0.125]).run(
-        epochs=5, keep_checkpoints=1
-    )
+    trained = Trained(tmp_path, values=[0.5, 0.75, 0.25, 0.75, 0.125])
+    _, run = trained.run(epochs=5, keep_checkpoints=1)
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
     left = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert left == ["step-00000004.pt", "step-00000010.pt"]
@@ -635,7 +647,8 @@ with signals.stop_flag() as stop:
     print(stop.reason)
 """
     ended = helpers.run([sys.executable, "-c", code])
-    assert (ended.status, ended.lines) == (0, ["SIGUSR2"])
+    assert ended.status == 0
+    assert ended.lines == ["SIGUSR2"]
 
 
 def test_a_single_machine_listens_on_the_given_master_port() -> None:
@@ -656,7 +669,8 @@ def test_the_row_of_a_stop_has_the_loss_of_its_step(
     monkeypatch.setattr(Agreement, "read", lambda sums: (*read(sums)[:3], 2.0))
     _, run = Trained(tmp_path, samples=30, stop_at=3).run()
     [*_, last] = helpers.rows(tmp_path)
-    assert (last["step"], run.stopping) == (4, "SIGUSR2")
+    assert last["step"] == 4
+    assert run.stopping == "SIGUSR2"
     assert abs(last["loss"]) > 0.01
 
 
@@ -669,9 +683,8 @@ def test_averaged_weights_equal_torchs_average() -> None:
     run: Any = SimpleNamespace(say=print)
     batches: Any = SimpleNamespace(global_batch_size=8, num_samples=8)
     ours = optimisation.averaged(run, net, 0.9, 0, batches)
-    theirs = swa_utils.AveragedModel(
-        net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
+    rule = swa_utils.get_ema_multi_avg_fn(0.9)
+    theirs = swa_utils.AveragedModel(net, multi_avg_fn=rule, use_buffers=True)
     assert ours
     assert list(ours.state_dict()) == list(theirs.state_dict())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -681,33 +694,35 @@ def test_averaged_weights_equal_torchs_average() -> None:
         optimizer.step()
         ours.update_parameters(net)
         theirs.update_parameters(net)
-    for (name, one), other in zip(
-        ours.state_dict().items(), theirs.state_dict().values(), strict=True
-    ):
+    expected = theirs.state_dict()
+    for name, value in ours.state_dict().items():
         if name.endswith("num_batches_tracked"):
-            assert one == 4
+            assert value == 4
         else:
-            assert torch.equal(one, other), name
+            assert torch.equal(value, expected[name]), name
 
 
 def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = list[float]()
+    timeouts = list[float]()
     names = list[str]()
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(
-        torch.distributed,
-        "TCPStore",
-        lambda *of, timeout, **more: given.append(timeout.total_seconds()) or store,
-    )
-    monkeypatch.setattr(
-        torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store
-    )
+
+    def make_store(*place: Any, timeout: timedelta, **options: Any) -> Any:
+        timeouts.append(timeout.total_seconds())
+        return store
+
+    def prefixed(name: str, store: Any) -> Any:
+        names.append(name)
+        return store
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", make_store)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", prefixed)
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, (), "127.0.0.1", 1, True, "7.1", 2)
         rendezvous._meet(info, "gloo", 40.0)
-    assert given == [40, 30]  # rank 1 ends first, and reports why
+    assert timeouts == [40, 30]  # rank 1 ends first, and reports why
     # torch counts the time in which a job is suspended
     assert store.timeout == worlds.TORCH_TIMEOUT
     assert set(names) == {"7-attempt-2-gloo"}
@@ -720,39 +735,32 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
 def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path) -> None:
     """Or a job that is requeued there would begin again."""
     helpers.attempt(tmp_path / "seen")
-    for nodes, name, is_refused in ((1, "unseen", False), (2, "seen", False), (2, "unseen", True)):
+
+    def check(nodes: int, name: str) -> None:
         info = RankInfo(0, 0, 0, 1, 1, nodes, (), "127.0.0.1", 1, True, None, 0)
-        world = worlds.World(
-            info, torch.device("cpu"), "gloo", ("a",), torch.distributed.HashStore(), timeout_s=0.2
-        )
-        run: Any = SimpleNamespace(
-            dir=tmp_path / name, attempt=attempts.Attempt(tmp_path / name, 0), world=world
-        )
-        unseen = "this node does not see the files that rank 0 on a writes"
-        words = f"^a: run_dir=.*: {unseen}: give a folder that all nodes share"
-        with (
-            pytest.raises(errors.MachineError, match=words)
-            if is_refused
-            else contextlib.nullcontext()
-        ):
-            session.check_shared(run)
+        store = torch.distributed.HashStore()
+        world = worlds.World(info, torch.device("cpu"), "gloo", ("a",), store, timeout_s=0.2)
+        run_dir = tmp_path / name
+        attempt = attempts.Attempt(run_dir, 0)
+        session.check_shared(cast(Any, SimpleNamespace(dir=run_dir, attempt=attempt, world=world)))
+
+    check(1, "unseen")
+    check(2, "seen")
+    unseen = "this node does not see the files that rank 0 on a writes"
+    line = f"^a: run_dir=.*: {unseen}: give a folder that all nodes share"
+    with pytest.raises(errors.MachineError, match=line):
+        check(2, "unseen")
 
 
 def test_an_evaluation_of_another_model_is_refused() -> None:
-    run: Any = SimpleNamespace(
-        settings=SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True))
-    )
+    settings = SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True))
+    run: Any = SimpleNamespace(settings=settings)
     before = {"arch": "airbench94", "ema": 0.9, "lr": 0.1}
-    for key, changed in (
-        ("lr", ""),
-        ("arch", "arch=airbench94 becomes 0"),
-        ("ema", "ema=0.9 becomes 0"),
-    ):
-        of_run = {"meta": {"recipe": "cifar", "config": before}}
-        with (
-            pytest.raises(errors.InputError, match=changed) if changed else contextlib.nullcontext()
-        ):
-            resume._check_keys(run, Path("x.pt"), of_run, {}, {**before, key: 0})
+    saved = {"meta": {"recipe": "cifar", "config": before}}
+    resume._check_keys(run, Path("x.pt"), saved, {}, {**before, "lr": 0})
+    for key in ("arch", "ema"):
+        with pytest.raises(InputError, match=f"{key}={before[key]} becomes 0"):
+            resume._check_keys(run, Path("x.pt"), saved, {}, {**before, key: 0})
 
 
 @pytest.mark.parametrize(
@@ -770,10 +778,17 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     """If no rank is behind, the network is the cause."""
     said: list[Any] = []
     over = threading.Event()
-    monkeypatch.setattr(
-        failure, "fail", lambda run, error, behind: said.append((error, behind)) or 1
-    )
-    monkeypatch.setattr(failure, "leave", lambda code: (said.append(code), over.set()))
+
+    def fail(run: Run, error: Exception, behind: Any) -> int:
+        said.extend((error, behind))
+        return 1
+
+    def leave(code: int) -> None:
+        said.append(code)
+        over.set()
+
+    monkeypatch.setattr(failure, "fail", fail)
+    monkeypatch.setattr(failure, "leave", leave)
     pulse = watchdog.Pulse()
     pulse.beat(phase, 7)
     world = SimpleNamespace(
@@ -788,5 +803,7 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     ended.cancel()
     assert bool(said) == ends
     if ends:
-        (error, named), code = said
-        assert (named, code, torch_errors.peer_kind(error)) == (behind, 1, Kind.timeout)
+        error, named, code = said
+        assert named == behind
+        assert code == 1
+        assert torch_errors.peer_kind(error) == Kind.timeout

@@ -31,14 +31,15 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
             clock.time += seconds
             measured.mark(part)
         measured.step_ends(30)
-    found = measured.lap(unhidden_s=1.5)
+    lap = measured.lap(unhidden_s=1.5)
     parts = {"data_wait": 0.1, "forward_backward": 0.6, "communication": 0.15, "optimizer": 0.2}
-    assert found == {**parts, "samples_per_second": 3.0}
+    assert lap == {**parts, "samples_per_second": 3.0}
     clock.time += 100.0  # an evaluation
     assert measured.lap() == {"samples_per_second": 0.0}
-    assert (measured.samples, measured.train_s) == (60, 20.0)
+    assert measured.samples == 60
+    assert measured.train_s == 20.0
     world: Any = SimpleNamespace(
-        gather=lambda own: [own, own],
+        gather=lambda content: [content, content],
         hosts=("a", "a"),
         pulse=SimpleNamespace(beat=lambda stage: None),
     )
@@ -54,13 +55,13 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_memory_of_a_node_is_the_sum_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with different numbers of ranks, and ranks that use different amounts."""
-    measured = meter.Meter(SimpleNamespace(now=lambda: 0.0), torch.device("cpu"))  # type: ignore[arg-type]
-    ranks = [
-        meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0)
-        for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9)
-    ]
+    clock: Any = SimpleNamespace(now=lambda: 0.0)
+    measured = meter.Meter(clock, torch.device("cpu"))
+    ranks = []
+    for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9):
+        ranks.append(meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0))
     world: Any = SimpleNamespace(
-        gather=lambda own: ranks,
+        gather=lambda content: ranks,
         hosts=("a", "a", "a", "b"),
         pulse=SimpleNamespace(beat=lambda stage: None),
     )

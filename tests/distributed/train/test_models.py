@@ -23,15 +23,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_unknown_models_and_weights_are_refused_with_known_names() -> None:
-    with pytest.raises(
-        InputError, match=r"arch=resnet51: torchvision has no such classifier; did you mean 'resnet"
-    ):
+    line = "arch=resnet51: torchvision has no such classifier; did you mean 'resnet"
+    with pytest.raises(InputError, match=line):
         models.classifier("resnet51", "", 10)
     with pytest.raises(InputError, match="no such classifier"):
         models.classifier("fcn_resnet50", "", 10)  # of torchvision's, and no classifier
-    with pytest.raises(
-        InputError, match="weights=IMAGENET1K_V9: must be one of IMAGENET1K_V1, or true"
-    ):
+    line = "weights=IMAGENET1K_V9: must be one of IMAGENET1K_V1, or true"
+    with pytest.raises(InputError, match=line):
         models.classifier("resnet18", "IMAGENET1K_V9", 1000)
 
 
@@ -43,18 +41,21 @@ def test_random_weights_for_any_number_of_classes() -> None:
 
 
 def test_missing_weights_name_the_command_that_fetches_them(hub: Path) -> None:
-    with pytest.raises(
-        MachineError, match=r"recipes\.prepare weights arch=resnet18 weights=IMAGENET1K_V1"
-    ) as caught:
+    command = r"recipes\.prepare weights arch=resnet18 weights=IMAGENET1K_V1"
+    with pytest.raises(MachineError, match=command) as caught:
         models.classifier("resnet18", "true", 1000)
     assert str(hub) in str(caught.value)
 
 
 def saved(content: object, folder: Path) -> Path:
-    """A file of weights that is named by torchvision's rule: the end is the start of the SHA-256."""
+    """A file of weights that is named by torchvision's rule: the end is the start of the
+    SHA-256.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(content, made := folder / "made")
-    return made.rename(folder / f"net-{hashlib.sha256(made.read_bytes()).hexdigest()[:8]}.pth")
+    made = folder / "made"
+    torch.save(content, made)
+    digest = hashlib.sha256(made.read_bytes()).hexdigest()
+    return made.rename(folder / f"net-{digest[:8]}.pth")
 
 
 def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path) -> None:
@@ -62,9 +63,8 @@ def test_a_weights_file_is_verified_by_its_hash_and_runs_no_code(tmp_path: Path)
     assert models.fault_of(good) == ""
     good.write_bytes(good.read_bytes() + b"x")
     assert "its SHA-256 differs from the one in its name" in models.fault_of(good)
-    assert "is not a file of weights" in models.fault_of(
-        saved({"a": Path("of any class")}, tmp_path)
-    )
+    code = saved({"a": Path("of any class")}, tmp_path)
+    assert "is not a file of weights" in models.fault_of(code)
     assert models.fault_of(tmp_path / "none-12345678.pth") == "does not exist"
 
 
@@ -85,14 +85,9 @@ def test_weights_with_auxiliary_heads_give_a_net_without_them(
 def test_the_head_of_every_classifier_is_its_last_layer() -> None:
     # One of each family; the others draw their first weights in a way that the device "meta" cannot
     # follow, or that is slow.
-    families = {
-        get_model_builder(name).__module__: name for name in list_models(module=torchvision.models)
-    }
-    names = [
-        name
-        for name in families.values()
-        if name not in ("googlenet", "inception_v3", "regnet_y_8gf")
-    ]
+    every = list_models(module=torchvision.models)
+    families = {get_model_builder(name).__module__: name for name in every}
+    names = set(families.values()) - {"googlenet", "inception_v3", "regnet_y_8gf"}
     assert len(names) > 12
     for name in names:
         with torch.device("meta"):
@@ -101,9 +96,8 @@ def test_the_head_of_every_classifier_is_its_last_layer() -> None:
         assert len(layer.weight) == 7, name
 
 
-@pytest.mark.parametrize(
-    "arch", ["resnet18", "squeezenet1_0"]
-)  # their heads are a linear layer and a convolution
+# their heads are a linear layer and a convolution
+@pytest.mark.parametrize("arch", ["resnet18", "squeezenet1_0"])
 def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
     hub: Path, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
@@ -113,11 +107,9 @@ def test_a_new_head_leaves_the_other_weights_as_the_file_has_them(
     net = models.classifier(arch, "true", 3, new_head=True).eval()
     (name,) = optimisation.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
-    assert all(
-        value.equal(state[key])
-        for key, value in net.state_dict().items()
-        if not key.startswith(name)
-    )
+    for key, value in net.state_dict().items():
+        if not key.startswith(name):
+            assert value.equal(state[key])
     with pytest.raises(InputError, match="are for 1000 classes, the data has 3"):
         models.classifier(arch, "true", 3)
 
@@ -128,21 +120,25 @@ def test_frozen_weights_and_averages_stay_as_they_are(kind: str) -> None:
     net = models.classifier("shufflenet_v2_x0_5", "", 3)
     x = torch.rand(4, 3, 64, 64)
     before = net.eval()(torch.ones(1, 3, 64, 64))
-    models.train_only_head(net) if kind == "head" else models.add_lora(net, 4)
+    if kind == "head":
+        models.train_only_head(net)
+    else:
+        models.add_lora(net, 4)
     assert net.eval()(torch.ones(1, 3, 64, 64)).allclose(before, atol=1e-6)
-    frozen = {
-        name: value.clone() for name, value in net.state_dict().items() if not name.startswith("fc")
-    }
+    frozen = {name: value.clone() for name, value in net.state_dict().items()}
+    frozen = {name: value for name, value in frozen.items() if not name.startswith("fc")}
     optimizer = torch.optim.SGD((p for p in net.parameters() if p.requires_grad), 0.1)
     for _ in range(2):  # at first, the gradient of one of the two matrices is zero
         net.train()(x).square().sum().backward()
         optimizer.step()
-    changed = [name for name, value in frozen.items() if not value.equal(net.state_dict()[name])]
-    assert all(name.endswith((".down", ".up")) for name in changed)
-    assert sum(name.endswith(".up") for name in changed) == (0 if kind == "head" else 56)
-    assert models.trained(net).startswith(
-        "3,075 of 344,867" if kind == "head" else "28,123 of 369,915"
-    )
+    after = net.state_dict()
+    changed = [name for name, value in frozen.items() if not value.equal(after[name])]
+    for name in changed:
+        assert name.endswith((".down", ".up"))
+    ups = [name for name in changed if name.endswith(".up")]
+    assert len(ups) == (0 if kind == "head" else 56)
+    parameters = "3,075 of 344,867" if kind == "head" else "28,123 of 369,915"
+    assert models.trained(net).startswith(parameters)
 
 
 def test_timm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,23 +157,22 @@ def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(
         models.classifier(f"timm/{name}", "true", 3)
     state = timm.create_model(name).state_dict()
     folder = tmp_path / f"models--timm--{name}"
+    commit = "1" * 40
+    snapshot = folder / "snapshots" / commit
     (folder / "refs").mkdir(parents=True)
-    (folder / "refs/main").write_text("1" * 40)
-    (folder / "snapshots" / ("1" * 40)).mkdir(parents=True)
-    safetensors.save_file(state, folder / "snapshots" / ("1" * 40) / "model.safetensors")
+    (folder / "refs/main").write_text(commit)
+    snapshot.mkdir(parents=True)
+    safetensors.save_file(state, snapshot / "model.safetensors")
     net = models.classifier(f"timm/{name}", "true", 3).eval()
     (last,) = optimisation.heads(net)
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
-    assert all(
-        value.equal(state[key])
-        for key, value in net.state_dict().items()
-        if not key.startswith(last)
-    )
+    for key, value in net.state_dict().items():
+        if not key.startswith(last):
+            assert value.equal(state[key])
     cfg = timm.get_pretrained_cfg(name)
     assert models.mean_and_std(f"timm/{name}") == (cfg.mean, cfg.std)
-    with pytest.raises(
-        InputError, match=r"arch=timm/resnet19: timm has no such model; did you mean 'timm/resnet1"
-    ):
+    line = "arch=timm/resnet19: timm has no such model; did you mean 'timm/resnet1"
+    with pytest.raises(InputError, match=line):
         models.classifier("timm/resnet19", "", 3)
     with pytest.raises(InputError, match="the name of a timm model also selects its weights"):
         models.classifier(f"timm/{name}", "IMAGENET1K_V1", 3)
@@ -185,16 +180,15 @@ def test_a_model_of_timm_takes_its_weights_from_the_hubs_cache(
 
 def test_all_heads_of_a_model_of_timm_are_trained() -> None:
     pytest.importorskip("timm")
-    net = models.classifier("timm/deit_tiny_distilled_patch16_224", "", 3)
+    arch = "timm/deit_tiny_distilled_patch16_224"
+    net = models.classifier(arch, "", 3)
     assert list(optimisation.heads(net)) == ["head", "head_dist"]
     models.train_only_head(net)
     assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 2 * 3 * 193
     groups = optimisation.layer_groups(net.requires_grad_(True), 1.0, 0.5, 0.1)
     assert sum(len(group["params"]) for group in groups if group["depth"] == 0) == 4
-    arch = "timm/deit_tiny_distilled_patch16_224"
-    with pytest.raises(
-        InputError, match=rf"px=64: arch={arch} does not accept images of this size"
-    ):
+    line = f"px=64: arch={arch} does not accept images of this size"
+    with pytest.raises(InputError, match=line):
         models.require_size(net, arch, 64)
 
 

@@ -205,9 +205,9 @@ def test_best_latest_and_a_run_directory_name_a_checkpoint(
     assert f"resumed from {stopped}/checkpoints/step-00000005.pt, step 5" in ended.lines
     ended = mnist(tmp_path / "new", *RUN, f"resume={tmp_path}").expect(2)
     assert (
-        f"resume={tmp_path}: there is no checkpoint in that folder: give a run directory that has one"
-        in ended.out
-    )
+        f"resume={tmp_path}: there is no checkpoint in that folder: give a run directory "
+        "that has one"
+    ) in ended.out
 
 
 @pytest.mark.long

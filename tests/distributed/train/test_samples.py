@@ -4,6 +4,8 @@ memory.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,22 +21,17 @@ WIDTH = 11
 
 def images(channels: int = 3) -> torch.Tensor:
     shape = (COUNT, channels, HEIGHT, WIDTH)
-    return torch.randint(
-        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    random = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
 
 
 def test_the_digest_changes_with_images_and_labels() -> None:
     labels = torch.arange(COUNT)
-    sets = [
-        (images(), labels),
-        (images().flip(0), labels),
-        (images(), labels.flip(0)),
-        (images()[:-1], labels[:-1]),
-    ]
-    digests = [ImageSet(*each).digest() for each in sets]
-    assert len(set(digests)) == 4
-    assert ImageSet(images(), labels).digest() == digests[0]
+    digest = ImageSet(images(), labels).digest()
+    assert ImageSet(images(), labels.clone()).digest() == digest
+    assert ImageSet(images().flip(0), labels).digest() != digest
+    assert ImageSet(images(), labels.flip(0)).digest() != digest
+    assert ImageSet(images()[:-1], labels[:-1]).digest() != digest
 
 
 def test_what_determines_the_order_of_samples() -> None:
@@ -70,10 +67,11 @@ def test_cutout_covers_one_square_in_each_image() -> None:
 
 
 def test_augmentation_is_the_same_on_all_ranks_and_differs_between_epochs() -> None:
-    one, other = (AugmentedImages(images(), 2, reflect=True, flip=True, cutout=3) for _ in range(2))
-    one.draw(1, 0)
+    first = AugmentedImages(images(), 2, reflect=True, flip=True, cutout=3)
+    other = AugmentedImages(images(), 2, reflect=True, flip=True, cutout=3)
+    first.draw(1, 0)
     other.draw(1, 0)
-    everything = one.take(torch.arange(COUNT))
+    everything = first.take(torch.arange(COUNT))
     assert torch.equal(other.take(torch.arange(30, 60)), everything[30:])
     assert other.take(torch.empty(0, dtype=torch.int64)).shape == (0, 3, HEIGHT, WIDTH)
     for seed, epoch in ((1, 1), (2, 0)):
@@ -88,7 +86,8 @@ def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_si
     sizes = [shard.global_size for shard in batches.epoch(0)]
     assert len(sizes) == batches.per_epoch
     assert sum(sizes) == samples
-    assert all(size == batch_size for size in sizes[:-2])
+    for size in sizes[:-2]:
+        assert size == batch_size
     assert max(sizes) <= batch_size
     if len(sizes) > 1:
         assert min(sizes) >= batch_size // 2
@@ -100,19 +99,26 @@ def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_si
 def test_pieces_of_a_shard_are_complete_and_not_empty(length: int, count: int) -> None:
     shard = Shard(1, 2, torch.arange(length), 77)
     pieces = shard.pieces(count)
-    assert [i for piece in pieces for i in piece.indices.tolist()] == list(range(length))
+    indices = []
+    for piece in pieces:
+        indices += piece.indices.tolist()
+        assert piece.epoch == 1
+        assert piece.batch == 2
+        assert piece.global_size == 77
+    assert indices == list(range(length))
     assert len(pieces) == max(1, min(count, length))
-    assert all((piece.epoch, piece.batch, piece.global_size) == (1, 2, 77) for piece in pieces)
 
 
 @settings(deadline=None)  # a busy machine may pause for a second
 @given(count=st.integers(0, 500), world_size=st.integers(1, 40))
 def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_size: int) -> None:
-    parts = [list(range(count))[sampling.share(count, r, world_size)] for r in range(world_size)]
-    assert [i for part in parts for i in part] == list(range(count))
-    assert [len(part) for part in parts] == [
-        count // world_size + (r < count % world_size) for r in range(world_size)
-    ]
+    end = 0
+    for rank in range(world_size):
+        part = range(count)[sampling.share(count, rank, world_size)]
+        assert part.start == end
+        assert len(part) == count // world_size + (rank < count % world_size)
+        end = part.stop
+    assert end == count
 
 
 @settings(deadline=None)  # a busy machine may pause for a second
@@ -131,19 +137,17 @@ def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
         return list(GlobalBatches(samples, batch_size, seed, rank, size).epoch(epoch, first_batch))
 
     alone = shards(0, 1)
-    assert sorted(i for shard in alone for i in shard.indices.tolist()) == list(range(samples))
+    order = torch.cat([shard.indices for shard in alone])
+    assert sorted(order.tolist()) == list(range(samples))
     by_rank = [shards(r, world_size) for r in range(world_size)]
     for whole, *parts in zip(alone, *by_rank, strict=True):
-        assert [i for part in parts for i in part.indices.tolist()] == whole.indices.tolist()
-        assert all(part.global_size == whole.global_size == len(whole.indices) for part in parts)
-    for resumed, full in zip(
-        shards(0, world_size, from_batch), by_rank[0][from_batch:], strict=True
-    ):
-        assert (resumed.epoch, resumed.batch, resumed.global_size) == (
-            full.epoch,
-            full.batch,
-            full.global_size,
-        )
+        assert torch.equal(torch.cat([part.indices for part in parts]), whole.indices)
+        assert {part.global_size for part in (whole, *parts)} == {len(whole.indices)}
+    later = shards(0, world_size, from_batch)
+    for resumed, full in zip(later, by_rank[0][from_batch:], strict=True):
+        assert resumed.epoch == full.epoch
+        assert resumed.batch == full.batch
+        assert resumed.global_size == full.global_size
         assert torch.equal(resumed.indices, full.indices)
 
 
@@ -153,7 +157,8 @@ def test_each_seed_and_epoch_has_its_own_order() -> None:
 
     orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
     assert orders[0] == order(0, 0)
-    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    assert (
-        sampling.generator(3, 4).initial_seed() != sampling.generator(3, 4, stream=1).initial_seed()
-    )
+    for first, second in itertools.combinations(orders, 2):
+        assert first != second
+    main = sampling.generator(3, 4)
+    other = sampling.generator(3, 4, stream=1)
+    assert main.initial_seed() != other.initial_seed()

@@ -79,8 +79,8 @@ def test_changes_after_the_call_are_not_saved(
     saver.wait()
     assert names(tmp_path) == ["latest", "step-00000004.pt", "step-00000005.pt"]
     for step, value in ((4, 1.0), (5, 2.0)):
-        found = checkpoint.read(tmp_path / f"step-{step:08d}.pt")
-        assert torch.equal(found["model"]["weight"], torch.full((1000,), value))
+        saved = checkpoint.read(tmp_path / f"step-{step:08d}.pt")
+        assert torch.equal(saved["model"]["weight"], torch.full((1000,), value))
 
 
 def test_a_failed_write_is_raised_in_the_training(
@@ -89,13 +89,16 @@ def test_a_failed_write_is_raised_in_the_training(
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
 
-    def full(*given: object) -> None:
+    def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     saver = make_saver(folder)
     monkeypatch.setattr(torch, "save", full)
     saver.save(content())
-    words = rf"^run_dir='{tmp_path}/run': cannot be written \(No space left on device\): free some space there, or "
+    words = (
+        rf"^run_dir='{tmp_path}/run': cannot be written \(No space left on device\): free some "
+        r"space there, or "
+    )
     with pytest.raises(MachineError, match=words):
         saver.wait()
     saver.check()  # told once
@@ -124,7 +127,10 @@ def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) ->
     rows = metrics.Rows(tmp_path / "metrics.jsonl")
     with open("/dev/full", "w") as full:
         os.dup2(full.fileno(), rows._file.fileno())
-    words = rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): free some space there, or "
+    words = (
+        rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): free some "
+        r"space there, or "
+    )
     with pytest.raises(DiskFull, match=words):
         rows.add({"step": 1})
     rows.close()
@@ -132,10 +138,8 @@ def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) ->
 
 def test_rows_are_not_written_through_a_planted_link(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "keys")
-    with pytest.raises(
-        MachineError,
-        match=r"^run_dir='.*': cannot be written \(Too many levels of symbolic links\)",
-    ):
+    line = r"^run_dir='.*': cannot be written \(Too many levels of symbolic links\)"
+    with pytest.raises(MachineError, match=line):
         metrics.Rows(tmp_path / "metrics.jsonl")
     assert not (tmp_path / "keys").exists()
 
@@ -219,7 +223,8 @@ def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
     copy = HostCopy()
     first = copy.take(state)
     assert first["model"]["0.weight"].stride() == net[0].weight.stride()
-    assert (first["list"][1], first["none"]) == ((1, "text"), None)
+    assert first["list"][1] == (1, "text")
+    assert first["none"] is None
     assert checkpoint.size_of(state) == checkpoint.size_of(first)
     # keeps two averages
     begun = checkpoint.State(net, torch.optim.Adam(net.parameters()), cast(Any, nn.Module()))

@@ -12,61 +12,59 @@ from torch.nn import functional as F
 
 from recipes.core.train import scores
 
+WORLD = SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
+RUN: Any = SimpleNamespace(world=WORLD)
+
 
 def of_classes(
     labels: Tensor, predicted: Tensor, classes: int, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    run: Any = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
-    )
-    monkeypatch.setattr(
-        scores, "answered", lambda run, answers: [(F.one_hot(predicted, classes), labels)]
-    )
-    return scores.of_classes(run, lambda net: [], classes)
+    answers = [(F.one_hot(predicted, classes), labels)]
+    monkeypatch.setattr(scores, "answered", lambda *_: answers)
+    return scores.of_classes(RUN, lambda net: [], classes)
 
 
 def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(0)
     labels, predicted = (torch.randint(0, 5, (200,), generator=random) for _ in range(2))
-    found = of_classes(labels, predicted, 5, monkeypatch)
-    assert found["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
-    assert found["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
-    assert found["val_recall"] == pytest.approx(
-        sklearn.recall_score(labels, predicted, average=None)
-    )
-    assert (found["val_samples"], found["val_confusion"][3][1]) == (
-        200,
-        int(((labels == 3) & (predicted == 1)).sum()),
-    )
+    results = of_classes(labels, predicted, 5, monkeypatch)
+    assert results["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
+    assert results["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
+    recall = sklearn.recall_score(labels, predicted, average=None)
+    assert results["val_recall"] == pytest.approx(recall)
+    assert results["val_samples"] == 200
+    confused = (labels == 3) & (predicted == 1)
+    assert results["val_confusion"][3][1] == int(confused.sum())
 
 
 def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Any = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
-    )
-    for labels, expected in (([0, 3, 5, -1], (1 / 3, 2 / 3, 3)), ([-1, -1, -1, -1], (0, 0, 0))):
-        pairs = [(torch.tensor([[9.0, 8, 7, 6, 5, 4]] * 4), torch.tensor(labels))]
-        monkeypatch.setattr(scores, "answered", lambda run, answers, pairs=pairs: pairs)
-        assert tuple(scores.accuracy(run, lambda net: []).values()) == expected
+    logits = torch.tensor([[9.0, 8, 7, 6, 5, 4]] * 4)
+    for labels, expected in (([0, 3, 5, -1], [1 / 3, 2 / 3, 3]), ([-1, -1, -1, -1], [0, 0, 0])):
+        answers = [(logits, torch.tensor(labels))]
+        monkeypatch.setattr(scores, "answered", lambda *_, answers=answers: answers)
+        shares = scores.accuracy(RUN, lambda net: [])
+        assert list(shares.values()) == expected
 
 
 def test_classes_that_do_not_occur_have_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     none = torch.tensor([-1])
-    assert of_classes(none, torch.tensor([3]), 60, monkeypatch)["val_f1"] == 0.0
-    found = of_classes(
-        torch.tensor([0, 0, 0, 0, 2]), torch.tensor([0, 0, 1, 1, 2]), 60, monkeypatch
-    )
-    assert found["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
-    assert found["val_recall"] == [0.5, None, 1.0] + [None] * 57
-    assert "val_confusion" not in found
+    results = of_classes(none, torch.tensor([3]), 60, monkeypatch)
+    assert results["val_f1"] == 0.0
+    labels = torch.tensor([0, 0, 0, 0, 2])
+    predicted = torch.tensor([0, 0, 1, 1, 2])
+    results = of_classes(labels, predicted, 60, monkeypatch)
+    assert results["val_f1"] == pytest.approx((4 / 6 + 0 + 1) / 3)
+    assert results["val_recall"] == [0.5, None, 1.0] + [None] * 57
+    assert "val_confusion" not in results
 
 
 def test_the_memory_of_the_scores_grows_with_the_classes_and_not_with_their_square(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A matrix of 200,000 classes would have 320 GB."""
-    found = of_classes(torch.tensor([7, 8]), torch.tensor([7, 9]), 200_000, monkeypatch)
-    assert (found["val_top1"], found["val_recall"][7]) == (0.5, 1.0)
+    results = of_classes(torch.tensor([7, 8]), torch.tensor([7, 9]), 200_000, monkeypatch)
+    assert results["val_top1"] == 0.5
+    assert results["val_recall"][7] == 1.0
 
 
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
@@ -81,14 +79,18 @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
     monkeypatch.setattr(scores, "answered", lambda run, answers: pairs)
     monkeypatch.setattr(scores, "CLASSES_AT_ONCE", 3)
     sizes: list[int] = []
-    run: Any = SimpleNamespace(
-        world=SimpleNamespace(gather=lambda part: sizes.append(len(part)) or [part])
-    )
+
+    def gather(part: bytes) -> list[bytes]:
+        sizes.append(len(part))
+        return [part]
+
+    run: Any = SimpleNamespace(world=SimpleNamespace(gather=gather))
     precisions = [sklearn.average_precision_score(labels[:, i], logits[:, i]) for i in range(3)]
-    assert scores.of_labels(run, lambda net: [], 4) == {
-        "val_map": pytest.approx(sum(precisions) / 3),
-        "val_f1": pytest.approx(sklearn.f1_score(labels, logits > 0, average="macro")),
-        "val_samples": 80,
-    }
+    results = scores.of_labels(run, lambda net: [], 4)
+    assert results.keys() == {"val_map", "val_f1", "val_samples"}
+    assert results["val_map"] == pytest.approx(sum(precisions) / 3)
+    f1 = sklearn.f1_score(labels, logits > 0, average="macro")
+    assert results["val_f1"] == pytest.approx(f1)
+    assert results["val_samples"] == 80
     assert len(sizes) == 2  # of three classes, and of one
     assert sizes[1] < sizes[0]

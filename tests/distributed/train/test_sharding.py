@@ -21,8 +21,11 @@ TOLD = """
 import recipes.toy as toy
 start, save = toy.entry.begin("toy"), toy.Run.save
 def told(run, **how):
-    parts = [*run.state.model.parameters(), *(v for of in run.state.optimizer.state.values() for v in of.values())]
-    print("bytes", run.world.rank, sum(getattr(one, "_local_tensor", one).nbytes for one in parts), flush=True)
+    parts = list(run.state.model.parameters())
+    for state in run.state.optimizer.state.values():
+        parts += state.values()
+    held = sum(getattr(part, "_local_tensor", part).nbytes for part in parts)
+    print("bytes", run.world.rank, held, flush=True)
     save(run, **how)
 toy.Run.save = told
 toy.session.run(toy.main, start)
@@ -32,17 +35,19 @@ toy.session.run(toy.main, start)
 def train(run_dir: Path, ranks: int, *words: str) -> tuple[dict[int, float], list[int]]:
     """The loss of each step, and the bytes that each rank holds."""
     ended = helpers.run_ranks(TOLD, [*TOY, *words, f"run_dir={run_dir}"], ranks).expect(0)
-    held = {
-        line.split()[1]: int(line.split()[2]) for line in ended.lines if line.startswith("bytes ")
-    }
-    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}, [*held.values()]
+    held = {}  # at the last save
+    for line in ended.lines:
+        if line.startswith("bytes "):
+            _, rank, count = line.split()
+            held[rank] = int(count)
+    assert len(held) == ranks
+    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}, list(held.values())
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = sharding.whole(
-        checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0])["model"]
-    )
-    return found
+    newest = checkpoint.candidates(run_dir / "checkpoints")[0]
+    model: dict[str, Any] = sharding.whole(checkpoint.read(newest)["model"])
+    return model
 
 
 def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> None:
@@ -59,9 +64,8 @@ def test_a_checkpoint_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Pa
     unbroken, _ = train(tmp_path / "one", 2, "max_steps=12", "strategy=fsdp", "force=true")
     train(tmp_path / "bits", 2, "max_steps=6", "strategy=fsdp")
     assert train(tmp_path / "bits", 2, "max_steps=12", "force=true")[0] == unbroken  # to the bit
-    torch.testing.assert_close(
-        weights(tmp_path / "bits"), weights(tmp_path / "one"), rtol=0, atol=0
-    )
+    expected = weights(tmp_path / "one")
+    torch.testing.assert_close(weights(tmp_path / "bits"), expected, rtol=0, atol=0)
     train(tmp_path / "other", 4, "max_steps=4", "strategy=fsdp")
     train(tmp_path / "other", 2, "max_steps=8", "force=true")
     losses, _ = train(tmp_path / "other", 3, "max_steps=12", "force=true", "strategy=ddp")
@@ -80,32 +84,33 @@ def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path)
         "step-00000008.pt",
     ]
     assert sorted(path.name for path in folder.glob("step-*")) == names  # one copy of the model
-    rows_of = [torch.load(folder / name, weights_only=True)["rows"] for name in names[2:]]
-    assert checkpoint.size_of(rows_of[0]) == pytest.approx(checkpoint.size_of(rows_of[1]), rel=0.1)
+    sizes = []
+    for name in names[2:]:
+        content = torch.load(folder / name, weights_only=True)
+        sizes.append(checkpoint.size_of(content["rows"]))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
     rows = folder / names[2]
     rows.write_bytes(bytes([*rows.read_bytes()[:-400], *bytes(400)]))
     assert train(tmp_path / "run", 4, "max_steps=12", *words)[0] == unbroken  # from step 4
     assert "step-00000008.0-1of2.rows: is damaged" in (tmp_path / "run/logs/rank0.log").read_text()
-    # redone
-    assert [path.name for path in folder.glob("step-00000008.*.rows")] == [
-        "step-00000008.1-1of2.rows"
-    ]
+    redone = [path.name for path in folder.glob("step-00000008.*.rows")]
+    assert redone == ["step-00000008.1-1of2.rows"]
     last = folder / "step-00000012.1-1of2.rows"
     shutil.copy(folder / names[0], last)  # of step 4
-    with pytest.raises(
-        InputError, match=r"its files do not belong together: copy all files step-00000012\.\*"
-    ):
+    line = r"its files do not belong together: copy all files step-00000012\.\*"
+    with pytest.raises(InputError, match=line):
         checkpoint.read(folder / "step-00000012.pt")
     for path in (last, folder / "step-00000012.pt"):  # earlier versions wrote no ID
-        torch.save({name: value for name, value in torch.load(path).items() if name != "id"}, path)
+        content = torch.load(path)
+        content.pop("id", None)
+        torch.save(content, path)
     assert checkpoint.read(folder / "step-00000012.pt")["meta"]["step"] == 12
     torch.save({}, last)
     with pytest.raises(InputError, match="its files do not belong together"):
         checkpoint.read(folder / "step-00000012.pt")
     last.unlink()
-    with pytest.raises(
-        InputError, match=r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"
-    ):
+    line = r"step-00000012\.1-1of2\.rows: cannot be read \(No such file"
+    with pytest.raises(InputError, match=line):
         checkpoint.read(folder / "step-00000012.pt")
 
 
@@ -174,9 +179,9 @@ def test_muon_treats_whole_matrices(tmp_path: Path) -> None:
     code = "from recipes import gpt; gpt.session.run(gpt.main, gpt.entry.begin('gpt'))"
     losses = []
     for strategy in ("ddp", "fsdp"):
-        helpers.run_ranks(
-            code, [*words, f"strategy={strategy}", f"run_dir={tmp_path / strategy}"], 2
-        ).expect(0)
-        losses.append([row["loss"] for row in helpers.rows(tmp_path / strategy)])
+        run_dir = tmp_path / strategy
+        keys = [*words, f"strategy={strategy}", f"run_dir={run_dir}"]
+        helpers.run_ranks(code, keys, 2).expect(0)
+        losses.append([row["loss"] for row in helpers.rows(run_dir)])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
