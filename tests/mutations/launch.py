@@ -7,8 +7,8 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/launch/runs.py",
-        'for word in (*arguments, f"run_dir={run.folder}", *words)}',
-        'for word in (*words, *arguments, f"run_dir={run.folder}")}',
+        'for word in (*arguments, f"run_dir={run.folder}", *words)',
+        'for word in (*words, *arguments, f"run_dir={run.folder}")',
         "resume epochs=20 submits the old number of epochs",
         "tests/unit/launch/test_runs.py",
     ),
@@ -119,8 +119,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        '        job = dataclasses.replace(\n            job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))}\n        )',
-        "        snapshot.take(ROOT)",
+        '        variables = {**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))}\n',
+        "        snapshot.take(ROOT)\n        variables = job.variables\n",
         "a submitted job runs code that was edited later",
         "tests/unit/launch/test_cli.py::test_a_submission_takes_a_snapshot_and_prints_its_paths",
     ),
@@ -154,8 +154,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/local.py",
-        "deadline = now() + PEERS_GRACE_S\n        if stop.count > stops:",
-        'deadline = float("inf")\n        if stop.count > stops:',
+        "deadline = now() + PEERS_GRACE_S\n            elif",
+        "deadline = math.inf\n            elif",
         "after the death of one rank, the others run without end",
         "tests/distributed/launch/test_local.py::test_a_failed_rank_ends_the_others_and_is_reported",
     ),

@@ -21,9 +21,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.errors import Kind, Next
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    ConfigError,
+    Kind,
+    MachineError,
+    Next,
+)
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
@@ -97,7 +105,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         lines += _program_lines(settings, attempt, fields)
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def _open_attempt(
@@ -126,8 +134,8 @@ def _open_attempt(
         # the ranks check this again, but in a container they may have no scontrol
         problem = in_use.check(attempt, environ)
     if problem:
-        attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
-        raise errors.ConfigError(problem)
+        attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, EXIT_CONFIG, problem)
+        raise ConfigError(problem)
     return attempt
 
 
@@ -166,7 +174,7 @@ def _program_lines(settings: Settings, attempt: Attempt, fields: Mapping[str, st
     per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
     # a ready script may start several tasks per node
     if through and per_node.isdecimal() and int(per_node) > 1:
-        raise errors.ConfigError(
+        raise ConfigError(
             f"through={through}: starts one task per node, but this job has {per_node} tasks per "
             "node: submit it with --ntasks-per-node=1 before the script, and --cpus-per-task= for "
             "all ranks of a node"
@@ -186,11 +194,11 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     """
     attempt = attempts.given(environ)
     if not attempt:
-        return errors.EXIT_DONE
+        return EXIT_DONE
     settings = command_line.parse(words, recipe=recipe, to_start=False)
     if not jobs.signal_s(settings):
         say(f"{recipe}: SIG{name} is ignored, since stop_before_s=0 is given", 1)
-        return errors.EXIT_DONE
+        return EXIT_DONE
     left_s = queue.seconds_left(environ)
     notice_s = stop_note.read(attempt).before_s or 0.0
     early_s = (left_s or 0.0) - notice_s
@@ -198,7 +206,7 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     at = time.time() + (early_s if is_of_limit else SEEN_S)
     limit_at = time.time() + left_s if left_s else None
     stop_note.write(attempt, StopNote(notice_s, f"SIG{name}", at, limit_at=limit_at))
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def _clock_lines(settings: Settings, fields: Mapping[str, str]) -> list[str]:
@@ -230,7 +238,7 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
     try:
         code = ROOT if source.stamp(ROOT) else snapshot.take(ROOT)
         snapshot.keep_for(code, environ["SLURM_JOB_ID"], run_dir)
-    except errors.MachineError as error:
+    except MachineError as error:
         say(f"{error}; the job runs the repository itself, so later edits affect it")
         return ROOT
     return code
@@ -244,10 +252,10 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     """
     try:
         settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except errors.ConfigError as error:
+    except ConfigError as error:
         # the keys were valid when the job began: an env file was removed since then
         say(f"{recipe}: ended with status {srun_status} and is not requeued: {error}")
-        return srun_status or errors.EXIT_CONFIG
+        return srun_status or EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     opened = attempts.given(environ)
     if not opened:  # only in a script of your own that does not call begin
@@ -258,7 +266,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
     # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
     by_slurm = None
-    with contextlib.suppress(errors.MachineError):
+    with contextlib.suppress(MachineError):
         job = None if attempt.has_begun else queue.find(job_id)
         if job:
             by_slurm = job.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
@@ -310,7 +318,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     try:
         job = queue.find(job_id)
         if not job:
-            raise errors.MachineError(f"Slurm does not know job {job_id}")
+            raise MachineError(f"Slurm does not know job {job_id}")
         decided = None if job.is_over_time else job.after_start(restarts)
         if not decided and restarts >= max_requeues:
             decided = Next.max_requeues
@@ -322,7 +330,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
         if not decided:
             queue.requeue(job_id, restarts)
             return f"requeued (restart {restarts + 1} of at most {max_requeues})"
-    except (errors.MachineError, OSError, subprocess.SubprocessError) as error:
+    except (MachineError, OSError, subprocess.SubprocessError) as error:
         directory.note_next(attempt.run_dir, Next.requeue_failed, attempt.number)
         return f"not requeued ({queue.said(error)}): {queue.HOW_TO_RESUME}"
     if decided is Next.held:
@@ -344,9 +352,9 @@ def main(argv: list[str]) -> int:
         if step == "examine":
             return examination.examine(recipe, int(words[0]), words[1:], os.environ)
         return finish(recipe, int(words[0]), words[1:], os.environ)
-    except (errors.ConfigError, errors.MachineError) as error:
+    except (ConfigError, MachineError) as error:
         say(f"{recipe}: {error}")
-        return errors.EXIT_CONFIG if isinstance(error, errors.ConfigError) else errors.EXIT_MACHINE
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_MACHINE
 
 
 if __name__ == "__main__":
