@@ -204,28 +204,24 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
         else:
             named = []
         if not named:
-            raise InputError(
-                f"{_why_none(word, root)}: give a run directory, a job ID, or {table.LAST}"
-            )
+            raise InputError(_why_none(word, root))
         folders += named
     return list(dict.fromkeys(folders))
 
 
 def _why_none(word: str, root: Path) -> str:
-    """Why ``word`` names no run directory."""
-    if not word:
-        return "'': names no run (is a variable not set?)"
-    job = None
-    log = None
+    """Why ``word`` names no run directory, and what to do."""
+    why = "no run was found" if word else "names no run (is a variable not set?)"
     if word.replace("_", "").isdecimal():
+        job = None
         with contextlib.suppress(MachineError):  # without Slurm
             job = queue.find(word, timeout_s=1.0)
         log = queue.early_log(job, word, root)
-    if log:
-        return f"{word}: this job ended before it had a run directory: {log} says why"
-    if job:
-        return f"{shown(word)}: has no run directory yet: {queue.describe(job)}"
-    return f"{shown(word)}: no run was found"
+        if log:
+            return f"{word}: this job ended before it had a run directory: read its log, {log}"
+        if job:
+            why = f"has no run directory yet: {queue.describe(job)}"
+    return f"{shown(word) or repr(word)}: {why}: give a run directory, a job ID, or {table.LAST}"
 
 
 def command(argv: Sequence[str], root: Path) -> int:

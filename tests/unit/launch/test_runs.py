@@ -243,7 +243,9 @@ def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
 ) -> None:
     log = root / "mnist-98.out"
     log.write_text("no Python environment\n")
-    line = rf"98: this job ended before it had a run directory: {re.escape(str(log))} says why"
+    line = (
+        rf"98: this job ended before it had a run directory: read its log, {re.escape(str(log))}$"
+    )
     for scontrol in (  # Slurm forgets a job after some minutes
         f"printf 'JobId=98\\n JobState=FAILED\\n StdOut={log}\\n'",
         "echo 'Invalid job id specified' >&2; exit 1",
