@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "return directory.exit_code(status, code) or errors.EXIT_CRASH",
+        "return directory.exit_code(status, code) or EXIT_CRASH",
         "return code",
         "wait=true returns 0 for a cancelled job",
         "tests/unit/launch/test_waiting.py::test_waiting_returns_the_jobs_exit_status",

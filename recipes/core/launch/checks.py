@@ -18,11 +18,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.data import datasets
-from recipes.core.errors import ConfigError, InputError, MachineError, RunError
+from recipes.core.errors import (
+    ConfigError,
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    InputError,
+    MachineError,
+    RunError,
+)
 from recipes.core.launch import allocation, jobs, submit
 from recipes.core.launch.jobs import Job
 from recipes.core.place import durations, processes
@@ -43,16 +52,16 @@ def part(parts: list[dict[str, Any]], name: str, work: Callable[[], Any]) -> tup
     result = None
     try:
         result = work()
-        status = errors.EXIT_DONE
+        status = EXIT_DONE
         text = str(result)
     except RunError as error:
-        status = errors.EXIT_CRASH
+        status = EXIT_CRASH
         text = str(error)
     except (ConfigError, InputError) as error:
-        status = errors.EXIT_CONFIG
+        status = EXIT_CONFIG
         text = str(error)
     except (MachineError, OSError, subprocess.TimeoutExpired) as error:
-        status = errors.EXIT_MACHINE
+        status = EXIT_MACHINE
         text = str(error)
     outcome = "failed" if status else "ok"
     print(f"{name + ':':<8}{outcome}: {text}", file=sys.stderr if status else None, flush=True)
@@ -116,7 +125,7 @@ def start(
         line = f"{recipe}: ended before it called loop.steps() or run.begin()"
     else:
         line = lines[-1] if lines else f"{recipe}: ended with status {code}"
-    classes = {errors.EXIT_MACHINE: MachineError, errors.EXIT_CONFIG: InputError}
+    classes = {EXIT_MACHINE: MachineError, EXIT_CONFIG: InputError}
     raise classes.get(code, RunError)(line)
 
 
@@ -178,7 +187,7 @@ def disk_space(run_dir: Path, keep: int, findings: Found | None) -> str:
     """A phrase on the free space on the disk of the run directory and on the size of the
     checkpoints. Writes nothing.
 
-    keep: the value of keep_checkpoints=. findings: the findings of the recipe; None if the size of a
+    keep: the value of keep_checkpoints=. findings: those of the recipe; None if the size of a
     checkpoint is not known. Raises MachineError if there is too little space or the folder cannot
     be written.
     """

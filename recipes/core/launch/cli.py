@@ -8,12 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors
 from recipes.core.config import help
 from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
-from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.errors import (
+    ConfigError,
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    InputError,
+    MachineError,
+)
 from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, snapshot, submit
 from recipes.core.launch.local import Layout
@@ -54,7 +60,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
             is_script = command_line.SCRIPT in keys
             recipe = command_line.SCRIPT if is_script else keys.get("recipe", "")
             print(help.help_text(recipe, with_job_keys=True))
-            return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
+            return EXIT_DONE if argv else EXIT_CONFIG
         home = source.home(ROOT)
         if argv[0] == "new":
             return new.new(argv[1:], ROOT)
@@ -84,11 +90,11 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
             return run_here(settings)
         told["script"] = jobs.sbatch_script(jobs.describe(settings, ROOT, Path.cwd()))
         print(told["script"], end="")
-        return errors.EXIT_DONE
+        return EXIT_DONE
     except (ConfigError, InputError, MachineError) as error:
         told["error"] = str(error)
         print(f"launch.py: {error}", file=sys.stderr)
-        return errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
+        return EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
     except KeyboardInterrupt:
         return 130
     finally:
@@ -171,7 +177,7 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
         print(f"log: tail -F {shlex.quote(str(runs[0].log))}")
     sys.stdout.flush()
     if not settings.job.wait:
-        return errors.EXIT_DONE
+        return EXIT_DONE
     try:
         return submit.wait(runs)
     except KeyboardInterrupt:  # ends the wait, not the job

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config.parser import Settings
+from recipes.core.errors import EXIT_DONE, EXIT_MACHINE
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, bad_nodes, container
 from recipes.core.run import attempt as attempts
@@ -52,7 +53,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     if not verdict:
         line = "the doctor gave no verdict, so nothing was trained: the lines above say why"
     elif verdict["healthy"]:
-        return errors.EXIT_DONE
+        return EXIT_DONE
     elif not verdict["exclude"]:
         line = "the doctor found a fault that excluding nodes would not fix: see the lines above"
     else:
@@ -62,9 +63,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
                 source.home(ROOT), environ.get("SLURM_CLUSTER_NAME", ""), verdict["exclude"]
             )
         line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
-    attempts.refuse(environ, errors.EXIT_MACHINE, line)
+    attempts.refuse(environ, EXIT_MACHINE, line)
     say(f"{recipe}: {line}")
-    return errors.EXIT_MACHINE
+    return EXIT_MACHINE
 
 
 def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -> None:

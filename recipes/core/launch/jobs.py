@@ -174,7 +174,9 @@ def own_words(settings: Settings) -> dict[str, str]:
 
 
 def describe(settings: Settings, root: Path, base: Path) -> Job:
-    """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises ConfigError."""
+    """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises
+    ConfigError.
+    """
     job = settings.job
     profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
     _check_keys(settings, profile.get("gpus", ""))
@@ -206,7 +208,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
 
 
 def _check_keys(settings: Settings, gpus_by: str) -> None:
-    """Raises ConfigError for job keys that contradict each other or that belong to launcher=local."""
+    """Raises ConfigError for job keys that contradict each other or belong to launcher=local."""
     job = settings.job
     for name in ("master", "node_rank"):
         value = getattr(job, name)
@@ -338,7 +340,7 @@ def sbatch_script(job: Job) -> str:
         lines.append(f"examine {job.recipe} {job.keys.max_resubmits}")
     of_srun = " ".join(SRUN_OPTIONS)
     if "gpus-per-task" in job.directives:
-        # If each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
+        # If each task saw only its own GPU, NCCL could not copy directly between GPUs of a node.
         of_srun += " --gpu-bind=none"
     lines += [
         f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {of_srun} "${{step[@]}}" \\',

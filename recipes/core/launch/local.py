@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors
-from recipes.core.errors import Kind, MachineError
+from recipes.core.errors import EXIT_CONFIG, EXIT_MACHINE, EXIT_REQUEUE, Kind, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import network, processes
 from recipes.core.run import attempt as attempts
@@ -124,7 +123,7 @@ def run(
         for rank in ranks:
             rank.wait()
     # The run is judged elsewhere: rank 0 is on another machine, or the recipe has no run directory.
-    refused = (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE)
+    refused = (EXIT_CONFIG, EXIT_MACHINE, EXIT_REQUEUE)
     if end.first and end.exit_status not in refused:
         say(f"failed: {end.reason}")
     return end.exit_status

@@ -8,14 +8,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.core import errors
 from recipes.core.config import recipe_conf
-from recipes.core.errors import ConfigError
+from recipes.core.errors import ConfigError, EXIT_DONE, shown
 
 # The parts that are specific to a recipe: its classes, its functions except main, and the
 # evaluation in main.
 OWN = re.compile(r"^(?=( {0,4})(?:class \w+[(:]|def (?!main\b)\w+\(|evaluate = ))", re.MULTILINE)
-TEST = '''"""The recipe {name} trains two steps on random data. Run it with: python -m pytest tests/test_{name}.py"""
+TEST = '''"""{name} trains two steps on random data: python -m pytest tests/test_{name}.py"""
 
 import subprocess
 import sys
@@ -45,7 +44,7 @@ def new(words: Sequence[str], root: Path) -> int:
         raise ConfigError(
             f"new {name}: is a Python keyword, or a folder in recipes/: give another name"
         )
-    recipe_conf.require(source, f"from={errors.shown(source)}")
+    recipe_conf.require(source, f"from={shown(source)}")
     cls, _ = recipe_conf.load(source)
     if not getattr(cls, "epochs", 0):
         raise ConfigError(
@@ -80,7 +79,7 @@ def new(words: Sequence[str], root: Path) -> int:
         f"edit the parts marked EDIT in recipes/{name}.py; "
         f"try it: python -m pytest tests/test_{name}.py"
     )
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def _renamed(text: str, old: str, new: str) -> str:

@@ -19,8 +19,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files, trust
-from recipes.core.errors import InputError, MachineError, Next, next_of, printable, shown
+from recipes.core import files, trust
+from recipes.core.errors import (
+    EXIT_DONE,
+    InputError,
+    MachineError,
+    Next,
+    next_of,
+    one_line,
+    printable,
+    shown,
+)
 from recipes.core.launch import allocation
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
@@ -150,9 +159,11 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
             best = {so_far[0]: so_far[1]}
         if state == "running":
             notes.append(efficiency.verdict(every, facts, keys))
+    hidden = {"step"}
     if not best or not isinstance(best, dict):
         best = table.results(row | summary)
-        best = {key: value for key, value in best.items() if key not in table.OF_TRAINING}
+        hidden |= {*table.OF_TRAINING}
+    numbers = {key: _finite(value) for key, value in best.items() if key not in hidden}
     return Run(
         folder=str(folder),
         recipe=str(described.get("recipe") or facts.get("recipe") or ""),
@@ -161,11 +172,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
         step=_whole(row.get("step") or status.get("step")) or 0,
         steps=_whole(summary.get("steps") or row.get("total_steps")) or 0,
         epoch=_whole(row.get("epoch")),
-        best={
-            key: number
-            for key, value in best.items()
-            if key != "step" and (number := _finite(value)) is not None
-        },
+        best={key: number for key, number in numbers.items() if number is not None},
         samples_per_second=_finite((row | summary).get("samples_per_second")),
         updated=_finite(status.get("updated")),
         left_s=job.left_s if job and state == "running" else None,
@@ -252,14 +259,14 @@ def command(argv: Sequence[str], root: Path) -> int:
     if name == "cancel":
         for run in runs:
             print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
-        return errors.EXIT_DONE
+        return EXIT_DONE
     if len(runs) > 1:
         runs = [run for run in runs if run.state in UNFINISHED]
     added = [f"{key}={value}" for key, value in options.items()]
     every = [to_resume(run, added) for run in runs]  # before one is submitted
     for run, arguments in zip(runs, every, strict=True):
         print(f"{_short(run.folder)}: {resume(run, arguments)}", flush=True)
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def show(words: Sequence[str], root: Path) -> int:
@@ -294,7 +301,7 @@ def show(words: Sequence[str], root: Path) -> int:
             lines = lines_of(runs, time.time())
         if "watch" not in words:
             print("\n".join(lines))
-            return errors.EXIT_DONE
+            return EXIT_DONE
         print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
         time.sleep(WATCH_S)
         jobs = queue.mine()
@@ -371,7 +378,7 @@ def compare(folders: Sequence[Path]) -> int:
     print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
     names = shlex.join(_short(str(folder)) for folder in folders)
     print(f"curves: python -m recipes.report {names} html=compare.html")
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def logs(folder: Path, rank: str, follow: bool) -> int:
@@ -397,7 +404,7 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
         print("\n".join(map(printable, lines[-40:])))
-        return errors.EXIT_DONE
+        return EXIT_DONE
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(log)])
 
@@ -463,9 +470,7 @@ def _own_description(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise MachineError(
-            f"{folder}/job.yaml: cannot be read ({errors.one_line(error, 120)})"
-        ) from None
+        raise MachineError(f"{folder}/job.yaml: cannot be read ({one_line(error, 120)})") from None
     return described if isinstance(described, dict) else {}
 
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config.job_keys import Launcher
-from recipes.core.errors import ConfigError, InputError, printable, shown
+from recipes.core.errors import ConfigError, EXIT_DONE, InputError, printable, shown
 from recipes.core.launch import runs
 from recipes.core.run import command_line, efficiency, rows
 from recipes.core.run.rows import number
@@ -62,7 +62,7 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
     else:
         lines = lines_of_runs([read(folder) for folder in runs.find(names, root)])
     print("\n".join(map(printable, lines)))
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def _submit_all(
@@ -84,7 +84,7 @@ def _submit_all(
         if status:
             return status
     print(f"when these jobs are done, print the table: python launch.py scale {place}")
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def _counts(name: str, text: str) -> list[int]:
@@ -175,8 +175,8 @@ def read_link(folder: Path) -> Link:
     )
     if not (busbw > 0 and latency_us > 0 and ranks > 1):
         raise InputError(
-            f"{folder}: has no measured bandwidth and latency of all_reduce: run recipe=collectives "
-            "mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
+            f"{folder}: has no measured bandwidth and latency of all_reduce: run "
+            "recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
         )
     return Link(latency_us / 1e6 / (2 * (ranks - 1)), busbw * 1e9)
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files, trust
-from recipes.core.errors import MachineError
+from recipes.core import files, trust
+from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_MACHINE, MachineError
 from recipes.core.launch import allocation, jobs
 from recipes.core.launch.jobs import Job
 from recipes.core.run import attempt as attempts
@@ -181,7 +181,7 @@ def wait(runs: Sequence[Submitted]) -> int:
     Returns the first exit status that is not 0, else 0.
     """
     codes = [_wait(run, show=len(runs) == 1) for run in runs]
-    return next((code for code in codes if code), errors.EXIT_DONE)
+    return next((code for code in codes if code), EXIT_DONE)
 
 
 def _wait(submitted: Submitted, show: bool) -> int:
@@ -194,7 +194,7 @@ def _wait(submitted: Submitted, show: bool) -> int:
             f"met; cancel the job: scancel {job_id}",
             file=sys.stderr,
         )
-        return errors.EXIT_MACHINE
+        return EXIT_MACHINE
     state = job.state if job else ""
     code = job.exit_status if job else 0
     status = _status(submitted) or {}
@@ -206,7 +206,7 @@ def _wait(submitted: Submitted, show: bool) -> int:
     is_stopped = status.get("state") == "preempted"
     how = "stopped" if is_stopped else state.lower() or "ended"
     print(f"job {job_id}: {how}{reason}; log {submitted.log}", file=sys.stderr)
-    return directory.exit_code(status, code) or errors.EXIT_CRASH
+    return directory.exit_code(status, code) or EXIT_CRASH
 
 
 def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
