@@ -67,7 +67,7 @@ def _choose_python(argv: "list[str]") -> str:
         # print is for any machine
         elif done.returncode != 3 or not enough or words.get("launcher") != "print":
             sys.exit(done.returncode)
-    is_this = chosen == sys.executable or os.path.samefile(sys.prefix, Path(chosen).parents[1])
+    is_this = chosen == sys.executable or os.path.samefile(sys.prefix, Path(chosen).parent.parent)
     is_utf8 = sys.getfilesystemencoding().lower() == "utf-8"  # else this Python would misread paths
     if not is_this or not is_utf8:
         environ = dict(os.environ, PYTHONUTF8="1", RECIPES_PYTHON=chosen)
