@@ -42,12 +42,13 @@ def main(argv: "list[str]") -> int:
 
 def _choose_python(argv: "list[str]") -> str:
     """The Python of this job. Starts launch.py again if that is another Python than this one."""
-    # the rest is for a program of the user
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    words = dict(word.partition("=")[::2] for word in own)
+    end = argv.index("--") if "--" in argv else None  # the rest is for a program of the user
+    words = dict(word.partition("=")[::2] for word in argv[:end])
     cluster = words.get("cluster") or os.environ.get("RECIPES_CLUSTER", "")
     # Without .venv, torch is not required here: the ranks may run in an image.
-    packages = ["omegaconf", "submitit", *(["torch"] if (ROOT / ".venv").exists() else [])]
+    packages = ["omegaconf", "submitit"]
+    if (ROOT / ".venv").exists():
+        packages.append("torch")
     # conda activates base in each shell of its users, so they did not choose it.
     enough = os.environ.get("CONDA_DEFAULT_ENV") != "base" and all(
         map(importlib.util.find_spec, packages)
@@ -63,15 +64,12 @@ def _choose_python(argv: "list[str]") -> str:
         done = subprocess.run(command, cwd=str(ROOT), env=environ, stdout=subprocess.PIPE)
         if done.returncode == 0:
             chosen = os.fsdecode(done.stdout)
-        elif not (
-            done.returncode == 3 and enough and words.get("launcher") == "print"
-        ):  # print is for any machine
+        # print is for any machine
+        elif done.returncode != 3 or not enough or words.get("launcher") != "print":
             sys.exit(done.returncode)
-    is_here = os.path.realpath(sys.prefix) == os.path.realpath(
-        os.path.dirname(os.path.dirname(chosen))
-    )
+    is_this = chosen == sys.executable or os.path.samefile(sys.prefix, Path(chosen).parent.parent)
     is_utf8 = sys.getfilesystemencoding().lower() == "utf-8"  # else this Python would misread paths
-    if not (is_here or chosen == sys.executable) or not is_utf8:
+    if not is_this or not is_utf8:
         environ = dict(os.environ, PYTHONUTF8="1", RECIPES_PYTHON=chosen)
         os.execve(chosen, [chosen, str(ROOT / "launch.py"), *argv], environ)
     return chosen

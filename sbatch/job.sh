@@ -177,8 +177,11 @@ find_python() {
     python=${python:-${2:-}}
     [ -n "$python" ] || [ ! -x "$1/.venv/bin/python" ] || python=$1/.venv/bin/python
     python=${python:-${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}}
-    [ -n "$python" ] || python=$(with_torch python || with_torch python3) ||
+    if [ -z "$python" ] && ! python=$(with_torch python || with_torch python3); then
+        [ "${SLURM_EXPORT_ENV:-ALL}" = ALL ] ||
+            stop "no Python environment: --export=$SLURM_EXPORT_ENV or SBATCH_EXPORT hides the active one from the job: submit with --export=ALL, or make one here with: make install"
         stop "no Python environment: activate yours, or make one here with: make install"
+    fi
     [ -x "$python" ] || stop "there is no $python on $(hostname): install the environment in a folder that all nodes can read" 3
     unset RECIPES_PYTHON
     export PATH="${python%/*}:$PATH" # takes precedence over folders that modules add to PATH

@@ -77,14 +77,16 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
         if re.fullmatch(r"\d+(_\d+)?", path.name):
             if named := table.of_job(every, path.name):
                 return (yield from (section for folder in named for section in _sections(folder)))
+            job = None
             with contextlib.suppress(MachineError):
-                if job := slurm_queue.find(path.name):
-                    return (
-                        yield (
-                            str(path),
-                            [f"it has no run directory yet: {slurm_queue.describe(job)}"],
-                        )
-                    )
+                job = slurm_queue.find(path.name)
+            log = slurm_queue.early_log(job, path.name, every.parent)
+            if log:
+                lines = ["its job ended before it had a run directory", *of_logs(log)]
+                return (yield str(path), lines)
+            if job:
+                lines = [f"it has no run directory yet: {slurm_queue.describe(job)}"]
+                return (yield str(path), lines)
     except OSError as error:
         raise _unreadable(path, error) from None
     if runs == [path]:

@@ -3,6 +3,7 @@ its job.
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Container, Mapping
 
@@ -26,7 +27,8 @@ SET_FOR_SBATCH = {"SLURM_CONF": "", "SLURM_CLUSTERS": "clusters", "SBATCH_MEM_PE
 }
 # Variables of an allocation or a launcher, which must not reach a job that is submitted in it.
 OF_LAUNCHERS = re.compile(
-    r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
+    r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*"
+    r"|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
     r"|RECIPES_(ATTEMPT|BATCH|BY_CLOCK|CODE|LAUNCH|LISTEN_FD|PYTHON|SCRIPT|STOP_NOTE|TASK)"
 )
 
@@ -40,18 +42,14 @@ def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str
     not be requeued, or its step would not start. fields: the fields of this job, by scontrol's
     names; {} if they are not known.
     """
-    found = []
+    patterns = []
     if fields and "ArrayJobId" not in fields:
-        found += [name for name in environ if name.startswith("SLURM_ARRAY_")]
+        patterns.append("SLURM_ARRAY_.*")
     if fields.get("Restarts") == "0":
-        found += [name for name in environ if name == "SLURM_RESTART_COUNT"]
+        patterns.append("SLURM_RESTART_COUNT")
     if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ.get("SLURM_JOB_ID"):
-        found += [
-            name
-            for name in environ
-            if re.fullmatch(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+", name)
-        ]
-    return found
+        patterns.append(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+")
+    return [name for name in environ if re.fullmatch("|".join(patterns), name)]
 
 
 def all_gpus(fields: Mapping[str, str]) -> str:
@@ -61,17 +59,17 @@ def all_gpus(fields: Mapping[str, str]) -> str:
     Without this option, a step with fewer tasks has only the GPUs of its own tasks (seen with Slurm
     22.05, 24.11 and 26.05).
     """
-    tasks, tasks_per_gpu = (fields.get(name, "") for name in ("NumTasks", "NtasksPerTRES"))
+    tasks = fields.get("NumTasks", "")
     if not tasks.isdecimal():
         return ""
-    per_task = (one.rpartition(":") for one in queue.gpus(fields.get("TresPerTask", "")).split(","))
-    gpus = [
-        f"{kind}{colon}{int(count) * int(tasks)}"
-        for kind, colon, count in per_task
-        if count.isdecimal()
-    ]
+    gpus = []
+    for request in queue.gpus(fields.get("TresPerTask", "")).split(","):
+        kind, colon, count = request.rpartition(":")
+        if count.isdecimal():
+            gpus.append(f"{kind}{colon}{int(count) * int(tasks)}")
+    tasks_per_gpu = fields.get("NtasksPerTRES", "")
     if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
-        gpus = [str(-(-int(tasks) // int(tasks_per_gpu)))]
+        return str(math.ceil(int(tasks) / int(tasks_per_gpu)))
     return ",".join(gpus)
 
 
@@ -80,12 +78,12 @@ def fields_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
     answer.
     """
     # not the variables of the array, which may belong to another job
-    job = environ.get("SLURM_JOB_ID")
-    if job:
+    job_id = environ.get("SLURM_JOB_ID")
+    if job_id:
         with contextlib.suppress(MachineError):
-            return next(
-                (found.fields for found in queue.show(job) if found.fields.get("JobId") == job), {}
-            )
+            for job in queue.show(job_id):
+                if job.fields.get("JobId") == job_id:
+                    return job.fields
     return {}
 
 

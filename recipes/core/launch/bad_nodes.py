@@ -20,10 +20,13 @@ def known(root: Path, cluster: str) -> dict[str, float]:
     """The time, as time.time(), at which each node of a cluster was found bad, without those of
     more than a day ago.
     """
-    found = (files.read_json(root / FILE) or {}).get(cluster)
+    times = (files.read_json(root / FILE) or {}).get(cluster)
+    if not isinstance(times, dict):
+        return {}
     now = time.time()
-    times = found.items() if isinstance(found, dict) else ()
-    return {node: at for node, at in times if isinstance(at, float) and now - KEPT_S < at <= now}
+    return {
+        node: at for node, at in times.items() if isinstance(at, float) and now - KEPT_S < at <= now
+    }
 
 
 def remember(root: Path, cluster: str, nodes: Iterable[str]) -> None:
@@ -38,15 +41,13 @@ def _write(root: Path, cluster: str, nodes: dict[str, float]) -> None:
 def forget(root: Path, node: str) -> None:
     """Removes ``node``; ``all`` removes every node of this cluster. Raises MachineError."""
     cluster = queue.cluster_name()
+    times = {name: at for name, at in known(root, cluster).items() if node not in ("all", name)}
     try:
-        _write(
-            root,
-            cluster,
-            {name: at for name, at in known(root, cluster).items() if node not in ("all", name)},
-        )
+        _write(root, cluster, times)
     except OSError as error:
         raise MachineError(
-            f"forget={node}: cannot write {root / FILE} ({error.strerror}): check its permissions and the free space"
+            f"forget={node}: cannot write {root / FILE} ({error.strerror}): "
+            "check its permissions and the free space"
         ) from None
 
 
@@ -54,24 +55,19 @@ def exclude(job: Job) -> Job:
     """``job`` without the bad nodes, except those that forget= names. Prints a line that names
     them.
     """
-    cluster = queue.cluster_name() if (job.root / FILE).exists() else ""
-    found = {
-        node: at
-        for node, at in known(job.root, cluster).items()
-        if job.keys.forget not in ("all", node)
-    }
+    times = known(job.root, queue.cluster_name()) if (job.root / FILE).exists() else {}
     # Slurm refuses to exclude a node that has left the cluster
-    there = queue.nodes() if found else ()
-    bad = {node: at for node, at in found.items() if node in there}
+    nodes = queue.nodes() if times else set()
+    bad = sorted(node for node in nodes & times.keys() if job.keys.forget not in ("all", node))
     if not bad:
         return job
-    excluded = ",".join(filter(None, (job.directives.get("exclude"), *sorted(bad))))
+    excluded = ",".join(filter(None, (job.directives.get("exclude"), *bad)))
     named = ", ".join(
-        f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(at))})"
-        for node, at in bad.items()
+        f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(times[node]))})" for node in bad
     )
     print(
-        f"nodes:  the job excludes {named}, which the doctor found bad; give forget=NODE to use one again",
+        f"nodes:  the job excludes {named}, which the doctor found bad; "
+        "give forget=NODE to use one again",
         flush=True,
     )
     return dataclasses.replace(job, directives={**job.directives, "exclude": excluded})

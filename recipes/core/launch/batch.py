@@ -15,16 +15,23 @@ import os
 import re
 import shlex
 import signal
-import stat
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.errors import Kind, Next
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    ConfigError,
+    Kind,
+    MachineError,
+    Next,
+)
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
@@ -55,68 +62,81 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     jobs.require_printable(ROOT, repository)
     settings = command_line.parse(words, recipe=recipe)
     typed = settings.absolute(settings.typed, repository)
+    arguments = [f"{name}={value}" for name, value in typed.items()]
     image = container.of_job(settings, typed, environ)
     umask = int(settings.run.umask, 8)
     os.umask(umask)
     _restrict_log(fields, umask)
-    job = directory.job_id(environ)
-    run_dir = directory.choose(settings.run.run_dir, recipe, job, ROOT)
+
+    job_id = directory.job_id(environ)
+    code = ROOT
     attempt = None
-    if job:
-        folder = (
-            directory.inside(run_dir, directory.EVALUATION) if settings.config.evaluate else run_dir
-        )
-        attempt = attempts.open_next(folder, recipe, environ)
-        if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
-            problem = (
-                f"run_dir={folder}: this job was started before, but this folder does not have its files: "
-                "give a folder that all nodes share"
-            )
-        elif not settings.run.run_dir and _is_of_earlier_job(attempt, fields, environ):
-            problem = f"run_dir={folder}: holds the run of an earlier job with this ID, or a copy of one: give run_dir="
-        else:  # the ranks check this again, but in a container they may have no scontrol
-            problem = in_use.check(attempt, environ) if settings.config.starts_a_run else ""
-        if problem:
-            attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
-            raise errors.ConfigError(problem)
-    code = _code(environ, folder) if job else ROOT
-    given = [f"{name}={value}" for name, value in typed.items()]
-    if job and (script := environ.get("RECIPES_SCRIPT")):
+    lines = [f"unset {attempts.VARIABLE}"]
+    if job_id:
+        run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
+        attempt = _open_attempt(settings, run_dir, fields, environ)
+        code = _code(environ, attempt.run_dir)
+        script = environ.get("RECIPES_SCRIPT")
         # the recipe reports a run directory that cannot be written
         with contextlib.suppress(OSError):
-            text = Path(script).read_bytes()
-            log = fields.get("StdOut")
-            options = jobs.options_of(fields)
-            jobs.record(
-                run_dir,
-                text,
-                job,
-                recipe,
-                given,
-                root=str(repository),
-                code=str(code),
-                log=log,
-                options=options,
-            )
-    lines = [f"cd {shlex.quote(str(code))} || exit", shlex.join(["set", "--", *given])]
-    lines += [
-        f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}"
-        if attempt
-        else f"unset {attempts.VARIABLE}"
-    ]
-    lines += _clock_lines(recipe, settings, fields)
+            if script:
+                jobs.record(
+                    run_dir,
+                    Path(script).read_bytes(),
+                    job_id,
+                    recipe,
+                    arguments,
+                    root=str(repository),
+                    code=str(code),
+                    log=fields.get("StdOut"),
+                    options=jobs.options_of(fields),
+                )
+        lines = [f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}"]
+
+    lines += [f"cd {shlex.quote(str(code))} || exit", shlex.join(["set", "--", *arguments])]
+    lines += _clock_lines(settings, fields)
     # bash cannot hold others
     lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
     if image:
         step, inside = container.step(image, code, environ)
         lines += container.exports(image)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
-    lines += (
-        _program_lines(recipe, settings, attempt, fields) if attempt and _program(settings) else []
-    )
+    if attempt and jobs.is_program(settings):
+        lines += _program_lines(settings, attempt, fields)
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
-    return errors.EXIT_DONE
+    return EXIT_DONE
+
+
+def _open_attempt(
+    settings: Settings, run_dir: Path, fields: Mapping[str, str], environ: Mapping[str, str]
+) -> Attempt:
+    """Opens the attempt of this start of the job. Raises ConfigError if the job may not use the run
+    directory.
+    """
+    folder = run_dir
+    if settings.config.evaluate:
+        folder = directory.inside(run_dir, directory.EVALUATION)
+    attempt = attempts.open_next(folder, settings.recipe, environ)
+    repository = source.home(ROOT)
+    problem = ""
+    if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
+        problem = (
+            f"run_dir={folder}: this job was started before, but this folder does not have its "
+            "files: give a folder that all nodes share"
+        )
+    elif not settings.run.run_dir and _is_of_earlier_job(attempt, fields, environ):
+        problem = (
+            f"run_dir={folder}: holds the run of an earlier job with this ID, or a copy of one: "
+            "give run_dir="
+        )
+    elif settings.config.starts_a_run:
+        # the ranks check this again, but in a container they may have no scontrol
+        problem = in_use.check(attempt, environ)
+    if problem:
+        attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, EXIT_CONFIG, problem)
+        raise ConfigError(problem)
+    return attempt
 
 
 def _is_of_earlier_job(
@@ -126,11 +146,8 @@ def _is_of_earlier_job(
     was never requeued.
     """
     started = fields.get("StartTime", "")
-    if (
-        not attempt.number
-        or environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        or not started[:1].isdecimal()
-    ):
+    was_requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if not attempt.number or was_requeued or not started[:1].isdecimal():
         return False
     first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
     return float(first) < time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S")) - SKEW_S
@@ -144,40 +161,28 @@ def _restrict_log(fields: Mapping[str, str], umask: int) -> None:
         path = Path(fields.get(name, ""))
         with contextlib.suppress(OSError):
             if path.is_file():  # not /dev/null
-                path.chmod(stat.S_IMODE(path.stat().st_mode) & ~umask)
+                path.chmod(path.stat().st_mode & ~umask)
 
 
-def _program(settings: Settings) -> str:
-    """The program of the user that the recipe script runs; "" for another recipe."""
-    return str(getattr(settings.config, "program", ""))
-
-
-def _program_lines(
-    recipe: str, settings: Settings, attempt: Attempt, fields: Mapping[str, str]
-) -> list[str]:
+def _program_lines(settings: Settings, attempt: Attempt, fields: Mapping[str, str]) -> list[str]:
     """Lines for the shell of a program's job, whose ranks need not end together. Writes the stop
     note and what is saved.
 
     Raises ConfigError if the keys do not fit the tasks.
     """
-    _check_tasks(settings, fields)
+    through = jobs.through(settings)
+    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
+    # a ready script may start several tasks per node
+    if through and per_node.isdecimal() and int(per_node) > 1:
+        raise ConfigError(
+            f"through={through}: starts one task per node, but this job has {per_node} tasks per "
+            "node: submit it with --ntasks-per-node=1 before the script, and --cpus-per-task= for "
+            "all ranks of a node"
+        )
     with files.writing_to(attempt.run_dir, "run_dir"):
         stop_note.write(attempt, StopNote(before_s=jobs.notice_s(settings, queue.limit_s(fields))))
         saves.note(attempt, settings.config.saves)
-    return ["step+=(--wait=0)", f"program={recipe}"]
-
-
-def _check_tasks(settings: Settings, fields: Mapping[str, str]) -> None:
-    """Raises ConfigError if a ready script starts several tasks on a node for a program that starts
-    its own ranks.
-    """
-    through = settings.config.through.name
-    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
-    if through != "rank" and per_node.isdecimal() and int(per_node) > 1:
-        raise errors.ConfigError(
-            f"through={through}: starts one task per node, but this job has {per_node} tasks per node: "
-            "submit it with --ntasks-per-node=1 before the script, and --cpus-per-task= for all ranks of a node"
-        )
+    return ["step+=(--wait=0)", f"program={settings.recipe}"]
 
 
 def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, str]) -> int:
@@ -189,11 +194,11 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     """
     attempt = attempts.given(environ)
     if not attempt:
-        return errors.EXIT_DONE
+        return EXIT_DONE
     settings = command_line.parse(words, recipe=recipe, to_start=False)
     if not jobs.signal_s(settings):
         say(f"{recipe}: SIG{name} is ignored, since stop_before_s=0 is given", 1)
-        return errors.EXIT_DONE
+        return EXIT_DONE
     left_s = queue.seconds_left(environ)
     notice_s = stop_note.read(attempt).before_s or 0.0
     early_s = (left_s or 0.0) - notice_s
@@ -201,22 +206,26 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     at = time.time() + (early_s if is_of_limit else SEEN_S)
     limit_at = time.time() + left_s if left_s else None
     stop_note.write(attempt, StopNote(notice_s, f"SIG{name}", at, limit_at=limit_at))
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
-def _clock_lines(recipe: str, settings: Settings, fields: Mapping[str, str]) -> list[str]:
+def _clock_lines(settings: Settings, fields: Mapping[str, str]) -> list[str]:
     """Lines for the shell: whether the ranks stop by the clock. The script's signal would stop a
     job of a few minutes at its start.
 
     A program of the user receives that signal itself.
     """
-    if not settings.run.stop_before_s or not queue.is_short(fields) or _program(settings):
+    if not settings.run.stop_before_s or not queue.is_short(fields) or jobs.is_program(settings):
         return ["unset RECIPES_BY_CLOCK"]
-    what = "it ignores SIGUSR2, which comes too early, and saves shortly before its time limit"
-    say(f"{recipe}: this job has only a few minutes: {what}", 1)
+    say(
+        f"{settings.recipe}: this job has only a few minutes: it ignores SIGUSR2, which comes too "
+        "early, and saves shortly before its time limit",
+        1,
+    )
     lines = ["export RECIPES_BY_CLOCK=1"]
-    if left := queue.time_left_s(fields):  # the ranks cannot ask Slurm inside a container
-        lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
+    left_s = queue.time_left_s(fields)
+    if left_s:  # the ranks cannot ask Slurm inside a container
+        lines.append(f"export SLURM_JOB_END_TIME={int(time.time() + left_s)}")
     return lines
 
 
@@ -229,7 +238,7 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
     try:
         code = ROOT if source.stamp(ROOT) else snapshot.take(ROOT)
         snapshot.keep_for(code, environ["SLURM_JOB_ID"], run_dir)
-    except errors.MachineError as error:
+    except MachineError as error:
         say(f"{error}; the job runs the repository itself, so later edits affect it")
         return ROOT
     return code
@@ -243,37 +252,38 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     """
     try:
         settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except (
-        errors.ConfigError
-    ) as error:  # the keys were valid when the job began: an env file was removed since then
+    except ConfigError as error:
+        # the keys were valid when the job began: an env file was removed since then
         say(f"{recipe}: ended with status {srun_status} and is not requeued: {error}")
-        return srun_status or errors.EXIT_CONFIG
+        return srun_status or EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
-    run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
     opened = attempts.given(environ)
     if not opened:  # only in a script of your own that does not call begin
         return srun_status
+    job_id = str(directory.job_id(environ))
+    run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
     # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
     by_slurm = None
-    with contextlib.suppress(errors.MachineError):
-        if not attempt.has_begun and (found := queue.find(str(directory.job_id(environ)))):
-            by_slurm = found.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
+    with contextlib.suppress(MachineError):
+        job = None if attempt.has_begun else queue.find(job_id)
+        if job:
+            by_slurm = job.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
+
     outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
     if outcome.state == "done":
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
-        what = f"saved at step {outcome.step}" if outcome.step else "stopped"
+        how = f"saved at step {outcome.step}" if outcome.step else "stopped"
         most = _max_requeues(settings, attempt) + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
-        say(f"{recipe}: {what}; {line}; run directory {run_dir}", 1)
+        say(f"{recipe}: {how}; {line}; run directory {run_dir}", 1)
+    elif outcome.kind is Kind.stopped and by_slurm:
+        after = queue.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value} by Slurm")
+        say(f"{recipe}: {outcome.line}; {after}")
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
-        next_text = queue.NOT_REQUEUED.get(
-            by_slurm, f"{by_slurm.value if by_slurm else ''} by Slurm"
-        )
-        after = f"; {next_text}" if outcome.kind is Kind.stopped else ""
-        say(f"{recipe}: {outcome.line}{after}")
+        say(f"{recipe}: {outcome.line}")
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
         say(f"{recipe}: {outcome.state}: {outcome.reason}{logs}")
@@ -286,11 +296,9 @@ def _max_requeues(settings: Settings, attempt: Attempt) -> int:
     """
     catches = files.read_json(attempt.folder / attempts.CATCHES) or {"signals": ["unknown"]}
     is_unsaved = not catches["signals"] and saves.has_changed(attempt) is None
-    return (
-        UNSAVED_REQUEUES
-        if is_unsaved and "max_requeues" not in settings.typed
-        else settings.run.max_requeues
-    )
+    if is_unsaved and "max_requeues" not in settings.typed:
+        return UNSAVED_REQUEUES
+    return settings.run.max_requeues
 
 
 def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:
@@ -300,44 +308,42 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     already decided, the function does not requeue: a cancelled job stays cancelled, and Slurm
     itself requeues a preempted job.
     """
-    job = directory.job_id(environ)
+    job_id = str(directory.job_id(environ))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    run_dir = attempt.run_dir
-    number = attempt.number
     facts = attempt.facts()
     if facts.get("of_program"):  # it counts no steps
         has_progress = saves.has_changed(attempt) is not False
     else:
         has_progress = step > facts.get("step", step)
     try:
-        found = queue.find(str(job))
-        if not found:
-            raise errors.MachineError(f"Slurm does not know job {job}")
-        decided = None if found.is_over_time else found.after_start(restarts)
+        job = queue.find(job_id)
+        if not job:
+            raise MachineError(f"Slurm does not know job {job_id}")
+        decided = None if job.is_over_time else job.after_start(restarts)
         if not decided and restarts >= max_requeues:
             decided = Next.max_requeues
-        elif not decided and restarts and number and not has_progress:
+        elif not decided and restarts and attempt.number and not has_progress:
             decided = Next.no_progress
         # Recorded before the requeue, since the requeue ends this job and the next attempt may
         # begin a moment later.
-        directory.note_next(run_dir, decided or Next.requeued, number)
+        directory.note_next(attempt.run_dir, decided or Next.requeued, attempt.number)
         if not decided:
-            queue.requeue(str(job), restarts)
+            queue.requeue(job_id, restarts)
             return f"requeued (restart {restarts + 1} of at most {max_requeues})"
-    except (errors.MachineError, OSError, subprocess.SubprocessError) as error:
-        directory.note_next(run_dir, Next.requeue_failed, number)
+    except (MachineError, OSError, subprocess.SubprocessError) as error:
+        directory.note_next(attempt.run_dir, Next.requeue_failed, attempt.number)
         return f"not requeued ({queue.said(error)}): {queue.HOW_TO_RESUME}"
     if decided is Next.held:
-        return f"requeued, but {queue.describe(found)}"
-    return "requeued by Slurm" if decided is Next.requeued else queue.NOT_REQUEUED[decided]
+        return f"requeued, but {queue.describe(job)}"
+    return queue.NOT_REQUEUED.get(decided, "requeued by Slurm")
 
 
 def main(argv: list[str]) -> int:
     source.go_home(ROOT)
-    if argv[:1] != ["begin"]:
+    step, recipe, *words = argv
+    if step != "begin":
         # sent by a requeue, before its result is recorded and printed
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    step, recipe, *words = argv
     try:
         if step == "begin":
             return begin(recipe, words, os.environ)
@@ -346,9 +352,9 @@ def main(argv: list[str]) -> int:
         if step == "examine":
             return examination.examine(recipe, int(words[0]), words[1:], os.environ)
         return finish(recipe, int(words[0]), words[1:], os.environ)
-    except (errors.ConfigError, errors.MachineError) as error:
+    except (ConfigError, MachineError) as error:
         say(f"{recipe}: {error}")
-        return errors.EXIT_CONFIG if isinstance(error, errors.ConfigError) else errors.EXIT_MACHINE
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_MACHINE
 
 
 if __name__ == "__main__":

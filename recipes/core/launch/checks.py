@@ -18,11 +18,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.data import datasets
-from recipes.core.errors import ConfigError, InputError, MachineError, RunError
+from recipes.core.errors import (
+    ConfigError,
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    InputError,
+    MachineError,
+    RunError,
+)
 from recipes.core.launch import allocation, jobs, submit
 from recipes.core.launch.jobs import Job
 from recipes.core.place import durations, processes
@@ -40,26 +49,24 @@ def part(parts: list[dict[str, Any]], name: str, work: Callable[[], Any]) -> tup
     """Calls ``work``, prints a line with its result or its error, and adds it to ``parts``. Returns
     the exit status and the result.
     """
+    result = None
     try:
-        found = work()
-    except (
-        ConfigError,
-        InputError,
-        MachineError,
-        RunError,
-        OSError,
-        subprocess.TimeoutExpired,
-    ) as error:
-        print(f"{name + ':':<8}failed: {error}", file=sys.stderr, flush=True)
-        parts.append({"name": name, "ok": False, "text": str(error)})
-        if isinstance(error, RunError):
-            return errors.EXIT_CRASH, None
-        return errors.EXIT_CONFIG if isinstance(
-            error, (ConfigError, InputError)
-        ) else errors.EXIT_MACHINE, None
-    print(f"{name + ':':<8}ok: {found}", flush=True)
-    parts.append({"name": name, "ok": True, "text": str(found)})
-    return errors.EXIT_DONE, found
+        result = work()
+        status = EXIT_DONE
+        text = str(result)
+    except RunError as error:
+        status = EXIT_CRASH
+        text = str(error)
+    except (ConfigError, InputError) as error:
+        status = EXIT_CONFIG
+        text = str(error)
+    except (MachineError, OSError, subprocess.TimeoutExpired) as error:
+        status = EXIT_MACHINE
+        text = str(error)
+    outcome = "failed" if status else "ok"
+    print(f"{name + ':':<8}{outcome}: {text}", file=sys.stderr if status else None, flush=True)
+    parts.append({"name": name, "ok": not status, "text": text})
+    return status, result
 
 
 def start(
@@ -83,19 +90,16 @@ def start(
         folder = Path(os.path.realpath(name))
         place = folder / "run"
         found_file = folder / "found.json"
-        stderr = folder / "stderr"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
         request = Request(str(found_file), ranks)
         words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
-        command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *words]
-        environ = {
-            **environment(settings, request),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
-        }
+        environ = environment(settings, request)
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
+        stderr = folder / "stderr"  # a pipe would stay open as long as a process of the recipe runs
         try:
             with open(stderr, "wb") as file:
                 code = subprocess.run(
-                    command,
+                    [sys.executable, "-u", "-m", f"recipes.{recipe}", *words],
                     env=environ,
                     cwd=root,
                     stdin=subprocess.DEVNULL,
@@ -107,24 +111,22 @@ def start(
         except subprocess.TimeoutExpired:
             late = f"did not reach its first step on this machine within {timeout_s:g} s"
             raise MachineError(f"{recipe}: {late}") from None
-        written = files.read_json(found_file)
-        records = [
-            record for path in place.rglob("failed/rank*.json") if (record := files.read_json(path))
-        ]
+        findings = files.read_json(found_file)
+        records = list(filter(None, map(files.read_json, place.rglob("failed/rank*.json"))))
         lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
     for line in lines:
         if line.startswith("warning: "):
             print(line, file=sys.stderr, flush=True)
-    if code:
-        failed = {errors.EXIT_MACHINE: MachineError, errors.EXIT_CONFIG: InputError}.get(
-            code, RunError
-        )
-        if records:
-            raise failed(f"{recipe}: {records[0]['error']}".replace(str(place), str(run_dir)))
-        raise failed((lines or [f"{recipe}: ended with status {code}"])[-1])
-    if not written:
-        raise RunError(f"{recipe}: ended before it called loop.steps() or run.begin()")
-    return Found(**written)
+    if not code and findings:
+        return Found(**findings)
+    if records:
+        line = f"{recipe}: {records[0]['error']}".replace(str(place), str(run_dir))
+    elif not code:
+        line = f"{recipe}: ended before it called loop.steps() or run.begin()"
+    else:
+        line = lines[-1] if lines else f"{recipe}: ended with status {code}"
+    classes = {EXIT_MACHINE: MachineError, EXIT_CONFIG: InputError}
+    raise classes.get(code, RunError)(line)
 
 
 def find_data(settings: Settings, root: Path, base: Path) -> str:
@@ -145,48 +147,47 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
     folder = str(root / datasets.folder_of(data_dir))
     if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
         key = "data_dir" if data_dir else "RECIPES_DATA"
-        return f"{key}={folder} does not exist on this machine, so the data was not looked for: the nodes need it"
+        return (
+            f"{key}={folder} does not exist on this machine, so the data was not looked for: "
+            "the nodes need it"
+        )
     if dataset == "imagenet":
         datasets.find_imagenet(folder)
-    else:
-        known = (datasets.MNIST, datasets.CIFAR10, datasets.TEXT)
-        datasets.find_files({one.name: one for one in known}[dataset], folder)
+    for known in (datasets.MNIST, datasets.CIFAR10, datasets.TEXT):
+        if known.name == dataset:
+            datasets.find_files(known, folder)
     return ""
 
 
-def memory(found: Found, is_divided: bool, gpu_memory_gb: float) -> str:
+def memory(findings: Found, is_divided: bool, gpu_memory_gb: float) -> str:
     """A phrase on the memory that a rank needs, without activations. Raises ConfigError if a GPU
     has less.
 
     is_divided: whether strategy=fsdp divides the model. Each rank then also needs all weights, in
     float32, for an evaluation.
     """
-    assert found.rank_bytes is not None and found.parameters is not None
-    whole = 4 * found.parameters  # bytes of all weights
-    needed = found.rank_bytes + whole * is_divided
+    assert findings.rank_bytes is not None and findings.parameters is not None
+    whole = 4 * findings.parameters  # bytes of all weights
+    needed = findings.rank_bytes + whole * is_divided
     if needed > gpu_memory_gb * 1e9:
-        fix = (
-            "divide it over more ranks (nodes=, shard_size=)"
-            if is_divided
-            else "give strategy=fsdp on several GPUs"
-        )
-        fix = (
-            f"{fix}, or train a smaller model"
-            if whole < gpu_memory_gb * 1e9
-            else "train a smaller model"
-        )
+        fix = "train a smaller model"
+        if whole < gpu_memory_gb * 1e9:
+            divide = "give strategy=fsdp on several GPUs"
+            if is_divided:
+                divide = "divide it over more ranks (nodes=, shard_size=)"
+            fix = f"{divide}, or {fix}"
         raise ConfigError(
-            f"gpu_memory_gb={gpu_memory_gb:g}: the training needs {files.size_text(needed)} on each GPU, "
-            f"without activations: {fix}"
+            f"gpu_memory_gb={gpu_memory_gb:g}: the training needs {files.size_text(needed)} on "
+            f"each GPU, without activations: {fix}"
         )
     return f"{files.size_text(needed)} of {gpu_memory_gb:g} GB on each GPU, without activations"
 
 
-def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
+def disk_space(run_dir: Path, keep: int, findings: Found | None) -> str:
     """A phrase on the free space on the disk of the run directory and on the size of the
     checkpoints. Writes nothing.
 
-    keep: the value of keep_checkpoints=. found: the findings of the recipe; None if the size of a
+    keep: the value of keep_checkpoints=. findings: those of the recipe; None if the size of a
     checkpoint is not known. Raises MachineError if there is too little space or the folder cannot
     be written.
     """
@@ -199,16 +200,18 @@ def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
         raise MachineError(f"run_dir={run_dir}: {folder} {problem}: {fix}")
     free = files.free_bytes(folder)
     free_text = f"{'unknown space' if free is None else files.size_text(free)} free in {folder}"
-    size = found.checkpoint_bytes if found else None
+    size = findings.checkpoint_bytes if findings else None
     if size is None:
         return free_text
-    existing = sum(1 for _ in (run_dir / "checkpoints").glob("step-*.pt"))
-    count = max(BESIDE_KEPT, keep + BESIDE_KEPT - existing) if keep else BESIDE_KEPT
+    existing = len(list((run_dir / "checkpoints").glob("step-*.pt")))
+    count = BESIDE_KEPT + max(0, keep - existing)
     each = f"up to {files.size_text(size)}"
     if free is not None and free < count * size:
-        needed = f"{count} checkpoints of {each} take {files.size_text(count * size)}"
-        needed += f", but only {files.size_text(free)} are free in {folder}"
-        raise MachineError(f"run_dir={run_dir}: {needed}: free some space there, or {fix}")
+        raise MachineError(
+            f"run_dir={run_dir}: {count} checkpoints of {each} take {files.size_text(count * size)}"
+            f", but only {files.size_text(free)} are free in {folder}: "
+            f"free some space there, or {fix}"
+        )
     if not keep:
         return f"all checkpoints are kept, {each} each; {free_text}"
     return f"{count} checkpoints of {each}, {free_text}"
@@ -242,19 +245,20 @@ def require_within(job: Job, partition: Mapping[str, str]) -> None:
 
     partition: its fields, see `queue.partition`.
     """
-    time_s = durations.seconds(job.directives.get("time", ""))
+    time = job.directives["time"]
+    time_s = durations.seconds(time)
     most_s = durations.seconds(partition.get("MaxTime", ""))
     most_nodes = partition.get("MaxNodes", "")
-    name = partition.get("PartitionName", "")
-    problem = ""
     if time_s and most_s and time_s > most_s:
-        problem = f"time={job.directives['time']}: is more than the {partition['MaxTime']} of partition {name}"
+        problem = f"time={time}: is more than the {partition['MaxTime']}"
     elif most_nodes.isdecimal() and (job.keys.nodes or 1) > int(most_nodes):
-        problem = f"nodes={job.keys.nodes}: are more than the {most_nodes} of partition {name}"
-    if problem:
-        raise MachineError(
-            f"{problem}, so the job would never start: give a smaller value, or another partition="
-        )
+        problem = f"nodes={job.keys.nodes}: are more than the {most_nodes}"
+    else:
+        return
+    raise MachineError(
+        f"{problem} of partition {partition.get('PartitionName', '')}, so the job would never "
+        "start: give a smaller value, or another partition="
+    )
 
 
 def _show_checkpoints(real: Path, place: Path) -> None:
@@ -292,10 +296,12 @@ def environment(settings: Settings, request: Request) -> dict[str, str]:
     """
     kept = allocation.clean_environment(os.environ)
     kept.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, the repository
-    site = {"RECIPES_CLUSTER": settings.job.cluster} if settings.job.cluster else {}
-    without_gpus = {
+    if settings.job.cluster:
+        kept["RECIPES_CLUSTER"] = settings.job.cluster
+    return {
+        **kept,
         "CUDA_VISIBLE_DEVICES": "",
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
+        dryrun.VARIABLE: json.dumps(asdict(request)),
     }
-    return {**kept, **site, **without_gpus, dryrun.VARIABLE: json.dumps(asdict(request))}

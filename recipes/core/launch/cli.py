@@ -8,12 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors
 from recipes.core.config import help
 from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
-from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.errors import (
+    ConfigError,
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    InputError,
+    MachineError,
+)
 from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, snapshot, submit
 from recipes.core.launch.local import Layout
@@ -48,31 +54,32 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
     """Runs a command line without ``--json``. told: gets its results."""
     checked = argv[:1] == ["check"]
     try:
-        own = command_line.before_dashes(argv)
-        if not argv or {"-h", "--help", "help"} & set(own):
-            given = dict(word.partition("=")[::2] for word in own)
-            recipe = (
-                command_line.SCRIPT if command_line.SCRIPT in given else given.get("recipe", "")
-            )
+        before_dashes = command_line.before_dashes(argv)
+        if not argv or {"-h", "--help", "help"} & set(before_dashes):
+            keys = dict(word.partition("=")[::2] for word in before_dashes)
+            is_script = command_line.SCRIPT in keys
+            recipe = command_line.SCRIPT if is_script else keys.get("recipe", "")
             print(help.help_text(recipe, with_job_keys=True))
-            return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
+            return EXIT_DONE if argv else EXIT_CONFIG
+        home = source.home(ROOT)
         if argv[0] == "new":
             return new.new(argv[1:], ROOT)
         if argv[0] == "scale":
-            return scale.scale(argv[1:], source.home(ROOT), lambda words: main(words, python))
+            return scale.scale(argv[1:], home, lambda words: main(words, python))
         if argv[0] in runs.COMMANDS:
-            return runs.command(argv, source.home(ROOT))
+            return runs.command(argv, home)
         settings = command_line.parse(argv[1:] if checked else argv)
-        if (home := source.home(ROOT)) != ROOT:
+        if home != ROOT:
             raise ConfigError(
                 f"{ROOT} is a snapshot of the code for a job: use launch.py in {home}"
             )
         os.umask(int(settings.run.umask, 8))
-        if words := settings.words_from_run():
-            print(f"keys from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
+        inherited = settings.words_from_run()
+        if inherited:
+            print(f"keys from the run {settings.resumes}: {inherited}", file=sys.stderr, flush=True)
         # the other commands of Slurm read SLURM_CLUSTERS
-        if cluster := os.environ.get("SBATCH_CLUSTERS"):
-            os.environ.setdefault("SLURM_CLUSTERS", cluster)
+        if os.environ.get("SBATCH_CLUSTERS"):
+            os.environ.setdefault("SLURM_CLUSTERS", os.environ["SBATCH_CLUSTERS"])
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(os.environ["RECIPES_DATA"])
         if checked:
@@ -83,11 +90,11 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
             return run_here(settings)
         told["script"] = jobs.sbatch_script(jobs.describe(settings, ROOT, Path.cwd()))
         print(told["script"], end="")
-        return errors.EXIT_DONE
+        return EXIT_DONE
     except (ConfigError, InputError, MachineError) as error:
         told["error"] = str(error)
         print(f"launch.py: {error}", file=sys.stderr)
-        return errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
+        return EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
     except KeyboardInterrupt:
         return 130
     finally:
@@ -112,25 +119,27 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
     place = directory.choose(run_dir, settings.recipe, None, ROOT)
-    keep = settings.run.keep_checkpoints
-    recipe = 0
-    found = None
+
+    recipe = memory = slurm = 0
+    findings = None
     if settings.job.container and job:
         print("recipe: not checked: the job uses the Python of the container's image", flush=True)
-    elif program := getattr(settings.config, "program", ""):
+    elif jobs.is_program(settings):
+        program = settings.config.program
         print(f"script: not checked: launch.py check does not start {program}", flush=True)
     else:
-        recipe, found = checks.part(
+        recipe, findings = checks.part(
             parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base)
         )
-    memory = 0
     gpu_gb = settings.job.gpu_memory_gb
     on_gpus = settings.run.device is not Device.cpu and (job or gpus.visible_gpus(os.environ))
-    if gpu_gb and on_gpus and found and found.rank_bytes:
+    if gpu_gb and on_gpus and findings and findings.rank_bytes:
         is_divided = settings.config.strategy == "fsdp" and ranks > 1
-        memory, _ = checks.part(parts, "memory", lambda: checks.memory(found, is_divided, gpu_gb))
-    disk, _ = checks.part(parts, "disk", lambda: checks.disk_space(place, keep, found))
-    slurm = 0
+        memory, _ = checks.part(
+            parts, "memory", lambda: checks.memory(findings, is_divided, gpu_gb)
+        )
+    keep = settings.run.keep_checkpoints
+    disk, _ = checks.part(parts, "disk", lambda: checks.disk_space(place, keep, findings))
     if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
         print("slurm:  not checked: there is no sbatch on this machine", flush=True)
     elif job:
@@ -147,9 +156,8 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
-        job = dataclasses.replace(
-            job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))}
-        )
+        variables = {**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))}
+        job = dataclasses.replace(job, variables=variables)
     if settings.job.forget:
         bad_nodes.forget(ROOT, settings.job.forget)
     runs = submit.submit(job, python, settings.run.run_dir)
@@ -162,15 +170,14 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
     if job.elements:
         for run, words in zip(runs, job.elements, strict=True):
             print(f"{run.job_id}: {shlex.join(words)}")
-        print(
-            f"table of the runs: python -m recipes.report {shlex.join(str(run.run_dir) for run in runs)}"
-        )
+        folders = shlex.join(str(run.run_dir) for run in runs)
+        print(f"table of the runs: python -m recipes.report {folders}")
     else:
         print(f"run directory: {runs[0].run_dir}")
         print(f"log: tail -F {shlex.quote(str(runs[0].log))}")
     sys.stdout.flush()
     if not settings.job.wait:
-        return errors.EXIT_DONE
+        return EXIT_DONE
     try:
         return submit.wait(runs)
     except KeyboardInterrupt:  # ends the wait, not the job
@@ -185,37 +192,25 @@ def run_here(settings: Settings) -> int:
     layout = local_layout(settings)
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
     if settings.job.container:  # perhaps from the site's profile
-        unused = [*unused, f"container={settings.job.container}"]
+        unused.append(f"container={settings.job.container}")
     if unused:
         print(f"launch.py: launcher=local does not use {', '.join(unused)}", file=sys.stderr)
-    words = settings.absolute(settings.typed, Path.cwd()) | jobs.own_words(settings)
-    run_dir = (
-        None
-        if layout.node_rank
-        else directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
-    )
-    environ = (
-        dict(os.environ, RECIPES_CLUSTER=settings.job.cluster)
-        if settings.job.cluster
-        else dict(os.environ)
-    )
+
+    keys = settings.absolute(settings.typed, Path.cwd()) | jobs.own_words(settings)
+    folder = None
+    if layout.node_rank == 0:
+        run_dir = directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
+        keys["run_dir"] = str(run_dir)
+        if settings.config.starts_a_run:
+            is_part = settings.config.evaluate
+            folder = directory.inside(run_dir, directory.EVALUATION) if is_part else run_dir
+    environ = dict(os.environ)
+    if settings.job.cluster:
+        environ["RECIPES_CLUSTER"] = settings.job.cluster
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    words |= {"run_dir": str(run_dir)} if run_dir else {}
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        f"recipes.{settings.recipe}",
-        *(f"{k}={v}" for k, v in words.items()),
-    ]
-    folder = (
-        directory.inside(run_dir, directory.EVALUATION)
-        if run_dir and settings.config.evaluate
-        else run_dir
-    )
-    return local.run(
-        command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ
-    )
+    words = [f"{name}={value}" for name, value in keys.items()]
+    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *words]
+    return local.run(command, layout, folder, settings.recipe, environ)
 
 
 def local_layout(settings: Settings) -> Layout:
@@ -226,45 +221,56 @@ def local_layout(settings: Settings) -> Layout:
     on_cpu = settings.run.device is Device.cpu
     if settings.sweep:
         name = next(iter(settings.sweep[0]))
-        fix = f"give one value in {name}=, and start each run separately"
-        raise ConfigError(f"sweep.{name}=: launcher=local starts only one run: {fix}")
+        raise ConfigError(
+            f"sweep.{name}=: launcher=local starts only one run: "
+            f"give one value in {name}=, and start each run separately"
+        )
     if job.nodes not in (None, 1):
-        fix = "leave it out, and give gpus= (such as 8,8), node_rank= and master= on each machine"
-        raise ConfigError(f"nodes={job.nodes}: is not for launcher=local: {fix}")
-    seen = gpus.visible_gpus(os.environ)
+        raise ConfigError(
+            f"nodes={job.nodes}: is not for launcher=local: leave it out, "
+            "and give gpus= (such as 8,8), node_rank= and master= on each machine"
+        )
     if jobs.through(settings):
-        return local.Layout((1,))
+        return Layout((1,))
+    visible = 0 if on_cpu else gpus.visible_gpus(os.environ)
     if job.gpus:
         ranks = _ranks_of_machines(job)
     elif job.node_rank or job.master:
-        fix = "give the number of ranks of each machine, such as gpus=8,2"
-        raise ConfigError(f"node_rank= and master= require gpus=: {fix}")
-    elif job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
-        ranks = (seen,)
+        raise ConfigError(
+            "node_rank= and master= require gpus=: "
+            "give the number of ranks of each machine, such as gpus=8,2"
+        )
+    elif job.gpus_per_node is None and job.ranks_per_node is None and visible:
+        ranks = (visible,)
     else:
         ranks = (jobs.ranks_per_node(job, settings.run.device),)
-    if not on_cpu and (job.gpus or job.gpus_per_node or seen) and ranks[job.node_rank] > seen:
+    here = ranks[job.node_rank]
+    if not on_cpu and (job.gpus or job.gpus_per_node or visible) and here > visible:
         raise MachineError(
-            f"{ranks[job.node_rank]} ranks need one GPU each, and {seen} are visible on {os.uname().nodename}: give fewer ranks,"
-            " device=cpu, or list the GPUs in CUDA_VISIBLE_DEVICES"
+            f"{here} ranks need one GPU each, and {visible} are visible on {os.uname().nodename}: "
+            "give fewer ranks, device=cpu, or list the GPUs in CUDA_VISIBLE_DEVICES"
         )
     host, _, port = job.master.rpartition(":")
     if job.master and not 1 <= int(port) <= 65535:
         raise ConfigError(f"master={job.master}: the port must be 1 to 65535")
-    return local.Layout(ranks, job.node_rank, host.strip("[]") or "127.0.0.1", int(port or 0))
+    return Layout(ranks, job.node_rank, host.strip("[]") or "127.0.0.1", int(port or 0))
 
 
 def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
     """The number of ranks of each machine from gpus=8,2. Raises ConfigError."""
-    ranks = tuple(int(n) for n in job.gpus.split(","))
+    ranks = tuple(map(int, job.gpus.split(",")))
     if 0 in ranks:
         raise ConfigError(
             f"gpus={job.gpus}: each machine must have at least one rank; leave out the 0"
         )
     if job.node_rank >= len(ranks):
-        limit = f"{len(ranks)}, the number of machines in gpus={job.gpus}"
-        raise ConfigError(f"node_rank={job.node_rank}: must be less than {limit}")
+        raise ConfigError(
+            f"node_rank={job.node_rank}: must be less than {len(ranks)}, "
+            f"the number of machines in gpus={job.gpus}"
+        )
     if len(ranks) > 1 and not job.master:
-        fix = "give the same master=HOST:PORT on all machines, with the address of the first one"
-        raise ConfigError(f"gpus={job.gpus}: is for several machines: {fix}")
+        raise ConfigError(
+            f"gpus={job.gpus}: is for several machines: give the same master=HOST:PORT on all "
+            "machines, with the address of the first one"
+        )
     return ranks

@@ -63,56 +63,46 @@ def step(
     """
     if container.runtime == "pyxis":
         mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts)
-        named = {
-            *container.variables,
-            *(name for name in environ if name.startswith(PASSED_BY_NAME)),
-        }
-        return [
+        named = {name for name in environ if name.startswith(PASSED_BY_NAME)}
+        options = [
             f"--container-image={container.image}",
             f"--container-mounts={','.join(mounts)}",
             f"--container-workdir={code}",
-            f"--container-env={','.join(sorted(named))}",
-        ], [*WITHOUT_MODULES, PYTHON]
-    binds = [word for mount in container.mounts for word in ("--bind", mount)]
-    of_gpus = ["--rocm" if os.path.exists(AMD) else "--nv"] if container.gpus else []
-    return [], [
-        *WITHOUT_MODULES,
-        "sh",
-        "-c",
-        EXEC,
-        container.runtime,
-        *of_gpus,
-        *binds,
-        "--pwd",
-        str(code),
-        container.image,
-        PYTHON,
-    ]
+            f"--container-env={','.join(sorted(named | container.variables.keys()))}",
+        ]
+        return options, [*WITHOUT_MODULES, PYTHON]
+    command = [*WITHOUT_MODULES, "sh", "-c", EXEC, container.runtime]
+    if container.gpus:
+        command.append("--rocm" if os.path.exists(AMD) else "--nv")
+    for mount in container.mounts:
+        command += ["--bind", mount]
+    return [], [*command, "--pwd", str(code), container.image, PYTHON]
 
 
 def exports(container: Container) -> list[str]:
     """Lines of bash that give the container's variables, and those of the user, precedence over
     those of the image.
     """
-    variables = sorted(container.variables.items())
     lines = [
-        f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in variables
+        f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}'
+        for name, value in sorted(container.variables.items())
     ]
-    if container.runtime != "pyxis":
-        prefix = f"{container.runtime.upper()}ENV_"
-        every = " ".join(
-            [*(f'"${{!{start}@}}"' for start in PASSED_BY_NAME), *sorted(container.variables)]
-        )
-        lines += [
-            f'for name in {every}; do there={prefix}$name; [ -n "${{!there+x}}" ] || export "$there=${{!name}}"; done',
-            # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
-            f"export {container.runtime.upper()}_NO_EVAL=1",
-            # packages of pip in the home folder are for another Python
-            f"export {prefix}PYTHONNOUSERSITE=1",
-            f'command -v {container.runtime} >/dev/null || stop "container=: $(hostname) has no {container.runtime}: '
-            'if an environment module provides it, list that module under modules: in the profile" 3',
-        ]
-    return lines
+    if container.runtime == "pyxis":
+        return lines
+    runtime = container.runtime.upper()
+    every = [f'"${{!{start}@}}"' for start in PASSED_BY_NAME] + sorted(container.variables)
+    return [
+        *lines,
+        f"for name in {' '.join(every)}; do there={runtime}ENV_$name; "
+        '[ -n "${!there+x}" ] || export "$there=${!name}"; done',
+        # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
+        f"export {runtime}_NO_EVAL=1",
+        # packages of pip in the home folder are for another Python
+        f"export {runtime}ENV_PYTHONNOUSERSITE=1",
+        f"command -v {container.runtime} >/dev/null || "
+        f'stop "container=: $(hostname) has no {container.runtime}: if an environment module '
+        'provides it, list that module under modules: in the profile" 3',
+    ]
 
 
 def of_job(
@@ -126,10 +116,9 @@ def of_job(
     """
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster) if cluster else {}
-    values = {
-        name: profile[name] for name in job_keys.IN_IMAGE if name in profile
-    } | profiles.in_image(environ)
-    keys = declare.build(JobKeys, values)
+    values = {**profile, **profiles.in_image(environ)}
+    in_image = {name: values[name] for name in job_keys.IN_IMAGE if name in values}
+    keys = declare.build(JobKeys, in_image)
     if not keys.container:
         return None
     repository = source.home(ROOT)
@@ -141,8 +130,9 @@ def of_job(
         runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
     mounts = [f"{folder}:{folder}" for folder in folders_of_run(settings, words, repository)]
     mounts += [os.path.expanduser(mount) for mount in keys.container_mounts.split(",") if mount]
-    variables = OF_GPUS if runtime == "pyxis" and on_gpus else {}
-    variables = {**variables, **profiles.env_variables(settings.run.network, cluster)}
+    variables = profiles.env_variables(settings.run.network, cluster)
+    if runtime == "pyxis" and on_gpus:
+        variables = OF_GPUS | variables
     return Container(image, runtime, tuple(mounts), on_gpus, variables)
 
 
@@ -154,24 +144,21 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
     runtime refuses other paths. A folder inside another folder of the result is omitted. words: the
     given keys, with absolute paths.
     """
-    # these may be links to other disks
-    links = [os.path.realpath(root / name) for name in ("runs", "data")]
-    around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
     # it may come from the site profile
-    around["data_dir"] = getattr(settings.config, "data_dir", "")
-    values = {**around, **settings.from_run, **words}
+    data_dir = getattr(settings.config, "data_dir", "")
+    values = {"data_dir": data_dir, **settings.from_run, **words}
     keys = declare.declared(RunKeys, "path") | declare.declared(type(settings.config), "path")
-    keys |= {"network", "resume", "program", *around}
-    paths = [
-        Path(path)
-        for path in (str(root), *links, *(values.get(key, "") for key in keys))
-        if path.startswith("/")
-    ]
-    folders = {
-        next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in paths
-    }
-    found: list[str] = []
+    names = [values.get(key, "") for key in keys | {"data_dir", "network", "resume", "program"}]
+    names += [os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")]
+    # runs and data may be links to other disks
+    names += [os.path.realpath(root / name) for name in ("runs", "data")]
+    folders = {root}
+    for name in names:
+        if name.startswith("/"):
+            path = Path(name)
+            folders.add(next(folder for folder in (path, *path.parents) if folder.is_dir()))
+    chosen: list[str] = []
     for folder in sorted(folders - {Path("/")}, key=lambda path: (len(path.parts), path)):
-        if not any(folder.is_relative_to(other) for other in found):
-            found.append(str(folder))
-    return found
+        if not any(folder.is_relative_to(other) for other in chosen):
+            chosen.append(str(folder))
+    return chosen

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config.parser import Settings
+from recipes.core.errors import EXIT_DONE, EXIT_MACHINE
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, bad_nodes, container
 from recipes.core.run import attempt as attempts
@@ -21,8 +22,14 @@ DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of t
 
 # Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they
 # are in no script.
-OPTIONS = {"qos": "QOS", "constraint": "Features", "time": "TimeLimit", "nodes": "NumNodes"} | {
-    name: name.capitalize() for name in ("partition", "account", "reservation")
+OPTIONS = {
+    "qos": "QOS",
+    "constraint": "Features",
+    "time": "TimeLimit",
+    "nodes": "NumNodes",
+    "partition": "Partition",
+    "account": "Account",
+    "reservation": "Reservation",
 }
 # in the run directory: how often the job was requeued without bad nodes
 COUNT = "doctor/requeues.json"
@@ -36,16 +43,17 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     """
     settings = command_line.parse(words, recipe=recipe, to_start=False)
     run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
+    folder = run_dir / "doctor"
     # an older verdict is not valid for these nodes
-    (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)
-    shutil.rmtree(run_dir / "doctor" / "reports", ignore_errors=True)
-    _run_doctor(settings, run_dir / "doctor", environ)
-    subprocess.run([*JUDGE, f"run_dir={run_dir / 'doctor'}"], cwd=ROOT, env=dict(environ))
-    verdict = files.read_json(run_dir / "doctor" / "doctor.json")
-    if verdict and verdict["healthy"]:
-        return errors.EXIT_DONE
+    (folder / "doctor.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "reports", ignore_errors=True)
+    _run_doctor(settings, folder, environ)
+    subprocess.run([*JUDGE, f"run_dir={folder}"], cwd=ROOT, env=environ)
+    verdict = files.read_json(folder / "doctor.json")
     if not verdict:
         line = "the doctor gave no verdict, so nothing was trained: the lines above say why"
+    elif verdict["healthy"]:
+        return EXIT_DONE
     elif not verdict["exclude"]:
         line = "the doctor found a fault that excluding nodes would not fix: see the lines above"
     else:
@@ -55,37 +63,35 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
                 source.home(ROOT), environ.get("SLURM_CLUSTER_NAME", ""), verdict["exclude"]
             )
         line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
-    attempts.refuse(environ, errors.EXIT_MACHINE, line)
+    attempts.refuse(environ, EXIT_MACHINE, line)
     say(f"{recipe}: {line}")
-    return errors.EXIT_MACHINE
+    return EXIT_MACHINE
 
 
 def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -> None:
     """Runs the doctor with one task on each node of the job, with the keys of the run that concern
     the nodes.
     """
-    keys = {"device": settings.run.device.name, "network": settings.run.network}
-    keys["data_dir"] = getattr(settings.config, "data_dir", "")
-    options: list[str] = []
-    inside = [sys.executable]
-    if image := container.of_job(settings, settings.typed, environ):
-        options, inside = container.step(image, ROOT, environ)
-    # each task tests all GPUs of its node
-    if gpus := allocation.all_gpus(allocation.fields_of_job(environ)):
-        options = [*options, f"--gpus={gpus}"]
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
-    command = [
-        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
-        *(
-            "--export=ALL",
-            "--wait=60",
-            "--mem=0",
-            f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}",
-        ),
-        *options,
-        *(*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"),
-        *(f"{name}={value}" for name, value in keys.items() if value),
-    ]
+    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    command += ["--export=ALL", "--wait=60", "--mem=0"]
+    command.append(f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}")
+    # each task tests all GPUs of its node
+    gpus = allocation.all_gpus(allocation.fields_of_job(environ))
+    if gpus:
+        command.append(f"--gpus={gpus}")
+    inside = [sys.executable]
+    image = container.of_job(settings, settings.typed, environ)
+    if image:
+        options, inside = container.step(image, ROOT, environ)
+        command += options
+    command += [*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"]
+    keys = {
+        "device": settings.run.device.name,
+        "network": settings.run.network,
+        "data_dir": getattr(settings.config, "data_dir", ""),
+    }
+    command += [f"{name}={value}" for name, value in keys.items() if value]
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, env=environ, timeout=DOCTOR_S, cwd=ROOT)
 
@@ -94,8 +100,8 @@ def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
     """How often this job was requeued because its nodes were bad. ``max_requeues=`` does not count
     these requeues.
     """
-    noted = files.read_json(run_dir / COUNT)
-    return int(noted["count"]) if noted and noted["job_id"] == directory.job_id(environ) else 0
+    noted = files.read_json(run_dir / COUNT) or {}
+    return noted["count"] if noted.get("job_id") == str(directory.job_id(environ)) else 0
 
 
 def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, str]) -> str:
@@ -133,13 +139,13 @@ def _require_other_nodes(
     """
     # it was met
     text = re.sub(r"^#SBATCH --dependency=.*\n", "", script.read_text(), flags=re.MULTILINE)
-    options = {name: fields[field] for name, field in OPTIONS.items() if field in fields}
-    if re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE):
-        del options["nodes"]  # Slurm may choose another number of nodes
-    known = [
-        f"--{name}={value}" for name, value in options.items() if value not in ("(null)", "N/A")
-    ]
-    command = ["sbatch", "--test-only", *known, f"--exclude={excluded}"]
+    command = ["sbatch", "--test-only"]
+    for name, field in OPTIONS.items():
+        # Slurm may choose another number of nodes
+        is_range = name == "nodes" and re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE)
+        if fields.get(field, "N/A") not in ("(null)", "N/A") and not is_range:
+            command.append(f"--{name}={fields[field]}")
+    command.append(f"--exclude={excluded}")
     clean = allocation.clean_environment(environ)
     subprocess.run(
         command, input=text, env=clean, capture_output=True, text=True, timeout=120, check=True

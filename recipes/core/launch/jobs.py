@@ -68,21 +68,14 @@ def record(
         run_dir,
         {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real, **more},
     )
-    if "root" in more:
-        _add_link(Path(str(more["root"])) / "runs", job_id, Path(real))
-
-
-def _add_link(runs: Path, job_id: str, run_dir: Path) -> None:
-    """Makes ``runs/jobs/<job>`` a link to a run directory that is not in ``runs``, so that the job
-    is found by its ID. Raises OSError.
-    """
-    if run_dir.is_relative_to(runs.resolve()):
-        return
-    link = runs / "jobs" / job_id
-    link.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # launch.py and the job may make it at the same time
-        link.unlink(missing_ok=True)
-        link.symlink_to(run_dir)
+    runs = os.path.realpath(f"{more.get('root')}/runs")
+    if "root" in more and not Path(real).is_relative_to(runs):
+        link = Path(runs) / "jobs" / job_id  # with which the job is found by its ID
+        link.parent.mkdir(parents=True, exist_ok=True)
+        # launch.py and the job may make it at the same time
+        with contextlib.suppress(FileExistsError):
+            link.unlink(missing_ok=True)
+            link.symlink_to(real)
 
 
 def write_description(run_dir: Path, description: Mapping[str, object]) -> None:
@@ -99,22 +92,20 @@ def options_of(fields: Mapping[str, str]) -> list[str]:
     if Path(fields.get("Command", "").split(" ")[0]).parent.name == "submitit":
         return []
     per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
-    found = {
+    is_total = per_node == "0"
+    options = {
         "nodes": fields.get("NumNodes"),
-        **(
-            {"ntasks": fields.get("NumTasks")} if per_node == "0" else {"ntasks-per-node": per_node}
-        ),
+        "ntasks": fields.get("NumTasks") if is_total else "",
+        "ntasks-per-node": "" if is_total else per_node,
         "gpus-per-node": queue.gpus(fields.get("TresPerNode", "")) or "0",
         "cpus-per-task": fields.get("CPUs/Task"),
         "time": fields.get("TimeLimit"),
-        **{name: fields.get(name.capitalize()) for name in ("partition", "account")},
+        "partition": fields.get("Partition"),
+        "account": fields.get("Account"),
         "qos": fields.get("QOS"),
     }
-    return [
-        f"--{name}={value}"
-        for name, value in found.items()
-        if value not in (None, "", "(null)", "N/A")
-    ]
+    unset = (None, "", "(null)", "N/A")
+    return [f"--{name}={value}" for name, value in options.items() if value not in unset]
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -125,15 +116,19 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
     """
     if device is Device.cpu:
         return job.ranks_per_node or job.gpus_per_node or 1
-    if job.ranks_per_node and job.gpus_per_node and job.ranks_per_node != job.gpus_per_node:
+    gpus = job.gpus_per_node
+    ranks = job.ranks_per_node
+    if gpus == 0:
         raise ConfigError(
-            f"ranks_per_node={job.ranks_per_node}: there is one rank per GPU; give gpus_per_node= alone, or device=cpu"
+            "gpus_per_node=0: there is one rank per GPU; "
+            "without GPUs give device=cpu ranks_per_node=1"
         )
-    if job.gpus_per_node == 0:
+    if ranks and gpus and ranks != gpus:
         raise ConfigError(
-            "gpus_per_node=0: there is one rank per GPU; without GPUs give device=cpu ranks_per_node=1"
+            f"ranks_per_node={ranks}: there is one rank per GPU; "
+            "give gpus_per_node= alone, or device=cpu"
         )
-    return job.gpus_per_node or job.ranks_per_node or 1
+    return gpus or ranks or 1
 
 
 def through(settings: Settings) -> str:
@@ -161,45 +156,48 @@ def own_words(settings: Settings) -> dict[str, str]:
         return {}
     if job.gpus:
         raise ConfigError(
-            f"gpus={job.gpus}: through={by} needs the same number on each node: give nodes= and gpus_per_node="
+            f"gpus={job.gpus}: through={by} needs the same number on each node: "
+            "give nodes= and gpus_per_node="
         )
     on_cpu = settings.run.device is Device.cpu
+    problem = ""
     if job.ranks_per_node and by == "node":
-        raise ConfigError(
-            f"ranks_per_node={job.ranks_per_node}: through=node starts one process per node: leave it out"
-        )
-    if job.ranks_per_node and not on_cpu:
-        fix = f"give gpus_per_node={job.ranks_per_node}"
-        raise ConfigError(
-            f"ranks_per_node={job.ranks_per_node}: through={by} starts one rank per GPU: {fix}"
-        )
-    given = settings.config.nproc_per_node or (
-        ranks_per_node(job, Device.cpu) if on_cpu and by != "node" else 0
-    )
-    return {"nproc_per_node": str(given)} if given else {}
+        problem = "through=node starts one process per node: leave it out"
+    elif job.ranks_per_node and not on_cpu:
+        problem = f"through={by} starts one rank per GPU: give gpus_per_node={job.ranks_per_node}"
+    if problem:
+        raise ConfigError(f"ranks_per_node={job.ranks_per_node}: {problem}")
+    processes = settings.config.nproc_per_node
+    if on_cpu and by != "node":
+        processes = processes or ranks_per_node(job, Device.cpu)
+    return {"nproc_per_node": str(processes)} if processes else {}
 
 
 def describe(settings: Settings, root: Path, base: Path) -> Job:
-    """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises ConfigError."""
+    """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises
+    ConfigError.
+    """
     job = settings.job
     profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
     _check_keys(settings, profile.get("gpus", ""))
     require_printable(root, base)
-    words = settings.absolute(settings.typed, base) | own_words(settings)
+    keys = settings.absolute(settings.typed, base) | own_words(settings)
     elements = [settings.absolute(run, base) for run in settings.sweep]
-    if elements and "run_dir" in words:
-        parent = words.pop("run_dir")
+    if elements and "run_dir" in keys:
+        parent = keys.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
     variables = {  # set even without a container, since the site's profile may name one
         "RECIPES_CONTAINER": container.absolute_image(job.container, base),
         "RECIPES_CONTAINER_RUNTIME": job.container_runtime.name,
         "RECIPES_CONTAINER_MOUNTS": job.container_mounts,
     }
-    variables |= {"RECIPES_CLUSTER": job.cluster} if job.cluster else {}
-    variables |= {} if job.snapshot else {"RECIPES_SNAPSHOT": "false"}
+    if job.cluster:
+        variables["RECIPES_CLUSTER"] = job.cluster
+    if not job.snapshot:
+        variables["RECIPES_SNAPSHOT"] = "false"
     return Job(
         recipe=settings.recipe,
-        arguments=tuple(f"{name}={value}" for name, value in words.items()),
+        arguments=tuple(f"{name}={value}" for name, value in keys.items()),
         keys=job,
         ranks=int(job.gpus or 0) or (job.nodes or 1) * ranks_per_node(job, settings.run.device),
         root=root,
@@ -210,32 +208,35 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
 
 
 def _check_keys(settings: Settings, gpus_by: str) -> None:
-    """Raises ConfigError for job keys that contradict each other or that belong to launcher=local."""
+    """Raises ConfigError for job keys that contradict each other or belong to launcher=local."""
     job = settings.job
     for name in ("master", "node_rank"):
-        if value := getattr(job, name):
-            fix = "leave it out, since the ranks get it from Slurm's variables"
-            raise ConfigError(f"{name}={value}: is for launcher=local: {fix}")
-    if "," in job.gpus:
-        total = sum(map(int, job.gpus.split(",")))
-        fix = f"give the total, gpus={total}, since Slurm chooses the nodes"
-        raise ConfigError(f"gpus={job.gpus}: a list is for launcher=local: {fix}")
-    if job.gpus and int(job.gpus) < max(1, job.nodes or 0):
-        raise ConfigError(
-            f"gpus={job.gpus}: must be at least nodes={max(1, job.nodes or 0)}, one GPU per node"
-        )
+        value = getattr(job, name)
+        if value:
+            raise ConfigError(
+                f"{name}={value}: is for launcher=local: "
+                "leave it out, since the ranks get it from Slurm's variables"
+            )
     if job.parallel and not settings.sweep:
         raise ConfigError(
             f"parallel={job.parallel}: requires a sweep of several runs: sweep.KEY=A,B,C"
         )
-    if (
-        job.gpus
-        and gpus_by not in ("", "--gpus-per-task")
-        and settings.run.device is not Device.cpu
-    ):
-        raise ConfigError(
-            f"gpus={job.gpus}: cluster={job.cluster} requires {gpus_by}: give nodes= and gpus_per_node="
+    if not job.gpus:
+        return
+    nodes = job.nodes or 1
+    problem = ""
+    if "," in job.gpus:
+        total = sum(map(int, job.gpus.split(",")))
+        problem = (
+            "a list is for launcher=local: "
+            f"give the total, gpus={total}, since Slurm chooses the nodes"
         )
+    elif int(job.gpus) < nodes:
+        problem = f"must be at least nodes={nodes}, one GPU per node"
+    elif gpus_by not in ("", "--gpus-per-task") and settings.run.device is not Device.cpu:
+        problem = f"cluster={job.cluster} requires {gpus_by}: give nodes= and gpus_per_node="
+    if problem:
+        raise ConfigError(f"gpus={job.gpus}: {problem}")
 
 
 def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> dict[str, str]:
@@ -244,28 +245,29 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
     """
     job = settings.job
     on_cpu = settings.run.device is Device.cpu
-    minutes = job_keys.minutes(settings.job.time)
-    workers = getattr(settings.config, "num_workers", 0)
-    workers = CPU_WORKERS if workers < 0 else workers
-    cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
+    minutes = job_keys.minutes(job.time)
     options = {"job-name": job.name or settings.recipe}
     if job.gpus:
-        ranks = 1
+        gpus = int(job.gpus)
+        ranks = tasks = 1
+        gpus_by = "--gpus-per-task"
         # without it, submitit 1.5 writes --nodes=1
-        options |= {"nodes": str(job.nodes or f"1-{int(job.gpus)}")}
-        options |= {"ntasks": str(int(job.gpus))}
+        options |= {"nodes": str(job.nodes or f"1-{gpus}"), "ntasks": str(gpus)}
     else:
         ranks = ranks_per_node(job, settings.run.device)
-        options |= {"nodes": str(job.nodes or 1), "ntasks-per-node": str(tasks_per_node(settings))}
-    gpus_by = profile.get("gpus") or ("--gpus-per-task" if job.gpus else "--gpus-per-node")
-    kind = f"{job.gpu_type}:" if job.gpu_type else ""
-    ways = {
-        "--gpus-per-task": f"{kind}1",
-        "--gpus-per-node": f"{kind}{ranks}",
-        "--gres": f"gpu:{kind}{ranks}",
-    }
-    options |= {} if on_cpu else {gpus_by.removeprefix("--"): ways[gpus_by]}
-    cpus *= ranks // tasks_per_node(settings) if not job.gpus else 1
+        tasks = tasks_per_node(settings)
+        gpus_by = profile.get("gpus", "--gpus-per-node")
+        options |= {"nodes": str(job.nodes or 1), "ntasks-per-node": str(tasks)}
+    if not on_cpu:
+        kind = "gpu:" if gpus_by == "--gres" else ""
+        kind += f"{job.gpu_type}:" if job.gpu_type else ""
+        count = 1 if gpus_by == "--gpus-per-task" else ranks
+        options[gpus_by.removeprefix("--")] = f"{kind}{count}"
+    cpus = GPU_CPUS
+    if on_cpu:
+        workers = getattr(settings.config, "num_workers", 0)
+        cpus = max(1, settings.run.cpu_threads) + (CPU_WORKERS if workers < 0 else workers)
+    cpus = (job.cpus_per_rank or cpus) * ranks // tasks
     options |= {"cpus-per-task": str(cpus), "time": str(minutes)}
     names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
     options |= {name: getattr(job, name) for name in names if getattr(job, name)}
@@ -276,9 +278,11 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
         options["array"] = f"0-{runs - 1}%{min(job.parallel or runs, runs)}"
     options |= {"requeue": "", "open-mode": "append"}
     # Of a program of the user, only the batch shell is signalled: see sbatch/job.sh.
-    to = "B:" if is_program(settings) else ""
+    shell = "B:" if is_program(settings) else ""
     notice = notice_s(settings, 60.0 * minutes)
-    return options | ({"signal": f"{to}USR2@{max(1, int(notice))}"} if notice else {})
+    if notice:
+        options["signal"] = f"{shell}USR2@{max(1, int(notice))}"
+    return options
 
 
 def is_program(settings: Settings) -> bool:
@@ -314,35 +318,32 @@ def sbatch_script(job: Job) -> str:
         "#!/bin/bash",
         "# Made by launch.py. Options of sbatch before the script's name override these.",
     ]
-    lines += [
-        f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
-        for name, value in options.items()
-    ]
-    lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())]
-    lines += [
-        f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"
-    ]
+    for name, value in options.items():
+        lines.append(f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}")
+    lines.append("")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
+    code = job.variables.get("RECIPES_CODE", str(job.root))
+    lines.append(f". {shlex.quote(code + '/sbatch/job.sh')} || exit")
     if job.arguments:
-        lines += [f'set -- {shlex.join(job.arguments)} "$@"']
+        lines.append(f'set -- {shlex.join(job.arguments)} "$@"')
     if job.elements:  # the arguments of this element of the array
-        lines += ["case ${SLURM_ARRAY_TASK_ID:-} in"]
-        lines += [
-            f'    {number}) set -- "$@" {shlex.join(words)} ;;'
-            for number, words in enumerate(job.elements)
-        ]
-        lines += [
-            f'    *) echo "{job.recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
-        ]
-        lines += ["esac"]
-    lines += [f'begin {job.recipe} "$@"']
+        lines.append("case ${SLURM_ARRAY_TASK_ID:-} in")
+        for number, arguments in enumerate(job.elements):
+            lines.append(f'    {number}) set -- "$@" {shlex.join(arguments)} ;;')
+        lines.append(
+            f'    *) echo "{job.recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; '
+            "exit 2 ;;"
+        )
+        lines.append("esac")
+    lines.append(f'begin {job.recipe} "$@"')
     if job.keys.doctor:
-        lines += [f"examine {job.recipe} {job.keys.max_resubmits}"]
-    # If each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
-    of_srun = (
-        (*SRUN_OPTIONS, "--gpu-bind=none") if "gpus-per-task" in job.directives else SRUN_OPTIONS
-    )
+        lines.append(f"examine {job.recipe} {job.keys.max_resubmits}")
+    of_srun = " ".join(SRUN_OPTIONS)
+    if "gpus-per-task" in job.directives:
+        # If each task saw only its own GPU, NCCL could not copy directly between GPUs of a node.
+        of_srun += " --gpu-bind=none"
     lines += [
-        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(of_srun)} "${{step[@]}}" \\',
+        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {of_srun} "${{step[@]}}" \\',
         f'    "${{inside[@]}}" -u -m recipes.{job.recipe} "${{words[@]}}"',
         f"finish {job.recipe} $?",
     ]
@@ -358,5 +359,6 @@ def require_printable(*folders: Path) -> None:
     for folder in folders:
         if not str(folder).isprintable():
             raise ConfigError(
-                f"folder {errors.shown(folder)}: has a character in its name that cannot be printed: rename it"
+                f"folder {errors.shown(folder)}: has a character in its name that cannot be "
+                "printed: rename it"
             )

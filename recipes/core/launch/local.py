@@ -3,6 +3,7 @@ first failure.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -12,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors
-from recipes.core.errors import Kind, MachineError
+from recipes.core.errors import EXIT_CONFIG, EXIT_MACHINE, EXIT_REQUEUE, Kind, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import network, processes
 from recipes.core.run import attempt as attempts
@@ -49,8 +49,9 @@ def listen(layout: Layout) -> socket.socket:
             return socket.create_server(("127.0.0.1", 0), backlog=2048)
         return network.listener(layout.master_port)
     except OSError as error:
-        fix = "give another port in master=HOST:PORT"
-        raise MachineError(f"port {layout.master_port}: {error.strerror}: {fix}") from None
+        raise MachineError(
+            f"port {layout.master_port}: {error.strerror}: give another port in master=HOST:PORT"
+        ) from None
 
 
 def rank_environment(
@@ -85,10 +86,8 @@ def run(
     ``recipe``; None on a machine that is not the first, since rank 0 is on another machine. Raises
     MachineError if the run directory cannot be written.
     """
-    environ = {
-        **environ,
-        "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}",
-    }
+    launch = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+    environ = {**environ, "RECIPES_LAUNCH": launch}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
     attempt = None
@@ -97,12 +96,12 @@ def run(
         environ = {**environ, attempts.VARIABLE: str(attempt.folder)}
     ranks: list[Rank] = []
     stop = _Stop()
-    with contextlib.ExitStack() as stack:
-        stack.callback(_kill, ranks)
+    try:
         for local_rank in range(layout.ranks[layout.node_rank]):
             variables = rank_environment(layout, local_rank, port, environ)
-            handed = (listener.fileno(),) if listener and local_rank == 0 else ()
-            if handed:
+            handed: list[int] = []
+            if listener and local_rank == 0:
+                handed = [listener.fileno()]
                 variables["RECIPES_LISTEN_FD"] = str(handed[0])
             rank = subprocess.Popen(
                 command,
@@ -119,15 +118,15 @@ def run(
         end = _end(ranks, first, early, stop, layout)
         if attempt:
             return _report_end(attempt, end)
-        # The run is judged elsewhere: rank 0 is on another machine, or the recipe has no run
-        # directory.
-        if end.first and end.exit_status not in (
-            errors.EXIT_CONFIG,
-            errors.EXIT_MACHINE,
-            errors.EXIT_REQUEUE,
-        ):
-            say(f"failed: {end.reason}")
-        return end.exit_status
+    finally:
+        _signal(ranks, signal.SIGKILL)
+        for rank in ranks:
+            rank.wait()
+    # The run is judged elsewhere: rank 0 is on another machine, or the recipe has no run directory.
+    refused = (EXIT_CONFIG, EXIT_MACHINE, EXIT_REQUEUE)
+    if end.first and end.exit_status not in refused:
+        say(f"failed: {end.reason}")
+    return end.exit_status
 
 
 class _Stop:
@@ -136,19 +135,20 @@ class _Stop:
     """
 
     def __init__(self) -> None:
-        self.count, self.number, self._last = 0, signal.SIGTERM, float("-inf")
+        self.count = 0
+        self.number = signal.SIGTERM
+        self._last = -math.inf
         for number in signals.handled():
             signal.signal(number, self._note)
 
     def _note(self, number: int, *_: object) -> None:
         # both the kernel and the ending shell send SIGHUP
         repeated = self.count and number == signal.SIGHUP
-        if time.monotonic() - self._last > signals.TOGETHER_S and not repeated:
-            self.count, self.number, self._last = (
-                self.count + 1,
-                signal.Signals(number),
-                time.monotonic(),
-            )
+        now = time.monotonic()
+        if now - self._last > signals.TOGETHER_S and not repeated:
+            self.count += 1
+            self.number = signal.Signals(number)
+            self._last = now
 
 
 def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
@@ -161,18 +161,19 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
     first: int | None = None
     early: int | None = None
     stops = 0
-    deadline = float("inf")
+    deadline = math.inf
     now = RunningClock().now
-    # a list, so that has_ended is called for every rank
-    while [rank for rank in ranks if not has_ended(rank)]:
+    running = ranks
+    while running:
+        time.sleep(0.02)
+        running = [rank for rank in ranks if not has_ended(rank)]
+        codes = [rank.returncode for rank in ranks]
         if first is None and not stops:
-            first = next(
-                (i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None
-            )
-            if first is None:
-                early = next((i for i, rank in enumerate(ranks) if rank.returncode == 0), None)
-            else:
+            first = next((i for i, code in enumerate(codes) if code), None)
+            if first is not None:
                 deadline = now() + PEERS_GRACE_S
+            elif 0 in codes and running:
+                early = codes.index(0)
         if stop.count > stops:
             stops = stop.count
             _signal(ranks, stop.number if stops == 1 else signal.SIGKILL)
@@ -183,10 +184,7 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
                 )
         if now() > deadline:
             _signal(ranks, signal.SIGKILL)
-            deadline = float("inf")
-        time.sleep(0.02)
-    if first is None and not stops:
-        first = next((i for i, rank in enumerate(ranks) if rank.returncode != 0), None)
+            deadline = math.inf
     return first, early
 
 
@@ -196,10 +194,9 @@ def has_ended(rank: Rank) -> bool:
     """
     if rank.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             # do not poll here: poll would reap a rank that has just ended, before its session is
             # killed
-            if not found:
+            if not os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 return False
             # not reaped yet, so the ID is still that of its session
             os.killpg(rank.pid, signal.SIGKILL)
@@ -216,34 +213,25 @@ def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
                 (os.killpg if number == signal.SIGKILL else os.kill)(rank.pid, number)
 
 
-def _kill(ranks: Sequence[Rank]) -> None:
-    _signal(ranks, signal.SIGKILL)
-    for rank in ranks:
-        rank.wait()
-
-
 def _end(
     ranks: Sequence[Rank], first: int | None, early: int | None, stop: _Stop, layout: Layout
 ) -> End:
     """How the ranks of this machine ended. first, early: the results of `_watch`."""
     if first is None:
-        stopped = stop.count > 0 and any(rank.returncode == -stop.number for rank in ranks)
-        return End(
-            next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.count else 0,
-            stopped=stopped,
-        )
+        codes = [rank.returncode for rank in ranks]
+        status = next((_status(rank) for rank in ranks if rank.returncode), 0)
+        return End(status, stopped=stop.count > 0 and -stop.number in codes)
     code = _status(ranks[first])
-    killed = ranks[first].returncode < 0
-    kind = Kind.killed if killed else Kind.error
-    ended = (
-        f"was killed by {signal.Signals(code - 128).name}"
-        if killed
-        else f"ended with status {code}"
-    )
-    if early is not None and not killed:  # the other ranks failed because they lost this rank
+    if ranks[first].returncode < 0:
+        kind = Kind.killed
+        ended = f"was killed by {signal.Signals(code - 128).name}"
+    elif early is not None:  # the other ranks failed because they lost this rank
         first = early
         kind = Kind.exited
         ended = "ended with status 0 before the run's end"
+    else:
+        kind = Kind.error
+        ended = f"ended with status {code}"
     number = sum(layout.ranks[: layout.node_rank]) + first
     failing = {"rank": number, "host": socket.gethostname(), "exit_status": code}
     return End(code, failing, f"rank {number} on {failing['host']} {ended}", kind)
@@ -253,12 +241,13 @@ def _report_end(attempt: Attempt, end: End) -> int:
     """Judges the run, prints how it failed, and returns its exit status."""
     newest = attempts.newest(attempt.run_dir, str(attempt.facts().get("launch"))) or attempt
     outcome = judge.close(newest, end)
-    if outcome.state == judge.NOT_BEGUN and not outcome.is_of_all:
+    logs = attempt.run_dir / "logs"
+    if outcome.is_of_all:
+        if newest.has_begun:  # the other ranks have printed that they lost it
+            say(f"failed: {outcome.line}")
+    elif outcome.state == judge.NOT_BEGUN:
         say(outcome.reason)
-    elif outcome.is_of_all and newest.has_begun:  # the other ranks have printed that they lost it
-        say(f"failed: {outcome.line}")
-    elif not outcome.is_of_all and outcome.state not in ("done", "preempted"):
-        logs = attempt.run_dir / "logs"
+    elif outcome.state not in ("done", "preempted"):
         say(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))
     return outcome.exit_status
 

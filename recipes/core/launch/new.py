@@ -8,14 +8,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.core import errors
 from recipes.core.config import recipe_conf
-from recipes.core.errors import ConfigError
+from recipes.core.errors import ConfigError, EXIT_DONE, shown
 
 # The parts that are specific to a recipe: its classes, its functions except main, and the
 # evaluation in main.
 OWN = re.compile(r"^(?=( {0,4})(?:class \w+[(:]|def (?!main\b)\w+\(|evaluate = ))", re.MULTILINE)
-TEST = '''"""The recipe {name} trains two steps on random data. Run it with: python -m pytest tests/test_{name}.py"""
+TEST = '''"""{name} trains two steps on random data: python -m pytest tests/test_{name}.py"""
 
 import subprocess
 import sys
@@ -33,17 +32,19 @@ def new(words: Sequence[str], root: Path) -> int:
     """Writes the files and prints them. Returns 0. Raises ConfigError if a name is invalid or
     taken.
     """
-    given = re.fullmatch(r"([a-z][a-z0-9_]{0,63})(?: from=(.*))?", " ".join(words))
-    if not given:
-        name = "the name of the new recipe (lower-case letters, digits and _, first a letter)"
-        raise ConfigError(f"new: give {name}, and optionally from=RECIPE")
-    name = given[1]
-    source = given[2] or "finetune"
+    names = re.fullmatch(r"([a-z][a-z0-9_]{0,63})(?: from=(.*))?", " ".join(words))
+    if not names:
+        raise ConfigError(
+            "new: give the name of the new recipe (lower-case letters, digits and _, first a "
+            "letter), and optionally from=RECIPE"
+        )
+    name = names[1]
+    source = names[2] or "finetune"
     if keyword.iskeyword(name) or (root / "recipes" / name).is_dir():
         raise ConfigError(
             f"new {name}: is a Python keyword, or a folder in recipes/: give another name"
         )
-    recipe_conf.require(source, f"from={errors.shown(source)}")
+    recipe_conf.require(source, f"from={shown(source)}")
     cls, _ = recipe_conf.load(source)
     if not getattr(cls, "epochs", 0):
         raise ConfigError(
@@ -51,36 +52,43 @@ def new(words: Sequence[str], root: Path) -> int:
         )
     old = [root / f"recipes/{source}.py", root / f"recipes/conf/{source}.py"]
     old += sorted((root / "sbatch").glob(f"{source}_*.sh"))[:1]
-    texts = {
-        p.with_name(p.name.replace(source, name, 1)): _renamed(p.read_text(), source, name)
-        for p in old
-    }
+    texts = {}
+    for path in old:
+        new_path = path.with_name(path.name.replace(source, name, 1))
+        texts[new_path] = _renamed(path.read_text(), source, name)
     recipe = root / f"recipes/{name}.py"
-    title = f"# EDIT: say what {name} trains, on which data, and your results. It is a copy of {source}.\n"
-    texts[recipe] = title + OWN.sub(r"\1# EDIT\n", texts[recipe])
-    values = next(
-        field.metadata["values"] for field in dataclasses.fields(cls) if field.name == "dataset"
+    texts[recipe] = (
+        f"# EDIT: say what {name} trains, on which data, and your results. "
+        f"It is a copy of {source}.\n" + OWN.sub(r"\1# EDIT\n", texts[recipe])
     )
-    # made in memory
-    dataset = "".join(f'"dataset={value}", ' for value in values if value in ("fake", "bytes"))
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    dataset = ""
+    for value in ("fake", "bytes"):  # made in memory
+        if value in fields["dataset"].metadata["values"]:
+            dataset = f'"dataset={value}", '
     texts[root / f"tests/test_{name}.py"] = TEST.format(name=name, dataset=dataset)
-    if taken := [path for path in texts if path.exists()]:
-        raise ConfigError(f"new {name}: {taken[0]} exists: give another name")
+    for path in texts:
+        if path.exists():
+            raise ConfigError(f"new {name}: {path} exists: give another name")
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755 if path.suffix == ".sh" else 0o644)
         print(path.relative_to(root))
     print(
-        f"edit the parts marked EDIT in recipes/{name}.py; try it: python -m pytest tests/test_{name}.py"
+        f"edit the parts marked EDIT in recipes/{name}.py; "
+        f"try it: python -m pytest tests/test_{name}.py"
     )
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def _renamed(text: str, old: str, new: str) -> str:
     """``text`` with the recipe's name replaced, except where the same word names a data set or a
     function.
     """
-    before = r'(?:entry\.begin\("|recipes\.conf\.|-m recipes\.|recipe=|sbatch/|[Rr]ecipe |job-name=|begin |finish |^)'
+    before = (
+        r'(?:entry\.begin\("|recipes\.conf\.|-m recipes\.|recipe=|sbatch/|[Rr]ecipe |job-name='
+        "|begin |finish |^)"
+    )
     text = re.sub(rf"({before}){old}(?=\b|_\dx\d)", rf"\g<1>{new}", text, flags=re.MULTILINE)
     return re.sub(rf"\b{old}(?=_\dx\d\.sh)", new, text)

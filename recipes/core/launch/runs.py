@@ -19,8 +19,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files, trust
-from recipes.core.errors import InputError, MachineError, Next, next_of, printable, shown
+from recipes.core import files, trust
+from recipes.core.errors import (
+    EXIT_DONE,
+    InputError,
+    MachineError,
+    Next,
+    next_of,
+    one_line,
+    printable,
+    shown,
+)
 from recipes.core.launch import allocation
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
@@ -77,42 +86,40 @@ def word(
     reason = str(status.get("reason") or "")
     if job and job.state in queue.WAITING:
         start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
-        name = "held" if job.held else "requeued" if state else "pending"
-        return name, "; ".join(filter(None, (queue.with_advice(job.reason), start)))
+        note = "; ".join(filter(None, (queue.with_advice(job.reason), start)))
+        if job.held:
+            return "held", note
+        return ("requeued" if state else "pending"), note
+    active = "running" if state == "running" else "starting"
     if job and job.state not in queue.ENDED:
         # the run is being saved, or its job has not ended yet
         is_ending = is_of_newest and (job.state == queue.COMPLETING or not status.get("next"))
-        return ("running" if state == "running" or is_ending else "starting"), job.nodes
+        return ("running" if is_ending else active), job.nodes
     if state == "done":
         return "done", ""
     if refused:
         return "refused", refused
     if state in ("failed", "incomplete"):
         return "failed", reason
-    if (
-        state == "preempted"
-        and has_job
-        and not asked
-        and next_of(status) in (None, Next.requeued, Next.held)
-    ):
-        return "unknown", "Slurm does not answer"
+    after_stop = next_of(status)
+    may_be_queued = has_job and not asked
     if state == "preempted":
+        if may_be_queued and after_stop in (None, Next.requeued, Next.held):
+            return "unknown", "Slurm does not answer"
         note = f"saved at step {status['step']}" if status.get("step") else f"stopped by {reason}"
-        return ("cancelled" if next_of(status) is Next.cancelled else "stopped"), note
+        return ("cancelled" if after_stop is Next.cancelled else "stopped"), note
     if alive:
-        return ("running" if state == "running" else "starting"), ""
-    if has_job and not asked:
+        return active, ""
+    if may_be_queued:
         return "unknown", "Slurm does not answer"
-    if state == "running" and job and job.state == "CANCELLED":
-        return "cancelled", "it ended before it wrote its final status"
+    is_cancelled = job is not None and job.state == "CANCELLED"
     if state == "running":
-        return (
-            "lost",
-            "it ended without a final status"
-            if alive is False or has_job
-            else "see recipes.doctor explain",
-        )
-    if job and job.state == "CANCELLED":
+        if is_cancelled:
+            return "cancelled", "it ended before it wrote its final status"
+        if alive is None and not has_job:
+            return "lost", "see recipes.doctor explain"
+        return "lost", "it ended without a final status"
+    if is_cancelled:
         return "cancelled", "before it began"
     return ("cancelled" if has_job else "lost"), "it never began"
 
@@ -127,75 +134,68 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
     facts = {} if done and described else attempts.facts(folder)
     summary = (files.read_json(folder / "summary.json") or {}) if done else {}
     row = {} if summary.get("steps") else table.last_row(folder / "metrics.jsonl")
-    ids = [str(one) for one in (described.get("job_id"), facts.get("job")) if one]
+
     original = str(facts.get("run_dir") or described.get("run_dir") or folder)
     is_copy = os.path.exists(original) and not os.path.samefile(original, folder)
-    elsewhere = str(facts.get("cluster") or "") if cluster else ""
-    if is_copy:
-        ids = []
+    of_files = (described.get("job_id"), facts.get("job"))
+    ids = [str(job_id) for job_id in of_files if job_id and not is_copy]
+    elsewhere = facts.get("cluster") if cluster else ""
     if elsewhere and elsewhere != cluster:
         jobs = None
-    known = {one: jobs[one] for one in ids if jobs and one in jobs}
-    job_id = queue.newest(ids, {one: line.state in queue.ENDED for one, line in known.items()})
-    job = known.get(job_id)
+    lines = {job_id: jobs[job_id] for job_id in ids if jobs and job_id in jobs}
+    job_id = queue.newest(ids, {key: line.state in queue.ENDED for key, line in lines.items()})
+    job = lines.get(job_id)
     refused = "" if done else judge.why_not_begun(folder)
     alive = False if is_copy else in_use.is_running(facts)
     is_of_newest = status.get("attempt") in attempts.numbers(folder)[:1]
-    name, note = word(status, job, refused, alive, bool(ids), jobs is not None, is_of_newest)
-    if is_copy:
-        note = "; ".join(filter(None, (note, f"a copy of {original}")))
-    elif name == "unknown" and elsewhere:
-        note = f"its job is on cluster {elsewhere}"
-    hint = str(summary.get("efficiency") or "")
-    so_far = None
+    state, note = word(status, job, refused, alive, bool(ids), jobs is not None, is_of_newest)
+    notes = [note, f"a copy of {original}" if is_copy else ""]
+    if state == "unknown" and elsewhere:
+        notes = [f"its job is on cluster {elsewhere}"]
+
+    best = summary.get("best")
+    notes.append(str(summary.get("efficiency") or ""))
     # of others, only the last row is read
-    if name in (
-        "running",
-        "starting",
-        "requeued",
-        "stopped",
-        "cancelled",
-    ):
+    if state in ("running", "starting", "requeued", "stopped", "cancelled"):
         keys = table.keys(folder)
-        found = rows.rows(folder)
-        so_far = rows.best(found, keys)
-        hint = efficiency.verdict(found, facts, keys) if name == "running" else ""
-    best = (
-        (summary["best"] if isinstance(summary.get("best"), dict) else None)
-        or ({so_far[0]: so_far[1]} if so_far else None)
-        or {k: v for k, v in table.results(row | summary).items() if k not in table.OF_TRAINING}
-    )
+        every = rows.rows(folder)
+        so_far = rows.best(every, keys)
+        if so_far:
+            best = {so_far[0]: so_far[1]}
+        if state == "running":
+            notes.append(efficiency.verdict(every, facts, keys))
+    hidden = {"step"}
+    if not best or not isinstance(best, dict):
+        best = table.results(row | summary)
+        hidden |= {*table.OF_TRAINING}
+    numbers = {key: _finite(value) for key, value in best.items() if key not in hidden}
     return Run(
         folder=str(folder),
         recipe=str(described.get("recipe") or facts.get("recipe") or ""),
         job=job_id,
-        state=name,
+        state=state,
         step=_whole(row.get("step") or status.get("step")) or 0,
         steps=_whole(summary.get("steps") or row.get("total_steps")) or 0,
         epoch=_whole(row.get("epoch")),
-        best={
-            key: number
-            for key, value in best.items()
-            if key != "step" and (number := _finite(value)) is not None
-        },
+        best={key: number for key, number in numbers.items() if number is not None},
         samples_per_second=_finite((row | summary).get("samples_per_second")),
         updated=_finite(status.get("updated")),
-        left_s=job.left_s if job and name == "running" else None,
+        left_s=job.left_s if job and state == "running" else None,
         starts=len(attempts.numbers(folder)),
         nodes=job.nodes if job else "",
-        note=errors.shown("; ".join(filter(None, (note, hint))), 300),
+        note=shown("; ".join(filter(None, notes)), 300),
     )
 
 
 def _finite(value: object) -> float | None:
     """A number from a file; None if it is none."""
-    found = rows.number(value)
-    return found if math.isfinite(found) else None
+    number = rows.number(value)
+    return number if math.isfinite(number) else None
 
 
 def _whole(value: object) -> int | None:
-    found = _finite(value)
-    return None if found is None else int(found)
+    number = _finite(value)
+    return None if number is None else int(number)
 
 
 def find(words: Sequence[str], root: Path) -> list[Path]:
@@ -205,33 +205,35 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
     Raises InputError for a word that names none.
     """
     every = root / "runs"
-    found = list[Path]()
-    for one in words or [str(every)]:
-        if not one:
-            raise InputError(
-                f"'': names no run (is a variable not set?): give a run directory, a job ID, or {table.LAST}"
-            )
-        folder = Path(one)
-        is_job = one.replace("_", "").isdecimal()
-        job = None
-        if one == table.LAST:
+    folders = list[Path]()
+    for word in words or [str(every)]:
+        if word == table.LAST:
             named = table.last(every)
-        elif folder.is_dir():
-            named = list(table.run_directories(folder))
+        elif word and Path(word).is_dir():
+            named = list(table.run_directories(Path(word)))
+        elif word.replace("_", "").isdecimal():
+            named = table.of_job(every, word)
         else:
-            named = table.of_job(every, one) if is_job else []
+            named = []
         if not named:
-            if is_job:
-                with contextlib.suppress(MachineError):  # without Slurm
-                    job = queue.find(one, timeout_s=1.0)
-            where = (
-                f"has no run directory yet: {queue.describe(job)}" if job else "no run was found"
-            )
-            raise InputError(
-                f"{shown(one)}: {where}: give a run directory, a job ID, or {table.LAST}"
-            )
-        found += named
-    return list(dict.fromkeys(found))
+            raise InputError(_why_none(word, root))
+        folders += named
+    return list(dict.fromkeys(folders))
+
+
+def _why_none(word: str, root: Path) -> str:
+    """Why ``word`` names no run directory, and what to do."""
+    why = "no run was found" if word else "names no run (is a variable not set?)"
+    if word.replace("_", "").isdecimal():
+        job = None
+        with contextlib.suppress(MachineError):  # without Slurm
+            job = queue.find(word, timeout_s=1.0)
+        log = queue.early_log(job, word, root)
+        if log:
+            return f"{word}: this job ended before it had a run directory: read its log, {log}"
+        if job:
+            why = f"has no run directory yet: {queue.describe(job)}"
+    return f"{shown(word) or repr(word)}: {why}: give a run directory, a job ID, or {table.LAST}"
 
 
 def command(argv: Sequence[str], root: Path) -> int:
@@ -239,12 +241,13 @@ def command(argv: Sequence[str], root: Path) -> int:
     InputError and MachineError.
     """
     name, *words = argv
-    if "--json" in words and name != "runs":
-        raise InputError(
-            f"--json: launch.py {name} does not support it; use runs --json or recipes.report --json"
-        )
     if name == "runs":
         return show(words, root)
+    if "--json" in words:
+        raise InputError(
+            f"--json: launch.py {name} does not support it; "
+            "use runs --json or recipes.report --json"
+        )
     options = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word and word != "follow"]
     if not names and name in ("cancel", "resume"):
@@ -257,50 +260,53 @@ def command(argv: Sequence[str], root: Path) -> int:
     # an answer that is missing would leave a job running, or submit it twice
     jobs = queue.mine(queue.ANSWER_S)
     of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
-    found = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
+    runs = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
     if name == "cancel":
-        for run in found:
+        for run in runs:
             print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
-        return errors.EXIT_DONE
-    chosen = [run for run in found if run.state in UNFINISHED or len(found) == 1]
-    added = [f"{name}={value}" for name, value in options.items()]
-    every = [to_resume(run, added) for run in chosen]  # before one is submitted
-    for run, given in zip(chosen, every, strict=True):
-        print(f"{_short(run.folder)}: {resume(run, given)}", flush=True)
-    return errors.EXIT_DONE
+        return EXIT_DONE
+    if len(runs) > 1:
+        runs = [run for run in runs if run.state in UNFINISHED]
+    added = [f"{key}={value}" for key, value in options.items()]
+    every = [to_resume(run, added) for run in runs]  # before one is submitted
+    for run, arguments in zip(runs, every, strict=True):
+        print(f"{_short(run.folder)}: {resume(run, arguments)}", flush=True)
+    return EXIT_DONE
 
 
 def show(words: Sequence[str], root: Path) -> int:
     """Prints the table of runs. words: folders and job IDs, and ``watch``, ``--json``,
     ``--failed``, ``--sort=KEY``.
     """
-    sort = next((word.partition("=")[2] for word in words if word.startswith("--sort=")), "")
-    if sort and sort not in Run.__dataclass_fields__:
-        raise InputError(
-            f"--sort={shown(sort)}: must be one of {', '.join(Run.__dataclass_fields__)}"
-        )
-    if unknown := [
-        word for word in words if word.startswith("--") and word.partition("=")[0] not in OPTIONS
-    ]:
-        raise InputError(f"{shown(unknown[0])}: must be one of {', '.join(OPTIONS)}")
-    chosen = [word for word in words if word != "watch" and not word.startswith("--")]
+    sort = ""
+    names = []
+    for word in words:
+        option, _, value = word.partition("=")
+        if option == "--sort":
+            sort = value
+        elif option.startswith("--") and option not in OPTIONS:
+            raise InputError(f"{shown(word)}: must be one of {', '.join(OPTIONS)}")
+        elif not option.startswith("--") and word != "watch":
+            names.append(word)
+    fields = Run.__dataclass_fields__
+    if sort and sort not in fields:
+        raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(fields)}")
     jobs = queue.mine()
     cluster = _cluster(jobs)
     while True:
-        found = table.read_each(
-            find(chosen, root), functools.partial(read, jobs=jobs, cluster=cluster)
-        )
-        found = [run for run in found if "--failed" not in words or run.state in UNFINISHED]
+        of_run = functools.partial(read, jobs=jobs, cluster=cluster)
+        runs = table.read_each(find(names, root), of_run)
+        if "--failed" in words:
+            runs = [run for run in runs if run.state in UNFINISHED]
         if sort:
-            found.sort(key=lambda run: _sortable(getattr(run, sort)))
-        lines = (
-            [json.dumps(asdict(run)) for run in found]
-            if "--json" in words
-            else lines_of(found, time.time())
-        )
+            runs.sort(key=lambda run: _sortable(getattr(run, sort)))
+        if "--json" in words:
+            lines = [json.dumps(asdict(run)) for run in runs]
+        else:
+            lines = lines_of(runs, time.time())
         if "watch" not in words:
             print("\n".join(lines))
-            return errors.EXIT_DONE
+            return EXIT_DONE
         print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
         time.sleep(WATCH_S)
         jobs = queue.mine()
@@ -314,7 +320,7 @@ def _cluster(jobs: Mapping[str, Line] | None) -> str:
 def _sortable(value: Any) -> tuple[bool, Any]:
     if isinstance(value, Mapping):
         value = next(iter(value.values()), None)
-    return (value is None, value if value is not None else 0)
+    return value is None, value or 0
 
 
 def lines_of(runs: Sequence[Run], now: float) -> list[str]:
@@ -335,20 +341,20 @@ def lines_of(runs: Sequence[Run], now: float) -> list[str]:
         ]
         for run in runs
     ]
+    columns = zip(head, *rows, strict=True)
     used = [
-        i
-        for i, name in enumerate(head)
-        if name in ("run", "state", "step") or any(row[i] for row in rows)
+        column for column in columns if column[0] in ("run", "state", "step") or any(column[1:])
     ]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    lines = table.aligned([[row[i] for i in used] for row in (head, *rows)])
-    if not any(run.note for run in runs):
+    lines = table.aligned(list(zip(*used, strict=True)))
+    notes = [run.note for run in runs]
+    if not any(notes):
         return lines
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     between = max(map(len, lines)) + 2
     with_notes = [f"{lines[0]:<{between}}note"]
-    for line, run in zip(lines[1:], runs, strict=True):
-        beside = f"{line:<{between}}{run.note}".rstrip()
-        with_notes += [beside] if len(beside) <= width else [line, f"    {run.note}"]
+    for line, note in zip(lines[1:], notes, strict=True):
+        beside = f"{line:<{between}}{note}".rstrip()
+        with_notes += [beside] if len(beside) <= width else [line, f"    {note}"]
     return with_notes
 
 
@@ -372,15 +378,12 @@ def compare(folders: Sequence[Path]) -> int:
         raise InputError(
             "compare: give at least two runs: directories, job IDs, or a folder of runs"
         )
-    now = time.time()
-    cells = table.cells(
-        [table.read_one(folder, lambda path: table.read_run(path, now)) for folder in folders]
-    )
+    of_run = functools.partial(table.read_run, now=time.time())
+    cells = table.cells([table.read_one(folder, of_run) for folder in folders])
     print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
-    print(
-        f"curves: python -m recipes.report {shlex.join(_short(str(folder)) for folder in folders)} html=compare.html"
-    )
-    return errors.EXIT_DONE
+    names = shlex.join(_short(str(folder)) for folder in folders)
+    print(f"curves: python -m recipes.report {names} html=compare.html")
+    return EXIT_DONE
 
 
 def logs(folder: Path, rank: str, follow: bool) -> int:
@@ -390,51 +393,47 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
     In a log of another user, control characters are escaped.
     """
     described = files.read_json(folder / "job.yaml") or {}
-    of_rank = folder / "logs" / f"rank{rank or 0}.log"
-    batch = Path(str(described.get("log") or ""))
-    chosen = batch if not rank and batch.is_file() else of_rank
-    if not chosen.is_file():
-        there = sorted(
-            path.stem.removeprefix("rank") for path in (folder / "logs").glob("rank*.log")
-        )
-        have = f"its ranks are {', '.join(there)}" if there else "it has no logs yet"
-        raise InputError(f"{shown(folder)}: has no {shown(chosen.name)}: {have}")
-    is_own = trust.is_own(chosen)
+    log = Path(str(described.get("log") or ""))
+    if rank or not log.is_file():
+        log = folder / "logs" / f"rank{rank or 0}.log"
+    if not log.is_file():
+        ranks = sorted(path.stem.removeprefix("rank") for path in log.parent.glob("rank*.log"))
+        have = f"its ranks are {', '.join(ranks)}" if ranks else "it has no logs yet"
+        raise InputError(f"{shown(folder)}: has no {shown(log.name)}: {have}")
+    is_own = trust.is_own(log)
     if follow and not is_own:
-        raise InputError(f"follow: {shown(chosen)} belongs to another user; leave out follow")
-    print(f"==> {printable(str(chosen))} <==", flush=True)
+        raise InputError(f"follow: {shown(log)} belongs to another user; leave out follow")
+    print(f"==> {printable(str(log))} <==", flush=True)
     if not is_own:
-        with open(chosen, "rb", opener=files.without_links) as file:
+        with open(log, "rb", opener=files.without_links) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
         print("\n".join(map(printable, lines[-40:])))
-        return errors.EXIT_DONE
+        return EXIT_DONE
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
-    os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(chosen)])
+    os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(log)])
 
 
 def cancel(run: Run) -> str:
     """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises
     MachineError.
     """
+    problem = ""
     if run.state == "unknown":
-        raise MachineError(
-            f"{_short(run.folder)}: is not cancelled, since it is not known whether it runs: {run.note}"
-        )
-    if run.state not in ("pending", "requeued", "held", "running", "starting"):
+        problem = f"is not cancelled, since it is not known whether it runs: {run.note}"
+    elif run.state not in ("pending", "requeued", "held", "running", "starting"):
         return f"is not running: {run.state}"
-    if not trust.is_own(Path(run.folder)):
-        raise MachineError(
-            f"{_short(run.folder)}: belongs to another user; to cancel a job of yours, type scancel JOB"
-        )
-    if run.job and not JOB_ID.fullmatch(run.job):
-        raise MachineError(
-            f"{_short(run.folder)}: {shown(run.job)} is no job ID; to cancel a job, type scancel JOB"
-        )
+    elif not trust.is_own(Path(run.folder)):
+        problem = "belongs to another user; to cancel a job of yours, type scancel JOB"
+    elif run.job and not JOB_ID.fullmatch(run.job):
+        problem = f"{shown(run.job)} is no job ID; to cancel a job, type scancel JOB"
+    if problem:
+        raise MachineError(f"{_short(run.folder)}: {problem}")
     facts = attempts.facts(Path(run.folder))
     if in_use.is_running(facts) and not facts.get("job"):
-        os.kill(int(facts["process"]["pid"]), signal.SIGTERM)
-        return f"process {facts['process']['pid']} was asked to save and end"
+        pid = facts["process"]["pid"]
+        os.kill(pid, signal.SIGTERM)
+        return f"process {pid} was asked to save and end"
     try:
         queue.cancel(run.job)
     except (OSError, subprocess.SubprocessError) as error:
@@ -448,21 +447,22 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     """
     folder = Path(run.folder)
     described = _own_description(folder)
-    if run.state not in UNFINISHED and run.state != "done":
+    if run.state not in (*UNFINISHED, "done"):
         raise InputError(
             f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first"
         )
     if not described or not (folder / "job.sh").is_file():
-        line = f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
         raise InputError(
-            f"{_short(run.folder)}: was not submitted to Slurm: start it again with: {line}"
+            f"{_short(run.folder)}: was not submitted to Slurm: start it again with: "
+            f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
         )
     arguments = [str(word) for word in described.get("arguments") or ()]
-    given = {word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)}
-    settings = command_line.parse([*given.values()], recipe=str(described.get("recipe")))
-    return [
-        f"{name}={value}" for name, value in settings.absolute(settings.typed, Path.cwd()).items()
-    ]
+    by_key = {
+        word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)
+    }
+    settings = command_line.parse([*by_key.values()], recipe=str(described.get("recipe")))
+    typed = settings.absolute(settings.typed, Path.cwd())
+    return [f"{name}={value}" for name, value in typed.items()]
 
 
 def _own_description(folder: Path) -> dict[str, Any]:
@@ -475,13 +475,11 @@ def _own_description(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise MachineError(
-            f"{folder}/job.yaml: cannot be read ({errors.one_line(error, 120)})"
-        ) from None
+        raise MachineError(f"{folder}/job.yaml: cannot be read ({one_line(error, 120)})") from None
     return described if isinstance(described, dict) else {}
 
 
-def resume(run: Run, given: Sequence[str]) -> str:
+def resume(run: Run, arguments: Sequence[str]) -> str:
     """Submits a run again with its script and the words of `to_resume`. Returns what it did. Raises
     MachineError.
     """
@@ -491,10 +489,11 @@ def resume(run: Run, given: Sequence[str]) -> str:
         # sbatch reads the file that was checked, also if another one takes its name meanwhile.
         described = _own_description(folder)
         with trust.open_own(folder / "job.sh") as script:
-            options = [*described.get("options", ()), *([f"--array={element}"] if element else [])]
-            name = f"/proc/self/fd/{script.fileno()}"
+            options = [*described.get("options", ())]
+            if element:
+                options.append(f"--array={element}")
             done = subprocess.run(
-                ["sbatch", "--parsable", *options, name, *given],
+                ["sbatch", "--parsable", *options, f"/proc/self/fd/{script.fileno()}", *arguments],
                 cwd=str(described.get("root")),
                 env=allocation.clean_environment(os.environ),
                 capture_output=True,
@@ -504,24 +503,23 @@ def resume(run: Run, given: Sequence[str]) -> str:
             )
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         raise MachineError(f"sbatch refuses {_short(run.folder)}: {queue.said(error)}") from None
-    number = done.stdout.strip().partition(";")[0]
+
+    job_id = done.stdout.strip().partition(";")[0]
+    if element:
+        job_id = f"{job_id}_{element}"
     log = ""
-    job = f"{number}_{element}" if element else number
     with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
-        log = (
-            (found.fields.get("StdOut") or "")
-            if (found := queue.find(job, timeout_s=queue.OWN_JOB_S))
-            else ""
-        )
+        job = queue.find(job_id, timeout_s=queue.OWN_JOB_S)
+        log = job.fields.get("StdOut", "") if job else ""
     # the job has not begun
     if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):
         try:
-            write_description(
-                folder, {**described, "job_id": job, "log": log, "arguments": [*given]}
-            )
+            new = {**described, "job_id": job_id, "log": log, "arguments": arguments}
+            write_description(folder, new)
         except OSError as error:
-            why = f"job {job} is submitted, but job.yaml cannot be written ({error.strerror})"
             raise MachineError(
-                f"{_short(run.folder)}: {why}: to stop the job, type scancel {job}"
+                f"{_short(run.folder)}: job {job_id} is submitted, but job.yaml cannot be written "
+                f"({error.strerror}): to stop the job, type scancel {job_id}"
             ) from None
-    return f"submitted as job {job}" + (f"\nlog: tail -F {shlex.quote(log)}" if log else "")
+    line = f"submitted as job {job_id}"
+    return f"{line}\nlog: tail -F {shlex.quote(log)}" if log else line

@@ -20,17 +20,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors, files
-from recipes.core.errors import ConfigError, InputError, printable, shown
+from recipes.core import files
+from recipes.core.config.job_keys import Launcher
+from recipes.core.errors import ConfigError, EXIT_DONE, InputError, printable, shown
 from recipes.core.launch import runs
 from recipes.core.run import command_line, efficiency, rows
 from recipes.core.run.rows import number
 
 BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
 ASSUMED = (
-    "assumed: a rank's work is in proportion to its samples; each rank has as many CPUs and the same type of GPU"
-    " as in the measured run; the latency and bandwidth of all_reduce's ring stay as measured; communication"
-    " overlaps with the backward pass on GPUs, but not on CPUs"
+    "assumed: a rank's work is in proportion to its samples; each rank has as many CPUs and the "
+    "same type of GPU as in the measured run; the latency and bandwidth of all_reduce's ring stay "
+    "as measured; communication overlaps with the backward pass on GPUs, but not on CPUs"
 )
 
 
@@ -38,59 +39,61 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
     """Runs the command. submit: submits a job by the words of launch.py. Returns the exit status.
     Raises ConfigError, InputError, MachineError.
     """
-    given = dict(word.split("=", 1) for word in words if "=" in word)
+    keys = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
-    if not words or bool(names) == ("recipe" in given):
+    if bool(names) == ("recipe" in keys):
         raise ConfigError("scale: give recipe=NAME nodes=1,2,4, or a run, or several runs")
-    weak = given.pop("weak", "false")
+    weak = keys.pop("weak", "false")
     if weak not in ("true", "false"):
         raise ConfigError(f"weak={shown(weak)}: must be true or false")
+    is_weak = weak == "true"
     if not names:
-        return _submit_all(given, weak == "true", root, submit)
-    known = {"link", "ranks"} if "link" in given else set()
-    if unknown := sorted(given.keys() - known):
+        return _submit_all(keys, is_weak, root, submit)
+    unknown = keys.keys() - ({"link", "ranks"} if "link" in keys else set())
+    if unknown:
         raise ConfigError(
-            f"scale: {unknown[0]}=: with a run, only link= and ranks= (both or neither) and weak= are possible"
+            f"scale: {min(unknown)}=: with a run, only link= and ranks= (both or neither) and "
+            "weak= are possible"
         )
-    if "link" in given:
-        link = read_link(Path(given["link"]))
+    if "link" in keys:
+        link = read_link(Path(keys["link"]))
         base = read(runs.find(names[:1], root)[0])
-        lines = lines_of_prediction(
-            base, link, _counts("ranks", given.get("ranks", "")), weak == "true"
-        )
-        print("\n".join(map(printable, lines)))
-        return errors.EXIT_DONE
-    print("\n".join(lines_of_runs([read(folder) for folder in runs.find(names, root)])))
-    return errors.EXIT_DONE
+        lines = lines_of_prediction(base, link, _counts("ranks", keys.get("ranks", "")), is_weak)
+    else:
+        lines = lines_of_runs([read(folder) for folder in runs.find(names, root)])
+    print("\n".join(map(printable, lines)))
+    return EXIT_DONE
 
 
 def _submit_all(
-    given: dict[str, str], weak: bool, root: Path, submit: Callable[[list[str]], int]
+    keys: dict[str, str], weak: bool, root: Path, submit: Callable[[list[str]], int]
 ) -> int:
-    counts = _counts("nodes", given.pop("nodes", ""))
-    if "run_dir" in given:
+    counts = _counts("nodes", keys.pop("nodes", ""))
+    if "run_dir" in keys:
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
     place = root / "runs" / "scale" / time.strftime("%Y%m%d-%H%M%S")
-    settings = command_line.parse([f"{name}={value}" for name, value in given.items()])
+    settings = command_line.parse([f"{name}={value}" for name, value in keys.items()])
     batch = getattr(settings.config, "global_batch_size", 0)
-    if not batch or given.get("launcher", "slurm") == "local":
+    if not batch or settings.job.launcher is Launcher.local:
         raise ConfigError("scale: give a recipe that trains; launcher=local is not supported")
     for count in counts:
-        size = {"global_batch_size": str(batch * count // counts[0])} if weak else {}
-        chosen = {**given, **size, "nodes": str(count), "run_dir": str(place / f"nodes-{count}")}
-        if status := submit([f"{name}={value}" for name, value in chosen.items()]):
+        if weak:
+            keys["global_batch_size"] = str(batch * count // counts[0])
+        chosen = {**keys, "nodes": count, "run_dir": place / f"nodes-{count}"}
+        status = submit([f"{name}={value}" for name, value in chosen.items()])
+        if status:
             return status
     print(f"when these jobs are done, print the table: python launch.py scale {place}")
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def _counts(name: str, text: str) -> list[int]:
-    found = text.split(",")
-    if not all(re.fullmatch("[1-9][0-9]{0,6}", one) for one in found):
+    counts = text.split(",")
+    if not all(re.fullmatch("[1-9][0-9]{0,6}", count) for count in counts):
         raise ConfigError(
             f"{name}={shown(text)}: must be numbers separated by commas, such as 1,2,4"
         )
-    return sorted({int(one) for one in found})
+    return sorted(set(map(int, counts)))
 
 
 @dataclass(frozen=True)
@@ -127,27 +130,28 @@ class Measured:
 def read(folder: Path) -> Measured:
     """Reads a run that is done. Raises InputError."""
     summary = files.read_json(folder / "summary.json") or {}
-    every = rows.rows(folder)
-    sizes = [
-        number(summary.get(name))
-        for name in ("world_size", "num_nodes", "samples_per_second", "parameters")
-    ]
-    work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
     if summary.get("strategy") == "fsdp":
         raise InputError(
-            f"{folder}: was trained with strategy=fsdp, which the prediction does not support: give a run with strategy=ddp"
+            f"{folder}: was trained with strategy=fsdp, which the prediction does not support: "
+            "give a run with strategy=ddp"
         )
+    every = rows.rows(folder)
+    names = ("world_size", "num_nodes", "samples_per_second", "parameters")
+    sizes = [number(summary.get(name)) for name in names]
+    work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
     if not all(value > 0 for value in sizes) or not work:
         raise InputError(
             f"{folder}: is not a finished training run with step times of its ranks: "
             "give the directory of a training run that is done"
         )
     ranks, nodes, speed, parameters = sizes
-    usual = [number(row.get("samples_per_second")) for row in every]
-    speed = statistics.median([value for value in usual[1:] if value > 0] or [speed])
+    usual = [number(row.get("samples_per_second")) for row in every[1:]]
+    speed = statistics.median([value for value in usual if value > 0] or [speed])
     samples = number(summary.get("global_batch_size"))
-    hidden = efficiency.shares(every).get("forward_backward", 0.0) * BACKWARD * samples / speed
-    on_gpu = summary.get("device") == "cuda"
+    backward_s = 0.0
+    if summary.get("device") == "cuda":
+        share = efficiency.shares(every).get("forward_backward", 0.0) * BACKWARD
+        backward_s = share * samples / speed
     return Measured(
         folder,
         str(summary.get("recipe")),
@@ -156,7 +160,7 @@ def read(folder: Path) -> Measured:
         samples,
         speed,
         statistics.median(work),
-        hidden * on_gpu,
+        backward_s,
         4 * parameters,
     )
 
@@ -166,13 +170,15 @@ def read_link(folder: Path) -> Link:
     summary = files.read_json(folder / "summary.json") or {}
     ranks = number(summary.get("world_size"))
     parts = (summary.get("busbw"), summary.get("latency_us"))
-    busbw, latency = (
+    busbw, latency_us = (
         number(part.get("all_reduce")) if isinstance(part, dict) else 0.0 for part in parts
     )
-    if not (busbw > 0 and latency > 0 and ranks > 1):
-        fix = "run recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
-        raise InputError(f"{folder}: has no measured bandwidth and latency of all_reduce: {fix}")
-    return Link(latency / 1e6 / (2 * (ranks - 1)), busbw * 1e9)
+    if not (busbw > 0 and latency_us > 0 and ranks > 1):
+        raise InputError(
+            f"{folder}: has no measured bandwidth and latency of all_reduce: run "
+            "recipe=collectives mode=bench operations=all_reduce sizes=4..64M on two nodes or more"
+        )
+    return Link(latency_us / 1e6 / (2 * (ranks - 1)), busbw * 1e9)
 
 
 def predicted(base: Measured, link: Link, ranks: int, weak: bool) -> tuple[float, float]:
@@ -180,31 +186,28 @@ def predicted(base: Measured, link: Link, ranks: int, weak: bool) -> tuple[float
     computation hides. weak: samples per rank stay the same.
     """
     share = 1.0 if weak else base.ranks / ranks
-    exposed = (
-        max(0.0, link.all_reduce_s(base.gradient_bytes, ranks) - base.backward_s * share)
-        if ranks > 1
-        else 0.0
-    )
-    return base.work_s * share + exposed, exposed
+    ring_s = link.all_reduce_s(base.gradient_bytes, ranks)  # 0 for one rank
+    exposed_s = max(0.0, ring_s - base.backward_s * share)
+    return base.work_s * share + exposed_s, exposed_s
 
 
 def lines_of_prediction(base: Measured, link: Link, ranks: Sequence[int], weak: bool) -> list[str]:
     """A table of the predicted steps."""
-    kind = (
-        "weak: samples per rank stay the same" if weak else "strong: samples per step stay the same"
-    )
-    head = f"{base.recipe} from {base.folder} ({base.ranks} ranks, {1e3 * base.samples / base.speed:.4g} ms per step); scaling is {kind}"
+    kind = "weak: samples per rank" if weak else "strong: samples per step"
     lines = [
-        head,
+        f"{base.recipe} from {base.folder} ({base.ranks} ranks, "
+        f"{1e3 * base.samples / base.speed:.4g} ms per step); scaling is {kind} stay the same",
         f"{'ranks':>8}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}{'communication':>15}",
     ]
-    one, _ = predicted(base, link, 1, weak)
-    alone = base.samples / base.ranks / one if weak else base.samples / one
+    of_one_s, _ = predicted(base, link, 1, weak)
     for count in ranks:
         step_s, exposed_s = predicted(base, link, count, weak)
-        speed = base.samples * (count / base.ranks if weak else 1.0) / step_s
-        columns = f"{count:>8}{1e3 * step_s:>14.4g}{speed:>14,.1f}{speed / (alone * count):>12.0%}"
-        lines.append(f"{columns}{exposed_s / step_s:>15.0%}")
+        samples = base.samples * count / base.ranks if weak else base.samples
+        share = of_one_s / step_s if weak else of_one_s / step_s / count
+        lines.append(
+            f"{count:>8}{1e3 * step_s:>14.4g}{samples / step_s:>14,.1f}"
+            f"{share:>12.0%}{exposed_s / step_s:>15.0%}"
+        )
     return [*lines, ASSUMED]
 
 
@@ -213,13 +216,15 @@ def lines_of_runs(runs: Sequence[Measured]) -> list[str]:
     fewest ranks.
     """
     runs = sorted(runs, key=lambda run: (run.ranks, run.nodes))
-    head = f"{'ranks':>8}{'nodes':>7}{'samples/step':>14}{'ms per step':>14}{'samples/s':>14}{'efficiency':>12}"
     base = runs[0].speed / runs[0].ranks
-    return [
-        head,
-        *(
-            f"{run.ranks:>8}{run.nodes:>7}{run.samples:>14,.0f}{1e3 * run.samples / run.speed:>14.4g}{run.speed:>14,.1f}"
-            f"{run.speed / (base * run.ranks):>12.0%}"
-            for run in runs
-        ),
+    lines = [
+        f"{'ranks':>8}{'nodes':>7}{'samples/step':>14}{'ms per step':>14}{'samples/s':>14}"
+        f"{'efficiency':>12}"
     ]
+    for run in runs:
+        lines.append(
+            f"{run.ranks:>8}{run.nodes:>7}{run.samples:>14,.0f}"
+            f"{1e3 * run.samples / run.speed:>14.4g}{run.speed:>14,.1f}"
+            f"{run.speed / (base * run.ranks):>12.0%}"
+        )
+    return lines

@@ -54,12 +54,12 @@ def keep_for(copy: Path, job: str, run_dir: Path) -> None:
     directory. Raises MachineError.
     """
     link = copy.with_name(f"job-{job}")
-    noted = copy.with_name(f".job-{job}.json")
+    folders = copy.with_name(f".job-{job}.json")
     new = copy.with_name(f".{link.name}.{os.getpid()}")
     try:
         new.symlink_to(copy.name)
         new.replace(link)
-        write_json(noted, {**(read_json(noted) or {}), str(run_dir): True})
+        write_json(folders, {**(read_json(folders) or {}), str(run_dir): True})
     except OSError as error:
         raise MachineError(f"{link}: cannot be made ({error.strerror})") from None
 
@@ -69,10 +69,11 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
     try:
         part.mkdir()
         for name, data in content.items():
-            (part / name).parent.mkdir(parents=True, exist_ok=True)
-            (part / name).write_bytes(data)
+            file = part / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
             if data.startswith(b"#!"):
-                (part / name).chmod((part / name).stat().st_mode | stat.S_IXUSR)
+                file.chmod(file.stat().st_mode | stat.S_IXUSR)
         (part / source.DIFF).write_bytes(diff)
         write_json(part / source.STAMP, stamp)
         part.rename(copy)
@@ -93,10 +94,11 @@ def _read(root: Path) -> dict[str, bytes]:
     try:
         sizes = {path: path.stat().st_size for path in source.code_files(root)}
         if sum(sizes.values()) > MAX_BYTES:
-            largest = max(sizes, key=lambda path: sizes[path])
+            largest = max(sizes, key=sizes.__getitem__)
             raise MachineError(
-                f"{root}: its code exceeds {MAX_BYTES >> 20} MiB, the limit of a snapshot (largest file: {largest}): "
-                "move files that are not code to another folder, or give snapshot=false"
+                f"{root}: its code exceeds {MAX_BYTES >> 20} MiB, the limit of a snapshot "
+                f"(largest file: {largest}): move files that are not code to another folder, "
+                "or give snapshot=false"
             )
         return {str(path.relative_to(root)): path.read_bytes() for path in sizes}
     except OSError as error:

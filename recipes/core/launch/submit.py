@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files, trust
-from recipes.core.errors import MachineError
+from recipes.core import files, trust
+from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_MACHINE, MachineError
 from recipes.core.launch import allocation, jobs
 from recipes.core.launch.jobs import Job
 from recipes.core.run import attempt as attempts
@@ -52,15 +52,16 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     # a job executes the pickles in it
     folder = trust.private_folder((job.root / "runs/submitit").resolve())
     mark = f"recipes-{secrets.token_hex(8)}"
-    directives = {"comment": mark, **job.directives}  # a comment in extra= replaces it
     job = dataclasses.replace(
-        job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives
+        job,
+        variables={**job.variables, "RECIPES_PYTHON": python},
+        directives={"comment": mark, **job.directives},  # a comment in extra= replaces it
     )
     elements = job.elements or ((),)
-    path = folder / f"{secrets.token_hex(8)}.sh"
+    path = folder / f"{mark}.sh"
     script = jobs.sbatch_script(job).encode()
-    clean = allocation.clean_environment(os.environ, job.directives)
     # submitit starts sbatch with the environment of this process
+    clean = allocation.clean_environment(os.environ, job.directives)
     for name in os.environ.keys() - clean.keys():
         del os.environ[name]
     # submitit prints the errors that it raises.
@@ -70,17 +71,18 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
             files.write_bytes(path, script)
             executor = _executor(job, python)
             programs = ["/bin/bash"] * len(elements)
-            their_words = [["bash", str(path)]] * len(elements)
+            arguments = [["bash", str(path)]] * len(elements)
             try:
-                accepted = executor.map_array(os.execvp, programs, their_words)
+                accepted = executor.map_array(os.execvp, programs, arguments)
             except failed:
-                if not (known := queue.find_by_comment(mark)):
+                known = queue.find_by_comment(mark)
+                if not known:
                     raise
                 # sbatch failed, for example by a timeout, after the controller had accepted the
                 # job. submitit has left no files for it.
                 with contextlib.suppress(OSError, subprocess.SubprocessError):
                     queue.cancel(known)
-                accepted = executor.map_array(os.execvp, programs, their_words)
+                accepted = executor.map_array(os.execvp, programs, arguments)
         except failed as error:
             raise MachineError(refusal(str(error))) from None
         except OSError as error:
@@ -88,9 +90,9 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
                 f"{folder}: cannot be written ({error.strerror}): free some space there"
             ) from None
     runs = []
-    for number, (words, one) in enumerate(zip(elements, accepted, strict=True)):
+    for number, (words, element) in enumerate(zip(elements, accepted, strict=True)):
         of_run = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
-        runs.append(_describe(job, words, one, of_run, script))
+        runs.append(_describe(job, words, element, of_run, script))
     return runs
 
 
@@ -117,27 +119,24 @@ def _executor(job: Job, python: str) -> Any:
         def _get_job_id_from_submission_command(string: "bytes | str") -> str:
             text = string if isinstance(string, str) else string.decode(errors="replace")
             lines = re.findall(r"^Submitted batch job \d+", text, re.MULTILINE)
-            return str(
-                submitit.SlurmExecutor._get_job_id_from_submission_command(
-                    "\n".join(lines[-1:]) or text
-                )
-            )
+            line = lines[-1] if lines else text
+            return str(submitit.SlurmExecutor._get_job_id_from_submission_command(line))
 
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
-            fix = "use a login node of the cluster, or launcher=local to run on this machine"
-            raise MachineError(f"{program} is not on the PATH: {fix}")
-    # submitit writes it too
-    options = {name: value for name, value in job.directives.items() if name != "open-mode"}
+            raise MachineError(
+                f"{program} is not on the PATH: use a login node of the cluster, "
+                "or launcher=local to run on this machine"
+            )
+    options = {name.replace("-", "_"): value or True for name, value in job.directives.items()}
+    del options["open_mode"]  # submitit writes it too
     executor = Executor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
     executor.update_parameters(
         use_srun=False,
         stderr_to_stdout=True,
         wckey=None,  # some sites refuse submitit's own
         setup=["export PYTHONUTF8=1"],  # paths are UTF-8 in every locale
-        additional_parameters={
-            name.replace("-", "_"): value or True for name, value in options.items()
-        },
+        additional_parameters=options,
     )
     return executor
 
@@ -155,15 +154,19 @@ def _describe(
     log = Path(accepted.paths.stdout)
     folder = directory.choose(run_dir, job.recipe, job_id, job.root)
     root = str(job.root)
-    arguments = (*job.arguments, *words)
-    code = job.variables.get("RECIPES_CODE", root)
-    if not run_dir and attempts.numbers(folder):
-        # of an earlier job with this ID: `batch.begin` refuses the new one
-        return Submitted(job_id, folder, log)
     try:
-        jobs.record(
-            folder, script, job_id, job.recipe, arguments, root=root, code=code, log=str(log)
-        )
+        # of an earlier job with this ID: `batch.begin` refuses the new one
+        if run_dir or not attempts.numbers(folder):
+            jobs.record(
+                folder,
+                script,
+                job_id,
+                job.recipe,
+                (*job.arguments, *words),
+                root=root,
+                code=job.variables.get("RECIPES_CODE", root),
+                log=str(log),
+            )
     except (OSError, MachineError) as error:  # the job is already in the queue
         why = f"cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)
         raise MachineError(
@@ -178,28 +181,32 @@ def wait(runs: Sequence[Submitted]) -> int:
     Returns the first exit status that is not 0, else 0.
     """
     codes = [_wait(run, show=len(runs) == 1) for run in runs]
-    return next((code for code in codes if code), errors.EXIT_DONE)
+    return next((code for code in codes if code), EXIT_DONE)
 
 
 def _wait(submitted: Submitted, show: bool) -> int:
     """Waits for one job to end and returns its exit status. show: whether to print its log."""
-    job = _wait_for_end(submitted.job_id, submitted.log if show else None)
+    job_id = submitted.job_id
+    job = _wait_for_end(job_id, submitted.log if show else None)
     if job and job.never_starts:
-        why = f"its dependency {job.fields.get('Dependency')} cannot be met"
-        fix = f"cancel the job: scancel {submitted.job_id}"
-        print(f"job {submitted.job_id} never starts: {why}; {fix}", file=sys.stderr)
-        return errors.EXIT_MACHINE
-    state, code = (job.state, job.exit_status) if job else ("", 0)
-    status = _status(submitted)
-    if state == "COMPLETED" or (not state and status and status["state"] == "done"):
-        print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
+        print(
+            f"job {job_id} never starts: its dependency {job.fields.get('Dependency')} cannot be "
+            f"met; cancel the job: scancel {job_id}",
+            file=sys.stderr,
+        )
+        return EXIT_MACHINE
+    state = job.state if job else ""
+    code = job.exit_status if job else 0
+    status = _status(submitted) or {}
+    if state == "COMPLETED" or (not state and status.get("state") == "done"):
+        print(f"job {job_id}: completed; run directory {submitted.run_dir}")
         return directory.exit_code(status, code)
-    reason = f": {status['reason']}" if status and status["reason"] else ""
+    reason = f": {status['reason']}" if status.get("reason") else ""
     # its batch script ended with EXIT_REQUEUE
-    is_stopped = status is not None and status["state"] == "preempted"
+    is_stopped = status.get("state") == "preempted"
     how = "stopped" if is_stopped else state.lower() or "ended"
-    print(f"job {submitted.job_id}: {how}{reason}; log {submitted.log}", file=sys.stderr)
-    return directory.exit_code(status, code) or errors.EXIT_CRASH
+    print(f"job {job_id}: {how}{reason}; log {submitted.log}", file=sys.stderr)
+    return directory.exit_code(status, code) or EXIT_CRASH
 
 
 def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
@@ -221,7 +228,8 @@ def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
             if not silent:
                 print(f"{error}; the job is not affected; asking Slurm again", file=sys.stderr)
             silent = True
-        if log and job and job.waiting and (line := queue.describe(job)) != said:
+        line = queue.describe(job) if log and job and job.waiting else said
+        if line != said:
             said = line
             print(line, flush=True)
         if log and log.exists():

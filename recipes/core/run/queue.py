@@ -356,6 +356,19 @@ def describe(job: Job) -> str:
     return f"job {job.id} is {job.state.lower()}{reason}{when}"
 
 
+def early_log(job: Job | None, job_id: str, root: Path) -> Path | None:
+    """The log of a job that ended before it had a run directory; None if it has not ended, or if
+    the log is not known.
+
+    job: None if Slurm does not know it any more. Then the log is looked for in the repository
+    ``root``, by the name that the ready scripts choose.
+    """
+    if job and not job.ended:
+        return None
+    logs = [Path(job.fields.get("StdOut", ""))] if job else root.glob(f"*-{job_id}.out")
+    return next((log for log in logs if log.is_file()), None)
+
+
 def with_advice(reason: str) -> str:
     """Slurm's reason for a pending job, and what it means if `ADVICE` knows it."""
     advice = next((text for pattern, text in ADVICE.items() if re.fullmatch(pattern, reason)), "")

@@ -314,6 +314,23 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", StdErr=str(log))}))
 
 
+def test_a_job_without_a_run_directory_is_explained_by_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explaining.source, "home", lambda root: tmp_path)
+    log = tmp_path / "mnist-7.out"
+    log.write_text("no Python environment: activate yours before sbatch\n")
+    for answer in (job("FAILED", StdOut=str(log)), None):
+        assert explain([Path("7")], Answers({"7": answer})) == [
+            "its job ended before it had a run directory",
+            "no known cause in 1 file",
+            f"{log} ends:",
+            "  | no Python environment: activate yours before sbatch",
+        ]
+    pending = explain([Path("7")], Answers({"7": job("PENDING", StdOut=str(log))}))
+    assert pending == ["it has no run directory yet: job 1 is pending"]
+
+
 def test_a_run_is_found_by_its_job_and_as_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -335,8 +335,15 @@ def test_a_missing_python_environment_is_refused(bench: Bench) -> None:
     refused(
         bench,
         bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""),
-        "no Python environment",
+        "no Python environment: activate yours",
         "make install",
+    )
+    # Slurm sets this variable if sbatch passes on only a part of the environment.
+    refused(
+        bench,
+        bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV="", SLURM_EXPORT_ENV="NONE"),
+        "no Python environment: --export=NONE or SBATCH_EXPORT hides the active one",
+        "submit with --export=ALL",
     )
 
 

@@ -4,6 +4,7 @@ queue.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -235,6 +236,27 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
         InputError, match="99: no run was found: give a run directory, a job ID, or last"
     ):
         runs.find(["99"], root)
+
+
+def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
+    root: Path, stubs: Stubs
+) -> None:
+    log = root / "mnist-98.out"
+    log.write_text("no Python environment\n")
+    line = (
+        rf"98: this job ended before it had a run directory: read its log, {re.escape(str(log))}$"
+    )
+    for scontrol in (  # Slurm forgets a job after some minutes
+        f"printf 'JobId=98\\n JobState=FAILED\\n StdOut={log}\\n'",
+        "echo 'Invalid job id specified' >&2; exit 1",
+    ):
+        stubs.add("scontrol", scontrol)
+        for name in ("runs", "logs"):
+            with pytest.raises(InputError, match=line):
+                runs.command([name, "98"], root)
+    stubs.add("scontrol", f"printf 'JobId=98\\n JobState=PENDING\\n StdOut={log}\\n'")
+    with pytest.raises(InputError, match="98: has no run directory yet: job 98 is pending"):
+        runs.command(["runs", "98"], root)
 
 
 def test_a_run_outside_runs_is_found_by_its_job(
