@@ -12,8 +12,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/text.py",
-        "one.stat().st_size, one.stat().st_mtime_ns)",
-        "one.stat().st_size)",
+        "source.stat().st_size, source.stat().st_mtime_ns)",
+        "source.stat().st_size)",
         "a text that was edited without a change of its size is not read again",
         "tests/unit/data/test_text.py::test_a_source_that_has_changed_is_read_again",
     ),
@@ -96,8 +96,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/stage.py",
-        "if fault := datasets.content_fault(content, file):",
-        "if fault := None:",
+        "fault = datasets.content_fault(content, file)",
+        "fault = None",
         "a damaged file is staged, and the run trains on it",
         "tests/unit/data/test_staging.py::test_a_damaged_source_is_named_and_never_staged",
     ),
