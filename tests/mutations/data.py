@@ -60,6 +60,13 @@ MUTATIONS = [
         "tests/unit/data/test_images.py::test_labels_are_the_folders_and_pieces_keep_them",
     ),
     Mutation(
+        "recipes/core/data/torch_loader.py",
+        "if not self._evaluation or self._evaluation.batches.dataset is not dataset:",
+        "if not self._evaluation:",
+        "a second evaluation set is evaluated with the samples of the first",
+        "tests/unit/data/test_torch_loader.py::test_evaluations_of_two_sets_read_each_its_own",
+    ),
+    Mutation(
         "recipes/core/data/classfolder.py",
         "sorted(name for name in folders if not _is_hidden(name))",
         "(name for name in folders if not _is_hidden(name))",
