@@ -29,7 +29,7 @@ from torchvision.transforms import v2
 from recipes.conf.finetune import Config
 from recipes.core import errors
 from recipes.core.data import labelled, sampling
-from recipes.core.train import loop, models, optimisation, scores, session
+from recipes.core.train import loop, models, optimisation, scores, session, trained
 from recipes.core.data.labelled import Pictures
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.torch_loader import TorchLoader, seeded
@@ -48,12 +48,20 @@ def transforms(cfg: Config) -> tuple[v2.Transform, v2.Transform]:
     return v2.Compose(training), v2.Compose(evaluation)
 
 
-def make_net(cfg: Config, classes: Sequence[str], pretrained: bool = True) -> nn.Module:
+def make_net(
+    cfg: Config,
+    classes: Sequence[str],
+    pretrained: bool = True,
+    say: Callable[[str], object] = print,
+) -> nn.Module:
     """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as
     `recipes.load` does.
     """
-    weights = cfg.pretrained if pretrained and cfg.pretrained != "false" else ""
+    is_random = not pretrained or cfg.weights or cfg.pretrained == "false"
+    weights = "" if is_random else cfg.pretrained
     net = models.classifier(cfg.arch, weights, len(classes), new_head=True)
+    if pretrained and cfg.weights:
+        trained.start_from(net, cfg.weights, classes, say)
     if cfg.train == "head":
         models.train_only_head(net)
     elif cfg.train == "lora":
@@ -121,7 +129,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
     )
 
-    net = make_net(cfg, classes)
+    net = make_net(cfg, classes, say=run.say)
     models.require_size(net, cfg.arch, cfg.px)
     net.to(world.device)
     run.say(f"{cfg.arch}: {models.trained(net)}")

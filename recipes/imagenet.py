@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
 from recipes.core.data import decode, image_sets, in_memory, sampling
-from recipes.core.train import images, loop, models, optimisation, scores, session
+from recipes.core.train import images, loop, models, optimisation, scores, session, trained
 from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.data.image_sets import Crops
 from recipes.core.data.sampling import GlobalBatches
@@ -124,6 +124,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     )
     run.say(f"decoder: {validation.decoder}")
     net = make_net(cfg, run, len(train_set.classes))
+    if cfg.weights:
+        trained.start_from(net, cfg.weights, train_set.classes, run.say)
     model = world.parallel(net, cfg)
     lr = optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches)
     optimizer = make_optimizer(cfg, net, lr)
@@ -142,8 +144,10 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 yield best(in_memory.normalise(batch, mean, std)), labels
 
     evaluate = partial(scores.accuracy, run, answers)
-    run.resume(State(net, optimizer, scheduler, ema), loader)
-    for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=bool(cfg.pretrained)):
+    about = {"classes": list(train_set.classes)}
+    run.resume(State(net, optimizer, scheduler, ema, about), loader)
+    has_weights = bool(cfg.pretrained or cfg.weights)
+    for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=has_weights):
         for shard in step.shards:
             crops, labels = shard.data
             x = in_memory.normalise(crops, mean, std)
