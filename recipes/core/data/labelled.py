@@ -5,6 +5,7 @@ validation, as torch data sets.
 import csv
 import hashlib
 import os
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,8 +194,12 @@ def _check_classes(source: Listing | Table, say: Say) -> None:
     first_of = dict[str | float, str]()
     for name in source.classes:
         other = first_of.setdefault(_spelling(name), name)
-        if other != name:
-            say(f"warning: {source.place!r}: {other!r} and {name!r} are read as two classes")
+        if other == name:
+            continue
+        both = f"{other!r} and {name!r}"
+        if _composed(other) == _composed(name):  # they look equal
+            both = f"{other!a} and {name!a}"
+        say(f"warning: {source.place!r}: {both} are read as two classes")
 
 
 def _several(source: Images) -> bool:
@@ -203,11 +208,18 @@ def _several(source: Images) -> bool:
 
 
 def _spelling(name: str) -> str | float:
-    """Equal for names that differ only in case, or as 1 and 1.0."""
+    """Equal for names that differ only in case, in their Unicode form, or as 1 and 1.0."""
     try:
         return float(name)
     except ValueError:
-        return name.casefold()
+        return _composed(name).casefold()
+
+
+def _composed(name: str) -> str:
+    """``name`` with one code point for a letter and its accents, where there is one. macOS writes
+    names of files with two.
+    """
+    return unicodedata.normalize("NFC", name)
 
 
 def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: None) -> Table:
