@@ -39,14 +39,11 @@ def local_source(source: str) -> Path:
     none.
     """
     root = Path(source).expanduser().absolute()
-    kinds = {
-        name: datasets.kind(root / name, "source") for name in (BATCHES, ARCHIVE, "train", "test")
-    }
-    if kinds[BATCHES] == "folder":
+    if datasets.kind(root / BATCHES, "source") == "folder":
         return root / BATCHES
-    if kinds[ARCHIVE] == "file":
+    if datasets.kind(root / ARCHIVE, "source") == "file":
         return root / ARCHIVE
-    if kinds["train"] == kinds["test"] == "folder":
+    if {"train", "test"} <= datasets.split_folders(root, "source").keys():
         return root
     fix = f"give a folder that has {BATCHES}/, {ARCHIVE}, or train/<class>/*.jpg and test/<class>/…"
     raise InputError(f"source={source!r} has no copy of CIFAR-10: {fix}")
@@ -60,12 +57,13 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
     if source.name in (ARCHIVE, BATCHES):
         parts = _from_torchvision(source, scratch)
     else:
-        train = classfolder.scan(source / "train")
+        folders = datasets.split_folders(source, "source")
+        train = classfolder.scan(folders["train"])
         classes = train.classes
         if len(classes) > len(CIFAR10_CLASSES):
             excess = f"train/ has {len(classes)} classes, but CIFAR-10 has ten"
             raise InputError(f"source={str(source)!r}: {excess}")
-        test = classfolder.scan(source / "test", classes)
+        test = classfolder.scan(folders["test"], classes)
         parts = {"train": _from_listing(train), "test": _from_listing(test)}
 
     samples = {}

@@ -87,6 +87,16 @@ CIFAR10_IDX = (
 # index.json (source, classes, samples, sha256) is written last.
 CIFAR10 = Dataset("cifar10", "cifar10", (*CIFAR10_IDX, "index.json"))
 TEXT = Dataset("text", "text", ("index.json",))
+# names of folders, in any case, and the split that each is for
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+    "testing": "test",
+}
 
 
 def folder_of(data_dir: str | Path) -> Path:
@@ -94,6 +104,11 @@ def folder_of(data_dir: str | Path) -> Path:
     the working directory.
     """
     return Path(data_dir or os.environ.get("RECIPES_DATA") or "data").expanduser()
+
+
+def _unreadable(path: Path, key: str, error: OSError) -> InputError:
+    fix = f"make it readable, or give another {key}="
+    return InputError(f"{key}: {str(path)!r} cannot be read ({error.strerror}): {fix}")
 
 
 def kind(path: Path, key: str = "data_dir") -> str:
@@ -106,11 +121,31 @@ def kind(path: Path, key: str = "data_dir") -> str:
         return ""
     # Path.is_file and its like raise it unchanged, and return False from Python 3.14 on
     except OSError as error:
-        fix = f"make it readable, or give another {key}="
-        raise InputError(f"{key}: {str(path)!r} cannot be read ({error.strerror}): {fix}") from None
+        raise _unreadable(path, key, error) from None
     if stat.S_ISDIR(mode):
         return "folder"
     return "file" if stat.S_ISREG(mode) else ""
+
+
+def split_folders(folder: Path, key: str = "data_dir") -> dict[str, Path]:
+    """The folders in ``folder`` for ``train``, ``val`` and ``test``, in any usual spelling, such as
+    Validation/. Raises InputError if two are for the same split, as `kind` does otherwise.
+    """
+    splits = dict[str, Path]()
+    if kind(folder, key) != "folder":
+        return splits
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise _unreadable(folder, key, error) from None
+    for name in names:
+        split = SPLITS.get(name.lower(), "")
+        if split and kind(folder / name, key) == "folder":
+            first = splits.setdefault(split, folder / name).name
+            if first != name:
+                both = f"the folders {first!r} and {name!r} for the same split"
+                raise InputError(f"{str(folder)!r} has {both}: remove or rename one")
+    return splits
 
 
 def fault_of(path: Path, file: DataFile) -> str | None:
@@ -178,9 +213,7 @@ def find_imagenet(data_dir: str | Path) -> Path:
     """
     base = folder_of(data_dir)
     for folder in (base, base / "imagenet"):
-        if kind(folder / "index.json"):
-            return folder
-        if kind(folder / "train") == kind(folder / "val") == "folder":
+        if kind(folder / "index.json") or {"train", "val"} <= split_folders(folder).keys():
             return folder
     either = "neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json"
     command = prepare_command("imagenet", "…")

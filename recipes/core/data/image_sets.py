@@ -73,8 +73,9 @@ def open_images(
     """
     if datasets.kind(folder / format.INDEX):
         return Packed(folder, format.read_index(folder), split)
-    classes = None if split == "train" else classfolder.class_names(folder / "train")
-    return classfolder.scan(folder / split, classes, report)
+    splits = {"train": folder / "train", "val": folder / "val", **datasets.split_folders(folder)}
+    classes = None if split == "train" else classfolder.class_names(splits["train"])
+    return classfolder.scan(splits[split], classes, report)
 
 
 class Crops(Dataset[tuple[Tensor, int]]):

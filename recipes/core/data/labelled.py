@@ -26,15 +26,6 @@ SPLIT = 2  # the stream of `sampling.generator` that divides a set without a val
 SEPARATOR = ";"  # between the labels of one image
 FAKE = 60, 3  # samples and classes of dataset=fake
 COLUMNS = ("file", "label", "split")
-SPLITS = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "test": "test",
-    "testing": "test",
-}
 Say = Callable[[str], object]
 
 
@@ -156,13 +147,7 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
     """
     place = repr(str(folder))
     names = classfolder.class_names(folder)
-    splits = dict[str, str]()
-    for name in names:
-        split = SPLITS.get(name.lower(), "")
-        if split and splits.setdefault(split, name) != name:
-            both = f"the folders {splits[split]!r} and {name!r} for the same split"
-            raise InputError(f"{place} has {both}: remove or rename one")
-
+    splits = {split: path.name for split, path in datasets.split_folders(folder).items()}
     if not splits:
         say(f"{place}: its folders are the classes: {len(names)}, {names[0]!r} to {names[-1]!r}")
         return {}
@@ -268,7 +253,7 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
         elif not label or SEPARATOR in label:
             fix = "give one, or multi_label=true"
             raise InputError(f"{line}: label {label!r} must be one class: {fix}")
-        split = SPLITS.get(split_name.lower(), "")
+        split = datasets.SPLITS.get(split_name.lower(), "")
         if split_name and not split:
             raise InputError(f"{line}: split {split_name!r} must be train, val or test")
         status = image.stat()

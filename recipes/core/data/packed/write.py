@@ -49,11 +49,12 @@ def pack(
             say("imagenet: a packed copy exists already; verifying it")
             return _verified(target, size, quality)
         _check_target(target)
-        if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
+        folders = datasets.split_folders(source, "source")
+        if not {*format.SPLITS} <= folders.keys():
             needed = "train/<class>/*.JPEG and val/<class>/*.JPEG"
             raise InputError(f"source={str(source)!r}: must have {needed}")
-        train = classfolder.scan(source / "train", say=say)
-        val = classfolder.scan(source / "val", train.classes, say=say)
+        train = classfolder.scan(folders["train"], say=say)
+        val = classfolder.scan(folders["val"], train.classes, say=say)
 
         trust.own_folder(target, "data_dir")
         with files.locked(target / "packing.lock"):
