@@ -1,8 +1,11 @@
-"""Message passing: every operation of torch.distributed, explained in one line and checked on every
-rank, or timed.
+r"""Message passing: every operation of torch.distributed, explained in one line and checked on
+every rank, or timed.
 
-    python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # explains and checks each operation
-    srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce sizes=1M..1G
+    # explains and checks each operation
+    python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu
+    # measures one of them
+    srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives \
+        mode=bench operations=all_reduce sizes=1M..1G
 
 Expected: correct results on every rank. How to measure gloo on one machine:
 docs/doctor.md#bandwidth. On GPUs: not measured.
@@ -191,7 +194,9 @@ def all_to_all(world: World) -> Answer:
 
 
 def subgroups(world: World) -> Answer:
-    """all_reduce among the even ranks and among the odd ranks; every rank must create every group"""
+    """all_reduce among the even ranks and among the odd ranks; every rank must create every
+    group
+    """
     parities = range(min(2, world.size))
     groups = [
         cast(dist.ProcessGroup, dist.new_group(list(range(parity, world.size, 2))))
@@ -240,15 +245,14 @@ def learn(run: Run) -> None:
             continue
         with world.meeting():
             result, expected = lesson(world)
-        correct = world.gather(bytes([torch.allclose(result.double(), expected.double())]))
-        if wrong := [rank for rank, one in enumerate(correct) if one == b"\0"]:
+        answers = world.gather(bytes([torch.allclose(result.double(), expected.double())]))
+        wrong = [rank for rank, answer in enumerate(answers) if answer == b"\0"]
+        if wrong:
             first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
-            raise RunError(
-                f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}"
-            )
-        run.say(
-            f"{name:<20}{f'ok on {world.size} ranks':<16}{' '.join((lesson.__doc__ or '').split())}"
-        )
+            count = f"{len(wrong)} of {world.size} ranks"
+            raise RunError(f"{name}: the result is wrong on {count}; {first}")
+        what_it_does = " ".join((lesson.__doc__ or "").split())
+        run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{what_it_does}")
 
 
 # The measurement, with algbw and busbw as defined by nccl-tests (doc/PERFORMANCE.md).
@@ -335,9 +339,9 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
         return (time.perf_counter() - begin) / repeated
 
     def slowest(seconds: list[float]) -> list[float]:
-        found = torch.tensor(seconds, dtype=torch.float64, device=world.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [float(one) for one in found.tolist()]
+        durations = torch.tensor(seconds, dtype=torch.float64, device=world.device)
+        dist.all_reduce(durations, ReduceOp.MAX)
+        return list(durations.tolist())
 
     once = slowest([min(batch(1) for _ in range(WARM_UP))])[0]
     repeated = max(1, int(budget_s / (BATCHES * once)))
@@ -363,15 +367,15 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
         if operation == "send_recv" and world.size == 1:
             run.say(f"{operation:<15}requires at least 2 ranks")
             continue
-        for size in dict.fromkeys(
-            used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes)
-        ):
+        usable = [used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes)]
+        for size in dict.fromkeys(usable):
             with world.meeting():
                 seconds, algbw, busbw = measure(operation, size, world, cfg.seconds)
             run.say(f"{operation:<15}{size:>13,}{1e6 * seconds:>12,.1f}{algbw:>9.3f}{busbw:>9.3f}")
             best[operation] = max(round(busbw, 4), best.get(operation, 0.0))
             fastest[operation] = min(round(1e6 * seconds, 1), fastest.get(operation, math.inf))
-            if reason := run.agree_to_stop():
+            reason = run.agree_to_stop()
+            if reason:
                 raise Stopped(reason)
     return {"busbw": best, "latency_us": fastest}
 

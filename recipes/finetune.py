@@ -1,9 +1,11 @@
 """Fine-tuning: trains a pretrained classifier on your own images. Copy this recipe: python
 launch.py new NAME from=finetune
 
-    python -m recipes.prepare weights arch=resnet50                                # once, on a machine with internet
+    # once, on a machine with internet
+    python -m recipes.prepare weights arch=resnet50
     python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake
-    sbatch sbatch/finetune_1x4.sh data_dir=/data/birds best_metric=val_f1          # a folder of images for each class
+    # a folder of images for each class
+    sbatch sbatch/finetune_1x4.sh data_dir=/data/birds best_metric=val_f1
 
 Expected accuracy: not measured.
 """
@@ -27,7 +29,7 @@ from torchvision.transforms import v2
 from recipes.conf.finetune import Config
 from recipes.core import errors
 from recipes.core.data import labelled, sampling
-from recipes.core.train import loop, models, optimisation, scores, session
+from recipes.core.train import loop, models, optimisation, scores, session, trained
 from recipes.core.data.labelled import Pictures
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.torch_loader import TorchLoader, seeded
@@ -46,12 +48,20 @@ def transforms(cfg: Config) -> tuple[v2.Transform, v2.Transform]:
     return v2.Compose(training), v2.Compose(evaluation)
 
 
-def make_net(cfg: Config, classes: Sequence[str], pretrained: bool = True) -> nn.Module:
+def make_net(
+    cfg: Config,
+    classes: Sequence[str],
+    pretrained: bool = True,
+    say: Callable[[str], object] = print,
+) -> nn.Module:
     """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as
     `recipes.load` does.
     """
-    weights = cfg.pretrained if pretrained and cfg.pretrained != "false" else ""
+    is_random = not pretrained or cfg.weights or cfg.pretrained == "false"
+    weights = "" if is_random else cfg.pretrained
     net = models.classifier(cfg.arch, weights, len(classes), new_head=True)
+    if pretrained and cfg.weights:
+        trained.start_from(net, cfg.weights, classes, say)
     if cfg.train == "head":
         models.train_only_head(net)
     elif cfg.train == "lora":
@@ -72,12 +82,8 @@ def lr_factors(
         rise = max(1.0, cfg.warmup * (total_steps - first))
         if step < first + rise:
             return max(0.0, (step + 1 - first) / (rise + 1))
-        return 0.5 * (
-            1
-            + math.cos(
-                math.pi * min(1.0, (step - first - rise) / max(1.0, total_steps - first - rise))
-            )
-        )
+        done = (step - first - rise) / max(1.0, total_steps - first - rise)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     frozen = min(cfg.head_epochs * per_epoch, total_steps)
     return [partial(factor, frozen if depth else 0.0) for depth in depths]
@@ -100,20 +106,20 @@ def mixed(
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    parts = labelled.open_parts(
+    train_part, val_part = labelled.open_parts(
         cfg.dataset, cfg.data_dir, cfg.labels, cfg.multi_label, cfg.val_fraction, cfg.seed, run.say
     )
-    train_set, val_set = (
-        Pictures(*part, how) for part, how in zip(parts, transforms(cfg), strict=True)
-    )
+    train_transform, val_transform = transforms(cfg)
+    train_set = Pictures(*train_part, train_transform)
+    val_set = Pictures(*val_part, val_transform)
     classes = train_set.source.classes
-    run.say(
-        f"{len(train_set):,} training images and {len(val_set):,} validation images in {len(classes)} classes"
-    )
-    if not cfg.multi_label and (empty := (val_set.counts() == 0).nonzero().flatten().tolist()):
-        run.say(
-            f"warning: no validation image in {len(empty)} of {len(classes)} classes, such as {errors.shown(classes[empty[0]])}"
-        )
+    counts = f"{len(train_set):,} training images and {len(val_set):,} validation images"
+    run.say(f"{counts} in {len(classes)} classes")
+    if not cfg.multi_label:
+        empty = [name for name, count in zip(classes, val_set.counts(), strict=True) if not count]
+        if empty:
+            some = f"{len(empty)} of {len(classes)} classes, such as {errors.shown(empty[0])}"
+            run.say(f"warning: no validation image in {some}")
     digests = train_set.digest(), val_set.digest()
     batches = GlobalBatches(
         len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
@@ -123,14 +129,13 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
     )
 
-    net = make_net(cfg, classes)
+    net = make_net(cfg, classes, say=run.say)
     models.require_size(net, cfg.arch, cfg.px)
     net.to(world.device)
     run.say(f"{cfg.arch}: {models.trained(net)}")
     model = world.parallel(net, cfg)
-    optimizer = torch.optim.AdamW(
-        optimisation.layer_groups(net, cfg.lr, cfg.layer_decay, cfg.weight_decay)
-    )
+    groups = optimisation.layer_groups(net, cfg.lr, cfg.layer_decay, cfg.weight_decay)
+    optimizer = torch.optim.AdamW(groups)
     ema = optimisation.averaged(run, net, cfg.ema, 0, batches)
     depths = [group["depth"] for group in optimizer.param_groups]
     factors = lr_factors(cfg, batches.per_epoch, loop.total_steps(cfg, batches), depths)
@@ -139,27 +144,24 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     weights = None
     if cfg.class_weights:
         weights = (len(train_set) / len(classes) / train_set.counts().clamp(min=1)).to(world.device)
+    cross_entropy = partial(F.cross_entropy, weight=weights, label_smoothing=cfg.label_smoothing)
 
     def losses(logits: Tensor, labels: Tensor) -> Tensor:
         """One loss per sample."""
         if cfg.multi_label:
             return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
-        return F.cross_entropy(
-            logits, labels, weights, reduction="none", label_smoothing=cfg.label_smoothing
-        )
+        return cross_entropy(logits, labels, reduction="none")
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), world.rank, world.size)
-        for images, labels in loader.in_order(
-            val_set, part, 2 * cfg.global_batch_size // world.size + 1
-        ):
+        batch_size = 2 * cfg.global_batch_size // world.size + 1
+        for images, labels in loader.in_order(val_set, part, batch_size):
             with autocast:
                 yield best(images), labels
 
-    evaluate = partial(
-        scores.of_labels if cfg.multi_label else scores.of_classes, run, answers, len(classes)
-    )
+    metrics = scores.of_labels if cfg.multi_label else scores.of_classes
+    evaluate = partial(metrics, run, answers, len(classes))
     run.resume(State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate):
         for shard in step.shards:

@@ -2,9 +2,11 @@
 tokens follow by the rules in conf/gpt.py.
 
     python -m recipes.prepare text source=/data/articles data_dir=/data tokenizer=gpt2
-    python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes   # a text that is made in memory
+    # a text that is made in memory
+    python launch.py recipe=gpt launcher=local ranks_per_node=2 device=cpu dataset=bytes
     sbatch sbatch/gpt_1x8.sh data_dir=/data depth=12 compile=true
-    python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200 prompt="The king" # text of a trained model
+    # text of a trained model
+    python -m recipes.gpt run_dir=runs/gpt/1234 evaluate=true sample=200 prompt="The king"
 
 Measured with dataset=bytes on two CPU cores (1 seed): val_bpb 0.747 after 484 steps, and 0.776
 after 150. After 150 steps without rotary positions: 1.36; without the causal mask, a deliberate
@@ -112,7 +114,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=width**-0.5)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows each of ``tokens`` (B, T): float32 (B, T, vocabulary)."""
+        """Logits of the tokens that follow ``tokens`` (B, T): float32 (B, T, vocabulary)."""
         x = self.embed(tokens)
         cos, sin = rotary_factors(tokens.shape[1], tokens.device)
         x = F.rms_norm(x, x.shape[-1:])
@@ -160,9 +162,9 @@ def lr_factor(cfg: Config, steps: int, step: int) -> float:
     """The learning rate of a step as a fraction of its peak: a linear rise, a constant part, and a
     linear fall to zero.
     """
-    return min(
-        1.0, (step + 1) / (cfg.warmup * steps + 1), (steps - step) / max(1.0, cfg.cooldown * steps)
-    )
+    rise = (step + 1) / (cfg.warmup * steps + 1)
+    fall = (steps - step) / max(1.0, cfg.cooldown * steps)
+    return min(1.0, rise, fall)
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
@@ -173,9 +175,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     batches = GlobalBatches(
         len(training), cfg.global_batch_size, cfg.seed, world.rank, world.size, data.digest
     )
-    net = GPT(-(-len(data.vocabulary) // 64) * 64, cfg.depth, cfg.width, cfg.kv_heads).to(
-        world.device
-    )
+    vocabulary = -(-len(data.vocabulary) // 64) * 64  # for fast matrix products
+    net = GPT(vocabulary, cfg.depth, cfg.width, cfg.kv_heads).to(world.device)
     model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net)
     steps = loop.total_steps(cfg, batches)
@@ -183,14 +184,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
     size = sum(p.numel() for p in net.parameters())
     per_step = cfg.global_batch_size * cfg.seq_len
-    run.say(
-        f"{size:,} parameters; {steps} steps of {per_step:,} tokens; the text has {len(data):,} tokens"
-    )
+    work = f"{steps} steps of {per_step:,} tokens"
+    run.say(f"{size:,} parameters; {work}; the text has {len(data):,} tokens")
 
     def sequences(indices: Tensor) -> Tensor:
-        return torch.from_numpy(data.take(indices.tolist(), cfg.seq_len)).to(
-            world.device, non_blocking=True
-        )
+        tokens = torch.from_numpy(data.take(indices.tolist(), cfg.seq_len))
+        return tokens.to(world.device, non_blocking=True)
 
     lengths = torch.tensor([len(token) for token in data.vocabulary], device=world.device)
 
@@ -198,10 +197,10 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         """Nats and bytes of text of this rank's part of the validation set."""
         parts = torch.tensor(validation).split(EVAL_BATCH)
         for indices in parts[sampling.share(len(parts), world.rank, world.size)]:
-            found = sequences(indices)
+            tokens = sequences(indices)
             with autocast:
-                losses = net(found)
-            yield losses.double().sum() * cfg.seq_len, lengths[found[:, 1:]].sum().double()
+                losses = net(tokens)
+            yield losses.double().sum() * cfg.seq_len, lengths[tokens[:, 1:]].sum().double()
 
     def evaluate() -> dict[str, float]:
         """``val_bpb``: bits per byte of text, which do not depend on the tokenizer; ``val_loss``:
@@ -228,9 +227,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         with sharding.unsharded(net), autocast:  # all ranks generate the same, so that none waits
             first = torch.tensor([data.end, *data.encode(cfg.prompt)], device=world.device)
             tokens = generate(net, first, cfg.sample, cfg.seq_len, len(data.vocabulary), cfg.seed)
-        run.say(
-            f"sample: {errors.shown(data.decode(tokens.tolist()), len(cfg.prompt) + 10 * cfg.sample)}"
-        )
+        longest = len(cfg.prompt) + 10 * cfg.sample
+        run.say(f"sample: {errors.shown(data.decode(tokens.tolist()), longest)}")
     return run.results
 
 

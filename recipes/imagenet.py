@@ -1,8 +1,10 @@
 """ImageNet: data-parallel training of ResNet-50, or any other torchvision classifier, from JPEG
 files or a packed copy of them.
 
-    python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev      # a short trial on random images
-    python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256      # once: smaller and faster to read
+    # a short trial on random images
+    python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev
+    # once: smaller and faster to read
+    python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256
     sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 stage_dir='$TMPDIR'
 
 Expected accuracy and speed: not measured on the full ImageNet.
@@ -26,7 +28,7 @@ from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
 from recipes.core.data import decode, image_sets, in_memory, sampling
-from recipes.core.train import images, loop, models, optimisation, scores, session
+from recipes.core.train import images, loop, models, optimisation, scores, session, trained
 from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.data.image_sets import Crops
 from recipes.core.data.sampling import GlobalBatches
@@ -51,14 +53,12 @@ def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimi
     """SGD or LARS. Norms and biases have weight decay only with ``decay_norms``; LARS does not
     scale their rate.
     """
-    weights, others = optimisation.decay_groups(
-        net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0
-    )
+    of_norms = cfg.weight_decay if cfg.decay_norms else 0.0
+    weights, others = optimisation.decay_groups(net, cfg.weight_decay, of_norms)
     if cfg.optimizer is Optimizer.lars:
         return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
-    return torch.optim.SGD(
-        [weights, others], lr, cfg.momentum, nesterov=cfg.nesterov and cfg.momentum > 0
-    )
+    nesterov = cfg.nesterov and cfg.momentum > 0
+    return torch.optim.SGD([weights, others], lr, cfg.momentum, nesterov=nesterov)
 
 
 def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) -> float:
@@ -124,17 +124,16 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     )
     run.say(f"decoder: {validation.decoder}")
     net = make_net(cfg, run, len(train_set.classes))
+    if cfg.weights:
+        trained.start_from(net, cfg.weights, train_set.classes, run.say)
     model = world.parallel(net, cfg)
-    optimizer = make_optimizer(
-        cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches)
-    )
+    lr = optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches)
+    optimizer = make_optimizer(cfg, net, lr)
     ema = optimisation.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(cfg, batches.per_epoch, steps, step)
-    )
+    factor = partial(lr_factor, cfg, batches.per_epoch, steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     autocast = optimisation.autocast(run, cfg)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
-
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -145,23 +144,25 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 yield best(in_memory.normalise(batch, mean, std)), labels
 
     evaluate = partial(scores.accuracy, run, answers)
-    run.resume(State(net, optimizer, scheduler, ema), loader)
-    for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=bool(cfg.pretrained)):
+    about = {"classes": list(train_set.classes)}
+    run.resume(State(net, optimizer, scheduler, ema, about), loader)
+    has_weights = bool(cfg.pretrained or cfg.weights)
+    for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=has_weights):
         for shard in step.shards:
             crops, labels = shard.data
             x = in_memory.normalise(crops, mean, std)
             x, others, share = mixed(cfg, x, labels, shard.epoch, shard.batch)
             with autocast:
                 logits = model(x).float()
-            own = losses(logits, labels)
-            step.backward(own if share == 1 else share * own + (1 - share) * losses(logits, others))
+            loss = losses(logits, labels)
+            if share < 1:
+                loss = share * loss + (1 - share) * losses(logits, others)
+            step.backward(loss)
         optimizer.step()
         scheduler.step()
-    return (
-        {**run.results, "skipped_samples": loader.skipped_on_all(world.gather)}
-        if run.results
-        else {}
-    )
+    if not run.results:
+        return {}
+    return {**run.results, "skipped_samples": loader.skipped_on_all(world.gather)}
 
 
 if START:

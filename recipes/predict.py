@@ -1,7 +1,9 @@
 """Classifies images with a trained model.
 
-    python -m recipes.predict runs/finetune/1234 photo.jpg              # a run directory or a checkpoint; images, or folders of them
-    python -m recipes.predict runs/finetune/1234 photos --json          # one JSON object per line: file, class, probabilities
+    # a run directory or a checkpoint; images, or folders of them
+    python -m recipes.predict runs/finetune/1234 photo.jpg
+    # one JSON object per line: file, class, probabilities
+    python -m recipes.predict runs/finetune/1234 photos --json
     python -m recipes.predict runs/finetune/1234 photos --csv out.csv
 
 In Python: recipes.load("RUN")("photo.jpg"). Exit status: 0 done; 2 if a run or an image cannot be
@@ -56,9 +58,8 @@ def answers(
             except InputError as error:
                 faults.append(str(error))
         if inputs:
-            yield from zip(
-                inputs, model.probabilities(torch.stack([*inputs.values()])).tolist(), strict=True
-            )
+            probabilities = model.probabilities(torch.stack([*inputs.values()]))
+            yield from zip(inputs, probabilities.tolist(), strict=True)
 
 
 def main(argv: list[str]) -> int:
@@ -75,29 +76,22 @@ def main(argv: list[str]) -> int:
 
     model = trained.load(args.run, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"model: {model.path}", file=sys.stderr)
+    paths = [path for word in args.images for path in images(word)]
     faults: list[str] = []
-    with open(
-        args.csv or os.devnull, "w", newline="", encoding="utf-8", errors="backslashreplace"
-    ) as file:
+    csv_file = args.csv or os.devnull
+    with open(csv_file, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         table = csv.writer(file)
         table.writerow(["file", "class", *model.classes])
-        for path, found in answers(
-            model, [path for word in args.images for path in images(word)], faults
-        ):
-            ordered = sorted(zip(model.classes, found, strict=True), key=lambda one: -one[1])
-            table.writerow([path, ordered[0][0], *(f"{value:.6f}" for value in found)])
+        for path, values in answers(model, paths, faults):
+            ordered = sorted(zip(model.classes, values, strict=True), key=lambda pair: -pair[1])
+            best = ordered[0][0]
+            table.writerow([path, best, *(f"{value:.6f}" for value in values)])
             if args.json:
                 rounded = {name: round(value, 6) for name, value in ordered}
-                print(
-                    json.dumps(
-                        {"file": str(path), "class": ordered[0][0], "probabilities": rounded}
-                    )
-                )
+                print(json.dumps({"file": str(path), "class": best, "probabilities": rounded}))
             elif not args.csv:
-                best = "  ".join(
-                    f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]
-                )
-                print(f"{errors.shown(path, 4096)}  {best}")
+                first = [f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]]
+                print(f"{errors.shown(path, 4096)}  {'  '.join(first)}")
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)
     return errors.EXIT_CONFIG if faults else errors.EXIT_DONE

@@ -5,8 +5,10 @@ have no internet.
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]
     python -m recipes.prepare text data_dir=DIR source=FOLDER [tokenizer=gpt2] [workers=N]
     python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
-    python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50    # fetches the weights, and reads each image once
-    python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME; timm/NAME: into $HF_HOME
+    # fetches the weights, and reads each image once
+    python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50
+    # for pretrained=, into $TORCH_HOME; timm/NAME: into $HF_HOME
+    python -m recipes.prepare weights arch=resnet50
 
 Packing imagenet needs its images and CPUs, but no internet. HTTPS_PROXY, SSL_CERT_FILE and
 SSL_CERT_DIR are honoured. Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this
@@ -41,7 +43,10 @@ from recipes.core.run import command_line
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
 TIMEOUT_S = 30.0  # to connect, and for each read
-FIX = "run this on a machine with internet, such as a login node, set HTTPS_PROXY for a proxy, or give source="
+FIX = (
+    "run this on a machine with internet, such as a login node, set HTTPS_PROXY for a proxy, "
+    "or give source="
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
     """Runs a command line without ``--json``. told: gets the dataset and its keys."""
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(_help())
-        return 0
+        return errors.EXIT_DONE
     try:
         name, *words = arguments
         if name not in DATASETS:
@@ -110,17 +115,19 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
         told |= {"dataset": name, **vars(chosen)}
         recipe, data_dir = work(chosen)
         _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
-    except (ConfigError, InputError, MachineError) as err:
-        message = str(err)
-        status = errors.EXIT_MACHINE if isinstance(err, MachineError) else errors.EXIT_CONFIG
-    except OSError as err:
-        message = f"{err.filename or 'data_dir'}: {err.strerror or err}"
+        return errors.EXIT_DONE
+    except (ConfigError, InputError) as error:
+        message = str(error)
+        status = errors.EXIT_CONFIG
+    except MachineError as error:
+        message = str(error)
+        status = errors.EXIT_MACHINE
+    except OSError as error:
+        message = f"{error.filename or 'data_dir'}: {error.strerror or error}"
         status = errors.EXIT_MACHINE
     except KeyboardInterrupt:
         message = "interrupted; run the same command again"
         status = 130
-    else:
-        return 0
     told["error"] = message
     print(f"error: {errors.shown(message, 1000)}", file=sys.stderr)
     return status
@@ -161,16 +168,16 @@ def _fetched(file: DataFile, source: str) -> bytes:
     """The content of a file of MNIST, unpacked, from the folder ``source`` or the internet. Raises
     InputError if it is another content.
     """
-    if not source:
-        where = f"{datasets.MNIST_URL}{file.name}.gz"
-        content = download(where)
-    elif path := datasets.find_file(Path(source).expanduser(), datasets.MNIST, file.name, "source"):
+    if source:
+        path = datasets.find_file(Path(source).expanduser(), datasets.MNIST, file.name, "source")
+        if not path:
+            lacking = f"has no {file.name}, plain or .gz"
+            raise InputError(f"source={source!r} {lacking}: give another source=")
         where = str(path)
         content = path.read_bytes()
     else:
-        raise InputError(
-            f"source={source!r} has no {file.name}, plain or .gz: give another source="
-        )
+        where = f"{datasets.MNIST_URL}{file.name}.gz"
+        content = download(where)
     try:
         # not by the name: browsers and some proxies unpack a .gz and keep its name
         if content.startswith(b"\x1f\x8b"):
@@ -210,7 +217,8 @@ def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
     """
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.CIFAR10.folder
-    if made_from := cifar10.made_from(folder):
+    made_from = cifar10.made_from(folder)
+    if made_from:
         _say(f"cifar10: already there, verified, made from {made_from}")
     else:
         source = cifar10.local_source(keys.source) if keys.source else None
@@ -231,14 +239,14 @@ def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
 def prepare_imagenet(keys: ImagenetKeys) -> tuple[str, Path]:
     """Writes a packed copy of a folder of images into data_dir. Raises InputError, MachineError."""
     if not keys.data_dir:
-        raise InputError(
-            "data_dir= is missing: give the folder for the packed copy, data_dir=FOLDER"
-        )
+        fix = "give the folder for the packed copy, data_dir=FOLDER"
+        raise InputError(f"data_dir= is missing: {fix}")
     target = Path(keys.data_dir).expanduser().absolute()
     if not keys.source:
-        fix = "give source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
         raise InputError(
-            f"source= is missing: ImageNet's licence requires an account at image-net.org: {fix}"
+            "source= is missing: ImageNet's licence requires an account at image-net.org: "
+            "give source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG "
+            "(sort a flat val/ into class folders first)"
         )
     source = Path(keys.source).expanduser().absolute()
     warnings.simplefilter("ignore")  # Pillow's, of damaged metadata
@@ -313,7 +321,8 @@ def prepare_finetune(keys: FinetuneKeys) -> tuple[str, Path]:
     parts = labelled.open_parts(
         "images", keys.data_dir, keys.labels, keys.multi_label, 0.2, 0, _say
     )
-    faults = count = 0
+    faults = 0
+    count = 0
     for source, positions in parts:
         pictures = labelled.Pictures(source, positions, lambda image: None)
         progress = Progress("decoded", len(pictures), "images", _say)

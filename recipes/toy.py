@@ -1,9 +1,13 @@
 """A tutorial of data-parallel training in one file: an MLP on generated data. Read this file first.
 
-    python -m recipes.toy                                                    # one process
-    python launch.py recipe=toy launcher=local ranks_per_node=2 device=cpu   # two, started by launch.py
-    torchrun --nproc-per-node=2 -m recipes.toy device=cpu run_dir=runs/toy/1 # two, started by torchrun; the same line again resumes
-    python launch.py recipe=toy nodes=2                                      # two nodes of a cluster
+    # one process
+    python -m recipes.toy
+    # two, started by launch.py
+    python launch.py recipe=toy launcher=local ranks_per_node=2 device=cpu
+    # two, started by torchrun; the same line again resumes
+    torchrun --nproc-per-node=2 -m recipes.toy device=cpu run_dir=runs/toy/1
+    # two nodes of a cluster
+    python launch.py recipe=toy nodes=2
 
 Expected: the loss falls from 0.5 to below 0.01 in 20 epochs, within one or two seconds on a CPU.
 """

@@ -41,6 +41,12 @@ class Config(TrainKeys):
         "weights to start from: true (the model's default ones), a name such as IMAGENET1K_V2, or false (random)",
         pattern=NAME,
     )
+    weights: str = key(
+        "",
+        "run directory or checkpoint to start from, in place of pretrained=; "
+        "the last layer is replaced if the classes differ",
+        path=True,
+    )
     train: str = key(
         "all",
         "what to train; all: every weight; head: only the last layer; "

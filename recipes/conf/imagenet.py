@@ -48,6 +48,12 @@ class Config(TrainKeys):
         "torchvision's weights to start from: true (the newest), or a name such as IMAGENET1K_V2; empty: random",
         pattern=NAME,
     )
+    weights: str = key(
+        "",
+        "run directory or checkpoint to start from, in place of pretrained=; "
+        "the last layer is replaced if the classes differ",
+        path=True,
+    )
     epochs: int = default(TrainKeys, "epochs", 90)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 1024)
     optimizer: Optimizer = key(
@@ -113,6 +119,11 @@ class Config(TrainKeys):
         if self.val_resize < self.val_px:
             raise ConfigError(
                 f"val_resize={self.val_resize}: must be at least val_px={self.val_px}"
+            )
+        if self.weights and self.pretrained:
+            raise ConfigError(
+                f"weights={self.weights}: cannot be used with pretrained={self.pretrained}; "
+                "leave one of them out"
             )
         if self.small_px and not 32 <= self.small_px <= self.px:
             raise ConfigError(f"small_px={self.small_px}: must be from 32 to px={self.px}, or 0")

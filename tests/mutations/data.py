@@ -12,8 +12,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/text.py",
-        "one.stat().st_size, one.stat().st_mtime_ns)",
-        "one.stat().st_size)",
+        "source.stat().st_size, source.stat().st_mtime_ns)",
+        "source.stat().st_size)",
         "a text that was edited without a change of its size is not read again",
         "tests/unit/data/test_text.py::test_a_source_that_has_changed_is_read_again",
     ),
@@ -60,6 +60,13 @@ MUTATIONS = [
         "tests/unit/data/test_images.py::test_labels_are_the_folders_and_pieces_keep_them",
     ),
     Mutation(
+        "recipes/core/data/torch_loader.py",
+        "if not self._evaluation or self._evaluation.batches.dataset is not dataset:",
+        "if not self._evaluation:",
+        "a second evaluation set is evaluated with the samples of the first",
+        "tests/unit/data/test_torch_loader.py::test_evaluations_of_two_sets_read_each_its_own",
+    ),
+    Mutation(
         "recipes/core/data/classfolder.py",
         "sorted(name for name in folders if not _is_hidden(name))",
         "(name for name in folders if not _is_hidden(name))",
@@ -96,8 +103,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/stage.py",
-        "if fault := datasets.content_fault(content, file):",
-        "if fault := None:",
+        "fault = datasets.content_fault(content, file)",
+        "fault = None",
         "a damaged file is staged, and the run trains on it",
         "tests/unit/data/test_staging.py::test_a_damaged_source_is_named_and_never_staged",
     ),

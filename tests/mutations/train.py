@@ -193,6 +193,13 @@ MUTATIONS = [
         "tests/distributed/recipes/test_cifar.py::test_a_run_is_not_resumed_with_different_images",
     ),
     Mutation(
+        "recipes/gpt.py",
+        "losses.double().sum() * cfg.seq_len",
+        "losses.double().mean() * EVAL_BATCH * cfg.seq_len",
+        "gpt: the last batch of an evaluation counts as if it were full",
+        "tests/distributed/recipes/test_gpt.py::test_bits_per_byte_by_hand",
+    ),
+    Mutation(
         "recipes/imagenet.py",
         "loader.in_order(validation, part,",
         "loader.in_order(loader._training.batches.dataset, part,",

@@ -25,10 +25,13 @@ def made_from(folder: Path) -> str:
     """The source of the valid IDX files in ``folder``. Empty if a file is missing or damaged."""
     index = files.read_json(folder / "index.json") or {}
     try:
-        valid = index.get("sha256") == {name: files.sha256(folder / name) for name in CIFAR10_IDX}
+        return str(index.get("source")) if index.get("sha256") == _sha256_of(folder) else ""
     except OSError:
-        valid = False
-    return str(index.get("source")) if valid else ""
+        return ""
+
+
+def _sha256_of(folder: Path) -> dict[str, str]:
+    return {name: files.sha256(folder / name) for name in CIFAR10_IDX}
 
 
 def local_source(source: str) -> Path:
@@ -40,11 +43,7 @@ def local_source(source: str) -> Path:
         return root / BATCHES
     if datasets.kind(root / ARCHIVE, "source") == "file":
         return root / ARCHIVE
-    if (
-        datasets.kind(root / "train", "source")
-        == datasets.kind(root / "test", "source")
-        == "folder"
-    ):
+    if {"train", "test"} <= datasets.split_folders(root, "source").keys():
         return root
     fix = f"give a folder that has {BATCHES}/, {ARCHIVE}, or train/<class>/*.jpg and test/<class>/…"
     raise InputError(f"source={source!r} has no copy of CIFAR-10: {fix}")
@@ -56,32 +55,28 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
     """
     classes: tuple[str, ...] = CIFAR10_CLASSES
     if source.name in (ARCHIVE, BATCHES):
-        found = _from_torchvision(source, scratch)
+        parts = _from_torchvision(source, scratch)
     else:
-        train = classfolder.scan(source / "train")
-        if len(train.classes) > len(CIFAR10_CLASSES):
-            raise InputError(
-                f"source={str(source)!r}: train/ has {len(train.classes)} classes, but CIFAR-10 has ten"
-            )
+        folders = datasets.split_folders(source, "source")
+        train = classfolder.scan(folders["train"])
         classes = train.classes
-        found = {
-            "train": _from_listing(train),
-            "test": _from_listing(classfolder.scan(source / "test", classes)),
-        }
-    for split, (labels, pixels) in found.items():
+        if len(classes) > len(CIFAR10_CLASSES):
+            excess = f"train/ has {len(classes)} classes, but CIFAR-10 has ten"
+            raise InputError(f"source={str(source)!r}: {excess}")
+        test = classfolder.scan(folders["test"], classes)
+        parts = {"train": _from_listing(train), "test": _from_listing(test)}
+
+    samples = {}
+    for split, (labels, pixels) in parts.items():
+        count = len(labels)
+        samples[split] = count
+        images = datasets.idx_header(count, 3, 32, 32) + pixels
+        files.write_bytes(folder / f"{split}-images-idx4-ubyte", images)
         files.write_bytes(
-            folder / f"{split}-images-idx4-ubyte",
-            datasets.idx_header(len(labels), 3, 32, 32) + pixels,
+            folder / f"{split}-labels-idx1-ubyte", datasets.idx_header(count) + labels
         )
-        files.write_bytes(
-            folder / f"{split}-labels-idx1-ubyte", datasets.idx_header(len(labels)) + labels
-        )
-    index = {
-        "source": name,
-        "classes": classes,
-        "samples": {split: len(labels) for split, (labels, _) in found.items()},
-        "sha256": {file: files.sha256(folder / file) for file in CIFAR10_IDX},
-    }
+    sha256 = _sha256_of(folder)
+    index = {"source": name, "classes": classes, "samples": samples, "sha256": sha256}
     files.write_json(folder / "index.json", index)
 
 
@@ -99,25 +94,24 @@ def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
         if copy != source:  # it was downloaded here
             shutil.copyfile(source, copy)
         if not utils.check_integrity(str(copy), CIFAR10.tgz_md5):
-            raise InputError(
-                f"{source} is damaged (its MD5 is not torchvision's): remove it, or give another source="
-            )
+            fix = "remove it, or give another source="
+            raise InputError(f"{source} is damaged (its MD5 is not torchvision's): {fix}")
         utils.extract_archive(str(copy), str(scratch))
     else:
         copy.mkdir()
         for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], "")):
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(source / name, copy / name)
-    try:
-        parts = {
-            split: CIFAR10(str(scratch), train=split == "train") for split in ("train", "test")
-        }
-    except RuntimeError:
-        raise InputError(f"{source} is incomplete or damaged (MD5): give another source=") from None
-    return {
-        split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes())
-        for split, part in parts.items()
-    }
+
+    parts = {}
+    for split in ("train", "test"):
+        try:
+            part = CIFAR10(str(scratch), train=split == "train")
+        except RuntimeError:
+            fix = "give another source="
+            raise InputError(f"{source} is incomplete or damaged (MD5): {fix}") from None
+        parts[split] = bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes()
+    return parts
 
 
 def _from_listing(listing: Listing) -> Images:

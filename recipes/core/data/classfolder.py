@@ -28,7 +28,8 @@ class Listing:
     kind = "files"  # for the log, as ``place`` is for error messages
 
     def __init__(self, folder: Path, classes: tuple[str, ...]):
-        self.folder, self.place = folder, str(folder)
+        self.folder = folder
+        self.place = str(folder)
         self.classes = classes
         self._labels = array("I")
         self._names = bytearray()  # paths below the class folder, back to back
@@ -45,8 +46,8 @@ class Listing:
         """The sample's path below ``folder``: ``<class>/<file>``; bytes that are not UTF-8 are
         decoded as by `os.fsdecode`.
         """
-        file = self._names[self._ends[i] : self._ends[i + 1]]
-        return f"{self.classes[self._labels[i]]}/{os.fsdecode(bytes(file))}"
+        file = bytes(self._names[self._ends[i] : self._ends[i + 1]])
+        return f"{self.classes[self._labels[i]]}/{os.fsdecode(file)}"
 
     def read(self, i: int) -> bytes:
         """The sample's file. Raises OSError."""
@@ -54,7 +55,7 @@ class Listing:
             return file.readall()
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of all names and labels in their order: equal for equal samples."""
+        """SHA-256, in hexadecimal, of all names and labels in their order."""
         digest = hashlib.sha256("\0".join([*self.classes, ""]).encode("utf-8", "surrogateescape"))
         for part in (self._names, self._ends, self._labels):
             digest.update(part)
@@ -72,9 +73,8 @@ def class_names(folder: Path) -> tuple[str, ...]:
     """
     _, folders, _ = next(walk(os.fsencode(folder)))
     if not folders:
-        raise InputError(
-            f"{str(folder)!r} has no class folders: put the images of each class into a folder <class>/"
-        )
+        fix = "put the images of each class into a folder <class>/"
+        raise InputError(f"{str(folder)!r} has no class folders: {fix}")
     return tuple(map(os.fsdecode, folders))
 
 
@@ -94,26 +94,26 @@ def scan(
     files are left out. Raises InputError (one line) when there is no folder or class, a class
     without an image, or one not in ``classes``.
     """
-    own = class_names(folder)
-    known = own if classes is None else tuple(classes)
-    positions = {name: i for i, name in enumerate(known)}
-    if strange := [name for name in own if name not in positions]:
-        fix = "add it there, or remove it here"
-        raise InputError(
-            f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: {fix}"
-        )
-    listing = Listing(folder, known)
+    names = class_names(folder)
+    listing = Listing(folder, names if classes is None else tuple(classes))
+    positions = {name: i for i, name in enumerate(listing.classes)}
+    place = repr(listing.place)
+    for name in names:
+        if name not in positions:
+            fix = "add it there, or remove it here"
+            raise InputError(f"{place} has the class {name!r}, which the training set lacks: {fix}")
+
     _, _, others = next(walk(os.fsencode(folder)))
-    places = [os.path.join(os.fsencode(folder), os.fsencode(name)) for name in own]
+    places = [os.fsencode(folder / name) for name in names]
     seen = set(map(os.path.realpath, places))
-    if len(seen) < len(own):
-        raise InputError(f"{str(folder)!r} has two links to the same class folder: remove one")
-    for done, name in enumerate(own):
+    if len(seen) < len(names):
+        raise InputError(f"{place} has two links to the same class folder: remove one")
+    for done, name in enumerate(names):
         report(done)
         files = sorted(images(places[done], seen, others))
         if not files:
             raise InputError(
-                f"{str(folder)!r} has no image in the class folder {name!r}: fill or remove it"
+                f"{place} has no image in the class folder {name!r}: fill or remove it"
             )
         for file in files:
             listing.add(positions[name], file)
@@ -138,16 +138,17 @@ def say_left_out(place: str, names: Sequence[bytes], say: Callable[[str], object
     """Says the number of files of each ending, such as .heic or .txt.gz, in one line, unless there
     are none.
     """
-    endings = list[str]()
+    if not names:
+        return
+    endings = []
     for name in names:
         stem, ending = os.path.splitext(name.lower())
         if ending in COMPRESSED:
             ending = os.path.splitext(stem)[1] + ending
         endings.append(os.fsdecode(ending) or "without an ending")
     counts = Counter(sorted(endings)).most_common()
-    if names:
-        listed = ", ".join(f"{count} {ending}" for ending, count in counts)
-        say(f"{place!r}: left out: {errors.shown(listed, 1000)}")
+    listed = ", ".join(f"{count} {ending}" for ending, count in counts)
+    say(f"{place!r}: left out: {errors.shown(listed, 1000)}")
 
 
 def walk(
@@ -163,10 +164,9 @@ def walk(
     top = os.path.realpath(folder)
 
     def refuse(error: OSError) -> None:
+        place = os.fsdecode(error.filename)
         fix = "make it readable, or give another folder"
-        raise InputError(
-            f"{os.fsdecode(error.filename)!r} cannot be read ({error.strerror}): {fix}"
-        ) from None
+        raise InputError(f"{place!r} cannot be read ({error.strerror}): {fix}") from None
 
     for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(place)

@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import stat
+import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,16 @@ CIFAR10_IDX = (
 # index.json (source, classes, samples, sha256) is written last.
 CIFAR10 = Dataset("cifar10", "cifar10", (*CIFAR10_IDX, "index.json"))
 TEXT = Dataset("text", "text", ("index.json",))
+# names of folders, in any case, and the split that each is for
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+    "testing": "test",
+}
 
 
 def folder_of(data_dir: str | Path) -> Path:
@@ -93,6 +104,11 @@ def folder_of(data_dir: str | Path) -> Path:
     the working directory.
     """
     return Path(data_dir or os.environ.get("RECIPES_DATA") or "data").expanduser()
+
+
+def _unreadable(path: Path, key: str, error: OSError) -> InputError:
+    fix = f"make it readable, or give another {key}="
+    return InputError(f"{key}: {str(path)!r} cannot be read ({error.strerror}): {fix}")
 
 
 def kind(path: Path, key: str = "data_dir") -> str:
@@ -105,9 +121,31 @@ def kind(path: Path, key: str = "data_dir") -> str:
         return ""
     # Path.is_file and its like raise it unchanged, and return False from Python 3.14 on
     except OSError as error:
-        fix = f"make it readable, or give another {key}="
-        raise InputError(f"{key}: {str(path)!r} cannot be read ({error.strerror}): {fix}") from None
-    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
+        raise _unreadable(path, key, error) from None
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file" if stat.S_ISREG(mode) else ""
+
+
+def split_folders(folder: Path, key: str = "data_dir") -> dict[str, Path]:
+    """The folders in ``folder`` for ``train``, ``val`` and ``test``, in any usual spelling, such as
+    Validation/. Raises InputError if two are for the same split, as `kind` does otherwise.
+    """
+    splits = dict[str, Path]()
+    if kind(folder, key) != "folder":
+        return splits
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise _unreadable(folder, key, error) from None
+    for name in names:
+        split = SPLITS.get(name.lower(), "")
+        if split and kind(folder / name, key) == "folder":
+            first = splits.setdefault(split, folder / name).name
+            if first != name:
+                both = f"the folders {first!r} and {name!r} for the same split"
+                raise InputError(f"{str(folder)!r} has {both}: remove or rename one")
+    return splits
 
 
 def fault_of(path: Path, file: DataFile) -> str | None:
@@ -124,13 +162,11 @@ def fault_of(path: Path, file: DataFile) -> str | None:
 def content_fault(content: bytes, file: DataFile) -> str | None:
     """As `fault_of`, for the content of a file."""
     size = len(content)
+    if size > file.size:
+        return f"has more than {file.size} bytes"
+    if size < file.size:
+        return f"has {size} bytes instead of {file.size}"
     sha256 = hashlib.sha256(content).hexdigest()
-    if size != file.size:
-        return (
-            f"has more than {file.size} bytes"
-            if size > file.size
-            else f"has {size} bytes instead of {file.size}"
-        )
     if sha256 != file.sha256:
         return f"has invalid content (SHA-256 {sha256[:8]}… instead of {file.sha256[:8]}…)"
     return None
@@ -146,28 +182,29 @@ def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
     InputError if one is missing.
     """
     base = folder_of(data_dir)
-    found = {name: find_file(base, dataset, name) for name in dataset.names}
-    if missing := [name for name, path in found.items() if not path]:
+    paths = {name: find_file(base, dataset, name) for name in dataset.names}
+    missing = [name for name, path in paths.items() if not path]
+    if missing:
         command = prepare_command(dataset.name, base)
         how = "on a machine with internet (elsewhere, add source=FOLDER, which has the data)"
         if dataset is TEXT:  # it is not downloaded
             command = f"{command} source=FOLDER"
             how = "with the folder of your text"
         where = f"plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself"
-        raise InputError(
-            f"data_dir={str(base)!r} lacks {', '.join(missing)} ({where}): run this {how}: {command}"
-        )
-    return [path for path in found.values() if path]
+        lacking = f"lacks {', '.join(missing)} ({where})"
+        raise InputError(f"data_dir={str(base)!r} {lacking}: run this {how}: {command}")
+    return [path for path in paths.values() if path]
 
 
 def find_file(base: Path, dataset: Dataset, name: str, key: str = "data_dir") -> Path | None:
     """The file ``name`` below ``base``, plain or .gz: in the dataset's folder, in one with its
     name, or in ``base`` itself.
     """
-    folders = (base / dataset.folder, base / dataset.name, base)
-    return next(
-        (p for f in folders for p in (f / name, f / f"{name}.gz") if kind(p, key) == "file"), None
-    )
+    for folder in (base / dataset.folder, base / dataset.name, base):
+        for path in (folder / name, folder / f"{name}.gz"):
+            if kind(path, key) == "file":
+                return path
+    return None
 
 
 def find_imagenet(data_dir: str | Path) -> Path:
@@ -176,12 +213,11 @@ def find_imagenet(data_dir: str | Path) -> Path:
     """
     base = folder_of(data_dir)
     for folder in (base, base / "imagenet"):
-        if kind(folder / "index.json") or all(
-            kind(folder / split) == "folder" for split in ("train", "val")
-        ):
+        if kind(folder / "index.json") or {"train", "val"} <= split_folders(folder).keys():
             return folder
     either = "neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json"
-    fix = f"give the folder that has them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
+    command = prepare_command("imagenet", "…")
+    fix = f"give the folder that has them, or pack a copy: {command} source=FOLDER"
     raise InputError(f"data_dir={str(base)!r} has {either}: {fix}")
 
 
@@ -193,9 +229,7 @@ UINT8 = 0x08
 
 def idx_header(*shape: int) -> bytes:
     """The bytes of an IDX file before the data of an array of ``shape``."""
-    return bytes([0, 0, UINT8, len(shape)]) + b"".join(
-        length.to_bytes(4, "big") for length in shape
-    )
+    return bytes([0, 0, UINT8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
 
 
 def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
@@ -204,12 +238,12 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
     """
     try:
         content = path.read_bytes()
-        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
         if content[:3] != bytes([0, 0, UINT8]):
-            raise InputError(
-                f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})"
-            )
-        end = 4 + 4 * content[3] if len(content) > 3 else 0
+            start = content[:4].hex() or "nothing"
+            raise InputError(f"is not an IDX file of bytes (it starts with {start})")
+        end = 4 + 4 * int.from_bytes(content[3:4], "big")
         shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, end, 4))
         if not shape or len(content) != end + math.prod(shape):
             raise InputError(f"has {len(content)} bytes, which is not what its header says")

@@ -2,6 +2,7 @@
 as torchvision's transforms do.
 """
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,7 @@ from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line, require
 
 # JPEG markers that are followed by the image's size
-FRAMES = frozenset(range(0xC0, 0xD0)) - {
-    0xC4,
-    0xC8,
-    0xCC,
-}
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # JPEG markers without a length
 MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
 RATIOS = [3 / 4, 4 / 3]  # width to height of a random crop, from torchvision's RandomResizedCrop
@@ -61,15 +58,11 @@ def make_decoder(name: str) -> Decoder:
 def _torchcodec() -> Decoder:
     try:
         from torchcodec.decoders import decode_jpeg
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # not installed, or made for another torch
+    # not installed, or made for another torch
+    except (ImportError, OSError, RuntimeError) as error:
+        why = one_line(error, 80)
         fix = "pip install 'torchcodec>=0.16', or leave decoder= out"
-        raise InputError(
-            f"decoder=torchcodec: cannot be loaded ({one_line(error, 80)}): {fix}"
-        ) from None
+        raise InputError(f"decoder=torchcodec: cannot be loaded ({why}): {fix}") from None
     return _of_torch("torchcodec", decode_jpeg)  # RGB, with EXIF's orientation
 
 
@@ -81,9 +74,9 @@ def _torchvision() -> Decoder:
         # made for threads.
         decode_jpeg = torch.ops.image.decode_jpeg
     except AttributeError:
-        fix = "pip install 'torchvision<0.30', or give decoder=opencv"
         raise InputError(
-            f"decoder=torchvision: this torchvision cannot decode JPEGs: {fix}"
+            "decoder=torchvision: this torchvision cannot decode JPEGs: "
+            "pip install 'torchvision<0.30', or give decoder=opencv"
         ) from None
     # 3: RGB; True: EXIF's orientation
     return _of_torch("torchvision", lambda content: decode_jpeg(content, 3, True))
@@ -93,11 +86,8 @@ def _of_torch(name: str, decode_jpeg: Callable[[Tensor], Any]) -> Decoder:
     """decode_jpeg: from a file's bytes, a uint8 tensor, to one of pixels, (3, H, W)."""
 
     def decode(data: bytes) -> Pixels:
-        return (
-            decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            .permute(1, 2, 0)
-            .numpy()
-        )
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return decode_jpeg(content).permute(1, 2, 0).numpy()
 
     return Decoder(name, decode, _resize)
 
@@ -145,9 +135,8 @@ def _announced(data: bytes) -> int:
     at = data.find(b"\xff", 2)
     while 0 <= at <= len(data) - 9:
         if data[at + 1] in FRAMES:
-            return int.from_bytes(data[at + 5 : at + 7], "big") * int.from_bytes(
-                data[at + 7 : at + 9], "big"
-            )
+            height, width = struct.unpack_from(">HH", data, at + 5)
+            return int(height * width)
         at += 1 if data[at + 1] in ALONE else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         at = data.find(b"\xff", at)
     return 0
@@ -170,12 +159,11 @@ def centre_crop(decoder: Decoder, pixels: Pixels, side: int, shorter: int) -> Pi
     """The centre of the image after its shorter side is resized to ``shorter``, as torchvision's
     Resize and CenterCrop.
     """
-    height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
+    before = pixels.shape[:2]
+    height, width = pillow.resized(before[0], before[1], shorter)
     if height * width > MOST_PIXELS:
-        raise Unreadable(
-            f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is too long"
-        )
-    if (height, width) != pixels.shape[:2]:
+        raise Unreadable(f"is {before[1]} x {before[0]} pixels: its longer side is too long")
+    if (height, width) != before:
         pixels = decoder.resize(pixels, height, width)
     # round() as in torchvision's center_crop, which prefers the even one of two centres
     y = round((height - side) / 2)

@@ -73,8 +73,9 @@ def open_images(
     """
     if datasets.kind(folder / format.INDEX):
         return Packed(folder, format.read_index(folder), split)
-    classes = None if split == "train" else classfolder.class_names(folder / "train")
-    return classfolder.scan(folder / split, classes, report)
+    splits = {"train": folder / "train", "val": folder / "val", **datasets.split_folders(folder)}
+    classes = None if split == "train" else classfolder.class_names(splits["train"])
+    return classfolder.scan(splits[split], classes, report)
 
 
 class Crops(Dataset[tuple[Tensor, int]]):
@@ -88,7 +89,10 @@ class Crops(Dataset[tuple[Tensor, int]]):
     def __init__(
         self, images: Images, decoder: str, crop: Callable[[Decoder, Pixels, int], Pixels]
     ) -> None:
-        self.images, self.decoder, self._crop, self._epoch = images, _decoder(decoder).name, crop, 0
+        self.images = images
+        self.decoder = _decoder(decoder).name
+        self._crop = crop
+        self._epoch = 0
 
     def __len__(self) -> int:
         return len(self.images)
@@ -102,9 +106,8 @@ class Crops(Dataset[tuple[Tensor, int]]):
             pixels = decode.decode_any(decoder, self.images.read(i))
             return torch.from_numpy(self._crop(decoder, pixels, self._epoch)), self.images.label(i)
         except (OSError, Unreadable) as error:
-            black = torch.from_numpy(
-                self._crop(decoder, np.zeros((1, 1, 3), np.uint8), self._epoch)
-            )
+            pixel = np.zeros((1, 1, 3), np.uint8)
+            black = torch.from_numpy(self._crop(decoder, pixel, self._epoch))
             why = (isinstance(error, OSError) and error.strerror) or str(error)
             name = f"{Path(self.images.place).name}/{self.images.name(i)}"  # the same on all nodes
             raise SkippedSample(name, why, (black, IGNORE)) from None

@@ -29,10 +29,10 @@ class ImageSet:
 
     def digest(self) -> str:
         """Equal for equal images and labels in the same order."""
-        found = hashlib.blake2b(digest_size=8)
+        digest = hashlib.blake2b(digest_size=8)
         for tensor in (self.images, self.labels):
-            found.update(tensor.cpu().contiguous().numpy().data)
-        return found.hexdigest()
+            digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()
 
     def to(self, device: torch.device) -> "ImageSet":
         return ImageSet(self.images.to(device), self.labels.to(device))
@@ -52,10 +52,9 @@ def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
         labels = tensor(labels_path).long()
         if len(images) != len(labels):
             raise InputError(f"{labels_path}: {len(labels)} labels for {len(images)} images")
-        if len(labels) and int(labels.max()) > 9:
-            raise InputError(
-                f"{labels_path}: is damaged (it has label {int(labels.max())}, but there are ten classes)"
-            )
+        if (labels > 9).any():
+            why = f"it has label {labels.max()}, but there are ten classes"
+            raise InputError(f"{labels_path}: is damaged ({why})")
         return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
     paths = datasets.find_files(dataset, data_dir)
@@ -66,14 +65,11 @@ def digits() -> tuple[ImageSet, ImageSet]:
     """scikit-learn's 1,797 real digits, 8x8 resized to 28x28; every fifth is in the test set.
     Raises InputError without scikit-learn.
     """
-    found = errors.require("sklearn.datasets", "digits", "dataset=digits: ").load_digits()
-    small = torch.from_numpy(found.images).float().unsqueeze(1) / 16
-    images = (
-        (functional.interpolate(small, size=28, mode="bilinear", antialias=True) * 255)
-        .round()
-        .to(torch.uint8)
-    )
-    labels = torch.from_numpy(found.target).long()
+    raw = errors.require("sklearn.datasets", "digits", "dataset=digits: ").load_digits()
+    small = torch.from_numpy(raw.images).float().unsqueeze(1) / 16
+    large = functional.interpolate(small, size=28, mode="bilinear", antialias=True)
+    images = (large * 255).round().to(torch.uint8)
+    labels = torch.from_numpy(raw.target).long()
     test = torch.arange(len(labels)) % 5 == 4
     return ImageSet(images[~test], labels[~test]), ImageSet(images[test], labels[test])
 
@@ -120,10 +116,8 @@ class AugmentedImages:
         self._row = (self._width + 2 * reach) * self._channels
         self._stride = (self._height + 2 * reach) * self._row
         if reflect:  # torch's own reflection does not support uint8
-            rows, columns = (
-                torch.from_numpy(np.pad(np.arange(side), reach, "reflect"))
-                for side in images.shape[2:]
-            )
+            rows = np.pad(np.arange(self._height), reach, "reflect")
+            columns = np.pad(np.arange(self._width), reach, "reflect")
             padded = images[:, :, rows][..., columns]
         else:
             padded = functional.pad(images, (reach,) * 4)
@@ -153,9 +147,8 @@ class AugmentedImages:
             first = torch.rand(count, generator=sampling.generator(seed, 0, stream=3)) < 0.5
             self._flips = (first ^ bool(epoch % 2)).to(device, non_blocking=True)
         if self._cutout:  # its centre is anywhere in the image, so it can extend over the border
-            middle = torch.rand(2, count, generator=random) * torch.tensor(
-                [[self._height], [self._width]]
-            )
+            sides = torch.tensor([[self._height], [self._width]])
+            middle = torch.rand(2, count, generator=random) * sides
             self._holes = (middle.floor().long() - self._cutout // 2).to(device, non_blocking=True)
 
     def take(self, indices: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ validation, as torch data sets.
 import csv
 import hashlib
 import os
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,15 +26,6 @@ SPLIT = 2  # the stream of `sampling.generator` that divides a set without a val
 SEPARATOR = ";"  # between the labels of one image
 FAKE = 60, 3  # samples and classes of dataset=fake
 COLUMNS = ("file", "label", "split")
-SPLITS = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "test": "test",
-    "testing": "test",
-}
 Say = Callable[[str], object]
 
 
@@ -60,9 +52,9 @@ class Table:
     def label(self, i: int) -> Any:
         if not self.several:
             return self.labels[i][0]
-        return torch.zeros(len(self.classes)).index_fill_(
-            0, torch.tensor(self.labels[i], dtype=torch.int64), 1
-        )
+        label = torch.zeros(len(self.classes))
+        label[list(self.labels[i])] = 1
+        return label
 
     def name(self, i: int) -> str:
         return self.files[i]
@@ -76,13 +68,16 @@ class Table:
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
+Images = Listing | Table | Fake
+
+
 @dataclass(frozen=True)
 class Pictures(Dataset[Any]):
     """The images ``positions`` of ``source``: ``transform`` of the upright RGB image, and its
     label.
     """
 
-    source: Listing | Table | Fake
+    source: Images
     positions: Sequence[int]
     transform: Callable[[Image.Image], Any]
 
@@ -96,21 +91,20 @@ class Pictures(Dataset[Any]):
             image = pillow.decode(self.source.read(at))
         except (OSError, Unreadable) as error:
             why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
-            raise InputError(
-                f"{self.source.place}: {self.source.name(at)!r} {why}: remove it, or replace it"
-            ) from None
+            name = f"{self.source.place}: {self.source.name(at)!r}"
+            raise InputError(f"{name} {why}: remove it, or replace it") from None
         return self.transform(image), self.source.label(at)
 
     def counts(self) -> torch.Tensor:
         """The number of images of each class, int64 (classes,). Each image has one label."""
         labels = torch.tensor([self.source.label(i) for i in self.positions])
-        return torch.bincount(labels, minlength=len(self.source.classes))
+        return labels.bincount(minlength=len(self.source.classes))
 
     def digest(self) -> str:
         return hashlib.sha256(f"{self.source.digest()} {list(self.positions)}".encode()).hexdigest()
 
 
-Part = tuple[Listing | Table | Fake, Sequence[int]]
+Part = tuple[Images, Sequence[int]]
 
 
 def open_parts(
@@ -151,31 +145,23 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
     """The folders for training and validation, in any usual spelling. Without them, the folders are
     classes.
     """
+    place = repr(str(folder))
     names = classfolder.class_names(folder)
-    splits = dict[str, str]()
-    for name in names:
-        split = SPLITS.get(name.lower(), "")
-        if split and splits.setdefault(split, name) != name:
-            both = f"the folders {splits[split]!r} and {name!r} for the same split"
-            raise InputError(f"{str(folder)!r} has {both}: remove or rename one")
+    splits = {split: path.name for split, path in datasets.split_folders(folder).items()}
     if not splits:
-        say(
-            f"{str(folder)!r}: its folders are the classes: {len(names)}, {names[0]!r} to {names[-1]!r}"
-        )
+        say(f"{place}: its folders are the classes: {len(names)}, {names[0]!r} to {names[-1]!r}")
         return {}
     if "train" not in splits:
         fix = "add train/<class>/; if it is a class, give a CSV with labels="
-        raise InputError(
-            f"{str(folder)!r} has the folder {min(splits.values())!r} without a folder train: {fix}"
-        )
+        other = min(splits.values())
+        raise InputError(f"{place} has the folder {other!r} without a folder train: {fix}")
 
-    unread = sorted({*names} - {splits["train"], splits.get("val")})
     warning = "" if all(split == name for split, name in splits.items()) else "warning: "
+    train = splits["train"]
     val = repr(splits["val"]) if "val" in splits else "a part of it"
-    rest = ", ".join(map(repr, unread)) or "nothing"
-    say(
-        f"{warning}{str(folder)!r}: for training {splits['train']!r}, for validation {val}, left out {rest}"
-    )
+    unread = [repr(name) for name in names if name not in (train, splits.get("val"))]
+    rest = ", ".join(unread) or "nothing"
+    say(f"{warning}{place}: for training {train!r}, for validation {val}, left out {rest}")
     return {split: folder / name for split, name in splits.items()}
 
 
@@ -183,7 +169,7 @@ def _check_classes(source: Listing | Table, say: Say) -> None:
     """Raises InputError for a single class, and warns of classes whose names differ only in
     spelling.
     """
-    if len(source.classes) == 1 and not (isinstance(source, Table) and source.several):
+    if len(source.classes) == 1 and not _several(source):
         fix = "give images of at least two classes"
         inner = Path(source.place, source.classes[0])
         if isinstance(source, Listing) and any(entry.is_dir() for entry in inner.iterdir()):
@@ -193,16 +179,32 @@ def _check_classes(source: Listing | Table, say: Say) -> None:
     first_of = dict[str | float, str]()
     for name in source.classes:
         other = first_of.setdefault(_spelling(name), name)
-        if other != name:
-            say(f"warning: {source.place!r}: {other!r} and {name!r} are read as two classes")
+        if other == name:
+            continue
+        both = f"{other!r} and {name!r}"
+        if _composed(other) == _composed(name):  # they look equal
+            both = f"{other!a} and {name!a}"
+        say(f"warning: {source.place!r}: {both} are read as two classes")
+
+
+def _several(source: Images) -> bool:
+    """Whether an image may have several labels."""
+    return isinstance(source, Table) and source.several
 
 
 def _spelling(name: str) -> str | float:
-    """Equal for names that differ only in case, or as 1 and 1.0."""
+    """Equal for names that differ only in case, in their Unicode form, or as 1 and 1.0."""
     try:
         return float(name)
     except ValueError:
-        return name.casefold()
+        return _composed(name).casefold()
+
+
+def _composed(name: str) -> str:
+    """``name`` with one code point for a letter and its accents, where there is one. macOS writes
+    names of files with two.
+    """
+    return unicodedata.normalize("NFC", name)
 
 
 def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: None) -> Table:
@@ -212,53 +214,50 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
     The files must exist, in ``folder``. Rows of the same file must have the same labels and the
     same split, so that no image is in both parts.
     """
+    key = f"labels={str(path)!r}"
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
             rows = list(reader)
             columns = reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(
-            f"labels={str(path)!r}: cannot be read ({error}): give a CSV in UTF-8"
-        ) from None
+        raise InputError(f"{key}: cannot be read ({error}): give a CSV in UTF-8") from None
     if not rows or not {"file", "label"} <= {*columns}:
-        raise InputError(
-            f"labels={str(path)!r}: must have a first line with the columns file,label and rows below it"
-        )
-    if twice := [name for name in COLUMNS if columns.count(name) > 1]:
-        raise InputError(
-            f"labels={str(path)!r}: has the column {twice[0]} twice: remove or rename one"
-        )
-    if unread := [name for name in columns if name not in COLUMNS]:
-        say(f"labels={str(path)!r}: columns that are not read: {', '.join(map(repr, unread))}")
+        needed = "a first line with the columns file,label and rows below it"
+        raise InputError(f"{key}: must have {needed}")
+    for name in COLUMNS:
+        if columns.count(name) > 1:
+            raise InputError(f"{key}: has the column {name} twice: remove or rename one")
+    unread = [repr(name) for name in columns if name not in COLUMNS]
+    if unread:
+        say(f"{key}: columns that are not read: {', '.join(unread)}")
+
     files = list[str]()
-    names = list[list[str]]()
+    labels_of = list[list[str]]()
     splits = list[str]()
     first_rows = dict[tuple[int, int], tuple[int, list[str], str]]()
     left_out = 0
     for number, row in enumerate(rows, 2):
-        name, label, split = (str(row.get(key) or "").strip() for key in ("file", "label", "split"))
-        line = f"labels={str(path)!r}: line {number}"
+        line = f"{key}: line {number}"
         if any(row.get(None) or ()):  # not for commas at the end
-            raise InputError(
-                f"{line}: has more values than the first line: put a value with commas in quotes"
-            )
-        labels = (
-            sorted({one.strip() for one in label.split(SEPARATOR)} - {""}) if several else [label]
-        )
-        if not os.path.isfile(folder / name):
-            raise InputError(
-                f"{line}: {str(folder / name)!r} does not exist: correct the name, or data_dir="
-            )
-        if not several and (not label or SEPARATOR in label):
-            raise InputError(
-                f"{line}: label {label!r} must be one class: give one, or multi_label=true"
-            )
-        if split and split.lower() not in SPLITS:
-            raise InputError(f"{line}: split {split!r} must be train, val or test")
-        split = SPLITS.get(split.lower(), "")
-        file_id = os.stat(folder / name)
-        first = first_rows.setdefault((file_id.st_dev, file_id.st_ino), (number, labels, split))
+            fix = "put a value with commas in quotes"
+            raise InputError(f"{line}: has more values than the first line: {fix}")
+        name, label, split_name = ((row.get(column) or "").strip() for column in COLUMNS)
+        image = folder / name
+        if not os.path.isfile(image):
+            fix = "correct the name, or data_dir="
+            raise InputError(f"{line}: {str(image)!r} does not exist: {fix}")
+        labels = [label]
+        if several:
+            labels = sorted({part.strip() for part in label.split(SEPARATOR)} - {""})
+        elif not label or SEPARATOR in label:
+            fix = "give one, or multi_label=true"
+            raise InputError(f"{line}: label {label!r} must be one class: {fix}")
+        split = datasets.SPLITS.get(split_name.lower(), "")
+        if split_name and not split:
+            raise InputError(f"{line}: split {split_name!r} must be train, val or test")
+        status = image.stat()
+        first = first_rows.setdefault((status.st_dev, status.st_ino), (number, labels, split))
         if first[0] != number and not (split and first[1:] == (labels, split)):
             fix = "keep one of the rows, or give both the same label and split"
             raise InputError(f"{line}: {name!r} is also the file of line {first[0]}: {fix}")
@@ -266,48 +265,46 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
             left_out += 1
             continue
         files.append(name)
-        names.append(labels)
+        labels_of.append(labels)
         splits.append(split)
     if left_out:
-        say(f"labels={str(path)!r}: {left_out} rows of the split test are not read")
-    classes = sorted({one for of_image in names for one in of_image})
-    position = {one: i for i, one in enumerate(classes)}
-    labels_of = [tuple(position[one] for one in of_image) for of_image in names]
-    return Table(folder, str(path), several, tuple(classes), files, labels_of, splits)
+        say(f"{key}: {left_out} rows of the split test are not read")
+
+    classes = sorted({name for labels in labels_of for name in labels})
+    position = {name: i for i, name in enumerate(classes)}
+    positions = [tuple(position[name] for name in labels) for labels in labels_of]
+    return Table(folder, str(path), several, tuple(classes), files, positions, splits)
 
 
 def _of_table(table: Table, fraction: float, seed: int) -> tuple[Part, Part]:
     if not any(table.splits):
         return _divided(table, fraction, seed)
-    train, val = (
-        [i for i, split in enumerate(table.splits) if (split == "val") == is_val]
-        for is_val in (False, True)
-    )
-    for name, part in (("train", train), ("val", val)):
-        if not part:
-            raise InputError(
-                f"labels={table.place!r}: no row has split {name}: add such rows, or remove the column"
-            )
+    train = [i for i, split in enumerate(table.splits) if split != "val"]
+    val = [i for i, split in enumerate(table.splits) if split == "val"]
+    key = f"labels={table.place!r}"
+    if not (train and val):
+        missing = "val" if train else "train"
+        raise InputError(f"{key}: no row has split {missing}: add such rows, or remove the column")
+
     known = {label for i in train for label in table.labels[i]}
     for i in val:
-        if strange := set(table.labels[i]) - known:
-            images = (
-                f"all images of class {table.classes[min(strange)]!r}, such as {table.name(i)!r},"
-            )
-            raise InputError(
-                f"labels={table.place!r}: {images} have split val: give some of them the split train"
-            )
+        for label in table.labels[i]:
+            if label not in known:
+                images = f"all images of class {table.classes[label]!r}, such as {table.name(i)!r},"
+                fix = "give some of them the split train"
+                raise InputError(f"{key}: {images} have split val: {fix}")
     return (table, train), (table, val)
 
 
-def _divided(source: Listing | Table | Fake, fraction: float, seed: int) -> tuple[Part, Part]:
+def _divided(source: Images, fraction: float, seed: int) -> tuple[Part, Part]:
     """The share ``fraction`` of each class (of all images, if they have several labels) for
     validation, at least one image; the rest for training.
     """
     of_class = defaultdict(list)
-    several = isinstance(source, Table) and source.several
+    several = _several(source)
     for i in range(len(source)):
         of_class[0 if several else source.label(i)].append(i)
+
     random = sampling.generator(seed, 0, SPLIT)
     val = set[int]()
     for _, positions in sorted(of_class.items()):
@@ -315,7 +312,6 @@ def _divided(source: Listing | Table | Fake, fraction: float, seed: int) -> tupl
         chosen = torch.randperm(len(positions), generator=random)[:count]
         val |= {positions[i] for i in chosen.tolist()}
     if not val:
-        raise InputError(
-            f"{source.place}: too few images for a validation set: give a folder val/, or a column split in labels="
-        )
+        fix = "give a folder val/, or a column split in labels="
+        raise InputError(f"{source.place}: too few images for a validation set: {fix}")
     return (source, [i for i in range(len(source)) if i not in val]), (source, sorted(val))

@@ -116,10 +116,12 @@ class GlobalBatches:
         smallest = self.size(self.per_epoch - 1)
         least = ranks * accumulate
         if smallest < least:
-            needed = f"{least}, one for each {'of the parts (accumulate=) of each rank' if accumulate > 1 else 'rank'}"
-            why = f"with {self.num_samples} samples, the last batch has {smallest}, but it needs {needed}"
-            fix = f"give at least {2 * least}, or use fewer ranks"
-            raise InputError(f"global_batch_size={self.global_batch_size}: {why}; {fix}")
+            part = "of the parts (accumulate=) of each rank" if accumulate > 1 else "rank"
+            raise InputError(
+                f"global_batch_size={self.global_batch_size}: with {self.num_samples} samples, "
+                f"the last batch has {smallest}, but it needs {least}, one for each {part}; "
+                f"give at least {2 * least}, or use fewer ranks"
+            )
 
     def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Shard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on. in_order: without the
@@ -135,20 +137,6 @@ class GlobalBatches:
                 part = share(size, self.rank, self.world_size)
                 yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)
             begin += size
-
-
-class OfBatches:
-    """A `Source` that takes its order and number of batches from the `GlobalBatches` that it loads."""
-
-    _batches: GlobalBatches
-
-    @property
-    def per_epoch(self) -> int:
-        return self._batches.per_epoch
-
-    @property
-    def order(self) -> dict[str, Any]:
-        return self._batches.order
 
 
 def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:

@@ -40,20 +40,20 @@ def made() -> Text:
     encode, vocabulary, end = open_tokenizer("bytes")
     tokens = list[int]()
     while len(tokens) < SIZE:
-        names = [
-            "".join(
-                draw.choice("BDKLMNRSTVbdklmnrstv") + draw.choice("aeiou") for _ in range(3)
-            ).title()
-            for _ in "ab"
-        ]
+        names = [_name(draw), _name(draw)]
         sentences = []
         for _ in range(8):
             subject, verb = _noun(draw, 3)
-            thing, _ = _noun(draw, 1)
-            sentences.append(f"{draw.choice(names)} says {subject} {verb} {thing}.")
+            other, _ = _noun(draw, 1)
+            sentences.append(f"{draw.choice(names)} says {subject} {verb} {other}.")
         tokens += [*encode(" ".join(sentences)), end]
     array = np.array(tokens, np.uint16)
     return Text([array], vocabulary, end, hashlib.sha256(array.tobytes()).hexdigest())
+
+
+def _name(draw: random.Random) -> str:
+    syllables = [draw.choice("BDKLMNRSTVbdklmnrstv") + draw.choice("aeiou") for _ in range(3)]
+    return "".join(syllables).title()
 
 
 def _noun(draw: random.Random, depth: int) -> tuple[str, str]:
@@ -61,11 +61,10 @@ def _noun(draw: random.Random, depth: int) -> tuple[str, str]:
     verb that agrees with it.
     """
     plural = draw.random() < 0.5
-    words = [
-        "the",
-        *([draw.choice(ADJECTIVES)] if draw.random() < 0.5 else []),
-        draw.choice(NOUNS) + "s" * plural,
-    ]
+    words = ["the"]
+    if draw.random() < 0.5:
+        words.append(draw.choice(ADJECTIVES))
+    words.append(draw.choice(NOUNS) + "s" * plural)
     if depth and draw.random() < 0.5:
         opening, closing = draw.choice(BRACKETS)
         other, verb = _noun(draw, depth - 1)

@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -61,27 +62,25 @@ class Text:
         count = (len(self) - 1) // seq_len
         training = count - max(1, min(len(self) // 100, MOST_VALIDATION) // seq_len)
         if training < 1:
-            raise InputError(
-                f"seq_len={seq_len}: the text has {len(self)} tokens: give a smaller seq_len="
-            )
+            fix = "give a smaller seq_len="
+            raise InputError(f"seq_len={seq_len}: the text has {len(self)} tokens: {fix}")
         return range(training), range(training, count)
 
     def take(self, sequences: Sequence[int], seq_len: int) -> Tokens:
         """These sequences, int64 (B, seq_len + 1). Raises InputError for an unknown token."""
         rows = [self._tokens(i * seq_len, (i + 1) * seq_len + 1) for i in sequences]
-        found = np.array(rows, np.int64).reshape(-1, seq_len + 1)
-        if found.size and found.max() >= len(self.vocabulary):
-            raise InputError(
-                f"token {found.max()} is not one of the {len(self.vocabulary)} of this text: prepare it again"
-            )
-        return found
+        tokens = np.array(rows, np.int64).reshape(-1, seq_len + 1)
+        if tokens.max(initial=0) >= len(self.vocabulary):
+            known = f"one of the {len(self.vocabulary)} of this text"
+            raise InputError(f"token {tokens.max()} is not {known}: prepare it again")
+        return tokens
 
     def _tokens(self, begin: int, end: int) -> Tokens:
         number = bisect.bisect_right(self._starts, begin) - 1
         start = self._starts[number]
-        found = self._shards[number][begin - start : end - start]
-        rest = begin + len(found)
-        return found if rest == end else np.append(found, self._tokens(rest, end))
+        tokens = self._shards[number][begin - start : end - start]
+        rest = begin + len(tokens)
+        return tokens if rest == end else np.append(tokens, self._tokens(rest, end))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a short text, by byte-pair merges. They can differ from tiktoken's at line
@@ -113,16 +112,12 @@ def open_text(data_dir: str) -> Text:
         end = int(index["end"])
         dtype = index["dtype"]
         facts = [(int(shard["tokens"]), str(shard["sha256"])) for shard in index["shards"]]
-        if (
-            not VERSION.items() <= index.items()
-            or dtype not in ("<u2", "<u4")
-            or not 0 <= end < len(vocabulary)
-        ):
+        known = VERSION.items() <= index.items() and dtype in ("<u2", "<u4")
+        if not known or not 0 <= end < len(vocabulary):
             raise ValueError
     except (KeyError, ValueError, TypeError, AttributeError):
-        raise InputError(
-            f"{str(folder / 'index.json')!r} is damaged, or does not describe a text: {again}"
-        ) from None
+        why = "is damaged, or does not describe a text"
+        raise InputError(f"{str(folder / 'index.json')!r} {why}: {again}") from None
     for number, (tokens, _) in enumerate(facts):
         path = folder / f"{number:05d}.bin"
         size = tokens * np.dtype(dtype).itemsize
@@ -142,46 +137,40 @@ def write(
     """
     _, vocabulary, end = open_tokenizer(tokenizer)
     dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
-    tasks = [
-        (folder / f"{i:05d}.bin", group, tokenizer, dtype)
-        for i, group in enumerate(_groups(source, say))
-    ]
+    groups = _groups(source, say)
+    tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(groups)]
     count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
+    spawn = multiprocessing.get_context("spawn")
+    index = folder / "index.json"
     shards = []
     with files.writing_to(folder, "data_dir"):
         trust.own_folder(folder, "data_dir")
-        with files.locked(folder / "preparing.lock"):
-            if (files.read_json(folder / "index.json") or {}).get(
-                "tokenizer", tokenizer
-            ) != tokenizer:
-                made = f"{str(folder)!r} was made with another tokenizer"
-                raise InputError(f"tokenizer={tokenizer}: {made}: give another data_dir=")
-            # an unfinished text must not look complete
-            (folder / "index.json").unlink(missing_ok=True)
-            files.remove_temporary(folder)
-            try:
-                # An error or Ctrl-C ends map(), which cancels what has not begun.
-                with ProcessPoolExecutor(
-                    count, multiprocessing.get_context("spawn"), _start, (os.getpid(),)
-                ) as pool:
-                    for shard in pool.map(write_shard, *zip(*tasks, strict=True)):
-                        shards.append(shard)
-                        say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
-            except BrokenProcessPool:
-                raise MachineError(
-                    "a worker process died, probably for lack of memory: reduce workers="
-                ) from None
-            index = {
-                **VERSION,
-                "tokenizer": tokenizer,
-                "dtype": dtype,
-                "end": end,
-                "shards": shards,
-            }
-            files.write_json(
-                folder / "index.json",
-                {**index, "vocabulary": " ".join(t.hex() for t in vocabulary)},
-            )
+    with files.writing_to(folder, "data_dir"), files.locked(folder / "preparing.lock"):
+        if (files.read_json(index) or {}).get("tokenizer", tokenizer) != tokenizer:
+            made = f"{str(folder)!r} was made with another tokenizer"
+            raise InputError(f"tokenizer={tokenizer}: {made}: give another data_dir=")
+        index.unlink(missing_ok=True)  # an unfinished text must not look complete
+        files.remove_temporary(folder)
+
+        try:
+            # An error or Ctrl-C ends map(), which cancels what has not begun.
+            with ProcessPoolExecutor(count, spawn, _start, (os.getpid(),)) as pool:
+                for shard in pool.map(write_shard, *zip(*tasks, strict=True)):
+                    shards.append(shard)
+                    say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
+        except BrokenProcessPool:
+            why = "a worker process died, probably for lack of memory"
+            raise MachineError(f"{why}: reduce workers=") from None
+
+        content = {
+            **VERSION,
+            "tokenizer": tokenizer,
+            "dtype": dtype,
+            "end": end,
+            "shards": shards,
+            "vocabulary": " ".join(token.hex() for token in vocabulary),
+        }
+        files.write_json(index, content)
 
 
 def _start(parent: int) -> None:
@@ -191,44 +180,44 @@ def _start(parent: int) -> None:
 def _groups(source: str, say: Callable[[str], None]) -> list[list[Path]]:
     """The files of each shard, in the order of their names."""
     root = Path(source).expanduser()
-    files_of_source = list[Path]()
+    candidates = list[Path]()
     seen = set[bytes]()
     for path in [root] if root.is_dir() else map(Path, sorted(glob.glob(str(root)))):
         if path.is_dir():  # also Spark's folder of part files, NAME.parquet/
             for place, _, names in classfolder.walk(os.fsencode(path), seen):
-                files_of_source += [Path(os.fsdecode(os.path.join(place, name))) for name in names]
+                candidates += [Path(os.fsdecode(place), os.fsdecode(name)) for name in names]
         else:
-            files_of_source.append(path)
+            candidates.append(path)
 
-    paths = sorted(path.absolute() for path in files_of_source if path.suffix.lower() in ENDINGS)
-    others = [
-        os.fsencode(path.name) for path in files_of_source if path.suffix.lower() not in ENDINGS
-    ]
+    paths = list[Path]()
+    others = list[bytes]()
+    for path in candidates:
+        if path.suffix.lower() in ENDINGS:
+            paths.append(path.absolute())
+        else:
+            others.append(os.fsencode(path.name))
     classfolder.say_left_out(source, others, say)
     if not paths:
-        raise InputError(
-            f"source={source!r} has no .txt, .jsonl or .parquet: give a folder, a file or a pattern"
-        )
-    ends = itertools.accumulate(path.stat().st_size for path in paths)
-    numbered = zip((end // SHARD_BYTES for end in ends), paths, strict=True)
-    return [
-        [path for _, path in group]
-        for _, group in itertools.groupby(numbered, lambda pair: pair[0])
-    ]
+        fix = "give a folder, a file or a pattern"
+        raise InputError(f"source={source!r} has no .txt, .jsonl or .parquet: {fix}")
+
+    groups = defaultdict[int, list[Path]](list)
+    end = 0
+    for path in sorted(paths):
+        end += path.stat().st_size
+        groups[end // SHARD_BYTES].append(path)
+    return [*groups.values()]
 
 
 def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str) -> dict[str, Any]:
     """Writes the documents of ``sources`` and, beside them, their part of index.json, unless both
     exist. Raises InputError.
     """
-    facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in sources]
+    facts = [(str(source), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     identity = hashlib.sha256(json.dumps([tokenizer, facts]).encode()).hexdigest()
     record = files.read_json(path.with_suffix(".json")) or {}
-    if (
-        record.get("source") == identity
-        and path.is_file()
-        and files.sha256(path) == record["sha256"]
-    ):
+    is_made = record.get("source") == identity and path.is_file()
+    if is_made and files.sha256(path) == record["sha256"]:
         return record
     encode, _, end = open_tokenizer(tokenizer)
     digest = hashlib.sha256()
@@ -252,46 +241,48 @@ def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
     Raises InputError, MachineError.
     """
     if name == "bytes":
-        return (
-            lambda text: np.frombuffer(text.encode(), np.uint8),
-            [*(bytes([i]) for i in range(256)), b""],
-            256,
-        )
+        vocabulary = [*(bytes([i]) for i in range(256)), b""]
+        return lambda text: np.frombuffer(text.encode(), np.uint8), vocabulary, 256
     tiktoken = errors.require("tiktoken", "text", f"tokenizer={name}: ")
     try:
-        found = tiktoken.get_encoding(name)
+        encoding = tiktoken.get_encoding(name)
     except Exception as error:  # no internet
-        fix = "run this on a machine with internet, or set TIKTOKEN_CACHE_DIR to a folder with the tokenizer's file"
+        fix = (
+            "run this on a machine with internet, or set TIKTOKEN_CACHE_DIR to a folder "
+            "with the tokenizer's file"
+        )
         raise MachineError(f"tokenizer={name}: {errors.one_line(error)}: {fix}") from None
-    tokens = {found.encode_single_token(token): token for token in found.token_byte_values()}
-    return (
-        found.encode_ordinary,
-        [tokens.get(i, b"") for i in range(found.n_vocab)],
-        found.eot_token,
-    )
+    tokens = {encoding.encode_single_token(t): t for t in encoding.token_byte_values()}
+    vocabulary = [tokens.get(i, b"") for i in range(encoding.n_vocab)]
+    return encoding.encode_ordinary, vocabulary, encoding.eot_token
 
 
 def _documents(path: Path) -> Iterator[str]:
     """The documents of a file: a line of .jsonl or a row of .parquet is one. Raises InputError."""
+    kind = path.suffix.lower()
     number = 0
     try:
-        if path.suffix.lower() == ".txt":
+        if kind == ".txt":
             yield from filter(str.strip, _string(path.read_bytes()).split(END_OF_TEXT))
-        elif path.suffix.lower() == ".jsonl":
-            with open(path, encoding="utf-8-sig") as file:
-                for number, line in enumerate(file, 1):  # noqa: B007 (in the message)
-                    if line.strip():
-                        yield _string(json.loads(line)["text"])
-        else:
+            return
+        if kind == ".parquet":
             from pyarrow import parquet
 
             for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
                 values = (value for value in batch["text"].to_pylist() if value is not None)
                 yield from filter(None, map(_string, values))
+            return
+        with open(path, encoding="utf-8-sig") as file:
+            for number, text in enumerate(file, 1):  # noqa: B007 (in the message)
+                if text.strip():
+                    yield _string(json.loads(text)["text"])
     except ModuleNotFoundError:
         raise InputError(f"{str(path)!r}: needs pyarrow: pip install '.[text]'") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = "give UTF-8 text; each line of a .jsonl and each row of a .parquet must have a string in the field text"
+        fix = (
+            "give UTF-8 text; each line of a .jsonl and each row of a .parquet "
+            "must have a string in the field text"
+        )
         line = f", line {number}" if number else ""
         raise InputError(f"{str(path)!r}{line}: {errors.one_line(error, 120)}: {fix}") from None
 

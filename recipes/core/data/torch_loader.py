@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from recipes.core.data.sampling import GlobalBatches, OfBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.errors import InputError, RunError
 from recipes.core.place import processes
 
@@ -72,40 +72,41 @@ class LoadedBatch(Shard):
         """As `Shard.pieces`. Raises InputError if ``data`` has anything but tensors and would be
         cut.
         """
-        others = {
-            type(leaf).__name__ for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)
-        }
+        others = {type(leaf) for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)}
         if count > 1 and others:
-            named = ", ".join(sorted(others))
-            raise InputError(
-                f"accumulate={count}: {named} cannot be divided: collate= must return tensors"
-            )
+            named = ", ".join(sorted(kind.__name__ for kind in others))
+            fix = "collate= must return tensors"
+            raise InputError(f"accumulate={count}: {named} cannot be divided: {fix}")
         return super().pieces(count, empty)
 
 
-class _Loaded(OfBatches):
+class _Loaded:
     """A `Source` that puts its batches on a device."""
 
     def __init__(
         self, batches: GlobalBatches, num_workers: int, device: torch.device, collate: Collate
     ) -> None:
+        self.per_epoch = batches.per_epoch
+        self.order = batches.order
         self._batches = batches
         self._workers = num_workers
         self._device = device
         self._collate = collate
         folder = tempfile.gettempdir()
         if num_workers and len(os.fsencode(folder)) > LONGEST_TMPDIR:
-            fix = f"set TMPDIR to a folder of at most {LONGEST_TMPDIR} bytes, such as /tmp, or give num_workers=0"
-            raise InputError(
-                f"TMPDIR={folder}: too long for the sockets of the worker processes: {fix}"
+            fix = (
+                f"set TMPDIR to a folder of at most {LONGEST_TMPDIR} bytes, such as /tmp, "
+                "or give num_workers=0"
             )
+            why = "too long for the sockets of the worker processes"
+            raise InputError(f"TMPDIR={folder}: {why}: {fix}")
 
-    def _loaded(self, shards: Iterable[Shard], found: Iterable[Any]) -> Iterator[LoadedBatch]:
-        for shard, data in zip(shards, found, strict=True):
-            here = _on(self._device, data)
+    def _loaded(self, shards: Iterable[Shard], batches: Iterable[Any]) -> Iterator[LoadedBatch]:
+        for shard, data in zip(shards, batches, strict=True):
+            data = _on(self._device, data)
             if not len(shard.indices):  # a sample was read for its shape
-                here = tree_map_only(Tensor, lambda tensor: tensor[:0], here)
-            yield LoadedBatch(shard.epoch, shard.batch, shard.indices, shard.global_size, here)
+                data = tree_map_only(Tensor, lambda tensor: tensor[:0], data)
+            yield LoadedBatch(**vars(shard), data=data)
 
 
 class TorchLoader(_Loaded):
@@ -136,21 +137,20 @@ class TorchLoader(_Loaded):
         self.skipped: set[str] = set()  # names of the samples that this rank could not read
         count = len(dataset)  # type: ignore[arg-type]
         if count != batches.num_samples:
-            raise InputError(
-                f"the data set has {count} samples: give GlobalBatches() this, not {batches.num_samples}"
-            )
+            fix = f"give GlobalBatches() this, not {batches.num_samples}"
+            raise InputError(f"the data set has {count} samples: {fix}")
         self._training = self._reader(dataset)
         self._evaluation: _Reader | None = None
         if batches.rank == 0 and not self._training.repeats():
-            fix = "draw random numbers only from the global generators of torch, random and numpy"
             warn(
-                f"dataset[0] differs between two reads with the same seed, so a resumed run sees other samples; {fix}"
+                "dataset[0] differs between two reads with the same seed, "
+                "so a resumed run sees other samples; "
+                "draw random numbers only from the global generators of torch, random and numpy"
             )
 
     def _reader(self, dataset: Dataset[Any]) -> "_Reader":
-        return _Reader(
-            _Collated(dataset, self._batches.seed, self._collate), self._workers, self._device
-        )
+        batches = _Collated(dataset, self._batches.seed, self._collate)
+        return _Reader(batches, self._workers, self._device)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
         """This rank's shards of ``epoch``, from ``first_batch`` on. Raises InputError: that of a
@@ -167,9 +167,8 @@ class TorchLoader(_Loaded):
         if not self._evaluation or self._evaluation.batches.dataset is not dataset:
             self._evaluation = self._reader(dataset)
         samples = range(len(dataset))[part]  # type: ignore[arg-type]
-        wanted = (
-            (EVALUATION, samples[at : at + batch_size]) for at in range(0, len(samples), batch_size)
-        )
+        begins = range(0, len(samples), batch_size)
+        wanted = ((EVALUATION, samples[begin : begin + batch_size]) for begin in begins)
         for data in self._read(self._evaluation, wanted):
             yield _on(self._device, data)
 
@@ -177,13 +176,10 @@ class TorchLoader(_Loaded):
         """Number of samples that some rank could not read, each counted once. gather:
         `World.gather`. Collective.
         """
-        return len(
-            {
-                name
-                for found in gather(json.dumps(sorted(self.skipped)).encode())
-                for name in json.loads(found)
-            }
-        )
+        names = set[str]()
+        for of_rank in gather(json.dumps(sorted(self.skipped)).encode()):
+            names.update(json.loads(of_rank))
+        return len(names)
 
     def _read(self, reader: "_Reader", wanted: Iterable[Index]) -> Iterator[Any]:
         """The batches on the CPU. Raises InputError if too many samples are skipped."""
@@ -197,10 +193,8 @@ class TorchLoader(_Loaded):
                     self.skipped.add(name)
                     self._warn(f"{name!r} cannot be read ({why}) and is skipped")
             if skipped and len(bad) > max(MOST_SKIPPED, FRACTION * seen):
-                found = "{} of {} samples cannot be read ({!r}: {})".format(
-                    len(bad), seen, *skipped[-1]
-                )
-                raise InputError(f"{found}: check that the data is complete")
+                count = f"{len(bad)} of {seen} samples cannot be read ({name!r}: {why})"
+                raise InputError(f"{count}: check that the data is complete")
             yield data
 
 
@@ -255,22 +249,21 @@ class _Part(IterableDataset[Any]):
 
     def _own_batches(self) -> Iterator[Any]:
         worker = get_worker_info()
-        count = self.of._batches.num_samples
+        batches = self.of._batches
         stream = iter(self.of._samples(self.epoch))
         passed = 0
         for part in self.lists[worker.id :: worker.num_workers] if worker else self.lists:
             mine = part or [passed]  # a sample for its shape
-            found = list(islice(stream, mine[0] - passed, mine[-1] + 1 - passed))
-            if len(found) < len(mine):
-                raise InputError(
-                    f"the stream has fewer than {count} samples: give GlobalBatches() their number"
-                )
+            samples = list(islice(stream, mine[0] - passed, mine[-1] + 1 - passed))
+            if len(samples) < len(mine):
+                count = f"fewer than {batches.num_samples} samples"
+                raise InputError(f"the stream has {count}: give GlobalBatches() their number")
             passed = mine[-1] + 1
-            yield self.of._collate([self._made(*pair) for pair in zip(mine, found, strict=True)])
 
-    def _made(self, position: int, sample: Any) -> Any:
-        with seeded(self.of._batches.seed, self.epoch, position):
-            return self.of._transform(sample)
+            for i, position in enumerate(mine):
+                with seeded(batches.seed, self.epoch, position):
+                    samples[i] = self.of._transform(samples[i])
+            yield self.of._collate(samples)
 
 
 @dataclass(frozen=True)
@@ -288,8 +281,8 @@ class _Collated(Dataset[Any]):
         return _or_error(lambda: self._batch(*index))
 
     def _batch(self, epoch: int, numbers: Sequence[int]) -> tuple[Any, int, list[Any]]:
-        if set_epoch := getattr(self.dataset, "set_epoch", None):
-            set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
         samples = []
         skipped = []
         with _kept_generators():  # once for all samples, since it takes 0.1 ms
@@ -319,7 +312,9 @@ class _Reader:
     """
 
     def __init__(self, batches: _Collated, workers: int, device: torch.device) -> None:
-        self.batches, self._workers, self._wanted = batches, workers, _Wanted()
+        self.batches = batches
+        self._workers = workers
+        self._wanted = _Wanted()
         self._loader = _whole_batches(batches, workers, device, self._wanted)
 
     def read(self, wanted: Iterable[Index]) -> Iterator[Any]:
@@ -330,9 +325,8 @@ class _Reader:
         """Whether two reads of the first sample are equal. With workers, one reads it: they would
         share a file that this process opens.
         """
-        twice = _whole_batches(
-            self.batches, min(1, self._workers), torch.device("cpu"), [(0, [0]), (0, [0])]
-        )
+        cpu = torch.device("cpu")
+        twice = _whole_batches(self.batches, min(1, self._workers), cpu, [(0, [0])] * 2)
         return all(map(_equal, *map(tree_leaves, twice)))
 
 
@@ -361,17 +355,19 @@ def _whole_batches(
 
 
 def _end_with(rank: int, worker: int) -> None:
-    """A worker that hangs in a read does not notice that its rank has ended, so the kernel ends it."""
+    """The kernel ends a worker whose rank has ended, since one that hangs in a read does not notice
+    it.
+    """
     if os.getppid() == rank:  # a fork server may have started it
         processes.die_with(rank)()
 
 
-def _results(found: Iterable[Any]) -> Iterator[Any]:
-    """The batches of ``found``, up to the first error, which it raises."""
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-        yield one
+def _results(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches up to the first error, which it raises."""
+    for batch in batches:
+        if isinstance(batch, Exception):
+            raise batch
+        yield batch
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
@@ -388,18 +384,17 @@ def _or_error(make: Callable[[], Any]) -> Any:
         traceback.print_exception(error)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-        if (free := shutil.disk_usage("/dev/shm").free) < LITTLE_SHM:
+        free = shutil.disk_usage("/dev/shm").free
+        if free < LITTLE_SHM:
             fix = "in a container, use --shm-size=16g or --ipc=host; or lower num_workers="
             text = f"{text}; /dev/shm has only {free / 1e6:.0f} MB free: {fix}"
         return RunError(text)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(
-            (one == other).logical_or((one != one) & (other != other)).all()
-        )
-    return not isinstance(one, int | float | str) or one == other
+def _equal(leaf: Any, other: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return torch.equal(leaf.nan_to_num(), other.nan_to_num())
+    return not isinstance(leaf, int | float | str) or leaf == other
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -15,6 +16,7 @@ from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line, shown
 from recipes.core.train import checkpoint, sharding
+from recipes.core.train.optimisation import heads
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,8 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
         raise InputError(f"{path}: recipe {recipe} does not keep what a prediction needs: {fix}")
     cfg = declare.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
-    weights = sharding.whole(content["model"])
-    if content.get("ema"):
-        weights = {
-            k.removeprefix("module."): v
-            for k, v in content["ema"].items()
-            if k.startswith("module.")
-        }
     try:
-        net.load_state_dict(weights)
+        net.load_state_dict(_weights_of(content))
     except (RuntimeError, TypeError) as error:
         why = f"{recipe}.make_net() makes a network that does not fit ({one_line(error, 120)})"
         raise InputError(f"{path}: {why}: use the code that the run was trained with") from None
@@ -92,6 +87,52 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     _, transform = module.transforms(cfg)
     several = bool(getattr(cfg, "multi_label", False))
     return Trained(net.eval().to(device), transform, list(classes), several, path)
+
+
+def start_from(
+    net: nn.Module, run: str, classes: Sequence[str], say: Callable[[str], object]
+) -> None:
+    """Loads the weights of a run or checkpoint, selected as by `load`, into ``net``, a classifier
+    for ``classes``. Low-rank additions become parts of the weights.
+
+    The head of ``net`` stays, and a line is said, unless the run has the same classes. Raises
+    InputError if the networks differ in another layer.
+    """
+    path = _checkpoint_of(Path(run))
+    content = checkpoint.read(path)
+    weights = _without_lora(_weights_of(content))
+    about = content["meta"].get("about")
+    if not isinstance(about, dict) or about.get("classes") != list(classes):
+        say(f"weights={path}: trained on other classes, so the last layer is replaced")
+        for name, layer in heads(net).items():
+            weights |= layer.state_dict(prefix=f"{name}.")
+    try:
+        net.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        why = f"does not fit the network ({one_line(error, 120)})"
+        raise InputError(f"weights={path}: {why}: give the arch= of that run") from None
+
+
+def _weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights in a checkpoint, the averaged ones if there are any."""
+    averages = content.get("ema")
+    if not averages:
+        return sharding.whole(content["model"])
+    names = [name for name in averages if name.startswith("module.")]
+    return {name.removeprefix("module."): averages[name] for name in names}
+
+
+def _without_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with each low-rank addition of `models.add_lora` added to its matrix."""
+    merged = dict(weights)
+    for name in weights:
+        layer, added, rest = name.partition(".parametrizations.weight.")
+        if added and rest == "original":
+            matrix = merged.pop(name)
+            up = merged.pop(f"{layer}{added}0.up")
+            down = merged.pop(f"{layer}{added}0.down")
+            merged[f"{layer}.weight"] = matrix + (up @ down).view_as(matrix)
+    return merged
 
 
 def _checkpoint_of(path: Path) -> Path:

@@ -22,7 +22,7 @@ from recipes import imagenet
 from recipes.conf.imagenet import Config
 from recipes.core.data import classfolder, decode, image_sets, torch_loader
 from recipes.core.data.image_sets import IGNORE
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.train.optimizers import LARS
 from tests import helpers
 from tests.distributed import one_rank
@@ -118,6 +118,14 @@ def test_half_of_the_crops_are_flipped_and_the_loss_is_that_of_their_labels(trai
     assert 70 < sum(flips) < 122  # of 192
     assert 0.23 < min(areas) < 0.30
     assert max(areas) > 0.93
+
+
+def test_an_evaluation_starts_from_the_weights_of_a_run(train: Train, tmp_path: Path) -> None:
+    trained = train("max_steps=2")
+    run_dir = trained.run.checkpoints.parent.rename(tmp_path / "before")
+    assert train("evaluate=true", f"weights={run_dir}").results == trained.results
+    with pytest.raises(ConfigError, match="cannot be used with pretrained=true"):
+        train("pretrained=true", f"weights={run_dir}")
 
 
 def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path) -> None:

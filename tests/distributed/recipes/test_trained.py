@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors import safe_open
 
 import recipes
 from recipes import export, finetune, predict
+from recipes.conf.finetune import Config
 from recipes.core.errors import ConfigError, InputError
 from recipes.core.train import checkpoint
 from tests.distributed import one_rank
@@ -56,6 +58,33 @@ def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
     probabilities = model(Image.new("RGB", (50, 40), "red"))
     assert sum(probabilities.values()) == pytest.approx(1)
     assert list(probabilities.values()) == sorted(probabilities.values(), reverse=True)
+
+
+def test_a_training_starts_from_the_weights_of_a_run(run_dir: Path) -> None:
+    """Of one with train=lora, whose additions become parts of the weights."""
+    expected = recipes.load(run_dir).model.state_dict()
+    classes = ["class 0", "class 1", "class 2"]
+    lines = list[str]()
+
+    def started(weights: Path, classes: list[str], arch: str = "shufflenet_v2_x0_5") -> Any:
+        cfg = Config(arch=arch, weights=str(weights))
+        return finetune.make_net(cfg, classes, say=lines.append).state_dict()
+
+    for weights in (run_dir, run_dir / "checkpoints/step-00000003.pt"):
+        found = started(weights, classes)
+        assert all(found[name].allclose(value, atol=1e-6) for name, value in expected.items())
+    assert lines == []
+    for others in (["a", "b"], classes[::-1]):
+        found = started(run_dir, others)
+        assert len(found["fc.weight"]) == len(others)
+        assert not found["fc.weight"][:2].allclose(expected["fc.weight"][:2])
+        for name in expected.keys() - {"fc.weight", "fc.bias"}:
+            assert found[name].allclose(expected[name], atol=1e-6), name
+        assert "trained on other classes, so the last layer is replaced" in lines.pop()
+    with pytest.raises(
+        InputError, match=r"does not fit the network .*: give the arch= of that run"
+    ):
+        started(run_dir, classes, "resnet18")
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path: Path, run_dir: Path) -> None:

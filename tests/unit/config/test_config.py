@@ -400,7 +400,8 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
     }
     # also where a recipe has a default of its own
     assert declare.may_change(mnist.Config) == of_all
-    assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
+    of_imagenet = {"val_batch_size", "stage_dir", "weights"}
+    assert declare.may_change(imagenet.Config) == of_all | of_imagenet
     own = {
         name for keys in (RunKeys, TrainKeys) for name in declare.declared(keys, "not_inherited")
     }

@@ -24,7 +24,7 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 from torchvision.transforms import functional as TF
 
-from recipes.core.data import datasets, decode, image_sets
+from recipes.core.data import cifar10, datasets, decode, image_sets
 from recipes.core.data.decode import Decoder, Pixels, make_decoder
 from recipes.core.data.image_sets import IGNORE, Crops, Fake, Images, open_images
 from recipes.core.data.packed import write
@@ -112,6 +112,24 @@ def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
     wanted = torch.from_numpy(np.array(reference)).permute(2, 0, 1).int()
     assert pixels.shape == wanted.shape
     return int((pixels.int() - wanted).abs().max())
+
+
+def test_the_folders_of_splits_may_have_any_usual_spelling(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, split in (("Train", "train"), ("validation", "val"), ("TEST", "val")):
+        (source / name).symlink_to(folder / split)
+    assert datasets.find_imagenet(source) == source
+    assert cifar10.local_source(str(source)) == source
+    for split in ("train", "val"):
+        assert open_images(source, split).digest() == open_images(folder, split).digest()
+    copy = write.pack(source, tmp_path / "packed", size=48, workers=1, say=lambda line: None)
+    assert [split.samples for split in copy.splits.values()] == [
+        len(open_images(folder, split)) for split in ("train", "val")
+    ]
+    (source / "valid").symlink_to(folder / "val")
+    with pytest.raises(InputError, match=r"'valid' and 'validation' for the same split: remove"):
+        datasets.find_imagenet(source)
 
 
 def test_a_random_crop_has_the_pixels_of_torchvisions_transform(folder: Path) -> None:

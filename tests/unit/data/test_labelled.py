@@ -164,6 +164,14 @@ def test_classes_that_differ_only_in_spelling_are_named(tmp_path: Path) -> None:
     ]
 
 
+def test_classes_whose_names_look_equal_are_named_in_ascii(tmp_path: Path) -> None:
+    """One name has an accent in its letter, the other one has it as a second code point."""
+    names = ("caf\u00e9", "cafe\u0301")
+    _, lines = said(images(tmp_path, *(f"{name}/{i}.png" for name in names for i in range(2))))
+    both = r"'cafe\u0301' and 'caf\xe9'"
+    assert lines[1:] == [f"warning: {str(tmp_path)!r}: {both} are read as two classes"]
+
+
 def write(folder: Path, *lines: str) -> str:
     (folder / "labels.csv").write_text("\n".join(lines), encoding="utf-8-sig")
     return str(folder / "labels.csv")

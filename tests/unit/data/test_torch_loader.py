@@ -40,6 +40,11 @@ class Numbers(Dataset[Any]):
         return {"i": i, "drawn": (torch.rand(()), random.random(), np.random.rand())}
 
 
+class Doubled(Numbers):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return super().__getitem__(2 * i)
+
+
 class Unsteady(Numbers):
     reads = 0
 
@@ -158,6 +163,21 @@ def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
         [b["i"].tolist() for b in loader.in_order(numbers, part, 4)] for numbers in [Numbers()] * 2
     )
     assert first == again == [[8, 9, 10, 11], [12, 13, 14]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluations_of_two_sets_read_each_its_own(workers: int) -> None:
+    loader = of_set(batches(), workers)
+    sets = {"all": Numbers(), "doubled": Doubled(), "all again": Numbers()}
+    found = {
+        name: [b["i"].tolist() for b in loader.in_order(dataset, slice(4), 2)]
+        for name, dataset in sets.items()
+    }
+    assert found == {
+        "all": [[0, 1], [2, 3]],
+        "doubled": [[0, 2], [4, 6]],
+        "all again": [[0, 1], [2, 3]],
+    }
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -48,9 +48,8 @@ class PackedCopy:
     @property
     def files(self) -> list[DataFile]:
         """All files, index.json last."""
-        return [file for split in self.splits.values() for file in (split.index, *split.shards)] + [
-            self.index
-        ]
+        files = [file for split in self.splits.values() for file in (split.index, *split.shards)]
+        return [*files, self.index]
 
 
 def shard_name(split: str, number: int) -> str:
@@ -58,47 +57,37 @@ def shard_name(split: str, number: int) -> str:
 
 
 def read_index(folder: Path) -> PackedCopy:
-    """Reads index.json. Raises InputError (one line: file, fault, fix) if it is missing or damaged."""
+    """Reads index.json. Raises InputError (one line) if it is missing or damaged."""
     path = folder / INDEX
     again = datasets.prepare_command("imagenet", folder)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise InputError(
-            f"{str(folder)!r} is not a packed copy (no index.json): pack one with {again}"
-        ) from None
+        fix = f"pack one with {again}"
+        raise InputError(f"{str(folder)!r} is not a packed copy (no index.json): {fix}") from None
     except OSError as error:
-        raise InputError(
-            f"{str(path)!r} cannot be read ({error.strerror}): make it readable"
-        ) from None
+        why = f"cannot be read ({error.strerror})"
+        raise InputError(f"{str(path)!r} {why}: make it readable") from None
     try:
-        found: Any = json.loads(content)
-        splits = {name: _split(name, found["splits"][name]) for name in SPLITS}
-        index = DataFile(INDEX, len(content), hashlib.sha256(content).hexdigest())
-        copy = PackedCopy(
-            int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, index
-        )
-        if not VERSION.items() <= found.items() or not all(
-            isinstance(c, str) for c in copy.classes
-        ):
+        facts: Any = json.loads(content)
+        classes = tuple(facts["classes"])
+        is_known = VERSION.items() <= facts.items()
+        if not is_known or not all(isinstance(name, str) for name in classes):
             raise ValueError
+        splits = {name: _split(name, facts["splits"][name]) for name in SPLITS}
+        index = DataFile(INDEX, len(content), hashlib.sha256(content).hexdigest())
+        return PackedCopy(int(facts["size"]), int(facts["quality"]), classes, splits, index)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        raise InputError(
-            f"{str(path)!r} is damaged or of another version: remove it and pack again: {again}"
-        ) from None
-    return copy
+        fix = f"remove it and pack again: {again}"
+        raise InputError(f"{str(path)!r} is damaged or of another version: {fix}") from None
 
 
-def _split(name: str, found: Mapping[str, Any]) -> Split:
+def _split(name: str, facts: Mapping[str, Any]) -> Split:
     """Files are named by their split and number: no name in index.json is used."""
-    samples = int(found["samples"])
-    shards = enumerate(found["shards"])
-    return Split(
-        samples,
-        DataFile(f"{name}.index", samples * RECORD.size, str(found["index_sha256"])),
-        tuple(
-            DataFile(shard_name(name, i), int(shard["bytes"]), str(shard["sha256"]))
-            for i, shard in shards
-        ),
-        len(found["skipped"]),
+    samples = int(facts["samples"])
+    index = DataFile(f"{name}.index", samples * RECORD.size, str(facts["index_sha256"]))
+    shards = tuple(
+        DataFile(shard_name(name, i), int(shard["bytes"]), str(shard["sha256"]))
+        for i, shard in enumerate(facts["shards"])
     )
+    return Split(samples, index, shards, len(facts["skipped"]))

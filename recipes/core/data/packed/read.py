@@ -29,37 +29,32 @@ class Packed:
 
     def __init__(self, folder: Path, copy: PackedCopy, split: str) -> None:
         again = f"pack again: {datasets.prepare_command('imagenet', folder)}"
-        found = copy.splits[split]
+        parts = copy.splits[split]
         self.kind = f"packed jpeg, {copy.size} px"
-        self.classes, self.place = copy.classes, str(folder)
+        self.classes = copy.classes
+        self.place = str(folder)
         self._opened = folder, copy, split
         self._split = split
-        self._files = [file.name for file in found.shards]
-        self._shards = [_open(folder, file, again) for file in found.shards]
-        with _open(folder, found.index, again) as opened:
+        self._files = parts.shards
+        self._shards = [_open(folder, file, again) for file in parts.shards]
+        with _open(folder, parts.index, again) as opened:
             self._records = np.memmap(opened, FIELDS, "r")
         self._digest = hashlib.sha256(self._records.data).hexdigest()
-        if self._digest != found.index.sha256 or not self._is_valid(
-            [file.size for file in found.shards]
-        ):
-            raise InputError(f"{str(folder / found.index.name)!r} is damaged: {again}")
+        if self._digest != parts.index.sha256 or not self._is_valid():
+            raise InputError(f"{str(folder / parts.index.name)!r} is damaged: {again}")
 
-    def _is_valid(self, sizes: list[int]) -> bool:
-        """Whether every record has a known label and points into a shard. sizes: of the shards, in
-        bytes.
-        """
-        offset, length, shard, label = (
-            self._records[name] for name in ("offset", "length", "shard", "label")
-        )
-        if (shard >= len(sizes)).any() or (label >= len(self.classes)).any():
+    def _is_valid(self) -> bool:
+        """Whether every record has a known label and points into a shard."""
+        shard = self._records["shard"]
+        if (shard >= len(self._files)).any() or (self._records["label"] >= len(self.classes)).any():
             return False
-        size = np.asarray(sizes, np.uint64)[shard]
+        size = np.array([file.size for file in self._files], np.uint64)[shard]
+        offset = self._records["offset"]
         # offset + length could overflow
-        return not ((offset > size).any() or (length > size - offset).any())
+        return not ((offset > size).any() or (self._records["length"] > size - offset).any())
 
-    def __reduce__(
-        self,
-    ) -> tuple[Any, ...]:  # workers that are not forked open the files themselves
+    # workers that are not forked open the files themselves
+    def __reduce__(self) -> tuple[Any, ...]:
         return Packed, self._opened
 
     def __len__(self) -> int:
@@ -70,7 +65,7 @@ class Packed:
 
     def name(self, i: int) -> str:
         """Names the sample by its shard: a packed copy does not keep the original file's name."""
-        return f"{self._split} sample {i} ({self._files[self._records[i]['shard']]})"
+        return f"{self._split} sample {i} ({self._files[self._records[i]['shard']].name})"
 
     def digest(self) -> str:
         return self._digest
@@ -91,9 +86,8 @@ def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
         opened = open(path, "rb", buffering=0)  # noqa: SIM115
         size = os.fstat(opened.fileno()).st_size
     except OSError as error:
-        raise InputError(
-            f"{str(path)!r} cannot be read ({error.strerror}): make it readable, or {again}"
-        ) from None
+        why = f"cannot be read ({error.strerror})"
+        raise InputError(f"{str(path)!r} {why}: make it readable, or {again}") from None
     if size != file.size:
         raise InputError(f"{str(path)!r} has {size} bytes instead of {file.size}: {again}")
     return opened

@@ -5,7 +5,7 @@ folder is never used.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,35 +33,38 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], No
         copy = format.read_index(folder)
     except InputError as error:
         raise InputError(f"stage_dir= requires a packed copy in data_dir, but {error}") from None
-    target = (
-        Path(os.path.realpath(stage_dir))
-        / f"{folder.resolve().name}-{copy.index.sha256[:12]}-{os.geteuid()}"
-    )
-    total = sum(file.size for file in copy.files)
+    name = f"{folder.resolve().name}-{copy.index.sha256[:12]}-{os.geteuid()}"
+    target = Path(os.path.realpath(stage_dir), name)
+
+    def is_missing(file: DataFile) -> bool:
+        path = target / file.name
+        return not path.is_file() or path.stat().st_size != file.size
 
     def missing() -> list[DataFile]:
-        paths = {file: target / file.name for file in copy.files}
-        return [
-            file
-            for file, path in paths.items()
-            if not path.is_file() or path.stat().st_size != file.size
-        ]
+        return [file for file in copy.files if is_missing(file)]
+
+    total = _bytes(copy.files)
 
     def show() -> None:
-        report(total - sum(file.size for file in missing()), total)
+        report(total - _bytes(missing()), total)
 
     with files.writing_to(target.parent, "stage_dir"):
         trust.private_folder(target, "remove it, or give another stage_dir=")
-        if missing():
-            with files.locked(target / LOCK, show):
-                files.remove_temporary(target)
-                files.check_free(target, sum(file.size for file in missing()))
-                show()
-                # an error ends map(), which cancels what has not begun
-                with ThreadPoolExecutor(COPIERS) as pool:
-                    for _ in pool.map(lambda file: _copy(file, folder, target), missing()):
-                        show()
+        if not missing():
+            return target
+        with files.locked(target / LOCK, show):
+            files.remove_temporary(target)
+            files.check_free(target, _bytes(missing()))
+            show()
+            # an error ends map(), which cancels what has not begun
+            with ThreadPoolExecutor(COPIERS) as pool:
+                for _ in pool.map(lambda file: _copy(file, folder, target), missing()):
+                    show()
     return target
+
+
+def _bytes(parts: Iterable[DataFile]) -> int:
+    return sum(file.size for file in parts)
 
 
 def _copy(file: DataFile, folder: Path, target: Path) -> None:
@@ -73,8 +76,8 @@ def _copy(file: DataFile, folder: Path, target: Path) -> None:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror})") from None
-    if fault := datasets.content_fault(content, file):
-        raise InputError(
-            f"{str(path)!r} {fault}: pack again: {datasets.prepare_command('imagenet', folder)}"
-        )
+    fault = datasets.content_fault(content, file)
+    if fault:
+        command = datasets.prepare_command("imagenet", folder)
+        raise InputError(f"{str(path)!r} {fault}: pack again: {command}")
     files.write_bytes(target / file.name, content)

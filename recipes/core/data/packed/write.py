@@ -49,31 +49,26 @@ def pack(
             say("imagenet: a packed copy exists already; verifying it")
             return _verified(target, size, quality)
         _check_target(target)
-        if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
-            raise InputError(
-                f"source={str(source)!r}: must have train/<class>/*.JPEG and val/<class>/*.JPEG"
-            )
-        train = classfolder.scan(source / "train", say=say)
-        val = classfolder.scan(source / "val", train.classes, say=say)
-        listings = {"train": train, "val": val}
+        folders = datasets.split_folders(source, "source")
+        if not {*format.SPLITS} <= folders.keys():
+            needed = "train/<class>/*.JPEG and val/<class>/*.JPEG"
+            raise InputError(f"source={str(source)!r}: must have {needed}")
+        train = classfolder.scan(folders["train"], say=say)
+        val = classfolder.scan(folders["val"], train.classes, say=say)
+
         trust.own_folder(target, "data_dir")
         with files.locked(target / "packing.lock"):
             files.remove_temporary(target)  # of an interrupted packing, as are these
             for old in target.glob("*.bin"):
                 old.unlink()
+            options = {"size": size, "quality": quality}
             encode = partial(pillow.encode, size=size, quality=quality)
             count = workers or len(os.sched_getaffinity(0))
             splits = {
-                name: _write_split(name, one, target, encode, count, say)
-                for name, one in listings.items()
+                split: _write_split(split, listing, target, encode, count, say)
+                for split, listing in (("train", train), ("val", val))
             }
-            index = {
-                **format.VERSION,
-                "size": size,
-                "quality": quality,
-                "classes": train.classes,
-                "splits": splits,
-            }
+            index = {**format.VERSION, **options, "classes": train.classes, "splits": splits}
             files.write_json(target / format.INDEX, index)
             return format.read_index(target)
 
@@ -86,25 +81,25 @@ def _verified(target: Path, size: int, quality: int) -> PackedCopy:
     start_again = f"remove {shlex.quote(str(target))} and run the same command to pack again"
     if (copy.size, copy.quality) != (size, quality):
         keys = f"size={copy.size} quality={copy.quality}"
-        raise InputError(
-            f"data_dir={str(target)!r}: was packed with {keys}: give these keys, or {start_again}"
-        )
+        fix = f"give these keys, or {start_again}"
+        raise InputError(f"data_dir={str(target)!r}: was packed with {keys}: {fix}")
     for file in copy.files:
-        if fault := datasets.fault_of(target / file.name, file):
-            raise InputError(
-                f"data_dir={str(target)!r}: is damaged ({file.name} {fault}): {start_again}"
-            )
+        fault = datasets.fault_of(target / file.name, file)
+        if fault:
+            damaged = f"is damaged ({file.name} {fault})"
+            raise InputError(f"data_dir={str(target)!r}: {damaged}: {start_again}")
     return copy
 
 
 def _check_target(target: Path) -> None:
     """Raises InputError if ``target`` has files that packing does not write."""
-    if datasets.kind(target) == "folder":
-        ours = re.compile(r"\..*|lost\+found|packing\.(lock|json)|(train|val)(\.index|-\d{5}\.bin)")
-        if others := [name for name in os.listdir(target) if not ours.fullmatch(name)]:
-            raise InputError(
-                f"data_dir={str(target)!r}: has other files ({min(others)!r}): give another data_dir="
-            )
+    if datasets.kind(target) != "folder":
+        return
+    ours = re.compile(r"\..*|lost\+found|packing\.(lock|json)|(train|val)(\.index|-\d{5}\.bin)")
+    for name in sorted(os.listdir(target)):
+        if not ours.fullmatch(name):
+            where = f"data_dir={str(target)!r}"
+            raise InputError(f"{where}: has other files ({name!r}): give another data_dir=")
 
 
 def _write_split(
@@ -114,9 +109,9 @@ def _write_split(
     too many images are unreadable.
     """
     numbers = range(-(-len(listing) // SAMPLES_PER_SHARD))
-    entries = list[dict[str, Any]]()
+    entries = []
     records = bytearray()
-    skipped = list[dict[str, str]]()
+    skipped = []
     progress = Progress(split, len(listing), "images", say)
     stopped = threading.Event()
     pool = ThreadPoolExecutor(workers)
@@ -134,6 +129,7 @@ def _write_split(
         some = "; ".join(f"{skip['file']!r} {skip['why']}" for skip in skipped[:3])
         count = f"{len(skipped)} of {len(listing)} images of {split}/"
         raise InputError(f"source=: {count} cannot be used ({some}): repair or remove them")
+
     files.write_bytes(target / f"{split}.index", bytes(records))
     return {
         "samples": len(listing) - len(skipped),
@@ -156,22 +152,23 @@ def _write_shard(
     """
     records = bytearray()
     digest = hashlib.sha256()
-    skipped: list[dict[str, str]] = []
+    skipped = []
     size = 0
 
     def fill(file: IO[bytes]) -> None:
         nonlocal size
-        for i in range(len(listing))[number * SAMPLES_PER_SHARD : (number + 1) * SAMPLES_PER_SHARD]:
+        begin = number * SAMPLES_PER_SHARD
+        for i in range(len(listing))[begin : begin + SAMPLES_PER_SHARD]:
             if stopped.is_set():
                 raise CancelledError
+            name = listing.name(i)
             try:
-                payload, height, width = encode(pillow.read_file(listing.folder / listing.name(i)))
+                payload, height, width = encode(pillow.read_file(listing.folder / name))
             except Unreadable as error:
-                skipped.append({"file": f"{split}/{listing.name(i)}", "why": str(error)})
+                skipped.append({"file": f"{split}/{name}", "why": str(error)})
                 continue
-            records.extend(
-                format.RECORD.pack(size, len(payload), number, listing.label(i), height, width)
-            )
+            label = listing.label(i)
+            records.extend(format.RECORD.pack(size, len(payload), number, label, height, width))
             size += file.write(payload)
             digest.update(payload)
 
