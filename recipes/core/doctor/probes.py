@@ -40,6 +40,7 @@ HANGS = (
 )
 
 Facts = dict[str, Any]
+Answer = tuple[Facts, list[Finding]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
     A check that does not end is a finding.
     """
     facts: dict[str, Facts] = {}
-    findings: list[Finding] = []
+    findings = list[Finding]()
     # not as a context manager, which waits for threads that hang
     pool = ThreadPoolExecutor(len(CHECKS))
     answers = {name: pool.submit(check, here) for name, check in CHECKS.items()}
@@ -81,8 +82,8 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
             )
             continue
         try:
-            facts[name], found = answer.result()
-            findings += found
+            facts[name], more = answer.result()
+            findings += more
         except Exception as error:  # a fault of one check must not hide what the others find
             what = f"the check of its {name} failed ({one_line(error, 150)})"
             findings.append(Finding(what, f"log in to the node and check its {name}", bad=False))
@@ -90,7 +91,7 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
     return facts, findings
 
 
-def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def torch_import(here: Surroundings) -> Answer:
     """In a separate process: an import can hang on a file system, or crash on a broken driver."""
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
     if why:
@@ -114,41 +115,35 @@ def known_hangs(nccl: str, machine: str) -> list[Finding]:
     return []
 
 
-def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def disks(here: Surroundings) -> Answer:
     """/dev/shm, the run directory, TMPDIR and the data folder, each in a separate process: a file
     system may not answer.
     """
     temporary = here.environ.get("TMPDIR") or "/tmp"
     folders = [
-        ("/dev/shm", "/dev/shm", "write", "check that file system"),
-        (
-            f"run_dir={here.run_dir}",
-            str(here.run_dir),
-            "write",
-            "check that file system, or give another run_dir=",
-        ),
-        (f"TMPDIR={temporary}", temporary, "write", "set TMPDIR to a folder that is on every node"),
-        (
-            f"data_dir={here.data_dir}",
-            here.data_dir,
-            "read",
-            "check the name, and that it is mounted on that node",
-        ),
+        ("", "/dev/shm", "check that file system"),
+        ("run_dir=", str(here.run_dir), "check that file system, or give another run_dir="),
+        ("TMPDIR=", temporary, "set TMPDIR to a folder that is on every node"),
+        ("data_dir=", here.data_dir, "check the name, and that it is mounted on that node"),
     ]
     findings = []
-    for name, folder, use, fix in folders if here.data_dir else folders[:-1]:
+    for key, folder, fix in folders if here.data_dir else folders[:-1]:
+        use = "read" if key == "data_dir=" else "write"
         command = [sys.executable, "-S", "-c", DISK_PROBE, folder, use]
         out, why = commands.run(command, 15)
         if why:
-            leave_out = here.has_others or name == "/dev/shm"
-            findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
+            leave_out = here.has_others or not key
+            what = f"{key}{folder} cannot be used ({why})"
+            findings.append(Finding(what, fix, leave_out=leave_out))
             continue
         free = json.loads(out)
-        if name == "/dev/shm" and free is not None and free < SHM_BYTES:
-            fix = "delete files there, or use docker run --ipc=host; loader processes and NCCL need that space"
-            findings.append(
-                Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20)
+        if not key and free is not None and free < SHM_BYTES:
+            fix = (
+                "delete files there, or use docker run --ipc=host; "
+                "loader processes and NCCL need that space"
             )
+            what = f"{folder} has {files.size_text(free)} free"
+            findings.append(Finding(what, fix, bad=free < 64 << 20))
     return {}, findings
 
 
@@ -167,18 +162,16 @@ except OSError as error:
 """
 
 
-def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def interfaces(here: Surroundings) -> Answer:
     """The interface on the route to the other nodes."""
     folders = here.root / "sys/class/net"
     try:
         chosen = network.choose(here.info)
     except network.NetworkError as error:
-        down = [
-            folder.name
-            for folder in sorted(folders.glob("*"))
-            if _text(folder / "operstate") == "down"
-        ]
-        what = f"{error.what}; interfaces that are down: {', '.join(down)}" if down else error.what
+        what = error.what
+        down = [path.parent.name for path in folders.glob("*/operstate") if _text(path) == "down"]
+        if down:
+            what += f"; interfaces that are down: {', '.join(sorted(down))}"
         return {}, [Finding(what, error.fix)]
     if not chosen:
         return {}, []
@@ -187,23 +180,23 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         value = here.environ.get(name, "")
         # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact
         # names.
-        is_listed = any(chosen.interface.startswith(one) for one in value.lstrip("^=").split(","))
+        is_listed = chosen.interface.startswith(tuple(value.lstrip("^=").split(",")))
         if value and here.has_others and is_listed == value.startswith("^"):
             what = f"{name}={value}, but the route to {chosen.peer} uses {chosen.interface}"
-            findings.append(
-                Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False)
-            )
-    own = _mbit_per_s(folders / chosen.interface)
-    cards = [
-        one
-        for one in folders.glob("*")
-        if (one / "device").exists() and _text(one / "operstate") == "up"
-    ]
-    fastest = max(cards, key=_mbit_per_s, default=None)
-    if fastest and here.has_others and _mbit_per_s(fastest) > own > 0 and not _ports(here):
-        name = fastest.name
-        what = f"the ranks use {chosen.interface} with {own} Mbit/s, but {name} has {_mbit_per_s(fastest)} Mbit/s"
-        fix = f"if {name} reaches the other nodes, set NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
+            fix = f"unset {name}, or set it to {chosen.interface}"
+            findings.append(Finding(what, fix, bad=False))
+    speed = _mbit_per_s(folders / chosen.interface)
+    cards = (path.parent for path in folders.glob("*/device"))
+    speeds = [(_mbit_per_s(card), card.name) for card in cards if _text(card / "operstate") == "up"]
+    highest, name = max(speeds, default=(0, ""))
+    if here.has_others and highest > speed > 0 and not _ports(here):
+        what = (
+            f"the ranks use {chosen.interface} with {speed} Mbit/s, but {name} has {highest} Mbit/s"
+        )
+        fix = (
+            f"if {name} reaches the other nodes, "
+            f"set NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
+        )
         findings.append(Finding(what, fix, bad=False))
     return {"interface": chosen.interface}, findings
 
@@ -228,29 +221,36 @@ def _text(path: Path) -> str:
         return ""
 
 
-def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def infiniband(here: Surroundings) -> Answer:
     """Ports that are not active, and whether a process may lock the memory that it sends."""
-    if not (ports := _ports(here)):
+    ports = _ports(here)
+    if not ports:
         return {}, []
     findings = []
     for folder in ports:
         port = f"{folder.parts[-3]}:{folder.name}"
         state = _text(folder / "state").rpartition(": ")[2]
         if state not in ("ACTIVE", ""):
-            fix = f"check its cable, switch and subnet manager; if NCCL should not use it, set NCCL_IB_HCA=^{port}"
+            fix = (
+                "check its cable, switch and subnet manager; "
+                f"if NCCL should not use it, set NCCL_IB_HCA=^{port}"
+            )
             findings.append(Finding(f"InfiniBand port {port} is {state}", fix, bad=False))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
         fix = (
-            "the site must allow ulimit -l unlimited (in Slurm: LimitMEMLOCK=infinity for slurmd, and "
-            "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)"
+            "the site must allow ulimit -l unlimited (in Slurm: LimitMEMLOCK=infinity for slurmd, "
+            "and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)"
         )
-        what = f"locked memory is limited to {limit // 1024} KB, but RDMA must lock the memory that it sends"
+        what = (
+            f"locked memory is limited to {limit // 1024} KB, "
+            "but RDMA must lock the memory that it sends"
+        )
         findings.append(Finding(what, fix, bad=here.has_others))
     return {}, findings
 
 
-def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def gpus(here: Surroundings) -> Answer:
     """What `gpucheck.gpus` finds on the GPUs that this process may use."""
     if here.on_cpu:
         return {}, []
@@ -260,19 +260,21 @@ def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
         fix = f"run {sys.executable} -m recipes.core.doctor.gpucheck gpus on that node"
         return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
     seen = [] if why else json.loads(out.splitlines()[-1])
-    found = []
-    if few := shortage(here.environ, len(seen)):
-        found.append(Finding(few, "check which GPUs nvidia-smi -L lists there"))
+    findings = []
+    few = shortage(here.environ, len(seen))
+    if few:
+        findings.append(Finding(few, "check which GPUs nvidia-smi -L lists there"))
     elif here.info.in_slurm and not seen:
         fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
-        found.append(Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False))
+        findings.append(Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False))
     smi, _ = commands.run(SMI, 20)  # many images do not have it
     errors = dict(line.strip().split(", ") for line in smi.splitlines() if line.count(", ") == 1)
     for gpu in seen:
-        found += _of_gpu(gpu, errors.get(gpu.get("uuid", ""), ""))
+        findings += _of_gpu(gpu, errors.get(gpu.get("uuid"), ""))
     # Nodes may have different numbers of granted GPUs, and `shortage` compares each with its own.
     count = None if granted else len(seen)
-    return {"count": count, "name": seen[0].get("name") if seen else None, "gpus": seen}, found
+    name = seen[0].get("name") if seen else None
+    return {"count": count, "name": name, "gpus": seen}, findings
 
 
 def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
@@ -281,24 +283,20 @@ def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
     fix = "ask the site to drain that node"
     if gpu.get("error"):
         return [Finding(f"{name} cannot be used: {gpu['error']}", fix)]
-    found = []
+    findings = []
     if not gpu["correct"]:
-        found.append(Finding(f"{name} returns a wrong matrix product", fix))
+        findings.append(Finding(f"{name} returns a wrong matrix product", fix))
     if errors.isdecimal() and int(errors):
-        found.append(
-            Finding(
-                f"{name} has had {errors} uncorrected memory errors since the driver was loaded",
-                fix,
-            )
-        )
+        what = f"{name} has had {errors} uncorrected memory errors since the driver was loaded"
+        findings.append(Finding(what, fix))
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
         fix = "find the process that uses it, possibly of an ended job, with nvidia-smi there"
-        found.append(Finding(what, fix, bad=False))
-    return found
+        findings.append(Finding(what, fix, bad=False))
+    return findings
 
 
-CHECKS: Mapping[str, Callable[[Surroundings], tuple[Facts, list[Finding]]]] = {
+CHECKS: Mapping[str, Callable[[Surroundings], Answer]] = {
     "torch": torch_import,
     "disks": disks,
     "interfaces": interfaces,
