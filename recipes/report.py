@@ -29,15 +29,15 @@ def main(argv: list[str]) -> int:
     page = next((word.removeprefix("html=") for word in argv if word.startswith("html=")), "")
     words = [word for word in argv if word != "--json" and not word.startswith("html=")]
     folders = [Path(word) for word in words] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
-    found = table.read_each(table.find(folders), lambda path: table.read_run(path, time.time()))
+    runs = table.read_each(table.find(folders), lambda path: table.read_run(path, time.time()))
     if page:
         with files.writing_to(Path(page), "html"):
-            files.write_bytes(Path(page), html.page(found, time.time()).encode())
-        lines = [f"{page}: {len(found)} run{'s' if len(found) > 1 else ''}"]
+            files.write_bytes(Path(page), html.page(runs, time.time()).encode())
+        lines = [f"{page}: {len(runs)} run{'s' if len(runs) > 1 else ''}"]
     elif "--json" in argv:
-        lines = [json.dumps({**vars(run), "folder": str(run.folder)}, default=str) for run in found]
+        lines = [json.dumps(vars(run), default=str) for run in runs]
     else:
-        lines = table.aligned(table.cells(found))
+        lines = table.aligned(table.cells(runs))
     print("\n".join(lines))
     return errors.EXIT_DONE
 
