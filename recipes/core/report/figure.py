@@ -92,8 +92,10 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     """The ends of an axis. They differ, even if the values do not."""
     low = min(values)
     high = max(values)
-    pad = 0.0 if high - low > 1e-9 * max(abs(low), abs(high)) else abs(low) * 0.1 or 1.0
-    return low - pad, high + pad
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high
+    pad = abs(low) * 0.1
+    return (low - pad, high + pad) if pad else (0.0, 1.0)
 
 
 def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
