@@ -14,6 +14,7 @@ the outputs differ.
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ def to_tracker(argv: list[str]) -> int:
     to = keys["to"]
     if to not in trackers.TRACKERS:
         raise InputError(f"to={errors.shown(to)}: must be one of {', '.join(trackers.TRACKERS)}")
+    export = partial(trackers.export, to=to, project=keys.get("project", ""))
     for path in table.find([Path(word) for word in argv if word not in words]):
         with files.writing_to(path, "run_dir"), files.locked(path / trackers.LOCK):
-            print(trackers.export(path, to, keys.get("project", "")), flush=True)
+            print(table.read_one(path, export), flush=True)
     return errors.EXIT_DONE
 
 

@@ -82,7 +82,7 @@ HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{tit
 @dataclass(frozen=True)
 class Shown:
     """A run and what its files say. history: facts and judgement of each attempt, oldest first.
-    hosts: of each rank; [] if unknown. style: classes of its line in the style sheet.
+    hosts: of each rank; [] if unknown.
     """
 
     run: Run
@@ -93,10 +93,9 @@ class Shown:
     hosts: list[str]
     ranks: int
     nodes: int
-    style: str
 
 
-def read(run: Run, index: int) -> Shown:
+def read(run: Run) -> Shown:
     """Reads what a page shows of a run beside its row in the table."""
     folder = run.folder
     status = directory.read_status(folder) or {}
@@ -110,22 +109,38 @@ def read(run: Run, index: int) -> Shown:
     hosts = list(map(str, hosts)) if isinstance(hosts, list) else []
     ranks, nodes = (number(summary.get(name)) for name in ("world_size", "num_nodes"))
     size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
-    style = f"c{index % 8} d{index // 8 % 3}"
-    return Shown(run, rows.rows(folder), status, summary, history, hosts, *size, style)
+    return Shown(run, rows.rows(folder), status, summary, history, hosts, *size)
 
 
-def page(runs: Sequence[Run], now: float) -> str:
-    """The page. now: time.time()."""
-    every = [read(run, index) for index, run in enumerate(runs)]
-    title = f"{len(runs)} runs" if len(runs) > 1 else f"{runs[0].recipe} {runs[0].folder.name}"
+def section(folder: Path, now: float) -> tuple[Shown, list[str]]:
+    """A run, and its own part of the page: a table of facts, and the details."""
+    shown = read(table.read_run(folder, now))
+    return shown, [_table((), [*_facts(shown, now).items()]), *_details(shown, now)]
+
+
+def page(folders: Sequence[Path], now: float) -> tuple[str, int]:
+    """The page, and the number of runs in it. One that cannot be read is skipped, and reported with
+    one line. now: time.time().
+    """
+    sections = table.read_each(folders, lambda folder: section(folder, now))
+    every = [shown for shown, _ in sections]
+    title = f"{len(every)} runs"
+    if len(every) == 1:
+        title = f"{every[0].run.recipe} {every[0].run.folder.name}"
     body = [HEAD.format(title=_text(title), sheet=SHEET)]
-    if len(runs) > 1:
-        head, *lines = table.cells(runs)
+    if len(every) > 1:
+        head, *lines = table.cells([shown.run for shown in every])
         body += [_table(head, lines), *_training(every[:MOST_RUNS]), *_scaling(every)]
-    for shown in every:
-        body += [f"<h2>{_text(shown.run.folder)}</h2>", _table((), [*_facts(shown, now).items()])]
-        body += [*(_training(every) if len(runs) == 1 else ()), *_details(shown, now)]
-    return "\n".join([*body, f'<p class="note">Written {_moment(now)}.</p></main></body></html>\n'])
+    for shown, (facts, *details) in sections:
+        body += [f"<h2>{_text(shown.run.folder)}</h2>", facts]
+        body += [*(_training(every) if len(every) == 1 else ()), *details]
+    body.append(f'<p class="note">Written {_moment(now)}.</p></main></body></html>\n')
+    return "\n".join(body), len(every)
+
+
+def _style(index: int) -> str:
+    """The classes of a run's line in the style sheet."""
+    return f"c{index % 8} d{index // 8 % 3}"
 
 
 def _training(every: Sequence[Shown]) -> list[str]:
@@ -147,8 +162,8 @@ def _training(every: Sequence[Shown]) -> list[str]:
     else:
         names = "".join(
             f'<li><svg viewBox="0 0 28 8" aria-hidden="true">'
-            f'<path class="line {shown.style}" d="M2 4H26"/></svg>{_text(shown.run.folder)}</li>'
-            for shown in every
+            f'<path class="line {_style(index)}" d="M2 4H26"/></svg>{_text(shown.run.folder)}</li>'
+            for index, shown in enumerate(every)
         )
         note = f"The figures show at most {MOST_RUNS} runs."
         above = f'<ul class="legend">{names}</ul><p class="note">{note}</p>'
@@ -156,19 +171,19 @@ def _training(every: Sequence[Shown]) -> list[str]:
     steps = [row["step"] for row in all_rows]
     for name, (title, unit, zero) in {**COLUMNS, **metrics}.items():
         series = list[Series]()
-        for shown in every:
+        for index, shown in enumerate(every):
             points = [(float(row["step"]), number(row[name])) for row in shown.rows if name in row]
-            series.append((errors.shown(shown.run.folder), points, shown.style))
+            series.append((errors.shown(shown.run.folder), points, _style(index)))
         labels = ("optimiser step", errors.shown(unit))
         figures += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
     labels = ("hours since the first row", "samples/s, all ranks")
-    series = [line for shown in every for line in _by_time(shown)]
+    series = [line for index, shown in enumerate(every) for line in _by_time(shown, _style(index))]
     figures += figure.figure("Throughput over time", labels, series, zero=True)
     figures = figures or "There are no metrics."
     return ["<h2>Training</h2>", above, f'<div class="figures">{figures}</div>']
 
 
-def _by_time(shown: Shown) -> list[Series]:
+def _by_time(shown: Shown, style: str) -> list[Series]:
     """Throughput of each attempt by hours since the first row."""
     points: dict[object, list[figure.Point]] = {}
     begin = math.nan
@@ -179,7 +194,7 @@ def _by_time(shown: Shown) -> list[Series]:
             point = ((time - begin) / 3600, number(row["samples_per_second"]))
             points.setdefault(str(row.get("attempt")), []).append(point)
     name = errors.shown(shown.run.folder)
-    return [(name, of_attempt, shown.style) for of_attempt in points.values()]
+    return [(name, of_attempt, style) for of_attempt in points.values()]
 
 
 def _scaling(every: Sequence[Shown]) -> list[str]:
