@@ -45,11 +45,11 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
             raise errors.ConfigError(
                 "explain: a path is missing: python -m recipes.doctor explain FOLDER"
             )
-        found = explain.explain([Path(word) for word in words])
-        told["runs"] = [{"run": name, "lines": lines} for name, lines in found]
-        print("\n".join(explain.in_one(found)))
+        sections = explain.explain(list(map(Path, words)))
+        told["runs"] = [{"run": name, "lines": lines} for name, lines in sections]
+        print("\n".join(explain.in_one(sections)))
         return errors.EXIT_DONE
-    if any(word in ("-h", "--help") for word in words):
+    if {"-h", "--help"} & set(words):
         print(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
@@ -73,11 +73,22 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
         return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
     data_dir = cfg.data_dir or os.environ.get("RECIPES_DATA", "")
-    on_cpu = settings.run.device is Device.cpu
-    here = Surroundings(os.environ, info, run_dir, data_dir, on_cpu)
+    here = Surroundings(os.environ, info, run_dir, data_dir, settings.run.device is Device.cpu)
     status = examine.run(here, cfg.seconds, judge_later=command == "report")
     told |= files.read_json(run_dir / "doctor.json") or {}
     return status
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command line. Returns the exit status."""
+    try:
+        return command_line.with_json(argv, main)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        why = f"{error.filename or ''} {error.strerror or error}"
+        line = f"{socket.gethostname()}: {why}: give another run_dir="
+        raise errors.MachineError(line) from None
 
 
 def _end(status: int, why: str = "") -> NoReturn:
@@ -89,20 +100,6 @@ def _end(status: int, why: str = "") -> NoReturn:
 
 
 if __name__ == "__main__":
-    try:
-        status = command_line.with_json(sys.argv[1:], main)
-        sys.stdout.flush()
-    except errors.MachineError as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        status = errors.EXIT_MACHINE
-    except (errors.ConfigError, errors.InputError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        status = errors.EXIT_CONFIG
-    except BrokenPipeError:  # the reader has closed the pipe, as head does
-        status = errors.EXIT_PIPE
-    except OSError as error:
-        why = f"{error.filename or ''} {error.strerror or error}"
-        print(f"doctor: {socket.gethostname()}: {why}: give another run_dir=", file=sys.stderr)
-        status = errors.EXIT_MACHINE
+    status = errors.status_of("doctor", run)
     commands.kill_all()
     os._exit(status)  # without waiting for checks that hang

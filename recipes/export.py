@@ -14,6 +14,7 @@ the outputs differ.
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ TOLERANCE = 1e-5  # of the outputs, relative to the largest
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) < 2 or {"-h", "--help"} & set(argv):
+    is_help = {"-h", "--help"} & set(argv)
+    if is_help or len(argv) < 2:
         print((__doc__ or "").strip())
-        return errors.EXIT_DONE if {"-h", "--help"} & set(argv) else errors.EXIT_CONFIG
+        return errors.EXIT_DONE if is_help else errors.EXIT_CONFIG
     run, kind, *more = argv
-    if kind not in FORMATS and any(word.startswith("to=") for word in argv):
-        return to_tracker(argv)
     if kind not in FORMATS:
+        if any(word.startswith("to=") for word in argv):
+            return to_tracker(argv)
         raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
     if more and not (len(more) == 1 and more[0].startswith("out=")):
         raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow {kind}")
@@ -51,15 +53,15 @@ def main(argv: list[str]) -> int:
 
 def to_tracker(argv: list[str]) -> int:
     """Adds the new rows of runs to the tracker of to=."""
-    given = dict(word.split("=", 1) for word in argv if word.startswith(("to=", "project=")))
-    if given["to"] not in trackers.TRACKERS:
-        raise InputError(
-            f"to={errors.shown(given['to'])}: must be one of {', '.join(trackers.TRACKERS)}"
-        )
-    folders = [Path(word) for word in argv if not word.startswith(("to=", "project="))]
-    for path in table.find(folders):
+    words = [word for word in argv if word.startswith(("to=", "project="))]
+    keys = dict(word.split("=", 1) for word in words)
+    to = keys["to"]
+    if to not in trackers.TRACKERS:
+        raise InputError(f"to={errors.shown(to)}: must be one of {', '.join(trackers.TRACKERS)}")
+    export = partial(trackers.export, to=to, project=keys.get("project", ""))
+    for path in table.find([Path(word) for word in argv if word not in words]):
         with files.writing_to(path, "run_dir"), files.locked(path / trackers.LOCK):
-            print(trackers.export(path, given["to"], given.get("project", "")), flush=True)
+            print(table.read_one(path, export), flush=True)
     return errors.EXIT_DONE
 
 
@@ -72,11 +74,8 @@ def to_onnx(model: Any) -> tuple[bytes, str]:
     import torch
     from PIL import Image
 
-    x = torch.rand(
-        2,
-        *model.input(Image.new("RGB", (64, 64))).shape,
-        generator=torch.Generator().manual_seed(0),
-    )
+    shape = model.input(Image.new("RGB", (64, 64))).shape
+    x = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = model.model(x)
     program = torch.onnx.export(
@@ -91,12 +90,11 @@ def to_onnx(model: Any) -> tuple[bytes, str]:
     proto = program.model_proto  # type: ignore[union-attr]
     onnx.helper.set_model_props(proto, _about(model))
     content: bytes = proto.SerializeToString()
-    found = runtime.InferenceSession(content).run(None, {"images": x.numpy()})[0]
-    apart = float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max())
+    outputs = runtime.InferenceSession(content).run(None, {"images": x.numpy()})[0]
+    apart = float((torch.from_numpy(outputs) - expected).abs().max() / expected.abs().max())
     if not apart <= TOLERANCE:  # also NaN
-        raise InputError(
-            f"onnx: nothing was written: the outputs differ from the model's by {apart:.1e} (relative)"
-        )
+        fault = f"the outputs differ from the model's by {apart:.1e} (relative)"
+        raise InputError(f"onnx: nothing was written: {fault}")
     return content, f"; its outputs are within {apart:.1e} of the model's"
 
 

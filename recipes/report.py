@@ -29,15 +29,18 @@ def main(argv: list[str]) -> int:
     page = next((word.removeprefix("html=") for word in argv if word.startswith("html=")), "")
     words = [word for word in argv if word != "--json" and not word.startswith("html=")]
     folders = [Path(word) for word in words] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
-    found = table.read_each(table.find(folders), lambda path: table.read_run(path, time.time()))
+    paths = table.find(folders)
     if page:
+        content, count = html.page(paths, time.time())
         with files.writing_to(Path(page), "html"):
-            files.write_bytes(Path(page), html.page(found, time.time()).encode())
-        lines = [f"{page}: {len(found)} run{'s' if len(found) > 1 else ''}"]
-    elif "--json" in argv:
-        lines = [json.dumps({**vars(run), "folder": str(run.folder)}, default=str) for run in found]
+            files.write_bytes(Path(page), content.encode())
+        print(f"{page}: {count} run{'s' if count > 1 else ''}")
+        return errors.EXIT_DONE
+    runs = table.read_each(paths, lambda path: table.read_run(path, time.time()))
+    if "--json" in argv:
+        lines = [json.dumps(vars(run), default=str) for run in runs]
     else:
-        lines = table.aligned(table.cells(found))
+        lines = table.aligned(table.cells(runs))
     print("\n".join(lines))
     return errors.EXIT_DONE
 

@@ -122,10 +122,10 @@ class Config(TrainKeys):
                 f"cutmix={self.cutmix}: cannot be used with mixup={self.mixup}; leave one of them out"
             )
         for name in ("mixup", "cutmix", "class_weights"):
-            if self.multi_label and getattr(self, name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: cannot be used with multi_label=true; leave one of them out"
-                )
+            value = getattr(self, name)
+            if self.multi_label and value:
+                rule = "cannot be used with multi_label=true; leave one of them out"
+                raise ConfigError(f"{name}={value}: {rule}")
 
 
 # Random images, to try the recipe: there is nothing to learn.

@@ -102,20 +102,17 @@ class Config(TrainKeys):
         # two matrices of the MLP.
         parameters = self.depth * (width * (width + 2 * kv_heads * HEAD) + width**2 + 8 * width**2)
         tokens = self.tokens or TOKENS_PER_PARAMETER * parameters
-        embed_lr, head_lr = (rate * (768 / width) ** 0.5 for rate in (EMBED_LR, HEAD_LR))
-        steps = -(-tokens // (batch * self.seq_len))
+        scale = (768 / width) ** 0.5
         derived = {
             "width": width,
             "kv_heads": kv_heads,
             "global_batch_size": batch,
             "tokens": tokens,
+            "max_steps": -(-tokens // (batch * self.seq_len)),
+            "embed_lr": EMBED_LR * scale,
+            "head_lr": HEAD_LR * scale,
         }
-        for name, value in {
-            **derived,
-            "max_steps": steps,
-            "embed_lr": embed_lr,
-            "head_lr": head_lr,
-        }.items():
+        for name, value in derived.items():
             object.__setattr__(self, name, getattr(self, name) or value)
 
 

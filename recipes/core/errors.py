@@ -102,12 +102,12 @@ class Next(str, Enum):
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
     """The kind in a status record or an error record. None if the record has no known kind."""
-    return next((kind for kind in Kind if kind.value == record.get("kind")), None)
+    return next((kind for kind in Kind if kind == record.get("kind")), None)
 
 
 def next_of(status: Mapping[str, Any]) -> Next | None:
     """What happens next to a run, according to its status. None if the status does not say."""
-    return next((one for one in Next if one.value == status.get("next")), None)
+    return next((word for word in Next if word == status.get("next")), None)
 
 
 def printable(text: str) -> str:

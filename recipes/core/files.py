@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def without_waiting(path: str, flags: int) -> int:
     """For ``opener=`` of open(): does not wait for a writer if ``path`` is a named pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def without_links(path: str, flags: int) -> int:
@@ -36,7 +36,7 @@ def without_links(path: str, flags: int) -> int:
 
     For files in run directories, where another user may have planted it.
     """
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return without_waiting(path, flags | os.O_NOFOLLOW)
 
 
 def write_whole(
@@ -49,36 +49,25 @@ def write_whole(
     Raises OSError, the exceptions of ``write``, and MachineError if a later attempt has removed
     ``staging``. The temporary file is removed in this case.
     """
-    temporary = (staging or path.parent) / (
-        f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
-    )
+    name = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+    temporary = (staging or path.parent) / name
     try:
         with open(temporary, "x+b") as file:
-            try:
-                write(file)
-            except (
-                RuntimeError
-            ) as error:  # torch's archive writer raises it in place of the OSError
-                if isinstance(error.__context__, OSError):
-                    raise OSError(
-                        error.__context__.errno, error.__context__.strerror, str(path)
-                    ) from None
-                raise
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if (
-            isinstance(error, FileNotFoundError)
-            and staging
-            and not staging.exists()
-            and path.parent.exists()
-        ):
-            raise MachineError(
-                f"{path.parent.parent}: a later attempt writes to this run directory, so this attempt ends"
-            ) from None
+        # torch's archive writer raises RuntimeError in place of the OSError
+        cause = error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        is_missing = isinstance(error, FileNotFoundError)
+        if is_missing and staging and not staging.exists() and path.parent.exists():
+            line = "a later attempt writes to this run directory, so this attempt ends"
+            raise MachineError(f"{path.parent.parent}: {line}") from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -125,10 +114,10 @@ def read_bounded(
     """
     # a given size saves a call for each file
     with open(path, "rb", buffering=1 << 16, opener=opener) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("not an ordinary file")
-        content = file.read(min(found.st_size, limit) + 1)  # as many bytes are allocated at first
+        content = file.read(min(status.st_size, limit) + 1)  # as many bytes are allocated at first
     if len(content) > limit:
         raise ValueError(f"larger than {limit} bytes")
     return content
@@ -144,26 +133,24 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
     MachineError is raised if another process holds the lock. Raises OSError if the file cannot be
     opened.
     """
-    # O_NOFOLLOW: the name is predictable, and a symbolic link planted by another user would create
-    # a file elsewhere.
-    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
+    # The name is predictable, and a symbolic link planted by another user would create a file
+    # elsewhere.
+    with open(path, "ab", opener=without_links) as file:
         while True:
             try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if wait is None:
+                    fix = "wait until it ends, or give another folder"
                     raise MachineError(
-                        f"{str(path)!r} is locked: another process uses this folder: wait until it ends, or give another folder"
+                        f"{str(path)!r} is locked: another process uses this folder: {fix}"
                     ) from None
                 wait()
                 time.sleep(0.5)
             except OSError:  # no locks
                 break
         yield
-    finally:
-        os.close(opened)
 
 
 def sha256(path: Path) -> str:

@@ -30,16 +30,13 @@ def open_own(path: Path) -> Iterator[IO[bytes]]:
     Raises OSError, also for a link, and MachineError if the file belongs to another user or if
     another user can write to it.
     """
-    with open(
-        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    ) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+    with open(path, "rb", opener=files.without_links) as file:
+        status = os.fstat(file.fileno())
+        problem = who_else_writes(status, file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             problem = "is not an ordinary file"
-        elif found.st_uid not in _trusted():
+        elif status.st_uid not in _trusted():
             problem = "belongs to another user"
-        else:
-            problem = who_else_writes(found, file.fileno())
         if problem:
             raise MachineError(f"{path}: {problem}, so it is not executed")
         yield file
@@ -51,28 +48,31 @@ def write_own(path: Path, content: bytes) -> None:
     """
 
     def write(file: IO[bytes]) -> None:
-        os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o755)
+        os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o755)
         file.write(content)
 
     files.write_whole(path, write)
 
 
-def who_else_writes(found: os.stat_result, place: "int | Path") -> str:
-    """Who, besides its owner, can write to a file or folder; "" if nobody can. found: its status.
+def who_else_writes(status: os.stat_result, place: int | Path) -> str:
+    """Who, besides its owner, can write to a file or folder; "" if nobody can. status: of the file.
     place: its path or descriptor.
     """
-    if found.st_mode & 0o002:
+    if status.st_mode & 0o002:
         return "every user can write to it (run chmod o-w on it)"
-    if not found.st_mode & 0o020 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
+    if not status.st_mode & 0o020 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
         return ""
     if _has_list(place):
         return "its access control list lets others write to it (remove it with setfacl -b)"
-    if not _is_trusted_group(found.st_gid):
-        return "its group can write to it (run chmod g-w on it, or export RECIPES_TRUST_GROUP=1 if you trust the group)"
+    if not _is_trusted_group(status.st_gid):
+        return (
+            "its group can write to it "
+            "(run chmod g-w on it, or export RECIPES_TRUST_GROUP=1 if you trust the group)"
+        )
     return ""
 
 
-def _has_list(place: "int | Path") -> bool:
+def _has_list(place: int | Path) -> bool:
     """Whether there is an access control list. The group's bits of the mode are then the most that
     the list allows.
     """
@@ -91,14 +91,14 @@ def private_folder(folder: Path, fix: str = "use a clone of your own") -> Path:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()  # not through a link: in /tmp, anyone can create one
+        status = folder.lstat()  # not through a link: in /tmp, anyone can create one
     except OSError as error:
         raise MachineError(f"{folder}: cannot be created ({error.strerror}): {fix}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise MachineError(
-            f"{folder}: must be a folder that belongs to you, with mode 700 (run chmod 700 on it): or {fix}"
-        )
-    if problem := who_else_can_change(folder):
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        rule = "must be a folder that belongs to you, with mode 700 (run chmod 700 on it)"
+        raise MachineError(f"{folder}: {rule}: or {fix}")
+    problem = who_else_can_change(folder)
+    if problem:
         raise MachineError(f"{folder}: {problem}; or {fix}")
     return folder
 
@@ -114,19 +114,21 @@ def who_else_can_change(path: Path) -> str:
     """
     path = Path(os.path.realpath(path))
     trusted = _trusted()
-    problem = ""
+    problems = list[str]()
     for place in (path, *path.parents):
-        found = place.stat()
-        if found.st_uid not in trusted:
+        status = place.stat()
+        if status.st_uid not in trusted:
             return f"{place} belongs to another user"
-        if place != path and not found.st_mode & 0o011:
+        is_above = place != path
+        if is_above and not status.st_mode & 0o011:
             return ""
-        is_sticky = place != path and found.st_mode & stat.S_ISVTX
-        if not problem and not is_sticky and (why := who_else_writes(found, place)):
-            problem = f"{place}: {why}"
+        why = who_else_writes(status, place)
+        is_sticky = is_above and status.st_mode & stat.S_ISVTX
+        if why and not is_sticky:
+            problems.append(f"{place}: {why}")
         if place == ROOT:
             break
-    return problem
+    return problems[0] if problems else ""
 
 
 def _trusted() -> set[int]:
@@ -134,12 +136,8 @@ def _trusted() -> set[int]:
     to a user of the host.
     """
     trusted = {os.geteuid(), 0, ROOT.stat().st_uid}
-    # in a user namespace
-    if Path("/proc/self/uid_map").read_text().split()[1:] != [
-        "0",
-        "4294967295",
-    ]:
-        # root's files have this owner there
+    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
+        # in a user namespace, root's files have this owner
         trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     return trusted
 
@@ -159,14 +157,15 @@ def resolved(path: Path) -> Path:
     """``path`` without links. Raises MachineError if one of them belongs to another user, who could
     lead a run into any folder.
     """
-    path = Path(os.path.abspath(path))
     for _ in range(MOST_LINKS):
-        link = next((one for one in (*reversed(path.parents), path) if one.is_symlink()), None)
-        if not link:
-            return path
-        if link.lstat().st_uid not in _trusted():
+        path = Path(os.path.abspath(path))
+        links = [place for place in (path, *path.parents) if place.is_symlink()]
+        if not links:
+            break
+        link = links[-1]
+        if not is_own(link, follow_symlinks=False):
             raise MachineError(f"{link}: is a link of another user; give the folder itself")
-        path = Path(os.path.abspath(link.parent / os.readlink(link) / path.relative_to(link)))
+        path = link.parent / os.readlink(link) / path.relative_to(link)
     return path  # links in a circle: what makes the folder says what is wrong
 
 
@@ -205,12 +204,11 @@ def _remove_lists(folder: Path) -> None:
     """Removes access control lists that a new folder has inherited: the kernel ignores the umask in
     favour of them.
     """
-    lists = [f"system.posix_acl_{kind}" for kind in ("default", "access")]
     with contextlib.suppress(OSError):
-        found = [name for name in lists if name in os.listxattr(folder)]
-        for name in found:
+        lists = [name for name in os.listxattr(folder) if name.startswith("system.posix_acl_")]
+        for name in lists:
             os.removexattr(folder, name)
-        if found:
+        if lists:
             mask = os.umask(0)
             os.umask(mask)
             folder.chmod(0o777 & ~mask)

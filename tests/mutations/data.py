@@ -110,8 +110,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/trust.py",
-        "found.st_uid != os.geteuid()",
-        "found.st_uid == -1",
+        "status.st_uid != os.geteuid()",
+        "status.st_uid == -1",
         "a run trains on the folder of another user",
         "tests/unit/data/test_staging.py::test_a_folder_that_another_user_may_have_created_is_refused",
     ),

@@ -54,8 +54,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        "bad = max((node, peer), key=lambda one: (one in known_bad, failed[one] / tried[one], one))",
-        "bad = max((node, peer), key=lambda one: (one in known_bad, -failed[one] / tried[one], one))",
+        "bad = max((node, peer), key=lambda end: (end in known_bad, failed[end] / tried[end], end))",
+        "bad = max((node, peer), key=lambda end: (end in known_bad, -failed[end] / tried[end], end))",
         "the doctor excludes the healthy node of a failing link",
         "tests/unit/doctor/test_verdict.py",
     ),
@@ -68,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/examine.py",
-        "code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE",
+        "code = errors.EXIT_DONE if judged.healthy else errors.EXIT_MACHINE",
         "code = errors.EXIT_DONE",
         "the doctor ends with status 0, whatever it finds",
         "tests/unit/doctor/test_examine.py::test_the_status_says_whether_a_node_is_bad_and_doctor_json_which",

@@ -103,15 +103,15 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/trust.py",
-        "is_sticky = place != path and found.st_mode & stat.S_ISVTX",
+        "is_sticky = is_above and status.st_mode & stat.S_ISVTX",
         "is_sticky = True",
         "an env file that every user can write to chooses what is loaded",
         "tests/unit/test_other_users.py",
     ),
     Mutation(
         "recipes/core/trust.py",
-        "if place != path and not found.st_mode & 0o011:",
-        "if place != path and not found.st_mode & 0o001:",
+        "if is_above and not status.st_mode & 0o011:",
+        "if is_above and not status.st_mode & 0o001:",
         "a folder that a group can enter is taken for closed",
         "tests/unit/test_other_users.py",
     ),

@@ -38,11 +38,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def choice(word: str, known: Iterable[str]) -> str:
     """The rule for a value that must be one of ``known``, with the one that is closest to ``word``."""
     names = list(known)
-    return (
-        f"must be {names[0]}"
-        if len(names) == 1
-        else f"must be one of {', '.join(names)}{nearest(word, names)}"
-    )
+    if len(names) == 1:
+        return f"must be {names[0]}"
+    return f"must be one of {', '.join(names)}{nearest(word, names)}"
 
 
 def key(
@@ -94,17 +92,13 @@ def may_change(keys: type) -> set[str]:
     return declared(keys, "may_change") | declared(keys, "path") | {"num_workers"}
 
 
-def declared(keys: type, what: str) -> set[str]:
-    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`,
+def declared(keys: type, flag: str) -> set[str]:
+    """The keys of a dataclass that it or a base class declares with the flag ``flag`` of `key`,
     such as ``path``.
     """
-    fields = (
-        field
-        for base in keys.__mro__
-        if dataclasses.is_dataclass(base)
-        for field in dataclasses.fields(base)
-    )
-    return {field.name for field in fields if field.metadata.get(what)}
+    bases = filter(dataclasses.is_dataclass, keys.__mro__)
+    fields = (field for base in bases for field in dataclasses.fields(base))
+    return {field.name for field in fields if field.metadata.get(flag)}
 
 
 def check(keys: Any) -> None:
@@ -120,30 +114,27 @@ def check(keys: Any) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{given}: must be a finite number")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if meta.get("low") is not None and value < meta["low"]:
-                raise ConfigError(f"{given}: must be at least {meta['low']:g}")
-            high = (
-                LARGEST if meta.get("high") is None and isinstance(value, int) else meta.get("high")
-            )
+            low = meta.get("low")
+            high = meta.get("high")
+            if high is None and isinstance(value, int):
+                high = LARGEST
+            if low is not None and value < low:
+                raise ConfigError(f"{given}: must be at least {low:g}")
             if high is not None and value > high:
                 raise ConfigError(f"{given}: must be at most {high:g}")
         if isinstance(value, str):
+            rule = ""
+            pattern = meta.get("pattern") if value or field.default else ""
             if CONTROL.search(value):
-                raise ConfigError(
-                    f"{given}: contains a control character, such as a newline; remove it"
-                )
-            if (
-                (value or field.default)
-                and meta.get("pattern")
-                and not re.fullmatch(meta["pattern"], value, re.ASCII)
-            ):
-                raise ConfigError(f"{given}: must be {meta['form']}")
-            if meta.get("values") and value not in meta["values"]:
-                raise ConfigError(f"{given}: {choice(value, meta['values'])}")
-            if value.startswith("~") and os.path.expanduser(value) == value:
-                raise ConfigError(
-                    f"{given}: the home folder that ~ stands for is unknown; write the absolute path"
-                )
+                rule = "contains a control character, such as a newline; remove it"
+            elif pattern and not re.fullmatch(pattern, value, re.ASCII):
+                rule = f"must be {meta['form']}"
+            elif meta.get("values") and value not in meta["values"]:
+                rule = choice(value, meta["values"])
+            elif value.startswith("~") and os.path.expanduser(value) == value:
+                rule = "the home folder that ~ stands for is unknown; write the absolute path"
+            if rule:
+                raise ConfigError(f"{given}: {rule}")
 
 
 def build(cls: type, values: Mapping[str, Any]) -> Any:

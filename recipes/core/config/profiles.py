@@ -47,12 +47,12 @@ def in_image(environ: Mapping[str, str]) -> dict[str, str]:
     """The container keys that ``$RECIPES_CONTAINER``, ``…_RUNTIME`` and ``…_MOUNTS`` set. An empty
     variable overrides the profile too.
     """
-    variables = {name: f"RECIPES_{name.upper()}" for name in job_keys.IN_IMAGE}
-    given = {name: environ[variable] for name, variable in variables.items() if variable in environ}
-    return {
-        name: value or ("auto" if name == "container_runtime" else "")
-        for name, value in given.items()
-    }
+    keys = {}
+    for name in job_keys.IN_IMAGE:
+        value = environ.get(f"RECIPES_{name.upper()}")
+        if value is not None:
+            keys[name] = value or ("auto" if name == "container_runtime" else "")
+    return keys
 
 
 def cluster_profile(cluster: str) -> dict[str, Any]:
@@ -63,38 +63,37 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
     profile, or if it has an unknown key or an invalid value.
     """
     folder = ROOT / "env" / "clusters"
-    there = sorted(p.stem for p in folder.glob("*.yaml"))
+    there = sorted(path.stem for path in folder.glob("*.yaml"))
     if cluster not in there:
-        raise ConfigError(
-            f"cluster={shown(cluster)}: {declare.choice(cluster, there)} (files of env/clusters)"
-        )
+        rule = declare.choice(cluster, there)
+        raise ConfigError(f"cluster={shown(cluster)}: {rule} (files of env/clusters)")
     path = folder / f"{cluster}.yaml"
-    if problem := trust.problem_outside(path):
+    problem = trust.problem_outside(path)
+    if problem:
         raise ConfigError(f"{path}: {problem}; or use a copy in env/ of your own clone")
-    profile = {
-        k: v for k, v in key_value.load_yaml(path, str(path)).items() if v not in ("", "null", "~")
-    }
+    keys = key_value.load_yaml(path, str(path))
+    profile = {name: value for name, value in keys.items() if value not in ("", "null", "~")}
     for name, value in profile.items():
-        if problem := _problem(str(name), value):
+        problem = _problem(str(name), value)
+        if problem:
             raise ConfigError(f"{path}: {problem}")
     # sbatch/job.sh reads these lines with sed, before it has a Python environment.
     for_sed = [f"- {module}" for module in profile.get("modules", ())]
-    for_sed += [f"environment: {profile['environment']}"] if "environment" in profile else []
-    lines = {
-        " ".join(line.split("#")[0].split())
-        for line in path.read_text(encoding="utf-8").splitlines()
-    }
-    if missing := [line for line in for_sed if line not in lines]:
-        raise ConfigError(
-            f"{path}: write {missing[0]} on its own line, without quotes or brackets: batch scripts need this form"
-        )
+    if "environment" in profile:
+        for_sed.append(f"environment: {profile['environment']}")
+    text = path.read_text(encoding="utf-8")
+    lines = [" ".join(line.split("#")[0].split()) for line in text.splitlines()]
+    for line in for_sed:
+        if line not in lines:
+            rule = "on its own line, without quotes or brackets: batch scripts need this form"
+            raise ConfigError(f"{path}: write {line} {rule}")
     return profile
 
 
 def _problem(name: str, value: Any) -> str:
     """Why a key of a profile is invalid; "" if it is valid."""
     if name in LISTS:
-        valid = isinstance(value, list) and all(re.fullmatch(NAME, str(one)) for one in value)
+        valid = isinstance(value, list) and all(re.fullmatch(NAME, str(item)) for item in value)
         return "" if valid else f"'{name}' must be a list of names, each on its own line after '- '"
     if name not in DEFAULTS and name not in TEXTS:
         return f"unknown key '{shown(name)}'{declare.nearest(name, (*DEFAULTS, *TEXTS, *LISTS))}"

@@ -4,7 +4,7 @@ for each.
 
 import importlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from recipes.core.config import declare
 from recipes.core.config.run_keys import RunKeys
@@ -14,12 +14,9 @@ from recipes.core.files import ROOT
 
 def names() -> list[str]:
     """The names of all recipes: files recipes/NAME.py that have a file recipes/conf/NAME.py."""
-    twins = (
-        p.stem
-        for p in (ROOT / "recipes" / "conf").glob("*.py")
-        if (ROOT / "recipes" / p.name).is_file()
-    )
-    return sorted(name for name in twins if name != "__init__")
+    folder = ROOT / "recipes"
+    files = [path for path in folder.glob("conf/*.py") if (folder / path.name).is_file()]
+    return sorted(path.stem for path in files if path.stem != "__init__")
 
 
 Differences = Mapping[str, Mapping[str, Any]]
@@ -45,11 +42,15 @@ def load(recipe: str) -> tuple[type, Differences]:
     known = declare.names_of(module.Config) | declare.names_of(RunKeys)
     for kind, differences in (("variant", variants), ("dataset", datasets(recipe))):
         for name, keys in differences.items():
-            if unknown := [key for key in keys if key not in known]:
-                raise ConfigError(
-                    f"recipes/conf/{recipe}.py: {kind}={shown(name)}: sets '{shown(unknown[0])}', which is neither a key of the "
-                    f"recipe nor a run key{declare.nearest(unknown[0], known)}"
-                )
+            for key in keys:
+                if key not in known:
+                    fault = (
+                        f"sets '{shown(key)}', which is neither a key of the recipe nor a run key"
+                    )
+                    raise ConfigError(
+                        f"recipes/conf/{recipe}.py: {kind}={shown(name)}: {fault}"
+                        f"{declare.nearest(key, known)}"
+                    )
     return module.Config, variants
 
 
@@ -57,6 +58,6 @@ def datasets(recipe: str) -> Differences:
     """The keys that recipes/conf/RECIPE.py sets for each of its data sets that has any
     (``DATASETS``).
     """
-    return cast(
-        Differences, getattr(importlib.import_module(f"recipes.conf.{recipe}"), "DATASETS", {})
-    )
+    differences: Differences
+    differences = getattr(importlib.import_module(f"recipes.conf.{recipe}"), "DATASETS", {})
+    return differences

@@ -58,16 +58,14 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
     if not judge_later:  # another step or start of this job must not read these reports
         folder = folder / f"{info.run_id or 'now'}-{info.restart_count}"
     reports = Reports(folder, info.node_rank)
-    mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname()}
-    if not info.nodes and (choice := _interface(info)):
+    host = socket.gethostname()
+    mine: dict[str, Any] = {"port": reach.serve(), "address": host, "host": host}
+    choice = None if info.nodes else _interface(info)
+    if choice:
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
     reports.write(mine, Stage.listening)
-    facts, findings = probes.run_all(here, CHECKS * seconds)
-    mine |= {
-        "host": socket.gethostname(),
-        "facts": facts,
-        "findings": [asdict(finding) for finding in findings],
-    }
+    mine["facts"], findings = probes.run_all(here, CHECKS * seconds)
+    mine["findings"] = list(map(asdict, findings))
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * seconds)
     reports.write(mine, Stage.examined)
     if info.node_rank == 0:
@@ -79,14 +77,14 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
     else:
         first = reports.collect([0], Stage.ready, at(GO) + SLACK_S).get(0)
         mine["bandwidth"] = _measure((first or {}).get("measure", {}), info, -1, at(LINKS))
-    code = errors.EXIT_DONE
-    if not reports.are_judged():  # this node may be late
-        reports.write(mine, Stage.final)
-        if info.node_rank == 0 and not judge_later:
-            code = give_verdict(reports, _hosts(info), here.run_dir, at(VERDICT))
-        elif not judge_later:
-            code = _stand_by(reports, info, here.run_dir, at(STAND_IN), at(1))
-    return code
+    if reports.are_judged():  # this node is late
+        return errors.EXIT_DONE
+    reports.write(mine, Stage.final)
+    if judge_later:
+        return errors.EXIT_DONE
+    if info.node_rank == 0:
+        return give_verdict(reports, _hosts(info), here.run_dir, at(VERDICT))
+    return _stand_by(reports, info, here.run_dir, at(STAND_IN), at(1))
 
 
 def _interface(info: RankInfo) -> network.Choice | None:
@@ -107,40 +105,36 @@ def _probe_peers(
     pool = ThreadPoolExecutor(max(1, len(listening)))
     answers = {}
     for peer, report in listening.items():
-        host = (
-            info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else report["address"]
-        )
+        host = info.nodes[peer] if info.nodes else report["address"]
+        host = host if peer else info.master_addr
         answers[peer] = pool.submit(reach.probe, host, report["port"], timeout_s)
     done, _ = wait(answers.values(), max(0.0, end - time.monotonic()))
     pool.shutdown(wait=False)
-    found = {
-        peer: one.result() if one in done else ("connect", "timed out")
-        for peer, one in answers.items()
-    }
-    return [{"peer": peer, "fault": fault, "why": why} for peer, (fault, why) in found.items()]
+    links = []
+    for peer, answer in answers.items():
+        fault, why = answer.result() if answer in done else ("connect", "timed out")
+        links.append({"peer": peer, "fault": fault, "why": why})
+    return links
 
 
 def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -> dict[str, Any]:
     """``measure`` in the first node's report: the nodes that measure bandwidth answered and are not
     bad. None do if node 0 is bad.
     """
-    examined = {
-        node: report
-        for node, report in sorted(reports.items())
-        if stage_of(report) >= Stage.examined
-    }
+    examined = _examined(reports)
     bad = judge.verdict_of(_hosts(info), examined).bad_nodes
     nodes = [node for node in examined if node not in bad]
     if len(nodes) < 2 or 0 not in nodes:
         nodes = []
-    gpus = min(
-        (len(examined[node]["facts"].get("gpus", {}).get("gpus", [])) for node in nodes), default=0
-    )
+    facts = [examined[node]["facts"].get("gpus", {}) for node in nodes]
+    gpus = min((len(fact.get("gpus", [])) for fact in facts), default=0)
+    backend = "nccl" if gpus else "gloo"
+    return {"nodes": nodes, "port": port, "backend": backend, "gpus": max(1, gpus)}
+
+
+def _examined(reports: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {
-        "nodes": nodes,
-        "port": port,
-        "backend": "nccl" if gpus else "gloo",
-        "gpus": max(1, gpus),
+        n: report for n, report in sorted(reports.items()) if stage_of(report) >= Stage.examined
     }
 
 
@@ -154,7 +148,8 @@ def _measure(
     if info.node_rank not in nodes:
         return {}
     environ = dict(os.environ)
-    if choice := _interface(info):
+    choice = _interface(info)
+    if choice:
         environ.update(network.settings(choice, environ))
     environ.update(
         RANK=str(nodes.index(info.node_rank)),
@@ -165,27 +160,20 @@ def _measure(
         MASTER_PORT=str(members["port"]),
     )
     left = end - time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "recipes.core.doctor.linkcheck",
-        members["backend"],
-        str(listener),
-        f"{left:.0f}",
-    ]
+    command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", members["backend"]]
+    command += [str(listener), f"{left:.0f}"]
     out, why = commands.run(command, left, environ, (listener,) if listener >= 0 else ())
-    found: dict[str, Any] = {"at": "its start", "pairs": []}
+    result: dict[str, Any] = {"at": "its start", "pairs": []}
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError):  # a line of a library
             step = json.loads(line)
-            found["pairs"] += [step.pop("pair")] if "pair" in step else []
-            for name in ("busbw", "correct"):  # the worst of all GPUs
-                if name in step:
-                    step[name] = min(step[name], found.get(name, step[name]))
-            found.update(step)
-    if why and "error" not in found and not found.get("ended"):
-        found["error"] = why
-    return found
+            result["pairs"] += [step.pop("pair")] if "pair" in step else []
+            for name in {"busbw", "correct"} & step.keys():  # the worst of all GPUs
+                step[name] = min(step[name], result.get(name, step[name]))
+            result.update(step)
+    if why and not result.get("ended"):
+        result.setdefault("error", why)
+    return result
 
 
 def _hosts(info: RankInfo) -> tuple[str, ...]:
@@ -200,24 +188,22 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
     collected = reports.collect(range(len(hosts)), Stage.final, end)
     seen = {
         node: {**report, "early": stage_of(report) < Stage.final}
-        for node, report in sorted(collected.items())
-        if stage_of(report) >= Stage.examined
+        for node, report in _examined(collected).items()
     }
     if not seen:  # the step did not start: leaving out all nodes would not fix it
         print(f"doctor: no node has written a report into {reports.folder}", file=sys.stderr)
         return errors.EXIT_MACHINE
-    found = judge.verdict_of(hosts, seen)
-    write_json(run_dir / "doctor.json", {**asdict(found), "healthy": found.healthy})
-    code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
-    worst = next((entry.what for entry in found.entries if entry.bad), "")
+    judged = judge.verdict_of(hosts, seen)
+    write_json(run_dir / "doctor.json", {**asdict(judged), "healthy": judged.healthy})
+    code = errors.EXIT_DONE if judged.healthy else errors.EXIT_MACHINE
     attempt = attempts.given(os.environ)
     # that of recipe=doctor, which its batch script judges
     if attempt and attempt.run_dir == run_dir:
         if code:
-            attempts.refuse(os.environ, code, worst)
+            attempts.refuse(os.environ, code, judged.entries[0].what)  # bad ones are first
         else:
             directory.write_status(run_dir, "done", attempt=attempt.number, step=0)
-    print("\n".join(verdict.lines(found)), flush=True)
+    print("\n".join(verdict.lines(judged)), flush=True)
     reports.remove()
     if code and len(hosts) > 1 and ranks.in_step(os.environ):
         # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others
@@ -243,9 +229,8 @@ def _stand_by(reports: Reports, info: RankInfo, run_dir: Path, deadline: float, 
         if time.monotonic() > deadline:
             deadline = end
             alive = reports.collect(range(info.num_nodes), Stage.final, 0)
-            if info.node_rank == min(
-                node for node, report in alive.items() if stage_of(report) >= Stage.final
-            ):
+            final = [node for node, report in alive.items() if stage_of(report) >= Stage.final]
+            if info.node_rank == min(final):
                 return give_verdict(reports, _hosts(info), run_dir, 0)
         time.sleep(POLL_S)
     return errors.EXIT_DONE

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ _SOURCE = re.compile(r'^(.{0,100})(  File "[^"\n]+", line \d+.*\n)(?:\1    .*\n)
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 
+Section = tuple[str, list[str]]  # the name of a run, and lines about it
+
+
 @dataclass(frozen=True)
 class Log:
     """The newest attempt in a log file. known: for each pattern the first line that contains a text
@@ -46,7 +49,7 @@ class Log:
     tail: list[str]
 
 
-def explain(paths: Sequence[Path]) -> list[tuple[str, list[str]]]:
+def explain(paths: Sequence[Path]) -> list[Section]:
     """Name and lines of each run in ``paths``: run directories, folders of them, folders or files
     of logs, IDs of jobs, `table.LAST`.
 
@@ -55,48 +58,52 @@ def explain(paths: Sequence[Path]) -> list[tuple[str, list[str]]]:
     return [section for path in paths for section in _sections(path)]
 
 
-def in_one(found: Sequence[tuple[str, list[str]]]) -> list[str]:
+def in_one(sections: Sequence[Section]) -> list[str]:
     """The lines of all runs of `explain`, each below its name if there are several."""
-    if len(found) == 1:
-        return found[0][1]
+    if len(sections) == 1:
+        return sections[0][1]
     return [
-        line for name, lines in found for line in (f"{name}:", *(f"  {line}" for line in lines))
+        line for name, lines in sections for line in (f"{name}:", *(f"  {line}" for line in lines))
     ]
 
 
-def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
-    runs: list[Path] = []
+def _sections(path: Path) -> Sequence[Section]:
     try:
-        if stat.S_ISDIR(path.stat().st_mode):
-            runs += table.run_directories(path)
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+        runs = list(table.run_directories(path)) if is_folder else []
     except (FileNotFoundError, NotADirectoryError):
+        runs = []
         every = source.home(ROOT) / "runs"
-        if str(path) == table.LAST and (last := table.last(every)):
-            return (yield from _sections(last[0]))
         # a job ID, or a run directory that does not exist yet
-        if re.fullmatch(r"\d+(_\d+)?", path.name):
-            if named := table.of_job(every, path.name):
-                return (yield from (section for folder in named for section in _sections(folder)))
+        is_job = re.fullmatch(r"\d+(_\d+)?", path.name)
+        if str(path) == table.LAST:
+            runs = table.last(every)
+        elif is_job:
+            runs = table.of_job(every, path.name)
+        if runs:
+            return explain(runs)
+        if is_job:
             job = None
             with contextlib.suppress(MachineError):
                 job = slurm_queue.find(path.name)
             log = slurm_queue.early_log(job, path.name, every.parent)
             if log:
                 lines = ["its job ended before it had a run directory", *of_logs(log)]
-                return (yield str(path), lines)
+                return [(str(path), lines)]
             if job:
                 lines = [f"it has no run directory yet: {slurm_queue.describe(job)}"]
-                return (yield str(path), lines)
+                return [(str(path), lines)]
     except OSError as error:
         raise _unreadable(path, error) from None
     if runs == [path]:
-        yield shown(_short(path), LONGEST_LINE), table.read_one(path, of_run)
-    else:
-        yield from table.read_each(
-            runs, lambda run_dir: (shown(_short(run_dir), LONGEST_LINE), of_run(run_dir))
-        )
-    if not runs:
-        yield shown(path, LONGEST_LINE), of_logs(path)
+        return [table.read_one(path, _of_run)]
+    if runs:
+        return table.read_each(runs, _of_run)
+    return [(shown(path, LONGEST_LINE), of_logs(path))]
+
+
+def _of_run(run_dir: Path) -> Section:
+    return shown(_short(run_dir), LONGEST_LINE), of_run(run_dir)
 
 
 def of_run(run_dir: Path) -> list[str]:
@@ -105,27 +112,29 @@ def of_run(run_dir: Path) -> list[str]:
     not_begun = judge.why_not_begun(run_dir)
     state = status.get("state")
     notes = list[str]()
-    if not_begun and state == "running":
+    if not_begun:
+        if state != "running":
+            return _shown(f"the newest launch did not begin: {not_begun}")
         notes.append(f"a later launch did not begin: {not_begun}")
-    elif not_begun:
-        return _shown(f"the newest launch did not begin: {not_begun}")
     if state == "done":
         return ["status.json says done: nothing failed"]
     if state == "preempted":
         return _shown(slurm_queue.after_stop(run_dir, status))
     slurm = slurm_queue.of_run(run_dir)
+    has_job = slurm.job is not None and not slurm.job.ended
     reason, rank = _judgement(run_dir, status)
     # since the run last updated its status
     quiet_s = max(0.0, time.time() - status.get("updated", 0.0))
     if state == "running":
-        where = f"at step {table.read_run(run_dir, time.time()).step}, status written {table.ago(quiet_s)} ago"
+        step = table.read_run(run_dir, time.time()).step
+        where = f"at step {step}, status written {table.ago(quiet_s)} ago"
         if not reason and _is_alive(run_dir, slurm, quiet_s):
             return _shown(f"it is running, {where}{f'; {slurm.line}' if slurm.id else ''}", *notes)
         notes += [slurm.line] if slurm.id else []
         reason = reason or f"it ended without a final status, {where}"
     elif reason:
-        notes += [slurm.line] if slurm.job and not slurm.job.ended else []
-    elif (slurm.job and not slurm.job.ended) or _is_alive(run_dir, slurm, quiet_s):
+        notes += [slurm.line] if has_job else []
+    elif has_job or _is_alive(run_dir, slurm, quiet_s):
         return _shown(f"it has not begun: {slurm.line}")
     else:
         begun = (run_dir / "logs").is_dir()
@@ -142,8 +151,8 @@ def _judgement(run_dir: Path, status: Mapping[str, Any]) -> tuple[str, int | Non
     attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
     if not attempt or not attempts.records(attempt):
         return "", None
-    found = judge.judge(attempt)
-    return found.reason, (found.first or {}).get("rank")
+    outcome = judge.judge(attempt)
+    return outcome.reason, (outcome.first or {}).get("rank")
 
 
 def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool:
@@ -158,9 +167,8 @@ def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool
     if in_use.is_running(attempts.facts(run_dir)) is False:
         return False
     owner = attempts.owner(run_dir)
-    return (
-        min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
-    )
+    beat = attempts.newest_heartbeat(owner) if owner else 0.0
+    return min(quiet_s, time.time() - beat) < QUIET_S
 
 
 def batch_logs(run_dir: Path, slurm: slurm_queue.Outlook) -> list[Path]:
@@ -185,28 +193,26 @@ def of_logs(
     run's job. Raises InputError for a path that cannot be read or holds no log.
     """
     is_folder = path.is_dir()
-    read = list[Log]()
+    logs = list[Log]()
     why: object = f"holds no log (*{', *'.join(SUFFIXES)})"
     for file in dict.fromkeys((*(_logs_in(path) if is_folder else [path]), *more)):
-        name = (
-            str(file.relative_to(path)) if file.is_relative_to(path) and is_folder else _short(file)
-        )
+        is_inside = is_folder and file.is_relative_to(path)
         try:
-            read.append(read_log(file, name))
+            logs.append(read_log(file, str(file.relative_to(path)) if is_inside else _short(file)))
         except (OSError, ValueError) as error:
             why = error
-    if not read and not reason:
+    if not logs and not reason:
         raise _unreadable(path, why)
-    return _shown(*_lines(reason, rank, read))
+    return _shown(*_lines(reason, rank, logs))
 
 
 def _logs_in(folder: Path) -> list[Path]:
     """The logs in a folder and the folders in it. Links to folders are not followed."""
-    found: list[Path] = []
+    logs = list[Path]()
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in PRUNED and not f.startswith("."))
-        found += [Path(place, name) for name in sorted(names) if name.endswith(SUFFIXES)]
-    return found
+        logs += [Path(place, name) for name in sorted(names) if name.endswith(SUFFIXES)]
+    return logs
 
 
 def read_log(path: Path, name: str) -> Log:
@@ -218,54 +224,54 @@ def read_log(path: Path, name: str) -> Log:
         data = file.read(MOST_BYTES)
     # Without colours, which may separate words of a text. A progress bar ends its lines with a
     # carriage return.
-    text = (
-        _COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r", "\n").rpartition(ATTEMPT)[2]
-    )
+    text = _COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r", "\n")
+    text = text.rpartition(ATTEMPT)[2]
     lines = [line for line in text.split("\n") if line.strip()]
-    texts = [
-        (one, pattern) for pattern in PATTERNS for one in pattern.texts.split(" | ") if one in text
-    ]
+    parts = [(part, pattern) for pattern in PATTERNS for part in pattern.texts.split(" | ")]
+    parts = [(part, pattern) for part, pattern in parts if part in text]
     known: dict[Pattern, str] = {}
-    for line in _SOURCE.sub(r"\1\2", text).split("\n") if texts else []:
-        if pattern := next((pattern for one, pattern in texts if one in line), None):
-            known.setdefault(pattern, line[:LONGEST_LINE].strip())
+    for line in _SOURCE.sub(r"\1\2", text).split("\n") if parts else []:
+        first = next((pattern for part, pattern in parts if part in line), None)
+        if first:
+            known.setdefault(first, line[:LONGEST_LINE].strip())
     return Log(name, known, [line[:LONGEST_LINE].rstrip() for line in lines[-TAIL:]])
 
 
-def _lines(reason: str, rank: int | None, read: Sequence[Log]) -> list[str]:
+def _lines(reason: str, rank: int | None, logs: Sequence[Log]) -> list[str]:
     """The reason, the known lines with their fixes, and the end of the log of the first rank to
     fail.
     """
-    own = f"logs/rank{rank}.log"
-    read = sorted(read, key=lambda log: log.name != own)
+    first = f"logs/rank{rank}.log"
+    logs = sorted(logs, key=lambda log: log.name != first)
     by_pattern: dict[Pattern, list[Log]] = {}
-    for log in read:
+    for log in logs:
         for pattern in log.known:
             by_pattern.setdefault(pattern, []).append(log)
-    # of one level, the own ones of that rank first
+    # of one level, those in the log of that rank first
     patterns = sorted(by_pattern, key=lambda pattern: pattern.level)
-    files = f"{len(read)} file{'s' * (len(read) != 1)}"
-    lines = [
-        reason
-        or (
-            f"best clue in the logs: {patterns[0].name}"
-            if patterns
-            else f"no known cause in {files}"
-        )
-    ]
+    last = logs[-1:]
+    clue = f"no known cause in {_files(logs)}"
+    if patterns:
+        last = by_pattern[patterns[0]]
+        clue = f"best clue in the logs: {patterns[0].name}"
+    if logs and logs[0].name == first:
+        last = logs
+    lines = [reason or clue]
     for pattern in patterns[:MOST_EXPLAINED]:
         log = by_pattern[pattern][0]
-        count = len(by_pattern[pattern])
-        lines.append(
-            f"{pattern.level.name}: {pattern.name} ({count} file{'s' * (count != 1)}): {pattern.means}"
-        )
-        lines += [f"  do: {pattern.fix}", f"  {log.name}: {log.known[pattern]}"]
-    if read:
-        last = (
-            read[0] if read[0].name == own else by_pattern[patterns[0]][0] if patterns else read[-1]
-        )
-        lines += [f"{last.name} ends:", *(f"  | {line}" for line in last.tail)] if last.tail else []
+        files = _files(by_pattern[pattern])
+        lines += [
+            f"{pattern.level.name}: {pattern.name} ({files}): {pattern.means}",
+            f"  do: {pattern.fix}",
+            f"  {log.name}: {log.known[pattern]}",
+        ]
+    for log in last[:1]:
+        lines += [f"{log.name} ends:", *(f"  | {line}" for line in log.tail)] if log.tail else []
     return lines
+
+
+def _files(logs: Sequence[Log]) -> str:
+    return f"{len(logs)} file{'s' * (len(logs) != 1)}"
 
 
 def _short(path: Path) -> str:

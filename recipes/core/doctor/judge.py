@@ -11,6 +11,8 @@ from typing import Any
 from recipes.core.doctor.verdict import Finding, Verdict
 from recipes.core.errors import shown
 
+NodeReports = Mapping[int, Mapping[str, Any]]  # by node_rank
+
 LONG = 300  # characters of a finding in a line
 # Facts that must be equal on all nodes: the keys of a fact in a report, and its name.
 ALIKE = (
@@ -39,7 +41,7 @@ FAULTS = {
 }
 
 
-def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
+def verdict_of(hosts: Sequence[str], reports: NodeReports) -> Verdict:
     """The verdict on the reports, sorted by node_rank, of the nodes that have examined themselves
     (`examine.run`).
 
@@ -48,18 +50,14 @@ def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -
     verdict = Verdict(
         hosts=[host or reports.get(node, {}).get("host", "") for node, host in enumerate(hosts)]
     )
-    rules = (
-        _missing,
-        _own_findings,
-        _compare,
-        _slow_gpus,
-        _slow_copies,
-        _links,
-        _speeds,
-        _collectives,
-    )
-    for rule in rules:  # `_links` uses what the rules before it have found
-        rule(reports, verdict)
+    _missing(reports, verdict)
+    _own_findings(reports, verdict)
+    _compare(reports, verdict)
+    _slow_gpus(reports, verdict)
+    _slow_copies(reports, verdict)
+    _links(reports, verdict)  # uses what the functions before it have found
+    _speeds(reports, verdict)
+    _collectives(reports, verdict)
     verdict.entries.sort(key=lambda entry: (not entry.bad, len(entry.nodes), entry.nodes[:1]))
     out = {
         node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes
@@ -72,32 +70,33 @@ def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -
     return verdict
 
 
-def _missing(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _missing(reports: NodeReports, verdict: Verdict) -> None:
     """Nodes without a report, and nodes that did not write their final report."""
     count = len(verdict.hosts)
     silent = [node for node in range(count) if node not in reports]
     # If only one of several nodes is seen, the others probably wrote to another folder.
-    is_shared = not len(silent) == count - 1 > 1
+    is_apart = len(silent) == count - 1 > 1
     for node in silent:
         what = "did not answer: it hangs, was never started, or does not see run_dir"
-        fix = "log in to the node, or exclude it; give a run_dir= on a file system that all nodes share"
-        verdict.add([node], what, fix, leave_out=is_shared)
-    if gone := [node for node, report in reports.items() if report.get("early")]:
-        what = "answered at first, but not after the bandwidth test: it hangs, or has died"
-        verdict.add(
-            gone, what, "log in to the node, or exclude it", leave_out=not len(gone) == count > 1
+        fix = (
+            "log in to the node, or exclude it; "
+            "give a run_dir= on a file system that all nodes share"
         )
+        verdict.add([node], what, fix, leave_out=not is_apart)
+    gone = [node for node, report in reports.items() if report.get("early")]
+    if gone:
+        what = "answered at first, but not after the bandwidth test: it hangs, or has died"
+        is_shared = len(gone) == count > 1
+        verdict.add(gone, what, "log in to the node, or exclude it", leave_out=not is_shared)
 
 
-def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _own_findings(reports: NodeReports, verdict: Verdict) -> None:
     """What the nodes found themselves, the same finding of several nodes as one entry."""
-    found: dict[Finding, list[int]] = {}
+    having: dict[Finding, list[int]] = {}
     for node, report in reports.items():
-        for one in report["findings"]:
-            found.setdefault(
-                Finding(one["what"], one["fix"], one["bad"], one["leave_out"]), []
-            ).append(node)
-    for finding, nodes in found.items():
+        for finding in report["findings"]:
+            having.setdefault(Finding(**{**finding, "nodes": ()}), []).append(node)
+    for finding, nodes in having.items():
         # A fault that all nodes have is not fixed by leaving all of them out.
         is_shared = len(nodes) == len(reports) > 1
         what = shown(finding.what, LONG)
@@ -105,7 +104,7 @@ def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) ->
         verdict.add(nodes, what, fix, finding.bad, finding.leave_out and not is_shared)
 
 
-def _compare(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _compare(reports: NodeReports, verdict: Verdict) -> None:
     """Nodes that differ from most others; without a majority, all nodes."""
     for part, name, title in ALIKE:
         values = {node: report["facts"].get(part, {}).get(name) for node, report in reports.items()}
@@ -114,14 +113,12 @@ def _compare(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None
             continue
         usual, often = counted[0]
         is_majority = often > counted[1][1]
-        others = (
-            f"but {shown(usual)} on {often} others"
-            if is_majority
-            else "and no value has a majority of the nodes"
-        )
+        others = "and no value has a majority of the nodes"
+        if is_majority:
+            others = f"but {shown(usual)} on {often} others"
         fix = "use the same on all nodes: NCCL can fail on nodes that differ"
         for value, _ in counted[is_majority:]:
-            nodes = [node for node, one in values.items() if one == value]
+            nodes = [node for node in values if values[node] == value]
             verdict.add(nodes, f"{title} is {shown(value)}, {others}", fix, is_majority)
 
 
@@ -130,17 +127,23 @@ def _gpus(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [gpu for gpu in report["facts"].get("gpus", {}).get("gpus", []) if "tflops" in gpu]
 
 
-def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _slow_gpus(reports: NodeReports, verdict: Verdict) -> None:
     tested = [(node, gpu) for node, report in reports.items() for gpu in _gpus(report)]
     middle = median(gpu["tflops"] for _, gpu in tested) if tested else 0.0
     for node, gpu in tested:
         if gpu["tflops"] < SLOW * middle:
-            what = f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s; the median is {middle:.0f}"
-            fix = "run nvidia-smi -q -d PERFORMANCE there: look for heat, a power cap, or another process"
+            what = (
+                f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s; "
+                f"the median is {middle:.0f}"
+            )
+            fix = (
+                "run nvidia-smi -q -d PERFORMANCE there: "
+                "look for heat, a power cap, or another process"
+            )
             verdict.add([node], what, fix)
 
 
-def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _slow_copies(reports: NodeReports, verdict: Verdict) -> None:
     """GPUs that copy to the next GPU of their node more slowly than the GPU of the same number on
     other nodes. Needs at least three nodes.
     """
@@ -160,7 +163,7 @@ def _slow_copies(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
             verdict.add([node], what, "run nvidia-smi nvlink -s and nvidia-smi topo -m there")
 
 
-def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _links(reports: NodeReports, verdict: Verdict) -> None:
     """Links that fail. The bad node of a link is the one with the larger share of failing links; if
     both are equal, the later one.
     """
@@ -180,19 +183,17 @@ def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     for node, link in faults:
         peer = link["peer"]
         # The first node is the master: it is accused last.
-        bad = max((node, peer), key=lambda one: (one in known_bad, failed[one] / tried[one], one))
+        bad = max((node, peer), key=lambda end: (end in known_bad, failed[end] / tried[end], end))
         if bad in named:
             continue
         named.add(bad)
         what, fix = FAULTS[link["fault"]]
         count = f"{failed[bad]} of {tried[bad]} links of {verdict.host(bad)} fail"
-        what = (
-            f"{verdict.host(node)} {what.format(peer=verdict.host(peer))} ({link['why']}; {count})"
-        )
-        verdict.add([bad], what, fix)
+        what = what.format(peer=verdict.host(peer))
+        verdict.add([bad], f"{verdict.host(node)} {what} ({link['why']}; {count})", fix)
 
 
-def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _speeds(reports: NodeReports, verdict: Verdict) -> None:
     """The bandwidth of all nodes together, and nodes whose network is slow from one of their GPUs
     at least.
 
@@ -205,9 +206,9 @@ def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         measured = report.get("bandwidth", {})
         if "busbw" in measured:
             verdict.figures["all_reduce_busbw_gb_per_s"] = measured["busbw"]
-        for one, other, gpu, speed in measured.get("pairs", []):
+        for *nodes, gpu, speed in measured.get("pairs", []):
             speeds.setdefault(gpu, []).append(speed)
-            for node in (one, other):
+            for node in nodes:
                 of_node.setdefault((node, gpu), []).append(speed)
     if not speeds:
         return
@@ -218,30 +219,33 @@ def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         usual = median(speeds[gpu])
         if len(values) > 1 and median(values) < SLOW * usual:
             of_which = f" from its GPU {gpu}" if len(speeds) > 1 else ""
-            what = f"its network is slow{of_which}: {median(values):.3g} GB/s with other nodes; the median is {usual:.3g}"
-            verdict.add(
-                [node], what, "run ethtool DEV or ibstat there: check link speed, errors and cable"
+            what = (
+                f"its network is slow{of_which}: {median(values):.3g} GB/s with other nodes; "
+                f"the median is {usual:.3g}"
             )
+            fix = "run ethtool DEV or ibstat there: check link speed, errors and cable"
+            verdict.add([node], what, fix)
 
 
-def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+def _collectives(reports: NodeReports, verdict: Verdict) -> None:
     """Findings of the bandwidth test of all nodes: wrong sums and, if it did not end, the nodes
     that are behind the others.
     """
     measured = {
         node: report["bandwidth"] for node, report in reports.items() if report.get("bandwidth")
     }
-    for node, found in measured.items():
-        if found.get("correct") is False:
+    for node, test in measured.items():
+        if test.get("correct") is False:
             fix = "exclude the node, whose memory or link corrupts data"
             verdict.add([node], "an all_reduce returned a wrong sum there", fix)
-    cut = [node for node, found in measured.items() if not found.get("ended")]
+    cut = [node for node, test in measured.items() if not test.get("ended")]
     if not cut:
         return
-    usual, _ = Counter(found["at"] for found in measured.values()).most_common(1)[0]
+    usual, _ = Counter(test["at"] for test in measured.values()).most_common(1)[0]
     behind = [node for node in cut if measured[node]["at"] != usual]
-    found = measured[(behind or cut)[0]]
-    what = f"the bandwidth test of all nodes stopped after {found['at']} ({found.get('error') or 'no error'})"
+    first = measured[(behind or cut)[0]]
+    error = first.get("error") or "no error"
+    what = f"the bandwidth test of all nodes stopped after {first['at']} ({error})"
     fix = (
         "run NCCL_DEBUG=INFO python -m recipes.collectives on these nodes to find the fault; "
         "see also the other findings"

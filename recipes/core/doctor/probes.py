@@ -1,5 +1,5 @@
-"""The checks of one node: each returns facts, some of which are compared between nodes, and
-findings. Never torch.
+"""The checks of one node: each yields findings, and adds to its facts, some of which are compared
+between nodes. Never torch.
 
 Whatever can hang (a file system, a driver, a resolver) runs in a separate process.
 """
@@ -8,7 +8,7 @@ import json
 import platform
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +68,10 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
     A check that does not end is a finding.
     """
     facts: dict[str, Facts] = {}
-    findings: list[Finding] = []
+    findings = list[Finding]()
     # not as a context manager, which waits for threads that hang
     pool = ThreadPoolExecutor(len(CHECKS))
-    answers = {name: pool.submit(check, here) for name, check in CHECKS.items()}
+    answers = {name: pool.submit(_run, check, here) for name, check in CHECKS.items()}
     done, _ = wait(answers.values(), deadline_s)
     for name, answer in answers.items():
         if answer not in done:
@@ -81,8 +81,8 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
             )
             continue
         try:
-            facts[name], found = answer.result()
-            findings += found
+            facts[name], more = answer.result()
+            findings += more
         except Exception as error:  # a fault of one check must not hide what the others find
             what = f"the check of its {name} failed ({one_line(error, 150)})"
             findings.append(Finding(what, f"log in to the node and check its {name}", bad=False))
@@ -90,19 +90,24 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
     return facts, findings
 
 
-def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def _run(check: "Check", here: Surroundings) -> tuple[Facts, list[Finding]]:
+    facts: Facts = {}
+    return facts, list(check(here, facts))
+
+
+def torch_import(here: Surroundings, facts: Facts) -> Iterator[Finding]:
     """In a separate process: an import can hang on a file system, or crash on a broken driver."""
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
     if why:
         fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
-        return {}, [
-            Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)
-        ]
-    versions = json.loads(out.splitlines()[-1])
-    return versions, known_hangs(versions["nccl"] or "", platform.machine())
+        what = f"torch cannot be imported there ({why})"
+        yield Finding(what, fix, leave_out=here.has_others)
+        return
+    facts.update(json.loads(out.splitlines()[-1]))
+    yield from known_hangs(facts["nccl"] or "", platform.machine())
 
 
-def known_hangs(nccl: str, machine: str) -> list[Finding]:
+def known_hangs(nccl: str, machine: str) -> Iterator[Finding]:
     """A finding if this version of NCCL is in `HANGS`. nccl: "" without GPUs. machine: as of
     `platform.machine`, such as "aarch64".
     """
@@ -110,46 +115,37 @@ def known_hangs(nccl: str, machine: str) -> list[Finding]:
     for first, fixed, on, when in HANGS:
         if first <= number < fixed and on in ("", machine):
             fix = f"use a torch with NCCL {'.'.join(map(str, fixed))} or later"
-            return [Finding(f"NCCL {nccl} can hang {when}", fix, bad=False)]
-    return []
+            yield Finding(f"NCCL {nccl} can hang {when}", fix, bad=False)
 
 
-def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def disks(here: Surroundings, facts: Facts) -> Iterator[Finding]:
     """/dev/shm, the run directory, TMPDIR and the data folder, each in a separate process: a file
     system may not answer.
     """
     temporary = here.environ.get("TMPDIR") or "/tmp"
     folders = [
-        ("/dev/shm", "/dev/shm", "write", "check that file system"),
-        (
-            f"run_dir={here.run_dir}",
-            str(here.run_dir),
-            "write",
-            "check that file system, or give another run_dir=",
-        ),
-        (f"TMPDIR={temporary}", temporary, "write", "set TMPDIR to a folder that is on every node"),
-        (
-            f"data_dir={here.data_dir}",
-            here.data_dir,
-            "read",
-            "check the name, and that it is mounted on that node",
-        ),
+        ("", "/dev/shm", "check that file system"),
+        ("run_dir=", str(here.run_dir), "check that file system, or give another run_dir="),
+        ("TMPDIR=", temporary, "set TMPDIR to a folder that is on every node"),
+        ("data_dir=", here.data_dir, "check the name, and that it is mounted on that node"),
     ]
-    findings = []
-    for name, folder, use, fix in folders if here.data_dir else folders[:-1]:
+    for key, folder, fix in folders if here.data_dir else folders[:-1]:
+        use = "read" if key == "data_dir=" else "write"
         command = [sys.executable, "-S", "-c", DISK_PROBE, folder, use]
         out, why = commands.run(command, 15)
         if why:
-            leave_out = here.has_others or name == "/dev/shm"
-            findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
+            leave_out = here.has_others or not key
+            what = f"{key}{folder} cannot be used ({why})"
+            yield Finding(what, fix, leave_out=leave_out)
             continue
         free = json.loads(out)
-        if name == "/dev/shm" and free is not None and free < SHM_BYTES:
-            fix = "delete files there, or use docker run --ipc=host; loader processes and NCCL need that space"
-            findings.append(
-                Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20)
+        if not key and free is not None and free < SHM_BYTES:
+            fix = (
+                "delete files there, or use docker run --ipc=host; "
+                "loader processes and NCCL need that space"
             )
-    return {}, findings
+            what = f"{folder} has {files.size_text(free)} free"
+            yield Finding(what, fix, bad=free < 64 << 20)
 
 
 DISK_PROBE = """
@@ -167,45 +163,43 @@ except OSError as error:
 """
 
 
-def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def interfaces(here: Surroundings, facts: Facts) -> Iterator[Finding]:
     """The interface on the route to the other nodes."""
     folders = here.root / "sys/class/net"
     try:
         chosen = network.choose(here.info)
     except network.NetworkError as error:
-        down = [
-            folder.name
-            for folder in sorted(folders.glob("*"))
-            if _text(folder / "operstate") == "down"
-        ]
-        what = f"{error.what}; interfaces that are down: {', '.join(down)}" if down else error.what
-        return {}, [Finding(what, error.fix)]
+        what = error.what
+        down = [path.parent.name for path in folders.glob("*/operstate") if _text(path) == "down"]
+        if down:
+            what += f"; interfaces that are down: {', '.join(sorted(down))}"
+        yield Finding(what, error.fix)
+        return
     if not chosen:
-        return {}, []
-    findings = []
+        return
+    facts["interface"] = chosen.interface
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = here.environ.get(name, "")
         # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact
         # names.
-        is_listed = any(chosen.interface.startswith(one) for one in value.lstrip("^=").split(","))
+        is_listed = chosen.interface.startswith(tuple(value.lstrip("^=").split(",")))
         if value and here.has_others and is_listed == value.startswith("^"):
             what = f"{name}={value}, but the route to {chosen.peer} uses {chosen.interface}"
-            findings.append(
-                Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False)
-            )
-    own = _mbit_per_s(folders / chosen.interface)
-    cards = [
-        one
-        for one in folders.glob("*")
-        if (one / "device").exists() and _text(one / "operstate") == "up"
-    ]
-    fastest = max(cards, key=_mbit_per_s, default=None)
-    if fastest and here.has_others and _mbit_per_s(fastest) > own > 0 and not _ports(here):
-        name = fastest.name
-        what = f"the ranks use {chosen.interface} with {own} Mbit/s, but {name} has {_mbit_per_s(fastest)} Mbit/s"
-        fix = f"if {name} reaches the other nodes, set NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
-        findings.append(Finding(what, fix, bad=False))
-    return {"interface": chosen.interface}, findings
+            fix = f"unset {name}, or set it to {chosen.interface}"
+            yield Finding(what, fix, bad=False)
+    speed = _mbit_per_s(folders / chosen.interface)
+    cards = (path.parent for path in folders.glob("*/device"))
+    speeds = [(_mbit_per_s(card), card.name) for card in cards if _text(card / "operstate") == "up"]
+    highest, name = max(speeds, default=(0, ""))
+    if here.has_others and highest > speed > 0 and not _ports(here):
+        what = (
+            f"the ranks use {chosen.interface} with {speed} Mbit/s, but {name} has {highest} Mbit/s"
+        )
+        fix = (
+            f"if {name} reaches the other nodes, "
+            f"set NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
+        )
+        yield Finding(what, fix, bad=False)
 
 
 def _mbit_per_s(interface: Path) -> int:
@@ -228,81 +222,84 @@ def _text(path: Path) -> str:
         return ""
 
 
-def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def infiniband(here: Surroundings, facts: Facts) -> Iterator[Finding]:
     """Ports that are not active, and whether a process may lock the memory that it sends."""
-    if not (ports := _ports(here)):
-        return {}, []
-    findings = []
+    ports = _ports(here)
+    if not ports:
+        return
     for folder in ports:
         port = f"{folder.parts[-3]}:{folder.name}"
         state = _text(folder / "state").rpartition(": ")[2]
         if state not in ("ACTIVE", ""):
-            fix = f"check its cable, switch and subnet manager; if NCCL should not use it, set NCCL_IB_HCA=^{port}"
-            findings.append(Finding(f"InfiniBand port {port} is {state}", fix, bad=False))
+            fix = (
+                "check its cable, switch and subnet manager; "
+                f"if NCCL should not use it, set NCCL_IB_HCA=^{port}"
+            )
+            yield Finding(f"InfiniBand port {port} is {state}", fix, bad=False)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
         fix = (
-            "the site must allow ulimit -l unlimited (in Slurm: LimitMEMLOCK=infinity for slurmd, and "
-            "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)"
+            "the site must allow ulimit -l unlimited (in Slurm: LimitMEMLOCK=infinity for slurmd, "
+            "and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)"
         )
-        what = f"locked memory is limited to {limit // 1024} KB, but RDMA must lock the memory that it sends"
-        findings.append(Finding(what, fix, bad=here.has_others))
-    return {}, findings
+        what = (
+            f"locked memory is limited to {limit // 1024} KB, "
+            "but RDMA must lock the memory that it sends"
+        )
+        yield Finding(what, fix, bad=here.has_others)
 
 
-def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
+def gpus(here: Surroundings, facts: Facts) -> Iterator[Finding]:
     """What `gpucheck.gpus` finds on the GPUs that this process may use."""
     if here.on_cpu:
-        return {}, []
+        return
     granted = granted_gpus(here.environ)
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], 60)
     if why and granted:
         fix = f"run {sys.executable} -m recipes.core.doctor.gpucheck gpus on that node"
-        return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
+        yield Finding(f"its GPUs could not be tested ({why})", fix)
+        return
     seen = [] if why else json.loads(out.splitlines()[-1])
-    found = []
-    if few := shortage(here.environ, len(seen)):
-        found.append(Finding(few, "check which GPUs nvidia-smi -L lists there"))
+    few = shortage(here.environ, len(seen))
+    if few:
+        yield Finding(few, "check which GPUs nvidia-smi -L lists there")
     elif here.info.in_slurm and not seen:
         fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
-        found.append(Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False))
+        yield Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False)
     smi, _ = commands.run(SMI, 20)  # many images do not have it
     errors = dict(line.strip().split(", ") for line in smi.splitlines() if line.count(", ") == 1)
     for gpu in seen:
-        found += _of_gpu(gpu, errors.get(gpu.get("uuid", ""), ""))
+        yield from _of_gpu(gpu, errors.get(gpu.get("uuid"), ""))
     # Nodes may have different numbers of granted GPUs, and `shortage` compares each with its own.
     count = None if granted else len(seen)
-    return {"count": count, "name": seen[0].get("name") if seen else None, "gpus": seen}, found
+    name = seen[0].get("name") if seen else None
+    facts.update(count=count, name=name, gpus=seen)
 
 
-def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
+def _of_gpu(gpu: Mapping[str, Any], errors: str) -> Iterator[Finding]:
     """errors: uncorrected memory errors by nvidia-smi."""
     name = f"GPU {gpu['index']} ({gpu.get('uuid', 'of unknown UUID')})"
     fix = "ask the site to drain that node"
     if gpu.get("error"):
-        return [Finding(f"{name} cannot be used: {gpu['error']}", fix)]
-    found = []
+        yield Finding(f"{name} cannot be used: {gpu['error']}", fix)
+        return
     if not gpu["correct"]:
-        found.append(Finding(f"{name} returns a wrong matrix product", fix))
+        yield Finding(f"{name} returns a wrong matrix product", fix)
     if errors.isdecimal() and int(errors):
-        found.append(
-            Finding(
-                f"{name} has had {errors} uncorrected memory errors since the driver was loaded",
-                fix,
-            )
-        )
+        what = f"{name} has had {errors} uncorrected memory errors since the driver was loaded"
+        yield Finding(what, fix)
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
         fix = "find the process that uses it, possibly of an ended job, with nvidia-smi there"
-        found.append(Finding(what, fix, bad=False))
-    return found
+        yield Finding(what, fix, bad=False)
 
 
-CHECKS: Mapping[str, Callable[[Surroundings], tuple[Facts, list[Finding]]]] = {
+Check = Callable[[Surroundings, Facts], Iterable[Finding]]
+CHECKS: Mapping[str, Check] = {
     "torch": torch_import,
     "disks": disks,
     "interfaces": interfaces,
     "InfiniBand": infiniband,
-    "variables": lambda here: ({}, variables.problems(here.environ)),
+    "variables": lambda here, facts: variables.problems(here.environ),
     "gpus": gpus,
 }

@@ -47,21 +47,21 @@ class Reports:
         """The reports of ``nodes``, when all have reached ``stage``; at ``end`` (time.monotonic),
         those that exist.
         """
-        wanted = {f"{node}.json": node for node in nodes}
-        found: dict[int, dict[str, Any]] = {}
+        node_of = {f"{node}.json": node for node in nodes}
+        reports: dict[int, dict[str, Any]] = {}
         read_at: dict[str, int] = {}
         while True:
             with contextlib.suppress(FileNotFoundError):  # the examination may be over
                 for entry in os.scandir(self.folder):
-                    if entry.name in wanted and entry.stat().st_mtime_ns != read_at.get(entry.name):
+                    if entry.name in node_of and entry.stat().st_mtime_ns != read_at.get(
+                        entry.name
+                    ):
                         read_at[entry.name] = entry.stat().st_mtime_ns
                         report = read_json(Path(entry.path))
-                        found |= {wanted[entry.name]: report} if report else {}
-            if (
-                all(stage_of(found.get(node)) >= stage for node in wanted.values())
-                or time.monotonic() > end
-            ):
-                return found
+                        reports |= {node_of[entry.name]: report} if report else {}
+            are_there = all(stage_of(reports.get(node)) >= stage for node in node_of.values())
+            if are_there or time.monotonic() > end:
+                return reports
             time.sleep(POLL_S)
 
     def are_judged(self) -> bool:

@@ -53,35 +53,32 @@ def problems(environ: Mapping[str, str]) -> list[Finding]:
     """
     # A misspelt name, which is not in KNOWN, does not stop a run.
     return [
-        Finding(f"{name}: {what}", fix, name in KNOWN, leave_out=False)
-        for name, what, fix in _found(environ)
+        Finding(f"{name}: {fault}", fix, name in KNOWN, leave_out=False)
+        for name, fault, fix in _faults(environ)
     ]
 
 
-def _found(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """The name of a variable, what is wrong with it, and the fix."""
     family = re.compile(r"(?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|GLOO|FI)_\w{1,60}")
     for name in (name for name in environ if name not in KNOWN and family.fullmatch(name)):
-        if nearest := difflib.get_close_matches(name, KNOWN, n=1, cutoff=CUTOFF):
-            yield (
-                name,
-                "is not a known variable and probably has no effect",
-                f"did you mean {nearest[0]}?",
-            )
+        for nearest in difflib.get_close_matches(name, KNOWN, n=1, cutoff=CUTOFF):
+            fault = "is not a known variable and probably has no effect"
+            yield name, fault, f"did you mean {nearest}?"
     for name, elements in _ELEMENTS.items():
         # `Ring,Tree`, `^NVLS`, `allreduce:tree;broadcast:ring` (graph/tuning.cc)
-        lists = [
-            part.rpartition(":")[2].removeprefix("^") for part in environ.get(name, "").split(";")
-        ]
-        items = [item for one in lists for item in one.split(",") if item]
-        if invalid := [item for item in items if item.lower() not in map(str.lower, elements)]:
-            what = f"{shown(invalid[0])} must be one of {', '.join(elements)}"
-            yield name, what, "correct or unset it: NCCL refuses to start"
+        known = set(map(str.lower, elements)) | {""}
+        parts = environ.get(name, "").split(";")
+        lists = [part.rpartition(":")[2].removeprefix("^").split(",") for part in parts]
+        invalid = [item for items in lists for item in items if item.lower() not in known]
+        if invalid:
+            fault = f"{shown(invalid[0])} must be one of {', '.join(elements)}"
+            yield name, fault, "correct or unset it: NCCL refuses to start"
     if environ.get("NCCL_NET") == "":  # plugin/net.cc compares names with it even if it is empty
         yield "NCCL_NET", "is empty, and NCCL searches for a network with an empty name", "unset it"
     if environ.get("NCCL_NET", "").upper() == "IB" and environ.get("NCCL_IB_DISABLE") == "1":
         yield "NCCL_NET", "is IB, which NCCL_IB_DISABLE=1 disables", "unset one of the two"
     value = environ.get("GLOO_SOCKET_IFNAME", "")
     if re.search("[=^]", value):
-        what = f"{shown(value)} is not an interface name: gloo accepts no =, ^ or prefix"
-        yield "GLOO_SOCKET_IFNAME", what, "write the exact name, as in eth0"
+        fault = f"{shown(value)} is not an interface name: gloo accepts no =, ^ or prefix"
+        yield "GLOO_SOCKET_IFNAME", fault, "write the exact name, as in eth0"

@@ -67,18 +67,14 @@ def lines(verdict: Verdict) -> list[str]:
     rows = verdict.table
     if len(rows) > 2 * MANY:
         rows = [rows[node] for node in sorted(verdict.bad_nodes)]
-    found = table.aligned([list(verdict.table[0]), *(list(row.values()) for row in rows)])
+    text = table.aligned([list(verdict.table[0]), *(list(row.values()) for row in rows)])
     for entry in verdict.entries:
-        found.append(
-            f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}"
-        )
-    if verdict.figures:
-        found.append(
-            "; ".join(
-                f"{FIGURES[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()
-            )
-        )
-    return [shown(line, LONGEST) for line in (*found, _summary(verdict))]
+        mark = "BAD " if entry.bad else "note"
+        text.append(f"{mark}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}")
+    speeds = [f"{FIGURES[name]} {speed:.3g} GB/s" for name, speed in verdict.figures.items()]
+    if speeds:
+        text.append("; ".join(speeds))
+    return [shown(line, LONGEST) for line in (*text, _summary(verdict))]
 
 
 def _summary(verdict: Verdict) -> str:
@@ -86,18 +82,16 @@ def _summary(verdict: Verdict) -> str:
     bad = len(verdict.bad_nodes)
     if verdict.healthy:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
-    what = f"bad nodes: {bad} of {count}" if bad else "not healthy, and no single node is to blame"
-    return (
-        f"{what}; to exclude: sbatch --exclude={','.join(verdict.exclude)}"
-        if verdict.exclude
-        else what
-    )
+    text = f"bad nodes: {bad} of {count}" if bad else "not healthy, and no single node is to blame"
+    if verdict.exclude:
+        text += f"; to exclude: sbatch --exclude={','.join(verdict.exclude)}"
+    return text
 
 
 def _names(nodes: Sequence[int], verdict: Verdict) -> str:
     if len(nodes) == len(verdict.hosts) and len(nodes) > 1:
         return f"all {len(nodes)} nodes"
-    named = ", ".join(verdict.host(node) for node in nodes[:MANY])
-    return (
-        named + (f" and {len(nodes) - MANY} more" if len(nodes) > MANY else "")
-    ) or "the nodes together"
+    if not nodes:
+        return "the nodes together"
+    more = f" and {len(nodes) - MANY} more" if len(nodes) > MANY else ""
+    return ", ".join(map(verdict.host, nodes[:MANY])) + more

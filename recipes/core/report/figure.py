@@ -52,7 +52,8 @@ def figure(
         parts.append(f'<path class="grid" d="M{LEFT} {down(y)}H{RIGHT}"/>{label}')
     for x in _ticks(x_low, x_high, 1.0):
         parts.append(
-            f'<path class="axis" d="M{across(x)} {BOTTOM}v4"/>{_label(across(x), BOTTOM + 17, f"{x:.6g}")}'
+            f'<path class="axis" d="M{across(x)} {BOTTOM}v4"/>'
+            + _label(across(x), BOTTOM + 17, f"{x:.6g}")
         )
     labelled = -math.inf
     for x, number in marks:
@@ -63,14 +64,11 @@ def figure(
     for _, every, style in series:
         points = _thinned(every, max(FEWEST_POINTS, MOST_POINTS // len(series)))
         places = [f"{across(x)} {down(y)}" if math.isfinite(y) else "" for x, y in points]
-        pairs = zip(["", *places], [*places, ""], strict=True)
-        line = " ".join(
-            f"L{place}" if before else f"M{place}h0" for before, place in pairs if place
-        )
-        dots = "".join(f"M{place}h0" for place in places if place) if len(points) <= DOTS else ""
-        parts.append(
-            f'<path class="line {style}" d="{line}"/><path class="dot {style}" d="{dots}"/>'
-        )
+        pairs = zip(["", *places], places, strict=False)
+        lines = [f"L{end}" if begin else f"M{end}h0" for begin, end in pairs if end]
+        dots = [f"M{place}h0" for place in places if place and len(points) <= DOTS]
+        parts.append(f'<path class="line {style}" d="{" ".join(lines)}"/>')
+        parts.append(f'<path class="dot {style}" d="{"".join(dots)}"/>')
     parts.append(_label((LEFT + RIGHT) / 2, HEIGHT - 6, labels[0]))
     parts.append(
         f'<g transform="translate(12 {(TOP + BOTTOM) / 2}) rotate(-90)">{_label(0, 0, labels[1])}</g>'
@@ -81,7 +79,8 @@ def figure(
     about = html.escape(f"{title}: {labels[1]} against {labels[0]}. Last values: {last}")
     gaps = sum(len(points) for _, points, _ in series) - len(finite)
     note = f'<p class="note">Values that are not finite: {gaps}</p>' if gaps else ""
-    drawn = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{about}"><title>{about}</title>{"".join(parts)}</svg>'
+    frame = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{about}">'
+    drawn = f"{frame}<title>{about}</title>{''.join(parts)}</svg>"
     return f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}{note}</figure>"
 
 
@@ -93,20 +92,20 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     """The ends of an axis. They differ, even if the values do not."""
     low = min(values)
     high = max(values)
-    pad = 0.0 if high - low > 1e-9 * max(abs(low), abs(high)) else abs(low) * 0.1 or 1.0
-    return low - pad, high + pad
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high
+    pad = abs(low) * 0.1
+    return (low - pad, high + pad) if pad else (0.0, 1.0)
 
 
 def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
     """Two to six round values between the ends of an axis. Their distance is at least ``least``."""
     power = 10.0 ** math.floor(math.log10((high - low) / 3))
-    step = max(
-        least, next(power * size for size in (1, 2, 5, 10) if (high - low) / (power * size) <= 5)
-    )
-    return [
-        number * step
-        for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)
-    ]
+    step = next(power * size for size in (1, 2, 5, 10) if (high - low) / (power * size) <= 5)
+    step = max(least, step)
+    first = math.ceil(low / step - 1e-6)
+    last = math.floor(high / step + 1e-6)
+    return [number * step for number in range(first, last + 1)]
 
 
 def _thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -118,7 +117,6 @@ def _thinned(points: Sequence[Point], most: int) -> list[Point]:
     for start in range(0, len(points), size):
         group = points[start : start + size]
         finite = [point for point in group if math.isfinite(point[1])] or group[:1]
-        kept += sorted(
-            {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-        )
+        by_height = sorted(finite, key=lambda point: point[1])
+        kept += sorted({by_height[0], by_height[-1]})
     return kept

@@ -93,226 +93,213 @@ class Shown:
     hosts: list[str]
     ranks: int
     nodes: int
-    style: str  # of its line: classes of the style sheet
 
 
-def read(run: Run, index: int) -> Shown:
+def read(run: Run) -> Shown:
     """Reads what a page shows of a run beside its row in the table."""
     folder = run.folder
-    status = directory.read_status(run.folder) or {}
+    status = directory.read_status(folder) or {}
     history = []
     for attempt in (Attempt(folder, count) for count in reversed(attempts.numbers(folder))):
-        own = status if status.get("attempt") == attempt.number else {}
-        history.append(
-            (attempt, attempt.facts(), files.read_json(attempt.folder / "ended.json") or own)
-        )
+        now = status if status.get("attempt") == attempt.number else {}
+        end = files.read_json(attempt.folder / "ended.json") or now
+        history.append((attempt, attempt.facts(), end))
     summary = (files.read_json(folder / "summary.json") or {}) if run.state == "done" else {}
-    found = attempts.facts(folder).get("hosts")
-    hosts = [str(host) for host in found] if isinstance(found, list) else []
+    hosts = attempts.facts(folder).get("hosts")
+    hosts = list(map(str, hosts)) if isinstance(hosts, list) else []
     ranks, nodes = (number(summary.get(name)) for name in ("world_size", "num_nodes"))
     size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
-    return Shown(
-        run,
-        rows.rows(folder),
-        status,
-        summary,
-        history,
-        hosts,
-        *size,
-        f"c{index % 8} d{index // 8 % 3}",
-    )
+    return Shown(run, rows.rows(folder), status, summary, history, hosts, *size)
 
 
-def page(runs: Sequence[Run], now: float) -> str:
-    """The page. now: time.time()."""
-    shown = [read(run, index) for index, run in enumerate(runs)]
-    title = f"{len(runs)} runs" if len(runs) > 1 else f"{runs[0].recipe} {runs[0].folder.name}"
+def section(folder: Path, now: float) -> tuple[Shown, list[str]]:
+    """A run, and its own part of the page: a table of facts, and the details."""
+    shown = read(table.read_run(folder, now))
+    return shown, [_table((), [*_facts(shown, now).items()]), *_details(shown, now)]
+
+
+def page(folders: Sequence[Path], now: float) -> tuple[str, int]:
+    """The page, and the number of runs in it. One that cannot be read is skipped, and reported with
+    one line. now: time.time().
+    """
+    sections = table.read_each(folders, lambda folder: section(folder, now))
+    every = [shown for shown, _ in sections]
+    title = f"{len(every)} runs"
+    if len(every) == 1:
+        title = f"{every[0].run.recipe} {every[0].run.folder.name}"
     body = [HEAD.format(title=_text(title), sheet=SHEET)]
-    if len(runs) > 1:
-        head, *lines = table.cells(runs)
-        body += [_table(head, lines), *_training(shown[:MOST_RUNS]), *_scaling(shown)]
-    for one in shown:
-        body += [f"<h2>{_text(one.run.folder)}</h2>", _table((), [*_facts(one, now).items()])]
-        body += [*(_training(shown) if len(runs) == 1 else ()), *_details(one, now)]
-    return "\n".join([*body, f'<p class="note">Written {_moment(now)}.</p></main></body></html>\n'])
+    if len(every) > 1:
+        head, *lines = table.cells([shown.run for shown in every])
+        body += [_table(head, lines), *_training(every[:MOST_RUNS]), *_scaling(every)]
+    for shown, (facts, *details) in sections:
+        body += [f"<h2>{_text(shown.run.folder)}</h2>", facts]
+        body += [*(_training(every) if len(every) == 1 else ()), *details]
+    body.append(f'<p class="note">Written {_moment(now)}.</p></main></body></html>\n')
+    return "\n".join(body), len(every)
 
 
-def _training(shown: Sequence[Shown]) -> list[str]:
+def _style(index: int) -> str:
+    """The classes of a run's line in the style sheet."""
+    return f"c{index % 8} d{index // 8 % 3}"
+
+
+def _training(every: Sequence[Shown]) -> list[str]:
     """Figures over the steps. Of one run, with its attempts as vertical lines; of several runs,
     with a legend.
     """
-    floats = (
-        name
-        for one in shown
-        for row in one.rows
-        for name, value in row.items()
-        if type(value) is float
-    )
-    own = {
+    all_rows = [row for shown in every for row in shown.rows]
+    floats = (name for row in all_rows for name, value in row.items() if type(value) is float)
+    metrics = {
         name: (name, name, False) for name in floats if name not in (*COLUMNS, *table.NO_RESULTS)
     }
     marks = list[figure.Point]()
-    found = ""
-    steps = [row["step"] for one in shown for row in one.rows]
-    if len(shown) == 1:
-        begun = [
-            (number(facts.get("step")), one.number)
-            for one, facts, _ in shown[0].history
-            if one.has_begun
-        ]
-        marks = [mark for mark in begun[1:] if math.isfinite(mark[0])]
-        above = f'<p class="note">{"Each dashed line marks the start of a later attempt, with its number." if marks else ""}</p>'
+    if len(every) == 1:
+        begun = [entry for entry in every[0].history if entry[0].has_begun]
+        starts = [(number(facts.get("step")), attempt.number) for attempt, facts, _ in begun]
+        marks = [mark for mark in starts[1:] if math.isfinite(mark[0])]
+        note = "Each dashed line marks the start of a later attempt, with its number."
+        above = f'<p class="note">{note if marks else ""}</p>'
     else:
-        line = '<li><svg viewBox="0 0 28 8" aria-hidden="true"><path class="line {0}" d="M2 4H26"/></svg>{1}</li>'
-        names = "".join(line.format(one.style, _text(one.run.folder)) for one in shown)
-        above = f'<ul class="legend">{names}</ul><p class="note">The figures show at most {MOST_RUNS} runs.</p>'
-    for name, (title, unit, zero) in {**COLUMNS, **own}.items():
+        names = "".join(
+            f'<li><svg viewBox="0 0 28 8" aria-hidden="true">'
+            f'<path class="line {_style(index)}" d="M2 4H26"/></svg>{_text(shown.run.folder)}</li>'
+            for index, shown in enumerate(every)
+        )
+        note = f"The figures show at most {MOST_RUNS} runs."
+        above = f'<ul class="legend">{names}</ul><p class="note">{note}</p>'
+    figures = ""
+    steps = [row["step"] for row in all_rows]
+    for name, (title, unit, zero) in {**COLUMNS, **metrics}.items():
         series = list[Series]()
-        for one in shown:
-            points = [(float(row["step"]), number(row[name])) for row in one.rows if name in row]
-            series.append((errors.shown(one.run.folder), points, one.style))
+        for index, shown in enumerate(every):
+            points = [(float(row["step"]), number(row[name])) for row in shown.rows if name in row]
+            series.append((errors.shown(shown.run.folder), points, _style(index)))
         labels = ("optimiser step", errors.shown(unit))
-        found += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
+        figures += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
     labels = ("hours since the first row", "samples/s, all ranks")
-    series = [s for one in shown for s in _by_time(one)]
-    found += figure.figure("Throughput over time", labels, series, zero=True)
-    return [
-        "<h2>Training</h2>",
-        above,
-        f'<div class="figures">{found or "There are no metrics."}</div>',
-    ]
+    series = [line for index, shown in enumerate(every) for line in _by_time(shown, _style(index))]
+    figures += figure.figure("Throughput over time", labels, series, zero=True)
+    figures = figures or "There are no metrics."
+    return ["<h2>Training</h2>", above, f'<div class="figures">{figures}</div>']
 
 
-def _by_time(one: Shown) -> list[Series]:
+def _by_time(shown: Shown, style: str) -> list[Series]:
     """Throughput of each attempt by hours since the first row."""
-    timed = [
-        row
-        for row in one.rows
-        if math.isfinite(number(row.get("time"))) and "samples_per_second" in row
-    ]
-    begin = number(timed[0]["time"]) if timed else 0.0
-    found = list[Series]()
-    for _, rows_of in itertools.groupby(timed, lambda row: row.get("attempt")):
-        points = [
-            ((number(row["time"]) - begin) / 3600, number(row["samples_per_second"]))
-            for row in rows_of
-        ]
-        found.append((errors.shown(one.run.folder), points, one.style))
-    return found
+    points: dict[object, list[figure.Point]] = {}
+    begin = math.nan
+    for row in shown.rows:
+        time = number(row.get("time"))
+        if math.isfinite(time) and "samples_per_second" in row:
+            begin = time if math.isnan(begin) else begin
+            point = ((time - begin) / 3600, number(row["samples_per_second"]))
+            points.setdefault(str(row.get("attempt")), []).append(point)
+    name = errors.shown(shown.run.folder)
+    return [(name, of_attempt, style) for of_attempt in points.values()]
 
 
-def _scaling(shown: Sequence[Shown]) -> list[str]:
+def _scaling(every: Sequence[Shown]) -> list[str]:
     """For each recipe with runs of several sizes: throughput by ranks, the ideal line, the
     efficiency.
     """
-    found = []
-    for recipe in dict.fromkeys(one.run.recipe for one in shown):
-        those = [one for one in shown if one.run.recipe == recipe and one.ranks]
+    parts = []
+    for recipe in dict.fromkeys(shown.run.recipe for shown in every):
         speeds = [
-            (one.ranks, one.nodes, number(one.run.results.get("samples_per_second")))
-            for one in those
+            (shown.ranks, shown.nodes, number(shown.run.results.get("samples_per_second")))
+            for shown in every
+            if shown.run.recipe == recipe
         ]
-        sizes = sorted(size for size in speeds if size[2] > 0)
+        sizes = sorted(size for size in speeds if size[0] and size[2] > 0)
         if len({size[:2] for size in sizes}) < 2:
             continue
         base = sizes[0][2] / sizes[0][0]
         measured = ("measured", [(ranks, speed) for ranks, _, speed in sizes], "c0 d0")
         ideal = ("ideal", [(ranks, base * ranks) for ranks, _, _ in sizes], "c7 d1")
         title = f"Scaling of {errors.shown(recipe)}"
+        labels = ("ranks", "samples/s, all ranks")
+        drawn = figure.figure(title, labels, [ideal, measured], zero=True)
         lines = [
             [r, n, f"{s:,.1f}", f"{base * r:,.1f}", f"{s / (base * r):.0%}"] for r, n, s in sizes
         ]
-        drawn = figure.figure(
-            title, ("ranks", "samples/s, all ranks"), [ideal, measured], zero=True
-        )
-        found.append(f'<h2>Scaling</h2><div class="figures">{drawn}</div>')
-        found.append(
-            '<p class="note">Dashed line: ideal scaling from the run with the fewest ranks.</p>'
-        )
-        found.append(_table(["ranks", "nodes", "samples/s", "ideal", "efficiency"], lines))
-    return found
+        note = "Dashed line: ideal scaling from the run with the fewest ranks."
+        parts += [
+            f'<h2>Scaling</h2><div class="figures">{drawn}</div>',
+            f'<p class="note">{note}</p>',
+            _table(["ranks", "nodes", "samples/s", "ideal", "efficiency"], lines),
+        ]
+    return parts
 
 
-def _facts(one: Shown, now: float) -> dict[str, object]:
+def _facts(shown: Shown, now: float) -> dict[str, object]:
     """What the head of a run shows, without what is unknown."""
-    run = one.run
-    facts = attempts.facts(one.run.folder)
-    times = [
-        moment for _, facts, _ in one.history if math.isfinite(moment := number(facts.get("time")))
-    ]
-    best = rows.best(one.rows, one.run.values)
-    passed = _end(one, now) - min(times[:1], default=math.nan)
-    took = (
-        table.ago(passed) if passed >= 0 else "unknown: a clock was set back" if passed < 0 else ""
-    )
-    versions = one.summary.get("versions")
-    begun = sum(attempt.has_begun for attempt, _, _ in one.history)
+    run = shown.run
+    facts = attempts.facts(run.folder)
+    times = [number(facts.get("time")) for _, facts, _ in shown.history]
+    start = next(filter(math.isfinite, times), math.nan)
+    passed = _end(shown, now) - start
+    took = "unknown: a clock was set back" if passed < 0 else ""
+    if passed >= 0:
+        took = table.ago(passed)
+    best = rows.best(shown.rows, run.values)
+    versions = shown.summary.get("versions")
+    begun = sum(attempt.has_begun for attempt, _, _ in shown.history)
     job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
-    found: dict[str, object] = {
+    values: dict[str, object] = {
         "recipe": run.recipe,
         "state": run.state,
         "reason": run.note,
         "step": run.step,
         "best": f"{best[0]} {best[1]:.5g} at step {best[2]}" if best else "",
         "job": job,
-        "efficiency": efficiency.verdict(one.rows, facts, run.values),
-        "hosts": ", ".join(dict.fromkeys(one.hosts)),
-        "ranks": one.ranks or "",
-        "nodes": one.nodes or "",
-        "start": _moment(times[0]) if times else "",
+        "efficiency": efficiency.verdict(shown.rows, facts, run.values),
+        "hosts": ", ".join(dict.fromkeys(shown.hosts)),
+        "ranks": shown.ranks or "",
+        "nodes": shown.nodes or "",
+        "start": _moment(start),
         "duration, with waiting": took,
         "restarts": max(0, begun - 1),
         **{name: table.text(value) for name, value in run.results.items()},
-        **{name: one.summary.get(name) for name in ("device", "backend", "git_commit")},
+        **{name: shown.summary.get(name) for name in ("device", "backend", "git_commit")},
         **(versions if isinstance(versions, dict) else {}),
     }
-    return {name: value for name, value in found.items() if value not in (None, "")}
+    return {name: value for name, value in values.items() if value not in (None, "")}
 
 
-def _end(one: Shown, now: float) -> float:
+def _end(shown: Shown, now: float) -> float:
     """When the run ended, or now if it runs."""
-    return now if one.run.state == "running" else number(one.status.get("updated"))
+    return now if shown.run.state == "running" else number(shown.status.get("updated"))
 
 
-def _details(one: Shown, now: float) -> list[str]:
+def _details(shown: Shown, now: float) -> list[str]:
     """Where the time went, attempts with the failures of their ranks, the doctor's findings,
     checkpoints, keys.
     """
+    folder = shown.run.folder
     ends = []
     failed = list[list[object]]()
-    for attempt, facts, end in one.history:
+    for attempt, facts, end in shown.history:
         began = facts.get("step") if attempt.has_begun else "not begun"
-        how = [
-            end.get("state", "not recorded"),
-            end.get("kind"),
-            end.get("line") or end.get("reason"),
-        ]
-        ends.append([attempt.number, facts.get("job"), _moment(facts.get("time")), began, *how])
+        state = end.get("state", "not recorded")
+        start = _moment(facts.get("time"))
+        reason = end.get("line") or end.get("reason")
+        job = facts.get("job")
+        ends.append([attempt.number, job, start, began, state, end.get("kind"), reason])
         for record in attempts.records(attempt)[:MOST_RECORDS]:
-            failed.append(
-                [attempt.number, *(record.get(name) for name in ("rank", "host", "kind", "error"))]
-            )
-    verdict = files.read_json(one.run.folder / directory.DOCTOR / "doctor.json") or {}
-    names = dict(enumerate(verdict.get("hosts") or ()))
-    entries = verdict.get("entries") or ()
-    found = [
-        (", ".join(str(names.get(n, n)) for n in e["nodes"]), e["what"], e["fix"]) for e in entries
+            names = ("rank", "host", "kind", "error")
+            failed.append([attempt.number, *(record.get(name) for name in names)])
+    verdict = files.read_json(folder / directory.DOCTOR / "doctor.json") or {}
+    hosts = dict(enumerate(verdict.get("hosts") or ()))
+    findings = [
+        (", ".join(str(hosts.get(n, n)) for n in entry["nodes"]), entry["what"], entry["fix"])
+        for entry in verdict.get("entries") or ()
     ]
-    parts = [
-        [name.replace("_", " "), f"{share:.1%}"]
-        for name, share in efficiency.shares(one.rows).items()
-    ]
-    seconds = next(
-        (each for row in reversed(one.rows) if (each := rows.numbers(row.get("rank_step_s")))), []
-    )
-    of_ranks = [
-        [r, one.hosts[r] if r < len(one.hosts) else "", f"{s:.4g}"] for r, s in enumerate(seconds)
-    ]
-    spent = [
-        [name, table.ago(s)]
-        for name, s in efficiency.time_spent(one.run.folder, _end(one, now)).items()
-    ]
-    keys = [(name, value) for name, value in one.run.values.items() if value != ""]
+    shares = efficiency.shares(shown.rows)
+    parts = [[name.replace("_", " "), f"{share:.1%}"] for name, share in shares.items()]
+    times = filter(None, (rows.numbers(row.get("rank_step_s")) for row in reversed(shown.rows)))
+    named = itertools.zip_longest(next(times, [])[:MOST_RANKS], shown.hosts[:MOST_RANKS])
+    of_ranks = [[rank, host, f"{s:.4g}"] for rank, (s, host) in enumerate(named) if s is not None]
+    durations = efficiency.time_spent(folder, _end(shown, now))
+    spent = [[name, table.ago(seconds)] for name, seconds in durations.items()]
+    keys = [(name, value) for name, value in shown.run.values.items() if value != ""]
     first = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
     return [
         _table(
@@ -322,7 +309,7 @@ def _details(one: Shown, now: float) -> list[str]:
         ),
         _table(
             ["rank", "host", "seconds per step"],
-            of_ranks[:MOST_RANKS],
+            of_ranks,
             "Ranks (without the wait for other ranks)",
         ),
         _table(["part of the run", "duration"], spent, "Time of all attempts"),
@@ -332,8 +319,8 @@ def _details(one: Shown, now: float) -> list[str]:
             "Attempts",
         ),
         _table(["attempt", "rank", "host", "kind", "error"], failed, first),
-        _table(["nodes", "finding", "fix"], found, "Findings of the doctor"),
-        _table(["step", "size", ""], _checkpoints(one.run.folder / "checkpoints"), "Checkpoints"),
+        _table(["nodes", "finding", "fix"], findings, "Findings of the doctor"),
+        _table(["step", "size", ""], _checkpoints(folder / "checkpoints"), "Checkpoints"),
         _table(["key", "value"], keys, "Keys"),
     ]
 
@@ -341,7 +328,7 @@ def _details(one: Shown, now: float) -> list[str]:
 def _checkpoints(folder: Path) -> list[list[object]]:
     """Step, size and marks (latest, best) of each checkpoint."""
     marks = dict[str, str]()
-    found = list[list[object]]()
+    lines = list[list[object]]()
     for mark in ("latest", "best"):
         with contextlib.suppress(OSError, ValueError):
             name = files.read_bounded(folder / mark, LONGEST).decode().strip()
@@ -350,16 +337,15 @@ def _checkpoints(folder: Path) -> list[list[object]]:
         with contextlib.suppress(OSError):  # a run that is running removes old checkpoints
             step = path.stem.removeprefix("step-").lstrip("0")
             # with the rows of other ranks
-            size = sum(one.stat().st_size for one in folder.glob(f"{path.stem}.*"))
-            found.append([step, files.size_text(size), marks.get(path.name)])
-    return found
+            size = sum(part.stat().st_size for part in folder.glob(f"{path.stem}.*"))
+            lines.append([step, files.size_text(size), marks.get(path.name)])
+    return lines
 
 
 def _moment(time_s: object) -> str:
     with contextlib.suppress(OverflowError, ValueError, OSError):
-        return datetime.fromtimestamp(number(time_s), timezone.utc).strftime(
-            "%Y-%m-%d %H:%M:%S UTC"
-        )
+        moment = datetime.fromtimestamp(number(time_s), timezone.utc)
+        return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
     return ""
 
 
@@ -369,14 +355,13 @@ def _text(value: object) -> str:
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[object]], title: str = "") -> str:
     """A table with a title above it; "" without lines."""
+    if not lines:
+        return ""
     top = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in head)
     body = "".join(
         f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in line)}</tr>" for line in lines
     )
     name = f"<h3>{title}</h3>" if title else ""
     scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title or "table"}">'
-    return (
-        f"{name}{scroll}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
-        if lines
-        else ""
-    )
+    rows = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    return f"{name}{scroll}<table>{rows}</table></div>"

@@ -3,6 +3,7 @@ trackers' libraries are optional.
 """
 
 import json
+import math
 import os
 import secrets
 import time
@@ -53,42 +54,36 @@ def export(folder: Path, to: str, project: str) -> str:
     known = files.read_json(folder / POSITION) or {}
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
     # A resumed run writes the rows after its newest checkpoint again.
-    final = [
-        row
-        for row in every
-        if is_done or row["step"] < status.get("step", 0) or row["step"] <= last["step"]
-    ]
+    highest = math.inf if is_done else max(status.get("step", 0) - 1, last["step"])
+    final = [row for row in every if row["step"] <= highest]
     back = len(every) - len(final)
     held = f"; {back} rows are held back: a resume may replace them" if back else ""
     if json.dumps(next((row for row in final if row["step"] == last["step"]), None)) != last["row"]:
-        raise InputError(
-            f"{folder}: {place} has rows that a resume replaced: remove {POSITION} to export all again"
-        )
+        fix = f"remove {POSITION} to export all again"
+        raise InputError(f"{folder}: {place} has rows that a resume replaced: {fix}")
     values = [(row["step"], _numbers(row)) for row in final if row["step"] > last["step"]]
     if not values and last["done"] >= is_done:
         return f"{folder}: nothing new for {place}{held}"
-    summary = (files.read_json(folder / "summary.json") or {}) if is_done else {}
-    name = f"{run.recipe} {folder.name}"
-    keys = {} if last["id"] else run.values
+    new = New(
+        folder,
+        project,
+        name=f"{run.recipe} {folder.name}",
+        id=last["id"] or secrets.token_hex(8),
+        first=not last["id"],
+        keys={} if last["id"] else run.values,
+        values=values,
+        summary=(files.read_json(folder / "summary.json") or {}) if is_done else {},
+    )
     try:
-        new = New(
-            folder,
-            project,
-            name,
-            last["id"] or secrets.token_hex(8),
-            not last["id"],
-            keys,
-            values,
-            summary,
-        )
         identity, where = TRACKERS[to](new)
+    except InputError:
+        raise
     except Exception as error:  # each library has its own classes
-        mine = isinstance(error, InputError)
-        raise error if mine else InputError(f"{folder}: {to}: {errors.one_line(error)}") from None
-    row = final[-1] if final else {"step": -1}
+        raise InputError(f"{folder}: {to}: {errors.one_line(error)}") from None
+    row = final[-1] if final else None
     position = {
-        "step": row["step"],
-        "row": json.dumps(row if final else None),
+        "step": row["step"] if row else -1,
+        "row": json.dumps(row),
         "id": identity,
         "done": is_done,
     }
@@ -98,11 +93,8 @@ def export(folder: Path, to: str, project: str) -> str:
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: rows.number(value)
-        for name, value in row.items()
-        if name != "step" and type(value) in (int, float)
-    }
+    metrics = [name for name, value in row.items() if type(value) in (int, float)]
+    return {name: rows.number(row[name]) for name in metrics if name != "step"}
 
 
 def _tensorboard(new: New) -> tuple[str, str]:
@@ -111,24 +103,21 @@ def _tensorboard(new: New) -> tuple[str, str]:
     scalar, text, hparams = (
         require(f"tensorboard.plugins.{n}.summary_v2") for n in ("scalar", "text", "hparams")
     )
-    found = [
-        (step, scalar.scalar_pb(name, x))
-        for step, values in new.values
-        for name, x in values.items()
-    ]
+    events = []
     if new.keys:
-        found.insert(
-            0, (0, hparams.hparams_pb({name: str(value) for name, value in new.keys.items()}))
-        )
+        keys = {name: str(value) for name, value in new.keys.items()}
+        events.append((0, hparams.hparams_pb(keys)))
+    for step, values in new.values:
+        events += [(step, scalar.scalar_pb(name, value)) for name, value in values.items()]
     if new.summary:
-        found.append(
-            (new.summary.get("steps", 0), text.text_pb("summary", json.dumps(new.summary)))
-        )
-    writer = writers.EventFileWriter(str(new.folder / "tensorboard"))
-    for step, summary in found:
+        about = text.text_pb("summary", json.dumps(new.summary))
+        events.append((new.summary.get("steps", 0), about))
+    folder = str(new.folder / "tensorboard")
+    writer = writers.EventFileWriter(folder)
+    for step, summary in events:
         writer.add_event(event.Event(wall_time=time.time(), step=step, summary=summary))
     writer.close()
-    return new.id, str(new.folder / "tensorboard")
+    return new.id, folder
 
 
 def _wandb(new: New) -> tuple[str, str]:
@@ -160,8 +149,8 @@ def _mlflow(new: New) -> tuple[str, str]:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     entities = require("mlflow.entities")
     client = require("mlflow").MlflowClient(tracking_uri=uri)
-    found = client.get_experiment_by_name(new.project)
-    number = found.experiment_id if found else client.create_experiment(new.project)
+    known = client.get_experiment_by_name(new.project)
+    number = known.experiment_id if known else client.create_experiment(new.project)
     identity = client.create_run(number, run_name=new.name).info.run_id if new.first else new.id
     now = round(time.time() * 1000)
     metrics = [

@@ -59,7 +59,7 @@ def findings(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "run", ask)
-        return probes.gpus(here)[1]
+        return probes._run(probes.gpus, here)[1]
 
 
 EIGHT = [card(i) for i in range(8)]
@@ -84,7 +84,9 @@ def test_the_numbers_of_granted_gpus_may_differ_between_nodes(
             ("", "") if command[0] == "nvidia-smi" else (json.dumps(EIGHT), "")
         ),
     )
-    facts, _ = probes.gpus(Surroundings({"SLURM_GPUS_ON_NODE": granted}, info(), Path()))
+    facts, _ = probes._run(
+        probes.gpus, Surroundings({"SLURM_GPUS_ON_NODE": granted}, info(), Path())
+    )
     assert facts["count"] == count
 
 

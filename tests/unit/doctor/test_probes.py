@@ -68,14 +68,18 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hangs(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
+    def hangs(_: Surroundings, facts: probes.Facts) -> list[Finding]:
         time.sleep(5)
         raise AssertionError
 
-    def breaks(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
+    def breaks(_: Surroundings, facts: probes.Facts) -> list[Finding]:
         raise RuntimeError("no such thing")
 
-    checks = {"hangs": hangs, "breaks": breaks, "works": lambda _: ({"a": 1}, [])}
+    def works(_: Surroundings, facts: probes.Facts) -> list[Finding]:
+        facts["a"] = 1
+        return []
+
+    checks = {"hangs": hangs, "breaks": breaks, "works": works}
     monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
     facts, findings = probes.run_all(here(tmp_path), 0.5)
@@ -88,17 +92,19 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    found = only(probes.disks(here(tmp_path, data_dir=str(tmp_path / "none"))))
+    found = only(probes._run(probes.disks, here(tmp_path, data_dir=str(tmp_path / "none"))))
     assert found.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
     assert found.bad
     # It may be the node's fault or a mistyped key, which a node alone cannot tell.
     assert not found.leave_out
     assert only(
-        probes.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))
+        probes._run(
+            probes.disks, here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none"))
+        )
     ).leave_out
-    found = only(probes.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
+    found = only(probes._run(probes.disks, here(tmp_path, TMPDIR=str(tmp_path / "none"))))
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
-    unset = probes.disks(here(tmp_path, TMPDIR=""))[1]
+    unset = probes._run(probes.disks, here(tmp_path, TMPDIR=""))[1]
     assert not any("TMPDIR" in one.what for one in unset)
 
 
@@ -121,7 +127,7 @@ def test_shared_memory_that_is_nearly_full(
         return json.dumps(free if folder == "/dev/shm" else 0), ""
 
     monkeypatch.setattr(commands, "run", ask)
-    found = probes.disks(here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
+    found = probes._run(probes.disks, here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
     assert [(one.what, one.bad) for one in found] == expected
     assert asked == {
         "/dev/shm": "write",
@@ -135,25 +141,25 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         commands, "run", lambda command, timeout_s: ('warning\n{"nccl": null}\n', "")
     )
-    assert probes.torch_import(here(tmp_path)) == ({"nccl": None}, [])
+    assert probes._run(probes.torch_import, here(tmp_path)) == ({"nccl": None}, [])
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "No module named torch"))
-    found = only(probes.torch_import(here(tmp_path, ranks.detect(TASK))))
+    found = only(probes._run(probes.torch_import, here(tmp_path, ranks.detect(TASK))))
     assert (found.what, found.bad) == (
         "torch cannot be imported there (No module named torch)",
         True,
     )
     assert found.leave_out
     # alone it may be the wrong environment
-    assert not only(probes.torch_import(here(tmp_path))).leave_out
+    assert not only(probes._run(probes.torch_import, here(tmp_path))).leave_out
 
 
 def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('{"nccl": "2.28.7"}', ""))
-    found = only(probes.torch_import(here(tmp_path)))
+    found = only(probes._run(probes.torch_import, here(tmp_path)))
     assert (found.what, found.bad) == ("NCCL 2.28.7 can hang in large jobs", False)
     assert found.fix == "use a torch with NCCL 2.28.9 or later"
     pairs = itertools.product(("2.28.3", "2.28.9", "2.29.2", "2.29.3", ""), ("x86_64", "aarch64"))
-    hang = [(nccl, machine) for nccl, machine in pairs if probes.known_hangs(nccl, machine)]
+    hang = [(nccl, machine) for nccl, machine in pairs if list(probes.known_hangs(nccl, machine))]
     assert hang == [("2.28.3", "x86_64"), ("2.28.3", "aarch64"), ("2.29.2", "aarch64")]
 
 
@@ -173,7 +179,7 @@ def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Pat
     for name, state in (("eth0", "down"), ("eth1", "up")):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
         (tmp_path / "sys/class/net" / name / "operstate").write_text(f"{state}\n")
-    _, (found,) = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    _, (found,) = probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in found.what
     assert found.what.endswith("; interfaces that are down: eth0")
     assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
@@ -185,18 +191,20 @@ def test_an_interface_that_was_set_and_is_another(
     chosen = network.Choice("eth1", "10.0.0.1", "two", "route to two")
     monkeypatch.setattr(network, "choose", lambda info: chosen)
     two = ranks.detect(TASK)
-    assert probes.interfaces(here(tmp_path, two)) == ({"interface": "eth1"}, [])
+    assert probes._run(probes.interfaces, here(tmp_path, two)) == ({"interface": "eth1"}, [])
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "eth0,eth1"):
-        assert probes.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
+        assert (
+            probes._run(probes.interfaces, here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
+        )
     for name, value in (
         ("NCCL_SOCKET_IFNAME", "eth0"),
         ("NCCL_SOCKET_IFNAME", "^eth"),
         ("GLOO_SOCKET_IFNAME", "eth9"),
     ):
-        one = only(probes.interfaces(here(tmp_path, two, **{name: value})))
+        one = only(probes._run(probes.interfaces, here(tmp_path, two, **{name: value})))
         assert one.what == f"{name}={value}, but the route to two uses eth1"
     # alone it has no peer
-    assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []
+    assert probes._run(probes.interfaces, here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []
 
 
 def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,16 +221,19 @@ def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (folder / "speed").write_text(f"{speed}\n")
         (folder / "operstate").write_text(f"{state}\n")
     two = ranks.detect(TASK)
-    one = only(probes.interfaces(here(tmp_path, two, root=str(tmp_path))))
+    one = only(probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path))))
     assert one.what == "the ranks use eth1 with 1000 Mbit/s, but eth2 has 25000 Mbit/s"
     assert (one.bad, "NCCL_SOCKET_IFNAME=eth2" in one.fix) == (False, True)
     (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
-    assert probes.interfaces(here(tmp_path, two, root=str(tmp_path)))[1] == []
+    assert probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))[1] == []
     (tmp_path / "sys/class/net/eth1/speed").write_text("1000\n")
     # which NCCL uses instead
     (tmp_path / "sys/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)
     assert (
-        probes.interfaces(replace(here(tmp_path, two, root=str(tmp_path)), on_cpu=False))[1] == []
+        probes._run(
+            probes.interfaces, replace(here(tmp_path, two, root=str(tmp_path)), on_cpu=False)
+        )[1]
+        == []
     )
 
 
@@ -230,21 +241,21 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [1000 << 20, resource.RLIM_INFINITY]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], resource.RLIM_INFINITY))
     on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
-    assert probes.infiniband(on_gpus)[1] == []
+    assert probes._run(probes.infiniband, on_gpus)[1] == []
     for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         folder = tmp_path / f"sys/class/infiniband/{device}/ports/1"
         folder.mkdir(parents=True)
         (folder / "state").write_text(f"{state}\n")
-    down, locked = probes.infiniband(on_gpus)[1]
+    down, locked = probes._run(probes.infiniband, on_gpus)[1]
     assert (down.what, down.bad) == ("InfiniBand port mlx5_1:1 is DOWN", False)
     what = "locked memory is limited to 1024000 KB, but RDMA must lock the memory that it sends"
     assert (locked.what, locked.bad) == (what, True)
-    assert not probes.infiniband(replace(on_gpus, info=ALONE))[1][1].bad
+    assert not probes._run(probes.infiniband, replace(on_gpus, info=ALONE))[1][1].bad
     limits.pop(0)
-    assert probes.infiniband(on_gpus)[1] == [down]
+    assert probes._run(probes.infiniband, on_gpus)[1] == [down]
     assert down.fix.endswith("NCCL_IB_HCA=^mlx5_1:1")
     for unused in (
         replace(on_gpus, environ={"NCCL_IB_DISABLE": "1"}),
         replace(on_gpus, on_cpu=True),
     ):
-        assert probes.infiniband(unused)[1] == []
+        assert probes._run(probes.infiniband, unused)[1] == []

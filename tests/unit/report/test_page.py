@@ -380,6 +380,19 @@ def test_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
     assert all(tick == int(tick) for tick in figure._ticks(*figure._range([3.0]), 1.0))
 
 
+@pytest.mark.parametrize(
+    ("values", "ends"), [([0.0], (0, 1)), ([0.0, 0.0], (0, 1)), ([2.0, 2.0], (1.8, 2.2))]
+)
+def test_equal_values_have_an_axis_of_the_same_sign(
+    values: list[float], ends: tuple[float, float]
+) -> None:
+    assert figure._range(values) == pytest.approx(ends)
+    points = list(enumerate(values))
+    labels = re.findall(r">(-?[0-9.]+)</text>", figure.figure("", ("", ""), [("", points, "")]))
+    assert len(labels) >= 4
+    assert min(map(float, labels)) >= 0
+
+
 def contrast(one: str, other: str) -> float:
     """The contrast of two colours, as WCAG 2 defines it."""
     bright = []
