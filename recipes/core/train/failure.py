@@ -56,9 +56,7 @@ def _keep_flight_record(run: Run) -> None:
     """
     if run.world.backend == "nccl":
         record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
-        files.write_whole(
-            run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record)
-        )
+        files.write_bytes(run.dir / "logs" / f"flight-{run.world.rank}", record)
 
 
 def watch_owner(run: Run, over: threading.Event) -> None:
@@ -80,25 +78,23 @@ def watch_peers(run: Run, over: threading.Event) -> None:
     timeouts also count time in suspension.
     """
     world = run.world
-    clock = run.world.clock
     timeout_s = run.keys.timeout_s
     last = world.pulse.read()
-    since = clock.now()
+    since = world.clock.now()
     while not over.wait(POLL_S):
         now = world.pulse.read()
-        moment = clock.now()
         if now != last or now[2] in (watchdog.OUTSIDE, watchdog.START):
             last = now
-            since = moment
-        elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
+            since = world.clock.now()
+        elif world.size > 1 and world.clock.now() - since > timeout_s:
             behind = world.behind()
             # if no rank is behind, the network is the cause
             waits = behind or now[2] == watchdog.WAITING
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
-                words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
+                late = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = errors.EXIT_CRASH
                 try:
-                    code = fail(run, torch_errors.PeerTimeout(words), behind)
+                    code = fail(run, torch_errors.PeerTimeout(late), behind)
                 finally:
                     leave(code)
 
@@ -180,21 +176,21 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
             line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
             return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
         if task_memory().is_exceeded:
-            line = f"a worker of a DataLoader {task_memory().describe()}: request more (--mem), or lower num_workers="
+            fix = "request more (--mem), or lower num_workers="
+            line = f"a worker of a DataLoader {task_memory().describe()}: {fix}"
             return Cause(Kind.out_of_memory, line)
-        fix = "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; if it crashed, the rank's log says where"
-        return Cause(
-            Kind.machine, f"{errors.one_line(error).rstrip('.')}: {fix}", errors.EXIT_MACHINE
+        fix = (
+            "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; "
+            "if it crashed, the rank's log says where"
         )
+        line = f"{errors.one_line(error).rstrip('.')}: {fix}"
+        return Cause(Kind.machine, line, errors.EXIT_MACHINE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space there"
-        return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
+        problem = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
+        return Cause(Kind.disk_full, f"{problem}: free some space there", errors.EXIT_MACHINE)
     if isinstance(error, MachineError):
-        return Cause(
-            Kind.disk_full if isinstance(error, DiskFull) else Kind.machine,
-            str(error),
-            errors.EXIT_MACHINE,
-        )
+        kind = Kind.disk_full if isinstance(error, DiskFull) else Kind.machine
+        return Cause(kind, str(error), errors.EXIT_MACHINE)
     if isinstance(error, InputError):
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
@@ -204,29 +200,27 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         fix = "use a smaller global_batch_size=, or a larger accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if torch_errors.is_lone_value(error):
-        why = "batch normalisation needs more than one value per channel, and a forward pass has one sample"
-        fix = "give a larger global_batch_size=, a smaller accumulate= or fewer ranks"
-        return Cause(Kind.input, f"{why}: {fix}", errors.EXIT_CONFIG)
-    if kind := torch_errors.peer_kind(error):
-        return Cause(kind, torch_errors.peer_text(error))
-    return Cause(
-        Kind.error,
-        torch_errors.text_of(error) + _where(error),
-        traceback=not isinstance(error, KeyboardInterrupt),
-    )
+        line = (
+            "batch normalisation needs more than one value per channel, and a forward pass has "
+            "one sample: give a larger global_batch_size=, a smaller accumulate= or fewer ranks"
+        )
+        return Cause(Kind.input, line, errors.EXIT_CONFIG)
+    peer_kind = torch_errors.peer_kind(error)
+    if peer_kind:
+        return Cause(peer_kind, torch_errors.peer_text(error))
+    line = torch_errors.text_of(error) + _where(error)
+    return Cause(Kind.error, line, traceback=not isinstance(error, KeyboardInterrupt))
 
 
 def _where(error: BaseException) -> str:
     """The innermost line of this repository's code in the traceback of ``error``, in brackets; ""
     if there is none.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f"{name}, line {frame.lineno}"
-        for frame in frames
-        if (name := source.name_in(ROOT, frame.filename))
-    ]
-    return f" ({own[-1]})" if own else ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = source.name_in(ROOT, frame.filename)
+        if name:
+            return f" ({name}, line {frame.lineno})"
+    return ""
 
 
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
@@ -235,7 +229,6 @@ def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, An
     """
     say = functools.partial(print, file=sys.stderr, flush=True)
     recipe = run.settings.recipe
-    has_parent = attempts.given(os.environ) is not None
     me = f"rank {run.world.rank} on {run.world.host}"
     crashed = cause.exit_status == errors.EXIT_CRASH
     if cause.kind.is_consequence:
@@ -246,5 +239,6 @@ def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, An
         say(f"{me} failed after step {run.step}: {cause.line}")
     else:
         attempts.print_refusal(f"{recipe}: {cause.line}", run.world.rank == 0)
+    has_parent = attempts.given(os.environ)
     if crashed and not has_parent and (record["behind"] or not cause.kind.is_consequence):
         say(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
