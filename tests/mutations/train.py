@@ -5,8 +5,8 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/train/meter.py",
-        "memory[host] += one[3]",
-        "memory[host] = one[3]",
+        "memory[host] += size",
+        "memory[host] = size",
         "the memory of a node is that of its last rank",
         "tests/distributed/train/test_meter.py::test_the_memory_of_a_node_is_the_sum_of_its_ranks",
     ),
@@ -103,21 +103,21 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/run.py",
-        "found <= before if",
-        "found >= before if",
+        "sign * score <= sign",
+        "sign * score >= sign",
         "`best` names the worst evaluation",
         "tests/distributed/train/test_loop.py",
     ),
     Mutation(
         "recipes/core/train/session.py",
-        "        start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)\n",
+        "        start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, ROOT)\n",
         "",
         "there is no watchdog: a rank that hangs blocks its nodes until the time limit",
         "tests/distributed/train/test_guards.py",
     ),
     Mutation(
         "recipes/core/train/session.py",
-        "        os.umask(int(start.settings.run.umask, 8))\n",
+        "        os.umask(int(keys.umask, 8))\n",
         "",
         "umask= has no effect, and all users can read the checkpoints",
         "tests/distributed/train/test_guards.py",
@@ -159,8 +159,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/metrics.py",
-        "            if torn:\n",
-        "            if False:\n",
+        'if self._file.read(1) not in (b"", b"\\n"):',
+        "if False:",
         "a row that a kill has cut damages the first row of the next attempt",
         "tests/distributed/train/test_saving.py",
     ),
