@@ -81,25 +81,28 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     ):
         return info.master_addr
     attempt = attempts.given(os.environ)
-    own = info.nodes[info.node_rank]
+    node = info.nodes[info.node_rank]
     if not attempt:
         if info.rank == 0 and info.node_rank:
-            fix = f"give srun the option -m plane={info.local_world_size}, or set MASTER_ADDR={own}"
-            raise MachineError(f"{own}: has rank 0, but is not the first node of this job: {fix}")
+            fix = (
+                f"give srun the option -m plane={info.local_world_size}, or set MASTER_ADDR={node}"
+            )
+            raise MachineError(f"{node}: has rank 0, but is not the first node of this job: {fix}")
         return info.master_addr
+
     path = attempt.folder / f"rank0-{os.environ.get('SLURM_STEP_ID')}.json"
     if info.rank == 0:
-        files.write_json(path, {"host": own})
-        return own
+        files.write_json(path, {"host": node})
+        return node
     end = time.monotonic() + timeout_s
-    while not (found := files.read_json(path)):
+    while not (content := files.read_json(path)):
         if time.monotonic() > end:
             raise MachineError(
-                f"{own}: did not see {path}, which rank 0 writes, "
+                f"{node}: did not see {path}, which rank 0 writes, "
                 f"within {timeout_s:g} s (timeout_s): give a run_dir that all nodes share"
             )
         time.sleep(0.2)
-    return str(found["host"])
+    return str(content["host"])
 
 
 def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.Store:
@@ -107,45 +110,41 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
     if info.world_size == 1:
         return torch.distributed.HashStore()
     host = _host_of_rank_0(info, timeout_s)
+    here = socket.gethostname()
     # torchrun's agent already serves the store at that port, and keeps it for every restart of its
     # ranks.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
-    where = f"{host}:{info.master_port}"
     # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times
     # out and ends the others.
-    patience_s = (
-        timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
-    )
+    if info.rank:
+        timeout_s = max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
         # TCPStore would repeat it until its timeout, which only helps if the name server is busy.
         if error.errno != socket.EAI_AGAIN:
-            here = socket.gethostname()
+            problem = f"cannot resolve {host}, the host of rank 0 ({error.strerror})"
             fix = "set MASTER_ADDR to the IP address of that host"
-            raise MachineError(
-                f"{here}: cannot resolve {host}, the host of rank 0 ({error.strerror}): {fix}"
-            ) from None
+            raise MachineError(f"{here}: {problem}: {fix}") from None
+
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             host,
             info.master_port,
             info.world_size,
             is_master=info.rank == 0 and not served,
-            timeout=datetime.timedelta(seconds=patience_s),
+            timeout=datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=int(listener) if listener else None,
         )
-    except (torch.distributed.DistError, RuntimeError) as error:
-        if is_port_in_use(error):
-            raise MachineError(
-                f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
-            ) from None
+    except RuntimeError as error:
         why = str(error).strip().split("\n")[0]
-        raise MachineError(
-            f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}): check MASTER_ADDR and that rank 0 is running"
-        ) from None
+        problem = f"rank {info.rank} cannot reach rank 0 at {host}:{info.master_port} ({why})"
+        problem += ": check MASTER_ADDR and that rank 0 is running"
+        if is_port_in_use(error):
+            problem = f"port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
+        raise MachineError(f"{here}: {problem}") from None
     # A rank of another job with the same port and node, or with another backend, finds no keys here
     # and reports that.
     job = (info.run_id or "").partition(".")[0]
@@ -168,11 +167,10 @@ def _exchange_hosts(
     # not wait(), since torch logs a warning for each that times out
     while store.add("connected", 0) < info.world_size:
         if clock.now() > end:
-            missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
-            some = ", ".join(map(str, missing[:8])) + (
-                f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            )
-            late = f"rank {some} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
+            missing = [str(i) for i, name in enumerate(names) if not store.check([name])]
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            late = f"rank {', '.join(missing[:8])}{more} of {info.world_size} did not connect"
+            late = f"{late} within {timeout_s:g} s (timeout_s)"
             raise MachineError(f"{socket.gethostname()}: {late}")
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)

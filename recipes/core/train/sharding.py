@@ -27,9 +27,8 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     """
     require_size(shard_size, ranks)
     size = shard_size or ranks
-    shape, names = (
-        ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
-    )
+    shape = (size,) if size == ranks else (ranks // size, size)
+    names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for parameter in model.parameters():  # fully_shard does not accept channels_last weights
         parameter.data = parameter.data.contiguous()
@@ -47,7 +46,7 @@ def require_size(shard_size: int, ranks: int) -> None:
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The elements with weights of the outermost lists of modules."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
-        yield from (block for block in model if any(True for _ in block.parameters()))
+        yield from (block for block in model if [*block.parameters()])
     else:
         for child in model.children():
             yield from blocks(child)
@@ -61,13 +60,13 @@ def taken_apart(content: Any) -> tuple[Any, list[Tensor]]:
     """``content`` with {NUMBER: i} in place of each divided tensor, and this rank's rows of these
     tensors.
     """
-    own: list[Tensor] = []
+    rows: list[Tensor] = []
 
     def numbered(tensor: DTensor) -> dict[str, int]:
-        own.append(tensor.to_local())
-        return {NUMBER: len(own) - 1}
+        rows.append(tensor.to_local())
+        return {NUMBER: len(rows) - 1}
 
-    return tree_map_only(DTensor, numbered, content), own
+    return tree_map_only(DTensor, numbered, content), rows
 
 
 def put_together(content: Any, of_ranks: Sequence[Sequence[Tensor]]) -> Any:
@@ -75,11 +74,11 @@ def put_together(content: Any, of_ranks: Sequence[Sequence[Tensor]]) -> Any:
     that each rank had.
     """
 
-    def is_number(one: Any) -> bool:
-        return isinstance(one, dict) and one.keys() == {NUMBER}
+    def is_number(part: Any) -> bool:
+        return isinstance(part, dict) and part.keys() == {NUMBER}
 
-    def joined(one: Any) -> Any:
-        return Divided([rows[one[NUMBER]] for rows in of_ranks]) if is_number(one) else one
+    def joined(part: Any) -> Any:
+        return Divided(rows[part[NUMBER]] for rows in of_ranks) if is_number(part) else part
 
     return tree_map(joined, content, is_leaf=is_number)
 
@@ -101,8 +100,8 @@ def state_of(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
-        i: {name: as_part(value, parameters[i]) for name, value in of_one.items()}
-        for i, of_one in saved["state"].items()
+        i: {name: as_part(value, parameters[i]) for name, value in values.items()}
+        for i, values in saved["state"].items()
     }
     return {**saved, "state": state}
 
