@@ -182,9 +182,7 @@ class Share:
         ]
 
 
-ALONE = Share()
-
-
+@dataclass
 class Saver:
     """Writes checkpoints into ``folder`` in its own thread, one at a time. Each rank that writes a
     file of a checkpoint has a Saver.
@@ -194,21 +192,14 @@ class Saver:
     removed; on rank 0 only.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        staging: Path,
-        saved: Callable[[Path, int], None],
-        keep: int,
-        keep_every_steps: int = 0,
-        share: Share = ALONE,
-    ) -> None:
-        self._folder = folder
-        self._staging = staging
-        self._saved = saved
-        self._share = share
-        self._keep = keep
-        self._keep_every_steps = keep_every_steps
+    folder: Path
+    staging: Path
+    saved: Callable[[Path, int], None]
+    keep: int
+    keep_every_steps: int = 0
+    share: Share = Share()
+
+    def __post_init__(self) -> None:
         self._copy = HostCopy()
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # raises its error at `check`
@@ -225,10 +216,10 @@ class Saver:
         self.wait()
         whole, rows = sharding.taken_apart(content)
         kept = {"rows": rows, "id": checkpoint_id} if rows else {}
-        if self._share.number == 0:
+        if self.share.number == 0:
             kept = {**whole, **kept}
-        with files.writing_to(self._folder.parent, "run_dir"):
-            files.check_free(self._folder, size_of(kept))
+        with files.writing_to(self.folder.parent, "run_dir"):
+            files.check_free(self.folder, size_of(kept))
         step = content["meta"]["step"]
         self._writing = self._pool.submit(self._write, self._copy.take(kept), step, best)
 
@@ -247,23 +238,23 @@ class Saver:
             done.result()
 
     def _write(self, content: dict[str, Any], step: int, best: bool) -> None:
-        names = self._share.names(step)
-        with files.writing_to(self._folder.parent, "run_dir"):
+        names = self.share.names(step)
+        with files.writing_to(self.folder.parent, "run_dir"):
             self._copy.wait()
-            if self._share.number:
-                _write_file(self._folder / names[self._share.number - 1], content, self._staging)
-                self._share.wrote(step)
+            if self.share.number:
+                _write_file(self.folder / names[self.share.number - 1], content, self.staging)
+                self.share.wrote(step)
                 return
             if "rows" in content:
-                self._share.await_rows(step)
+                self.share.await_rows(step)
                 content["parts"] = names
-            path = write(self._folder, content, self._staging, best=best)
+            path = write(self.folder, content, self.staging, best=best)
             # rows that earlier attempts wrote at this step
-            for rows in self._folder.glob(f"step-{step:08d}.*.rows"):
+            for rows in self.folder.glob(f"step-{step:08d}.*.rows"):
                 if ROWS.fullmatch(rows.name) and rows.name not in names:
                     rows.unlink(missing_ok=True)
-            self._saved(path, step)
-            prune(self._folder, self._keep, self._keep_every_steps)
+            self.saved(path, step)
+            prune(self.folder, self.keep, self.keep_every_steps)
 
 
 def write(

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
@@ -211,20 +212,23 @@ def steps(
     run.complete = True
 
 
+@dataclass
 class _StepEnds:
     """What happens before, between and after the steps of a run. All ranks call every method."""
 
-    def __init__(
-        self, run: Run, cfg: TrainKeys, model: nn.Module, batches: Source[Shard], evaluate: Evaluate
-    ) -> None:
-        self.run = run
-        self.cfg = cfg
-        self.model = model
-        self.evaluate = evaluate
+    run: Run
+    cfg: TrainKeys
+    model: nn.Module
+    batches: Source[Shard]
+    evaluate: Evaluate
+
+    def __post_init__(self) -> None:
+        run = self.run
         self.meter = Meter(run.world.clock, run.world.device)
-        self.per_epoch = batches.per_epoch
         self.first_step = run.step + 1
-        self.total = run.step if run.has_stalled(self.per_epoch) else total_steps(cfg, batches)
+        self.total = total_steps(self.cfg, self.batches)
+        if self.has_stalled():
+            self.total = run.step
         self.sums: Agreement | None = None  # the last sum, until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
         self.shown: float | None = None  # the loss of the last row
@@ -235,8 +239,8 @@ class _StepEnds:
         # in this step: of the optimiser, and of a model that averages gradients
         self.calls = Counter[str]()
         run.state.optimizer.register_step_post_hook(lambda *call: self.calls.update(step=1))
-        if isinstance(model, DistributedDataParallel | FSDPModule):
-            model.register_forward_pre_hook(lambda *call: self.calls.update(forward=1))
+        if isinstance(self.model, DistributedDataParallel | FSDPModule):
+            self.model.register_forward_pre_hook(lambda *call: self.calls.update(forward=1))
 
     def begin(self, pretrained: bool) -> bool:
         """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether
@@ -266,7 +270,7 @@ class _StepEnds:
         late = state.meta.get("unevaluated") and not run.was_done
         if late:
             self.evaluate_late()
-            if run.has_stalled(self.per_epoch):
+            if self.has_stalled():
                 self.total = state.step
             if state.step < self.total:
                 # do one step first: a job too short for an evaluation makes progress
@@ -274,7 +278,7 @@ class _StepEnds:
         if state.step < self.total:
             return True
         longer = "max_steps" if 0 < self.cfg.max_steps == self.total else "epochs"
-        fix = "give patience=0" if run.has_stalled(self.per_epoch) else f"raise {longer}="
+        fix = "give patience=0" if self.has_stalled() else f"raise {longer}="
         run.say(f"already finished: step {state.step} of {self.total}; {fix} to continue")
         if not late and not run.was_done:
             self._evaluate()
@@ -298,8 +302,9 @@ class _StepEnds:
         intervals = (run.keys.checkpoint_every_steps, run.keys.keep_every_steps)
         save = save or step.save or any(every and state.step % every == 0 for every in intervals)
         is_row = self.is_row(state.step, ends_epoch)
-        self._agree(must=is_row or save or bool(stop))
-        if is_row or save or stop:
+        must = is_row or save or bool(stop)
+        self._agree(must)
+        if must:
             loss, stop_now, _ = self._read()
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
             last = state.step == self.total  # also if it has ended early
@@ -311,9 +316,19 @@ class _StepEnds:
         if stop or last:
             # After the last step the run is complete: only an evaluation that was cut short still
             # counts as stopped.
-            run.stopping = run.stopping if last else stop
+            if not last:
+                run.stopping = stop
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
+
+    def has_stalled(self) -> bool:
+        """Whether ``patience`` epochs have passed since the best evaluation."""
+        meta = self.run.state.meta
+        best = meta.get("best") or {}
+        metric = self.cfg.best_metric or "val_top1"
+        if not self.cfg.patience or meta.get("unevaluated") or metric not in best:
+            return False
+        return bool(self.run.step - best["step"] >= self.cfg.patience * self.batches.per_epoch)
 
     def is_row(self, step: int, ends_epoch: bool) -> bool:
         """Whether metrics.jsonl has a row for the step with this number."""
@@ -385,7 +400,7 @@ class _StepEnds:
             run.saver.check()
         _log_row(run, row, self.cfg.global_batch_size)
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
-        if ends_epoch and run.step < self.total and run.has_stalled(self.per_epoch):
+        if ends_epoch and run.step < self.total and self.has_stalled():
             run.say(f"no better result for patience={self.cfg.patience} epochs: the run ends")
             self.total = run.step
         last = run.step == self.total
@@ -460,11 +475,10 @@ def _log_row(run: Run, of_step: Mapping[str, Any], per_step: int = 0) -> None:
         "time": round(time.time(), 3),
         **of_step,
     }
-    results = {name: value for name, value in run.results.items() if name not in row}
-    run.rows.add({**row, **results})
+    run.rows.add({**row, **run.results})
     speed = row["samples_per_second"]
     left_s = (row["total_steps"] - run.step) * per_step / speed if speed else 0.0
     run.say(lines.of_row(row, run.settings.config.epochs, left_s))
-    numbers = lines.of_results(results)
+    numbers = lines.of_results(run.results)
     if numbers:
         run.say(f"evaluation at step {run.step}:  {numbers}")

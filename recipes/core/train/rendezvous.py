@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 
 from recipes.core import files
 from recipes.core.errors import MachineError, shown
@@ -45,9 +45,9 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the process group of {info.world_size} ranks"
     start.pulse.beat(watchdog.START)
     try:
-        torch.distributed.init_process_group(
+        dist.init_process_group(
             backend,
-            store=torch.distributed.PrefixStore("group", store),
+            store=dist.PrefixStore("group", store),
             rank=info.rank,
             world_size=info.world_size,
             timeout=TORCH_TIMEOUT,
@@ -60,7 +60,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         with world.telling_pulses():
             yield world
     finally:
-        leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(TEARDOWN_S)
 
@@ -105,10 +105,10 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     return str(content["host"])
 
 
-def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.Store:
+def _meet(info: RankInfo, backend: str, timeout_s: float) -> dist.Store:
     """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
-        return torch.distributed.HashStore()
+        return dist.HashStore()
     host = _host_of_rank_0(info, timeout_s)
     here = socket.gethostname()
     # torchrun's agent already serves the store at that port, and keeps it for every restart of its
@@ -129,7 +129,7 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
             raise MachineError(f"{here}: {problem}: {fix}") from None
 
     try:
-        store: torch.distributed.Store = torch.distributed.TCPStore(
+        store: dist.Store = dist.TCPStore(
             host,
             info.master_port,
             info.world_size,
@@ -148,13 +148,13 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
     # A rank of another job with the same port and node, or with another backend, finds no keys here
     # and reports that.
     job = (info.run_id or "").partition(".")[0]
-    store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}-{backend}", store)
+    store = dist.PrefixStore(f"{job}-attempt-{info.restart_count}-{backend}", store)
     store.set_timeout(TORCH_TIMEOUT)
     return store
 
 
 def _exchange_hosts(
-    store: torch.distributed.Store, info: RankInfo, timeout_s: float, clock: RunningClock
+    store: dist.Store, info: RankInfo, timeout_s: float, clock: RunningClock
 ) -> tuple[str, ...]:
     """The host name of each rank. Raises MachineError if a rank does not arrive within
     ``timeout_s``.

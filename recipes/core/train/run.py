@@ -365,17 +365,6 @@ class Run:
         self.state.meta["best"] = {name: float(score), "step": self.step}
         return True
 
-    def has_stalled(self, per_epoch: int) -> bool:
-        """Whether ``patience`` epochs, of ``per_epoch`` steps, have passed since the best
-        evaluation.
-        """
-        cfg = self.settings.config
-        best = self.state.meta.get("best") or {}
-        late = self.state.meta.get("unevaluated")
-        if not cfg.patience or late or (cfg.best_metric or "val_top1") not in best:
-            return False
-        return bool(self.step - best["step"] >= cfg.patience * per_epoch)
-
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the
         run was stopped before its end.

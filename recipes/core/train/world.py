@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,7 +55,7 @@ class World:
     device: torch.device
     backend: str
     hosts: tuple[str, ...]
-    store: torch.distributed.Store
+    store: dist.Store
     timeout_s: float = 600.0
     pulse: Pulse = field(default_factory=Pulse)
     # ends `telling_pulses`
@@ -94,7 +94,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Sums ``values`` over all ranks, in place. A collective: every rank must call it."""
         with self.meeting():
-            torch.distributed.all_reduce(values)
+            dist.all_reduce(values)
         return values
 
     def gather(self, content: bytes) -> list[bytes]:
@@ -105,14 +105,14 @@ class World:
         has sent.
         """
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes = torch.zeros(self.size, 1, dtype=torch.int64, device=self.device)
         with self.meeting():
-            torch.distributed.all_gather_into_tensor(sizes, sizes.new_tensor([len(mine)]))
-            padding = int(sizes.max()) - len(mine)
-            parts = mine.new_zeros(self.size, len(mine) + padding)
-            torch.distributed.all_gather_into_tensor(parts, nn.functional.pad(mine, (0, padding)))
+            dist.all_gather(list(sizes), sizes.new_tensor([len(mine)]))
+            padded = nn.functional.pad(mine, (0, int(sizes.max()) - len(mine)))
+            parts = padded.repeat(self.size, 1)
+            dist.all_gather(list(parts), padded)
         rows = parts.cpu().numpy()
-        return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return [row[:size].tobytes() for row, size in zip(rows, sizes.flatten(), strict=True)]
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every
@@ -135,7 +135,7 @@ class World:
                 raise self._error_of_all(name, MachineError())
             if self.clock.now() > end:
                 late = f"timed out after {self.timeout_s:g} s waiting for {name} from rank 0"
-                raise torch.distributed.DistStoreError(late)
+                raise dist.DistStoreError(late)
             time.sleep(pause_s)
             pause_s = min(1.0, 2 * pause_s)
         text = self.store.get(f"{name}/result").decode(errors="replace")
@@ -246,7 +246,7 @@ class World:
 
         def tell() -> None:
             # rank 0 has ended, and the store with it
-            with contextlib.suppress(torch.distributed.DistError):
+            with contextlib.suppress(dist.DistError):
                 for words in itertools.count():
                     _, step, phase = self.pulse.read()
                     self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
@@ -272,7 +272,7 @@ class World:
 
         def ask() -> None:
             names = [f"pulse/{rank}" for rank in range(self.size)]
-            with contextlib.suppress(torch.distributed.DistError):
+            with contextlib.suppress(dist.DistError):
                 for wait_s in (0.0, 2.5 * PULSE_S):
                     time.sleep(wait_s)
                     pulses = self.store.multi_get(names)
@@ -303,7 +303,7 @@ class World:
         with self.meeting():
             for buffer in model.buffers():
                 if self.size > 1 and buffer.is_floating_point():
-                    torch.distributed.broadcast(buffer, 0)
+                    dist.broadcast(buffer, 0)
 
     def parallel(self, model: nn.Module, cfg: TrainKeys | None = None) -> nn.Module:
         """``model`` in DistributedDataParallel, which averages gradients over the ranks; with
@@ -355,13 +355,13 @@ def _needs_buffers(model: nn.Module) -> bool:
     return bool(needed)
 
 
-def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
+def _group_of_gradients() -> dist.ProcessGroup | None:
     """None, the default group. In debug mode (DETAIL), a group without checks: DDP crashes on one
     with checks (torch 2.15, gloo: SIGSEGV).
     """
-    if torch.distributed.get_debug_level() != torch.distributed.DebugLevel.DETAIL:
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return None
-    torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
-    group = torch.distributed.new_group(timeout=TORCH_TIMEOUT)
-    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
-    return cast(torch.distributed.ProcessGroup, group)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    group = dist.new_group(timeout=TORCH_TIMEOUT)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    return cast(dist.ProcessGroup, group)
