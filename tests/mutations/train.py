@@ -137,6 +137,20 @@ MUTATIONS = [
         "tests/distributed/train/test_exact_resume.py",
     ),
     Mutation(
+        "recipes/core/train/loop.py",
+        "            best = run.is_best() and run.keys.keep_best\n",
+        "            best = run.keys.keep_best and run.is_best()\n",
+        "with keep_best=false, patience= never ends a run",
+        "tests/distributed/train/test_loop.py::test_patience_counts_from_the_best_evaluation_if_it_is_not_saved",
+    ),
+    Mutation(
+        "recipes/core/train/sharding.py",
+        "(ranks // size, size)",
+        "(size, ranks // size)",
+        "with several copies of a model, its checkpoint misses a part of the weights",
+        "tests/distributed/train/test_sharding.py::test_each_copy_of_a_model_is_divided_over_shard_size_ranks",
+    ),
+    Mutation(
         "recipes/core/train/optimisation.py",
         "return min(batches.global_batch_size, batches.num_samples) / size if size else 1.0",
         "return size / min(batches.global_batch_size, batches.num_samples) if size else 1.0",

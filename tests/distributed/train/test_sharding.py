@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from recipes.core.errors import InputError
 from recipes.core.train import checkpoint, sharding
@@ -53,6 +54,24 @@ def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> No
         assert losses == pytest.approx(alone, abs=1e-5)
         assert sum(held) == pytest.approx(copies * whole[0], rel=0.02)
         assert max(held) <= 0.3 * copies * whole[0]
+
+
+def test_each_copy_of_a_model_is_divided_over_shard_size_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three copies over two ranks each. Two copies over three ranks would look the same to the
+    training, but the files of two ranks, the size of a copy, would miss a third of the rows.
+    """
+    meshes: list[Any] = []
+    monkeypatch.setattr(
+        sharding,
+        "init_device_mesh",
+        lambda kind, shape, mesh_dim_names: meshes.append((shape, mesh_dim_names)),
+    )
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, mesh: None)
+    for shard_size in (2, 0):
+        sharding.shard(nn.Linear(1, 1), torch.device("cpu"), 6, shard_size)
+    assert meshes == [((3, 2), ("replicate", "shard")), ((6,), ("shard",))]
 
 
 def test_a_checkpoint_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Path) -> None:
