@@ -166,8 +166,6 @@ class Run:
                 "State(): give it the network itself, not the result of world.parallel()"
             )
         cfg = self.settings.config
-        if cfg.strategy == "fsdp":
-            sharding.require_size(cfg.shard_size, self.ranks)
         self.state = state
         self.sampler = batches.order
         state.meta = {

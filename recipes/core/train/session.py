@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,8 @@ import torch
 import torch.distributed
 
 from recipes.core import errors, files, trust
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.place import processes
@@ -54,6 +57,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         os.umask(int(keys.umask, 8))
         start.pulse.tell(recipe=recipe, rank=info.rank, host=host)
         start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, ROOT)
+        ranks = start.dry_run.ranks if start.dry_run else info.world_size
+        start = replace(start, settings=_fit_to_ranks(start.settings, ranks))
         _set_up(start)
         device = resolve_device(keys.device, info, os.environ, torch.cuda.device_count())
         if device.type == "cpu":
@@ -227,6 +232,10 @@ def introduce(run: Run, start: Start) -> None:
     keys = run.settings.words_from_run()
     if keys:
         run.say(f"keys from the resumed run: {keys}")
+    size = run.settings.from_run.get("shard_size", "0")
+    if size != "0" and run.settings.config.shard_size == 0:
+        problem = f"shard_size={size} of the resumed run does not divide {run.ranks} ranks"
+        run.say(f"{problem}: this run uses shard_size=0, all ranks")
     dropped = world.rank == 0 and resumed.own_env_file(run.settings)
     if dropped:
         unread = f"network={shown(dropped, 4096)} of the resumed run is a file and was not read"
@@ -242,6 +251,20 @@ def introduce(run: Run, start: Start) -> None:
         run.say(f"network: the interface was not determined; {backend} chooses it")
     if start.from_files:
         run.say("variables from env files: " + " ".join(sorted(start.from_files)))
+
+
+def _fit_to_ranks(settings: Settings, ranks: int) -> Settings:
+    """``settings``, with the default in place of a shard_size= of the resumed run that does not
+    divide the number of ranks. Raises InputError if the key was given.
+    """
+    cfg = settings.config
+    is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp" and cfg.shard_size
+    if not is_divided or ranks % cfg.shard_size == 0:
+        return settings
+    if "shard_size" not in settings.from_run:
+        raise InputError(f"shard_size={cfg.shard_size}: must divide the number of ranks, {ranks}")
+    saved = {**settings.saved, "shard_size": 0}
+    return replace(settings, config=replace(cfg, shard_size=0), saved=saved)
 
 
 def _set_up(start: Start) -> None:

@@ -13,8 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from recipes.core.errors import InputError
-
 NUMBER = "divided tensor"  # key of a dictionary that stands for a divided tensor in a checkpoint
 
 
@@ -23,9 +21,8 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     collective.
 
     shard_size: ranks over which a copy is divided; each further group of that size has another
-    copy. 0: all ranks. Raises InputError if shard_size does not divide the number of ranks.
+    copy. It must divide the number of ranks. 0: all ranks.
     """
-    require_size(shard_size, ranks)
     size = shard_size or ranks
     shape = (size,) if size == ranks else (ranks // size, size)
     names = ("replicate", "shard")[-len(shape) :]
@@ -35,12 +32,6 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def require_size(shard_size: int, ranks: int) -> None:
-    """Raises InputError if shard_size does not divide the number of ranks. 0: all ranks."""
-    if shard_size and ranks % shard_size:
-        raise InputError(f"shard_size={shard_size}: must divide the number of ranks, {ranks}")
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -310,8 +310,7 @@ class World:
         strategy=fsdp, ``model`` itself, divided.
 
         With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first.
-        Call it before the optimiser is made. A collective: every rank must call it. Raises
-        InputError if shard_size= does not divide the number of ranks.
+        Call it before the optimiser is made. A collective: every rank must call it.
         """
         if cfg and cfg.compile:
             # One graph for each shape of images, not one for all: it is faster, and progressive

@@ -87,6 +87,20 @@ def test_a_checkpoint_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Pa
     assert losses == pytest.approx(unbroken, abs=1e-6)
 
 
+def test_a_shard_size_of_the_run_that_does_not_divide_the_ranks_is_replaced(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path, 4, "max_steps=4", "strategy=fsdp", "shard_size=2")
+    losses, _ = train(tmp_path, 3, "max_steps=8", "force=true")
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6, 7, 8]
+    line = "shard_size=2 of the resumed run does not divide 3 ranks: this run uses shard_size=0, "
+    assert (tmp_path / "logs/rank0.log").read_text().count(line) == 1
+    assert "shard_size: 0\n" in (tmp_path / "config.yaml").read_text()
+    typed = [*TOY, "force=true", "shard_size=2", f"run_dir={tmp_path}"]
+    ended = helpers.run_ranks(TOLD, typed, 3).expect(2)
+    assert "shard_size=2: must divide the number of ranks, 3" in ended.out
+
+
 def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path) -> None:
     words = ("strategy=fsdp", "shard_size=2", "checkpoint_every_steps=4", "force=true")
     unbroken, _ = train(tmp_path / "unbroken", 4, "max_steps=12", *words)
