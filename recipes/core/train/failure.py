@@ -168,6 +168,10 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
 
 def cause_of(error: BaseException, stop: str = "") -> Cause:
     """What ended this rank. stop: why it was to stop at that moment, or ""."""
+    if torch_errors.is_open_files(error):
+        fix = "run ulimit -n 65536 before srun, or lower num_workers="
+        line = f"the limit on open files is reached{_where(error)}: {fix}"
+        return Cause(Kind.machine, line, EXIT_MACHINE)
     if torch_errors.is_dead_worker(error):
         if stop:
             line = f"{stop}, which ended a worker of a DataLoader before the step was complete"

@@ -27,6 +27,8 @@ SIGNS = (
 # the module in which an error is raised, at the end of its traceback
 WORKER_MODULES = (["torch.utils.data.dataloader"], ["torch.utils.data._utils.signal_handling"])
 
+OPEN_FILES = ("Too many open files", "received 0 items of ancdata")
+
 
 class PeerTimeout(RuntimeError):
     """This rank timed out waiting for the other ranks (timeout_s)."""
@@ -71,6 +73,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     by_class = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return by_class or "can't allocate memory" in errors.one_line(error)
+
+
+def is_open_files(error: BaseException) -> bool:
+    """Whether the limit on open files is reached: an OSError (errno 24), which a worker of a
+    DataLoader passes on as text, or a RuntimeError of torch's shared memory.
+    """
+    is_full = any(sign in str(error) for sign in OPEN_FILES)
+    return isinstance(error, OSError | RuntimeError) and is_full
 
 
 def is_dead_worker(error: BaseException) -> bool:
