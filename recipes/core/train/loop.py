@@ -43,6 +43,7 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
 
 
+@dataclass
 class Step(Generic[S]):
     """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's
     learning rate.
@@ -51,38 +52,38 @@ class Step(Generic[S]):
     ranks, to save after this step.
     """
 
-    def __init__(self, ends: "_StepEnds", shard: S, ends_epoch: bool, scale: float) -> None:
-        self._run = ends.run
-        self._model = ends.model
-        self._meter = ends.meter
-        self._calls = ends.calls
-        self._scale = scale
+    _ends: "_StepEnds"
+    shard: S
+    ends_epoch: bool
+    _scale: float
+    save: bool = False
+
+    def __post_init__(self) -> None:
+        ends = self._ends
         scheduler = ends.run.state.scheduler
-        self.shard = shard
         self.lr = float(scheduler.get_last_lr()[0])
         self._scheduled = scheduler.last_epoch
-        self.ends_epoch = ends_epoch
-        self.save = False
         # Under FSDP each part is a collective, so all ranks have the same number of them.
-        self._pieces = shard.pieces(ends.cfg.accumulate, empty=isinstance(ends.model, FSDPModule))
+        is_divided = isinstance(ends.model, FSDPModule)
+        self._pieces = self.shard.pieces(ends.cfg.accumulate, empty=is_divided)
         self._begun = 0
         self._losses: list[Tensor] = []
-        self._calls.clear()
+        ends.calls.clear()
 
     @property
     def shards(self) -> Iterator[S]:
         """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients
         over the ranks.
         """
-        pulse = self._run.world.pulse
-        model = self._model
+        pulse = self._ends.run.world.pulse
+        model = self._ends.model
         parallel = isinstance(model, DistributedDataParallel | FSDPModule)
         for piece in self._pieces:
             waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
                 self._begun += 1
-                self._calls["forward"] = 0
+                self._ends.calls["forward"] = 0
                 yield piece
 
     def backward(self, losses: Tensor) -> None:
@@ -94,7 +95,7 @@ class Step(Generic[S]):
         shape is another one, if it is called twice for a shard, or if the forward pass has bypassed
         DDP.
         """
-        world = self._run.world
+        world = self._ends.run.world
         done = len(self._losses)
         if done != self._begun - 1:
             raise RunError(
@@ -108,7 +109,7 @@ class Step(Generic[S]):
                 f"step.backward(): losses of shape {shape}, not {expected}: "
                 'give one loss per sample, reduction="none"'
             )
-        if world.size > 1 and not self._calls["forward"]:
+        if world.size > 1 and not self._ends.calls["forward"]:
             raise RunError(
                 "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
                 "and pass the same model to loop.steps()"
@@ -117,29 +118,21 @@ class Step(Generic[S]):
         loss = losses.sum()
         (loss * (self._scale * world.size / self.shard.global_size)).backward()
         self._losses.append(loss.detach())
-        self._meter.mark("forward_backward")
+        self._ends.meter.mark("forward_backward")
 
     def check(self) -> None:
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
-        moved = self._run.state.scheduler.last_epoch - self._scheduled
-        in_each_step = "in each step, after"
+        run = self._ends.run
+        moved = run.state.scheduler.last_epoch - self._scheduled
+        backward = len(self._losses)
+        steps = self._ends.calls["step"]
         for call, made, due, place in (
-            (
-                "step.backward()",
-                len(self._losses),
-                len(self._pieces),
-                "for each shard of step.shards",
-            ),
-            (
-                "optimizer.step()",
-                self._calls["step"],
-                1,
-                f"{in_each_step} the loop over step.shards",
-            ),
-            ("scheduler.step()", moved, 1, f"{in_each_step} optimizer.step()"),
+            ("step.backward()", backward, len(self._pieces), "for each shard of step.shards"),
+            ("optimizer.step()", steps, 1, "in each step, after the loop over step.shards"),
+            ("scheduler.step()", moved, 1, "in each step, after optimizer.step()"),
         ):
             if made != due:
-                times = f"called {made} times in step {self._run.step + 1}"
+                times = f"called {made} times in step {run.step + 1}"
                 raise RunError(f"{call}: {times}: call it once {place}")
 
     @property
@@ -475,10 +468,11 @@ def _log_row(run: Run, of_step: Mapping[str, Any], per_step: int = 0) -> None:
         "time": round(time.time(), 3),
         **of_step,
     }
-    run.rows.add({**row, **run.results})
+    results = {name: value for name, value in run.results.items() if name not in row}
+    run.rows.add({**row, **results})
     speed = row["samples_per_second"]
     left_s = (row["total_steps"] - run.step) * per_step / speed if speed else 0.0
     run.say(lines.of_row(row, run.settings.config.epochs, left_s))
-    numbers = lines.of_results(run.results)
+    numbers = lines.of_results(results)
     if numbers:
         run.say(f"evaluation at step {run.step}:  {numbers}")

@@ -75,7 +75,8 @@ def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:
     has_bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, classes, has_bias)
-    return nn.Conv2d(layer.in_channels, classes, layer.kernel_size, bias=has_bias)  # type: ignore[arg-type]
+    size: Any = layer.kernel_size
+    return nn.Conv2d(layer.in_channels, classes, size, bias=has_bias)
 
 
 def _of_timm(name: str, weights: str, classes: int) -> nn.Module:

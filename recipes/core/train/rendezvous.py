@@ -1,4 +1,4 @@
-"""How the ranks meet: the store that they share, what each tells the others, and the process group."""
+"""How the ranks meet: the store that they share, what each tells the others, the process group."""
 
 import contextlib
 import datetime
@@ -34,15 +34,13 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     """
     info = start.ranks
     run = start.settings.run
-    clock = start.pulse.clock
     backend = choose_backend(run.backend, device)
     if device.type == "cuda":
         take_gpu(device)
     if backend == "nccl":
         check_mig(info, os.environ, torch.cuda.nccl.version())
     store = _meet(info, backend, run.timeout_s)
-    hosts = _exchange_hosts(store, info, run.timeout_s, clock)
-    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the process group of {info.world_size} ranks"
+    hosts = _exchange_hosts(store, info, run.timeout_s, start.pulse.clock)
     start.pulse.beat(watchdog.START)
     try:
         dist.init_process_group(
@@ -54,7 +52,8 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
-        raise MachineError(f"{alone} ({peer_text(error)})") from None
+        problem = f"cannot join the process group of {info.world_size} ranks ({peer_text(error)})"
+        raise MachineError(f"{hosts[info.rank]}: rank {info.rank} {problem}") from None
     try:
         world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
         with world.telling_pulses():

@@ -192,7 +192,7 @@ class Run:
         self._begin()
 
     def begin(self) -> None:
-        """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
+        """Begins a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
         resume.compare_keys(self.world, self.settings, _plain(self.settings))
         self.end_dry_run()
         self._begin()
@@ -386,9 +386,8 @@ class Run:
             self.attempt.staging.rmdir()  # it is empty: everything is saved
         step = self.step
         if self.stopping:
-            attempts.write_status(
-                self.attempt, "preempted", step, reason=self.stopping, kind=Kind.stopped
-            )
+            why = {"reason": self.stopping, "kind": Kind.stopped}
+            attempts.write_status(self.attempt, "preempted", step, **why)
             place = f"at step {step}, saved in {self.dir}"
             if cfg.evaluate:
                 place = "before the evaluation's end"
@@ -396,48 +395,52 @@ class Run:
             return
 
         if results or not (self.dir / "summary.json").exists():
-            speed = round(self.samples / self.train_s, 1) if self.train_s else None
-            summary = {
-                "recipe": self.settings.recipe,
-                "world_size": self.world.size,
-                "num_nodes": self.world.ranks.num_nodes,
-                "device": self.world.device.type,
-                "backend": self.world.backend,
-                "epochs": cfg.epochs,
-                "steps": step,
-                "samples_per_second": speed,
-                "wall_seconds": round(time.monotonic() - self.started, 3),
-                "resumed_from_step": self.resumed_from_step,
-                "restarts": self.attempt.number,
-                "git_commit": self._commit,
-                "versions": {
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                    # If the recipe uses it.
-                    "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),
-                    "cuda": torch.version.cuda,
-                },
-            }
-            if self.state:
-                trained = sum(p.numel() for p in self.state.model.parameters() if p.requires_grad)
-                summary |= {
-                    "parameters": trained,
-                    "global_batch_size": cfg.global_batch_size,
-                    "strategy": cfg.strategy,
-                }
-                if self.state.meta["best"]:
-                    summary["best"] = self.state.meta["best"]
-
-            facts = self.attempt.facts()
-            line = efficiency.verdict(rows.rows(self.dir), facts, self.settings.saved)
-            if line:
-                summary["efficiency"] = line
-                self.say(f"efficiency: {line}")
+            summary = self._summary()
+            if "efficiency" in summary:
+                self.say(f"efficiency: {summary['efficiency']}")
             files.write_json(self.dir / "summary.json", {**summary, **results})
         attempts.write_status(self.attempt, "done", step)
         self._export()
         ended = "evaluated" if cfg.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.results(self.dir)}")
+
+    def _summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``, without the results."""
+        cfg = self.settings.config
+        summary = {
+            "recipe": self.settings.recipe,
+            "world_size": self.world.size,
+            "num_nodes": self.world.ranks.num_nodes,
+            "device": self.world.device.type,
+            "backend": self.world.backend,
+            "epochs": cfg.epochs,
+            "steps": self.step,
+            "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
+            "wall_seconds": round(time.monotonic() - self.started, 3),
+            "resumed_from_step": self.resumed_from_step,
+            "restarts": self.attempt.number,
+            "git_commit": self._commit,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                # If the recipe uses it.
+                "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),
+                "cuda": torch.version.cuda,
+            },
+        }
+        if self.state:
+            trained = (p.numel() for p in self.state.model.parameters() if p.requires_grad)
+            summary["parameters"] = sum(trained)
+            summary["global_batch_size"] = cfg.global_batch_size
+            summary["strategy"] = cfg.strategy
+            if self.state.meta["best"]:
+                summary["best"] = self.state.meta["best"]
+
+        facts = self.attempt.facts()
+        line = efficiency.verdict(rows.rows(self.dir), facts, self.settings.saved)
+        if line:
+            summary["efficiency"] = line
+        return summary
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

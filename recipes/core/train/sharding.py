@@ -44,7 +44,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class Divided(list[Tensor]):
-    """A tensor that was read from a checkpoint of several ranks: the rows of each rank, in order."""
+    """A tensor from a checkpoint of several ranks: the rows of each rank, in order."""
 
 
 def taken_apart(content: Any) -> tuple[Any, list[Tensor]]:
@@ -129,7 +129,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the weights of other ranks, which remain after a forward pass without a backward pass."""
+    """Frees the weights of other ranks, which stay after a forward pass without a backward pass."""
     for part in _parts(model):
         part.reshard()
 
