@@ -567,7 +567,7 @@ def test_a_failed_save_ends_the_run_before_its_next_row(
 
     def save(saver: Any, content: Any, best: bool, checkpoint_id: str) -> None:
         # a slow disk is no wait for other ranks
-        phases.append(saver._saved.__self__.world.pulse.read()[2])
+        phases.append(saver.saved.__self__.world.pulse.read()[2])
         saver._writing = Future()
         saver._writing.set_exception(MemoryError())
 
