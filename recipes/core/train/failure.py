@@ -87,6 +87,8 @@ def watch_peers(run: Run, over: threading.Event) -> None:
         if now != last or now[2] in (watchdog.OUTSIDE, watchdog.START):
             last = now
             since = world.clock.now()
+        elif run.failing.locked():
+            return  # another thread already ends this rank
         elif world.size > 1 and world.clock.now() - since > timeout_s:
             behind = world.behind()
             # if no rank is behind, the network is the cause
