@@ -380,8 +380,8 @@ class Run:
         if self.world.rank:
             return
 
-        cfg = self.settings.config
         attempts.check_owner(self.attempt)
+        cfg = self.settings.config
         with contextlib.suppress(OSError):
             self.attempt.staging.rmdir()  # it is empty: everything is saved
         step = self.step
