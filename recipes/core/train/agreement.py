@@ -5,8 +5,6 @@ Other saves follow from the step, and are the same on all ranks. Before the firs
 `World.together` passes a stop on to all ranks.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed
 from torch import Tensor
@@ -32,7 +30,7 @@ class Agreement:
         self,
         world: World,
         stop: StopFlag,
-        losses: Sequence[Tensor] = (),
+        losses: list[Tensor] | None = None,
         save: bool = False,
         every: float = 1.0,
     ) -> None:
@@ -41,14 +39,12 @@ class Agreement:
         if reason:
             # before the sum, so that every rank finds the reason after it
             world.store.compare_set(STOP, "", reason)
-        flags = torch.tensor(
-            [float(bool(reason)), float(save), every * (world.rank == 0)], dtype=torch.float64
-        )
-        scalars = [torch.stack(list(losses)).detach().double().to(world.device)] if losses else []
+        flags = torch.tensor([bool(reason), save, every * (world.rank == 0)], dtype=torch.float64)
+        scalars = [torch.stack(losses).double().to(world.device)] if losses else []
         self._sums = torch.cat([*scalars, flags.to(world.device, non_blocking=True)])
-        self._work = (
-            None if world.size == 1 else torch.distributed.all_reduce(self._sums, async_op=True)
-        )
+        self._work = None
+        if world.size > 1:
+            self._work = torch.distributed.all_reduce(self._sums, async_op=True)
         self._copy = HostCopy() if self._sums.is_cuda else None
         if self._copy:
             # The copy is queued after the sum, with an event to wait for. Reading the tensor would

@@ -9,6 +9,7 @@ random ID.
 
 import contextlib
 import io
+import itertools
 import random
 import re
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recipes.core import files
 from recipes.core.errors import InputError
@@ -33,6 +34,7 @@ LONGEST_NAME = 4096  # bytes of the file that names a checkpoint
 NAME = re.compile(r"step-(\d{8,})\.pt")
 # Attempt, number, count: no attempt replaces a file of an earlier one.
 ROWS = re.compile(r"step-(\d{8,})\.\d+-\d+of\d+\.rows")
+NUMPY_STATE = ("name", "keys", "position", "has_gauss", "gauss")  # as numpy.random.get_state()
 
 
 @dataclass
@@ -64,15 +66,8 @@ def rng_state(device: torch.device) -> bytes:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
-        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        keys = torch.tensor(keys.tolist())
-        states["numpy"] = {
-            "name": name,
-            "keys": keys,
-            "position": position,
-            "has_gauss": has_gauss,
-            "gauss": cached,
-        }
+        numpy = dict(zip(NUMPY_STATE, sys.modules["numpy"].random.get_state(), strict=True))
+        states["numpy"] = {**numpy, "keys": torch.tensor(numpy["keys"].tolist())}
     written = io.BytesIO()
     torch.save(states, written)
     return written.getvalue()
@@ -85,10 +80,9 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
     python = states["python"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
-    if (numpy := states.get("numpy")) and "numpy" in sys.modules:
-        keys = sys.modules["numpy"].array(numpy["keys"].tolist(), dtype="uint32")
-        state = (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"])
-        sys.modules["numpy"].random.set_state(state)
+    if "numpy" in states and "numpy" in sys.modules:
+        numpy = [states["numpy"][name] for name in NUMPY_STATE]
+        sys.modules["numpy"].random.set_state(numpy)
 
 
 def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -> dict[str, Any]:
@@ -101,7 +95,9 @@ def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -
         "scheduler": state.scheduler.state_dict(),
         "ema": state.ema.state_dict() if state.ema else None,
         "sampler": dict(sampler),
-        "rng": [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in rng],
+        "rng": [
+            torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in rng
+        ],
         "meta": {**state.meta, "step": state.step},
     }
 
@@ -112,7 +108,8 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, Tensor] = {}  # by the position of the tensor in the content
+        # by the position of the tensor in the content, and its type and shape
+        self._copies: dict[tuple[object, ...], Tensor] = {}
         self._arrived: torch.cuda.Event | None = None
 
     def take(self, content: Any) -> Any:
@@ -122,15 +119,12 @@ class HostCopy:
         On a GPU the copies are queued behind the steps so far, and later steps behind the copies:
         the training does not wait for them.
         """
-        leaves, structure = tree_flatten(content)
-        copied = [
-            self._copy(leaf, i) if isinstance(leaf, Tensor) else leaf
-            for i, leaf in enumerate(leaves)
-        ]
-        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+        positions = itertools.count()
+        copied = tree_map_only(Tensor, lambda tensor: self._copy(tensor, next(positions)), content)
+        if torch.cuda.is_initialized():
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
-        return tree_unflatten(copied, structure)
+        return copied
 
     def wait(self) -> None:
         """Waits until the copies of the last `take` are complete."""
@@ -139,16 +133,10 @@ class HostCopy:
 
     def _copy(self, tensor: Tensor, position: int) -> Tensor:
         tensor = tensor.detach()
-        there = self._copies.get(position)
-        if there is None or (there.dtype, there.shape, there.stride()) != (
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-        ):
-            there = self._copies[position] = torch.empty_like(
-                tensor, device="cpu", pin_memory=tensor.is_cuda
-            )
-        return there.copy_(tensor, non_blocking=True)
+        layout = (position, tensor.dtype, tensor.shape, tensor.stride())
+        if layout not in self._copies:
+            self._copies[layout] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return self._copies[layout].copy_(tensor, non_blocking=True)
 
 
 def size_of(content: Any) -> int:
@@ -163,14 +151,11 @@ def size_in_training(state: State) -> int:
     size = size_of(content_of(state, {}, []))
     if state.optimizer.state:
         return size
-    groups = state.optimizer.param_groups
-    kept = [
-        2 if group.get("betas") or "momentum" not in group else bool(group["momentum"])
-        for group in groups
-    ]
-    return size + sum(
-        count * size_of(group["params"]) for count, group in zip(kept, groups, strict=True)
-    )
+
+    for group in state.optimizer.param_groups:
+        averages = 2 if group.get("betas") or "momentum" not in group else bool(group["momentum"])
+        size += averages * size_of(group["params"])
+    return size
 
 
 @dataclass(frozen=True)
@@ -197,9 +182,7 @@ class Share:
         ]
 
 
-ALONE = Share()
-
-
+@dataclass
 class Saver:
     """Writes checkpoints into ``folder`` in its own thread, one at a time. Each rank that writes a
     file of a checkpoint has a Saver.
@@ -209,22 +192,16 @@ class Saver:
     removed; on rank 0 only.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        staging: Path,
-        saved: Callable[[Path, int], None],
-        keep: int,
-        keep_every_steps: int = 0,
-        share: Share = ALONE,
-    ) -> None:
-        self._folder = folder
-        self._staging = staging
-        self._saved = saved
-        self._share = share
-        self._keep = keep
-        self._keep_every_steps = keep_every_steps
-        self._copy, self._pool = HostCopy(), ThreadPoolExecutor(1, "checkpoint")
+    folder: Path
+    staging: Path
+    saved: Callable[[Path, int], None]
+    keep: int
+    keep_every_steps: int = 0
+    share: Share = Share()
+
+    def __post_init__(self) -> None:
+        self._copy = HostCopy()
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # raises its error at `check`
 
     def save(self, content: Mapping[str, Any], best: bool = False, checkpoint_id: str = "") -> None:
@@ -237,15 +214,14 @@ class Saver:
         Raises MachineError (one line) if there is not enough space or the previous write failed.
         """
         self.wait()
-        whole, rows = sharding.taken_apart(dict(content))
+        whole, rows = sharding.taken_apart(content)
         kept = {"rows": rows, "id": checkpoint_id} if rows else {}
-        if self._share.number == 0:
+        if self.share.number == 0:
             kept = {**whole, **kept}
-        with files.writing_to(self._folder.parent, "run_dir"):
-            files.check_free(self._folder, size_of(kept))
-        self._writing = self._pool.submit(
-            self._write, self._copy.take(kept), int(content["meta"]["step"]), best
-        )
+        with files.writing_to(self.folder.parent, "run_dir"):
+            files.check_free(self.folder, size_of(kept))
+        step = content["meta"]["step"]
+        self._writing = self._pool.submit(self._write, self._copy.take(kept), step, best)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the current write is on disk, at most ``timeout_s``. Raises MachineError (one
@@ -262,20 +238,23 @@ class Saver:
             done.result()
 
     def _write(self, content: dict[str, Any], step: int, best: bool) -> None:
-        names = self._share.names(step)
-        with files.writing_to(self._folder.parent, "run_dir"):
+        names = self.share.names(step)
+        with files.writing_to(self.folder.parent, "run_dir"):
             self._copy.wait()
-            if self._share.number:
-                _write_file(self._folder / names[self._share.number - 1], content, self._staging)
-                self._share.wrote(step)
+            if self.share.number:
+                _write_file(self.folder / names[self.share.number - 1], content, self.staging)
+                self.share.wrote(step)
                 return
             if "rows" in content:
-                self._share.await_rows(step)
+                self.share.await_rows(step)
                 content["parts"] = names
-            path = write(self._folder, content, self._staging, best=best)
-            _remove_replaced_rows(self._folder, step, names)
-            self._saved(path, step)
-            prune(self._folder, self._keep, self._keep_every_steps)
+            path = write(self.folder, content, self.staging, best=best)
+            # rows that earlier attempts wrote at this step
+            for rows in self.folder.glob(f"step-{step:08d}.*.rows"):
+                if ROWS.fullmatch(rows.name) and rows.name not in names:
+                    rows.unlink(missing_ok=True)
+            self.saved(path, step)
+            prune(self.folder, self.keep, self.keep_every_steps)
 
 
 def write(
@@ -290,23 +269,15 @@ def write(
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
     _write_file(path, content, staging)
-    for name in ("best", "latest") if best else ("latest",):
-        point(path, name, staging)
+    if best:
+        point(path, "best", staging)
+    point(path, "latest", staging)
     return path
 
 
 def _write_file(path: Path, content: Mapping[str, Any], staging: Path | None) -> None:
     torch.serialization.set_crc32_options(True)  # the default, which a recipe can change
     files.write_whole(path, lambda file: torch.save(content, file), staging)
-
-
-def _remove_replaced_rows(folder: Path, step: int, names: Sequence[str]) -> None:
-    """Removes the rows that earlier attempts wrote at this step. names: the files that its
-    checkpoint now needs.
-    """
-    for path in folder.glob(f"step-{step:08d}.*.rows"):
-        if ROWS.fullmatch(path.name) and path.name not in names:
-            path.unlink(missing_ok=True)
 
 
 def point(path: Path, pointer: str, staging: Path | None = None) -> None:
@@ -329,17 +300,18 @@ def prune(folder: Path, keep: int, keep_every_steps: int) -> None:
     there = candidates(folder)
     stay = {named(folder, "latest"), named(folder, "best")}
     newest = next((step_of(path) for path in there), 0)
-    for path in [path for path in there if step_of(path) <= newest][keep:] if keep else []:
-        if path.name not in stay and not (
-            keep_every_steps and step_of(path) % keep_every_steps == 0
-        ):
+    earlier = [path for path in there if step_of(path) <= newest]
+    for path in earlier[keep:] if keep else []:
+        is_kept = keep_every_steps and step_of(path) % keep_every_steps == 0
+        if path.name not in stay and not is_kept:
             with contextlib.suppress(OSError):
                 path.unlink()
+
     steps = {step_of(path) for path in candidates(folder)}
     # rows of checkpoints that were removed, or not completed
     for path in folder.glob("step-*.rows"):
-        found = ROWS.fullmatch(path.name)
-        if found and int(found[1]) < newest and int(found[1]) not in steps:
+        name = ROWS.fullmatch(path.name)
+        if name and int(name[1]) < newest and int(name[1]) not in steps:
             path.unlink(missing_ok=True)
 
 
@@ -376,16 +348,21 @@ def read(path: Path | str) -> dict[str, Any]:
     """
     path = Path(path)
     content = _read_file(path)
-    keys = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
-    meta = content["meta"] if isinstance(content, dict) and keys <= content.keys() else None
-    if not (
-        isinstance(meta, dict)
-        and isinstance(meta.get("config"), dict)
-        and isinstance(meta.get("step"), int)
-    ):
-        raise InputError(f"checkpoint {path}: was not written by these recipes")
+    match content:
+        case {
+            "model": _,
+            "optimizer": _,
+            "scheduler": _,
+            "sampler": _,
+            "rng": _,
+            "meta": {"config": dict(), "step": int()},
+        }:
+            pass
+        case _:
+            raise InputError(f"checkpoint {path}: was not written by these recipes")
     if "parts" not in content:
         return content
+
     parts = content.pop("parts")
     if not isinstance(parts, list) or not all(
         isinstance(name, str) and ROWS.fullmatch(name) for name in parts
@@ -400,7 +377,9 @@ def read(path: Path | str) -> dict[str, Any]:
     except (AttributeError, KeyError, IndexError, TypeError):
         fix = f"copy all files {path.stem}.* again from the run that wrote them"
         raise InputError(f"checkpoint {path}: its files do not belong together: {fix}") from None
-    return {name: value for name, value in joined.items() if name not in ("rows", "id")}
+    del joined["rows"]
+    joined.pop("id", None)
+    return joined
 
 
 def _read_file(path: Path) -> Any:

@@ -30,35 +30,40 @@ def resolve_device(
         return torch.device("cpu")
     host = socket.gethostname()
     on_node = gpus.granted_gpus(environ)
-    if few := gpus.shortage(environ, seen):
+    few = gpus.shortage(environ, seen)
+    if few:
         fix = f"check nvidia-smi -L there, or exclude the node: sbatch --exclude={host}"
         raise MachineError(f"{host}: {few}: {fix}")
     if seen == 0:
         if info.in_slurm:
             named = gpus.named_gpus(environ)
-            fix = (
-                f"{named[0]} names none: unset it"
-                if named and on_node
-                else "ask for GPUs (--gpus-per-node=…)"
-            )
+            fix = "ask for GPUs (--gpus-per-node=…)"
+            if named and on_node:
+                fix = f"{named[0]} names none: unset it"
             raise MachineError(
                 f"{host}: Slurm granted {on_node} GPUs and torch sees 0: {fix}, or give device=cpu"
             )
         if device is Device.cuda:
             raise MachineError(
-                f"{host}: device=cuda and torch sees 0 GPUs: give device=cpu, or install a driver and a CUDA build of torch"
+                f"{host}: device=cuda and torch sees 0 GPUs: "
+                "give device=cpu, or install a driver and a CUDA build of torch"
             )
         return torch.device("cpu")
     if info.local_world_size <= seen:
         return torch.device("cuda", info.local_rank)
     if seen == 1 and gpus.has_its_own(environ, info.local_world_size):
         return torch.device("cuda", 0)
-    fix = "start fewer ranks there, ask for more GPUs (with MIG: one slice for each task), or give device=cpu"
-    if 1 < seen < info.local_world_size <= on_node:
-        fix = f"Slurm granted {on_node}, and --gpu-bind= or --gpus-per-task= shows each rank only some of them: leave that option out"
-    raise MachineError(
-        f"{host}: {info.local_world_size} ranks and {seen} GPUs: there can be only one rank per GPU; {fix}"
+    fix = (
+        "start fewer ranks there, ask for more GPUs (with MIG: one slice for each task), "
+        "or give device=cpu"
     )
+    if 1 < seen < info.local_world_size <= on_node:
+        fix = (
+            f"Slurm granted {on_node}, and --gpu-bind= or --gpus-per-task= "
+            "shows each rank only some of them: leave that option out"
+        )
+    counts = f"{info.local_world_size} ranks and {seen} GPUs"
+    raise MachineError(f"{host}: {counts}: there can be only one rank per GPU; {fix}")
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:
@@ -66,9 +71,8 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
     if wanted is Backend.auto:
         return "nccl" if device.type == "cuda" else "gloo"
     if wanted is Backend.nccl and device.type != "cuda":
-        raise MachineError(
-            f"{socket.gethostname()}: backend=nccl requires GPUs, and torch sees none: omit backend="
-        )
+        problem = "backend=nccl requires GPUs, and torch sees none: omit backend="
+        raise MachineError(f"{socket.gethostname()}: {problem}")
     return wanted.name
 
 
@@ -83,7 +87,8 @@ def check_mig(info: RankInfo, environ: Mapping[str, str], nccl: tuple[int, ...])
     ):
         version = ".".join(map(str, nccl))
         raise MachineError(
-            f"{socket.gethostname()}: NCCL {version} does not support {info.local_world_size} ranks on MIG slices: "
+            f"{socket.gethostname()}: NCCL {version} does not support "
+            f"{info.local_world_size} ranks on MIG slices: "
             "give backend=gloo, start one rank per node, or use NCCL 2.31 or later"
         )
 

@@ -5,7 +5,6 @@ Two threads also end a rank: one if it waits too long for the others, one if a l
 the run directory.
 """
 
-import contextlib
 import errno
 import functools
 import os
@@ -14,12 +13,14 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed
 
 from recipes.core import errors, files
+from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_MACHINE, EXIT_REQUEUE
 from recipes.core.errors import DiskFull, InputError, Kind, MachineError, RunError, Stopped
 from recipes.core.files import ROOT
 from recipes.core.place import memory
@@ -56,9 +57,7 @@ def _keep_flight_record(run: Run) -> None:
     """
     if run.world.backend == "nccl":
         record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
-        files.write_whole(
-            run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record)
-        )
+        files.write_bytes(run.dir / "logs" / f"flight-{run.world.rank}", record)
 
 
 def watch_owner(run: Run, over: threading.Event) -> None:
@@ -68,11 +67,11 @@ def watch_owner(run: Run, over: threading.Event) -> None:
     while not over.wait(FENCE_S):
         try:
             attempts.check_owner(run.attempt)
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 attempts.heartbeat(run.attempt)
         except MachineError as error:
             print(f"{run.settings.recipe}: {error}", file=sys.stderr)
-            leave(errors.EXIT_MACHINE)
+            leave(EXIT_MACHINE)
 
 
 def watch_peers(run: Run, over: threading.Event) -> None:
@@ -80,39 +79,27 @@ def watch_peers(run: Run, over: threading.Event) -> None:
     timeouts also count time in suspension.
     """
     world = run.world
-    clock = run.world.clock
     timeout_s = run.keys.timeout_s
     last = world.pulse.read()
-    since = clock.now()
+    since = world.clock.now()
     while not over.wait(POLL_S):
         now = world.pulse.read()
-        moment = clock.now()
         if now != last or now[2] in (watchdog.OUTSIDE, watchdog.START):
             last = now
-            since = moment
-        elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
+            since = world.clock.now()
+        elif run.failing.locked():
+            return  # another thread already ends this rank
+        elif world.size > 1 and world.clock.now() - since > timeout_s:
             behind = world.behind()
             # if no rank is behind, the network is the cause
             waits = behind or now[2] == watchdog.WAITING
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
-                words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
-                code = errors.EXIT_CRASH
+                late = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
+                code = EXIT_CRASH
                 try:
-                    code = fail(run, torch_errors.PeerTimeout(words), behind)
+                    code = fail(run, torch_errors.PeerTimeout(late), behind)
                 finally:
                     leave(code)
-
-
-def _stopped_early(run: Run, reason: str) -> int:
-    """For a stop before the first step: there is no progress to save. Sets the status and returns
-    the exit status.
-    """
-    if run.world.rank == 0:
-        with contextlib.suppress(MachineError):  # a later attempt has taken over the run directory
-            step = (directory.read_status(run.dir) or {}).get("step", 0)
-            attempts.write_status(run.attempt, "preempted", step, reason=reason, kind=Kind.stopped)
-            run.say(f"stopped by {reason} before its first step")
-    return errors.EXIT_REQUEUE
 
 
 class Cause(NamedTuple):
@@ -122,7 +109,7 @@ class Cause(NamedTuple):
 
     kind: Kind
     line: str
-    exit_status: int = errors.EXIT_CRASH
+    exit_status: int = EXIT_CRASH
     traceback: bool = False
 
 
@@ -131,8 +118,16 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     which it waited, if that is known.
     """
     moment = time.time()
-    if isinstance(error, Stopped):
-        return _stopped_early(run, str(error))
+    if isinstance(error, Stopped):  # before the first step: there is no progress to save
+        if run.world.rank == 0:
+            step = (directory.read_status(run.dir) or {}).get("step", 0)
+            with suppress(MachineError):  # a later attempt has taken over the run directory
+                attempts.write_status(
+                    run.attempt, "preempted", step, reason=str(error), kind=Kind.stopped
+                )
+                run.say(f"stopped by {error} before its first step")
+        return EXIT_REQUEUE
+
     cause = cause_of(error, run.stop.reason)
     # Write the record at once: the other ranks lose their connections to this rank now.
     record: dict[str, Any] = {
@@ -144,10 +139,10 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "behind": behind,
         "moment": moment,
     }
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         attempts.record(run.attempt, **record)
     if cause.kind.is_consequence:
-        with contextlib.suppress(Exception):  # it only helps to find a cause in NCCL
+        with suppress(Exception):  # it only helps to find a cause in NCCL
             _keep_flight_record(run)
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
@@ -155,18 +150,18 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
         run.world.silent.set()
     if run.saver:
-        with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
+        with suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
     record["behind"] = behind
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         attempts.record(run.attempt, **record)  # a full disk may have space again
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         _print(run, cause, error, record)
     if cause.kind.is_consequence:
         time.sleep(0.0 if behind else LINGER_S)
     elif cause.kind is not Kind.stopped:
         why = {"reason": judge.describe(record), "kind": cause.kind, "first": record}
-        with contextlib.suppress(OSError, MachineError):
+        with suppress(OSError, MachineError):
             if run.begun or not (run.dir / "status.json").exists():
                 # the judgement of the parent replaces it
                 attempts.write_status(run.attempt, "failed", run.step, **why)
@@ -175,28 +170,32 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
 
 def cause_of(error: BaseException, stop: str = "") -> Cause:
     """What ended this rank. stop: why it was to stop at that moment, or ""."""
+    if torch_errors.is_open_files(error):
+        fix = "run ulimit -n 65536 before srun, or lower num_workers="
+        line = f"the limit on open files is reached{_where(error)}: {fix}"
+        return Cause(Kind.machine, line, EXIT_MACHINE)
     if torch_errors.is_dead_worker(error):
         if stop:
             line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
-            return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
+            return Cause(Kind.stopped, line, EXIT_REQUEUE)
         if task_memory().is_exceeded:
-            line = f"a worker of a DataLoader {task_memory().describe()}: request more (--mem), or lower num_workers="
+            fix = "request more (--mem), or lower num_workers="
+            line = f"a worker of a DataLoader {task_memory().describe()}: {fix}"
             return Cause(Kind.out_of_memory, line)
-        fix = "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; if it crashed, the rank's log says where"
-        return Cause(
-            Kind.machine, f"{errors.one_line(error).rstrip('.')}: {fix}", errors.EXIT_MACHINE
+        fix = (
+            "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; "
+            "if it crashed, the rank's log says where"
         )
+        line = f"{errors.one_line(error).rstrip('.')}: {fix}"
+        return Cause(Kind.machine, line, EXIT_MACHINE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space there"
-        return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
+        problem = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
+        return Cause(Kind.disk_full, f"{problem}: free some space there", EXIT_MACHINE)
     if isinstance(error, MachineError):
-        return Cause(
-            Kind.disk_full if isinstance(error, DiskFull) else Kind.machine,
-            str(error),
-            errors.EXIT_MACHINE,
-        )
+        kind = Kind.disk_full if isinstance(error, DiskFull) else Kind.machine
+        return Cause(kind, str(error), EXIT_MACHINE)
     if isinstance(error, InputError):
-        return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
+        return Cause(Kind.input, str(error), EXIT_CONFIG)
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
     if torch_errors.is_out_of_memory(error):
@@ -204,47 +203,45 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         fix = "use a smaller global_batch_size=, or a larger accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if torch_errors.is_lone_value(error):
-        why = "batch normalisation needs more than one value per channel, and a forward pass has one sample"
-        fix = "give a larger global_batch_size=, a smaller accumulate= or fewer ranks"
-        return Cause(Kind.input, f"{why}: {fix}", errors.EXIT_CONFIG)
-    if kind := torch_errors.peer_kind(error):
-        return Cause(kind, torch_errors.peer_text(error))
-    return Cause(
-        Kind.error,
-        torch_errors.text_of(error) + _where(error),
-        traceback=not isinstance(error, KeyboardInterrupt),
-    )
+        line = (
+            "batch normalisation needs more than one value per channel, and a forward pass has "
+            "one sample: give a larger global_batch_size=, a smaller accumulate= or fewer ranks"
+        )
+        return Cause(Kind.input, line, EXIT_CONFIG)
+    peer_kind = torch_errors.peer_kind(error)
+    if peer_kind:
+        return Cause(peer_kind, torch_errors.peer_text(error))
+    line = torch_errors.text_of(error) + _where(error)
+    return Cause(Kind.error, line, traceback=not isinstance(error, KeyboardInterrupt))
 
 
 def _where(error: BaseException) -> str:
     """The innermost line of this repository's code in the traceback of ``error``, in brackets; ""
     if there is none.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f"{name}, line {frame.lineno}"
-        for frame in frames
-        if (name := source.name_in(ROOT, frame.filename))
-    ]
-    return f" ({own[-1]})" if own else ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = source.name_in(ROOT, frame.filename)
+        if name:
+            return f" ({name}, line {frame.lineno})"
+    return ""
 
 
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
     """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent,
     this rank prints it, as far as it knows.
     """
-    say = functools.partial(print, file=sys.stderr, flush=True)
     recipe = run.settings.recipe
-    has_parent = attempts.given(os.environ) is not None
-    me = f"rank {run.world.rank} on {run.world.host}"
-    crashed = cause.exit_status == errors.EXIT_CRASH
-    if cause.kind.is_consequence:
-        say(f"{me} lost its peers after step {run.step}: {cause.line}")
-    elif crashed:
-        if cause.traceback:
-            traceback.print_exception(error)
-        say(f"{me} failed after step {run.step}: {cause.line}")
-    else:
+    if cause.exit_status != EXIT_CRASH:
         attempts.print_refusal(f"{recipe}: {cause.line}", run.world.rank == 0)
-    if crashed and not has_parent and (record["behind"] or not cause.kind.is_consequence):
-        say(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
+        return
+
+    if cause.traceback:
+        traceback.print_exception(error)
+    ended = "lost its peers" if cause.kind.is_consequence else "failed"
+    lines = [
+        f"rank {run.world.rank} on {run.world.host} {ended} after step {run.step}: {cause.line}"
+    ]
+    has_parent = attempts.given(os.environ)
+    if not has_parent and (record["behind"] or not cause.kind.is_consequence):
+        lines.append(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
+    print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -30,14 +30,16 @@ def check_first_step(run: Run, model: nn.Module) -> None:
         if run.step > first:
             return
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if unused := [name.removeprefix("module.") for name, p in trained if p.grad is None]:
-            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-            it = "them" if unused[1:] else "it"
-            fix = f"use {it} in forward(), or call requires_grad_(False) on {it}"
-            line = f"{', '.join(unused[:3])}{more}: no gradient after step.backward(): {fix}"
-            if run.world.size > 1:
-                raise RunError(line)
-            run.warn(f"{line}; this model cannot be trained on several ranks")
+        unused = [name.removeprefix("module.") for name, p in trained if p.grad is None]
+        if not unused:
+            return
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        pronoun = "them" if unused[1:] else "it"
+        fix = f"use {pronoun} in forward(), or call requires_grad_(False) on {pronoun}"
+        line = f"{', '.join(unused[:3])}{more}: no gradient after step.backward(): {fix}"
+        if run.world.size > 1:
+            raise RunError(line)
+        run.warn(f"{line}; this model cannot be trained on several ranks")
 
     run.state.optimizer.register_step_pre_hook(check)
 
@@ -82,10 +84,7 @@ class Gradients:
             if not norm.isfinite():
                 optimizer.zero_grad(set_to_none=True)
                 factor = 0.5
-            # of the next step
-            self._meta["loss_scale"] = [
-                scale * factor,
-                steps + 1 if factor == 1 else 0,
-            ]
+            steps = steps + 1 if factor == 1 else 0
+            self._meta["loss_scale"] = [scale * factor, steps]  # of the next step
         if self._most:
             torch.nn.utils.clip_grads_with_norm_(trained, self._most, norm)

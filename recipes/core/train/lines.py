@@ -20,8 +20,9 @@ def of_row(row: Mapping[str, Any], epochs: int, left_s: float | None) -> str:
         f"loss {row['loss']:.4f}",
         f"lr {row['lr']:.2g}",
         f"{row['samples_per_second']:,.0f} samples/s",
-        *([f"{_time(left_s)} left"] if left_s else []),
     ]
+    if left_s:
+        parts.append(f"{_time(left_s)} left")
     return "  ".join(parts)
 
 
@@ -50,7 +51,10 @@ def progress(
     share = step / max(1, total)
     of_loss = f"  loss {loss:.4f}" if loss is not None else ""
     left = f"  {_time((total - step) * per_step / speed)} left" if speed else ""
-    line = f"{share:4.0%}  epoch {epoch + 1}/{epochs}  step {step}/{total}{of_loss}  {speed:,.0f} samples/s{left}"
+    line = (
+        f"{share:4.0%}  epoch {epoch + 1}/{epochs}  step {step}/{total}{of_loss}"
+        f"  {speed:,.0f} samples/s{left}"
+    )
     length = min(LONGEST_BAR, columns - len(line) - 3)
     if length < 5:
         return line[: max(0, columns - 1)]

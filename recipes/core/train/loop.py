@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
@@ -42,6 +43,7 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
 
 
+@dataclass
 class Step(Generic[S]):
     """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's
     learning rate.
@@ -50,39 +52,38 @@ class Step(Generic[S]):
     ranks, to save after this step.
     """
 
-    def __init__(self, ends: "_StepEnds", shard: S, ends_epoch: bool, scale: float) -> None:
-        self._run = ends.run
-        self._model = ends.model
-        self._meter = ends.meter
-        self._calls = ends.calls
-        self._scale = scale
+    _ends: "_StepEnds"
+    shard: S
+    ends_epoch: bool
+    _scale: float
+    save: bool = False
+
+    def __post_init__(self) -> None:
+        ends = self._ends
         scheduler = ends.run.state.scheduler
-        self.shard, self.lr, self._scheduled = (
-            shard,
-            float(scheduler.get_last_lr()[0]),
-            scheduler.last_epoch,
-        )
-        self.ends_epoch = ends_epoch
-        self.save = False
+        self.lr = float(scheduler.get_last_lr()[0])
+        self._scheduled = scheduler.last_epoch
         # Under FSDP each part is a collective, so all ranks have the same number of them.
-        self._pieces = shard.pieces(ends.cfg.accumulate, empty=isinstance(ends.model, FSDPModule))
-        self._begun, self._losses = 0, list[Tensor]()
-        self._calls.clear()
+        is_divided = isinstance(ends.model, FSDPModule)
+        self._pieces = self.shard.pieces(ends.cfg.accumulate, empty=is_divided)
+        self._begun = 0
+        self._losses: list[Tensor] = []
+        ends.calls.clear()
 
     @property
     def shards(self) -> Iterator[S]:
         """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients
         over the ranks.
         """
-        pulse = self._run.world.pulse
-        model = self._model
+        pulse = self._ends.run.world.pulse
+        model = self._ends.model
         parallel = isinstance(model, DistributedDataParallel | FSDPModule)
         for piece in self._pieces:
             waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
-                self._begun = self._begun + 1
-                self._calls["forward"] = 0
+                self._begun += 1
+                self._ends.calls["forward"] = 0
                 yield piece
 
     def backward(self, losses: Tensor) -> None:
@@ -94,19 +95,21 @@ class Step(Generic[S]):
         shape is another one, if it is called twice for a shard, or if the forward pass has bypassed
         DDP.
         """
-        world = self._run.world
+        world = self._ends.run.world
         done = len(self._losses)
         if done != self._begun - 1:
             raise RunError(
-                "step.backward(): called again for the same shard: call it once in the loop over step.shards"
+                "step.backward(): called again for the same shard: "
+                "call it once in the loop over step.shards"
             )
         expected = (len(self._pieces[done].indices),)
-        found = tuple(losses.shape)
-        if found != expected:
+        shape = tuple(losses.shape)
+        if shape != expected:
             raise RunError(
-                f'step.backward(): losses of shape {found}, not {expected}: give one loss per sample, reduction="none"'
+                f"step.backward(): losses of shape {shape}, not {expected}: "
+                'give one loss per sample, reduction="none"'
             )
-        if world.size > 1 and not self._calls["forward"]:
+        if world.size > 1 and not self._ends.calls["forward"]:
             raise RunError(
                 "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
                 "and pass the same model to loop.steps()"
@@ -115,30 +118,22 @@ class Step(Generic[S]):
         loss = losses.sum()
         (loss * (self._scale * world.size / self.shard.global_size)).backward()
         self._losses.append(loss.detach())
-        self._meter.mark("forward_backward")
+        self._ends.meter.mark("forward_backward")
 
     def check(self) -> None:
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
-        moved = self._run.state.scheduler.last_epoch - self._scheduled
+        run = self._ends.run
+        moved = run.state.scheduler.last_epoch - self._scheduled
+        backward = len(self._losses)
+        steps = self._ends.calls["step"]
         for call, made, due, place in (
-            (
-                "step.backward()",
-                len(self._losses),
-                len(self._pieces),
-                "for each shard of step.shards",
-            ),
-            (
-                "optimizer.step()",
-                self._calls["step"],
-                1,
-                "in each step, after the loop over step.shards",
-            ),
+            ("step.backward()", backward, len(self._pieces), "for each shard of step.shards"),
+            ("optimizer.step()", steps, 1, "in each step, after the loop over step.shards"),
             ("scheduler.step()", moved, 1, "in each step, after optimizer.step()"),
         ):
             if made != due:
-                raise RunError(
-                    f"{call}: called {made} times in step {self._run.step + 1}: call it once {place}"
-                )
+                times = f"called {made} times in step {run.step + 1}"
+                raise RunError(f"{call}: {times}: call it once {place}")
 
     @property
     def loss(self) -> Tensor:
@@ -210,58 +205,65 @@ def steps(
     run.complete = True
 
 
+@dataclass
 class _StepEnds:
     """What happens before, between and after the steps of a run. All ranks call every method."""
 
-    def __init__(
-        self, run: Run, cfg: TrainKeys, model: nn.Module, batches: Source[Shard], evaluate: Evaluate
-    ) -> None:
-        self.run = run
-        self.cfg = cfg
-        self.model = model
-        self.evaluate = evaluate
+    run: Run
+    cfg: TrainKeys
+    model: nn.Module
+    batches: Source[Shard]
+    evaluate: Evaluate
+
+    def __post_init__(self) -> None:
+        run = self.run
         self.meter = Meter(run.world.clock, run.world.device)
-        self.per_epoch = batches.per_epoch
         self.first_step = run.step + 1
-        self.total = run.step if run.has_stalled(self.per_epoch) else total_steps(cfg, batches)
+        self.total = total_steps(self.cfg, self.batches)
+        if self.has_stalled():
+            self.total = run.step
         self.sums: Agreement | None = None  # the last sum, until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
         self.shown: float | None = None  # the loss of the last row
         self.flops = 0.0  # of a sample; 0 if unknown
-        self.agreed_at, self.agreed_s, self.every = run.step, run.world.clock.now(), 1
+        self.agreed_at = run.step
+        self.agreed_s = run.world.clock.now()
+        self.every = 1
         # in this step: of the optimiser, and of a model that averages gradients
-        calls = self.calls = Counter[str]()
-        run.state.optimizer.register_step_post_hook(lambda *call: calls.update(step=1))
-        if isinstance(model, DistributedDataParallel | FSDPModule):
-            model.register_forward_pre_hook(lambda *call: calls.update(forward=1))
+        self.calls = Counter[str]()
+        run.state.optimizer.register_step_post_hook(lambda *call: self.calls.update(step=1))
+        if isinstance(self.model, DistributedDataParallel | FSDPModule):
+            self.model.register_forward_pre_hook(lambda *call: self.calls.update(forward=1))
 
     def begin(self, pretrained: bool) -> bool:
         """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether
         there are steps to do.
         """
         run = self.run
-        state = self.run.state
+        state = run.state
         if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
             raise InputError(
-                f"evaluate=true: {run.checkpoints.parent} has no checkpoint: give the run_dir= of a run, or resume=PATH of a checkpoint"
+                f"evaluate=true: {run.checkpoints.parent} has no checkpoint: "
+                "give the run_dir= of a run, or resume=PATH of a checkpoint"
             )
         if self.cfg.tensorboard:
             trackers.require("tensorboard.compat.proto.event_pb2")
         run.end_dry_run()
         part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and part < self.cfg.small_part:
-            given = f"global_batch_size={self.cfg.global_batch_size} leaves {part:g} per GPU and forward pass"
             run.say(
-                f"warning: {given}, so the GPUs mostly wait for the CPU: use a larger batch size, or fewer GPUs"
+                f"warning: global_batch_size={self.cfg.global_batch_size} leaves {part:g} per GPU "
+                "and forward pass, so the GPUs mostly wait for the CPU: "
+                "use a larger batch size, or fewer GPUs"
             )
         if self.cfg.evaluate:
             if self._evaluate():
                 run.say(lines.of_results(run.results))
             return False
-        late = bool(state.meta.get("unevaluated")) and not run.was_done
+        late = state.meta.get("unevaluated") and not run.was_done
         if late:
             self.evaluate_late()
-            if run.has_stalled(self.per_epoch):
+            if self.has_stalled():
                 self.total = state.step
             if state.step < self.total:
                 # do one step first: a job too short for an evaluation makes progress
@@ -269,12 +271,8 @@ class _StepEnds:
         if state.step < self.total:
             return True
         longer = "max_steps" if 0 < self.cfg.max_steps == self.total else "epochs"
-        fix = (
-            "give patience=0 to continue"
-            if run.has_stalled(self.per_epoch)
-            else f"raise {longer}= to continue"
-        )
-        run.say(f"already finished: step {state.step} of {self.total}; {fix}")
+        fix = "give patience=0" if self.has_stalled() else f"raise {longer}="
+        run.say(f"already finished: step {state.step} of {self.total}; {fix} to continue")
         if not late and not run.was_done:
             self._evaluate()
         return False
@@ -282,7 +280,7 @@ class _StepEnds:
     def end(self, step: Step[Any]) -> bool:
         """Ends a step. Returns whether it was the last one."""
         run = self.run
-        state = self.run.state
+        state = run.state
         if isinstance(state.ema, swa_utils.AveragedModel):
             state.ema.update_parameters(state.model)
         state.step += 1
@@ -297,8 +295,9 @@ class _StepEnds:
         intervals = (run.keys.checkpoint_every_steps, run.keys.keep_every_steps)
         save = save or step.save or any(every and state.step % every == 0 for every in intervals)
         is_row = self.is_row(state.step, ends_epoch)
-        self._agree(must=is_row or save or bool(stop))
-        if is_row or save or stop:
+        must = is_row or save or bool(stop)
+        self._agree(must)
+        if must:
             loss, stop_now, _ = self._read()
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
             last = state.step == self.total  # also if it has ended early
@@ -310,9 +309,19 @@ class _StepEnds:
         if stop or last:
             # After the last step the run is complete: only an evaluation that was cut short still
             # counts as stopped.
-            run.stopping = run.stopping if last else stop
+            if not last:
+                run.stopping = stop
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
+
+    def has_stalled(self) -> bool:
+        """Whether ``patience`` epochs have passed since the best evaluation."""
+        meta = self.run.state.meta
+        best = meta.get("best") or {}
+        metric = self.cfg.best_metric or "val_top1"
+        if not self.cfg.patience or meta.get("unevaluated") or metric not in best:
+            return False
+        return bool(self.run.step - best["step"] >= self.cfg.patience * self.batches.per_epoch)
 
     def is_row(self, step: int, ends_epoch: bool) -> bool:
         """Whether metrics.jsonl has a row for the step with this number."""
@@ -326,25 +335,26 @@ class _StepEnds:
         """Starts a sum over the ranks: if ``must``, or `every` steps after the last one. All ranks
         do so at the same steps.
         """
-        self.sums, steps, now = None, self.run.step - self.agreed_at, self.run.world.clock.now()
-        if must or steps >= self.every:
-            every = (
-                AGREE_EVERY_S * steps / (now - self.agreed_s) if self.run.world.size > 1 else 1.0
-            )
-            self.sums = Agreement(
-                self.run.world, self.run.stop, self.losses, self.run.save_is_due(), every
-            )
-            self.losses = []
-            self.agreed_at = self.run.step
-            self.agreed_s = now
+        run = self.run
+        self.sums = None
+        steps = run.step - self.agreed_at
+        if not must and steps < self.every:
+            return
+
+        now = run.world.clock.now()
+        every = AGREE_EVERY_S * steps / (now - self.agreed_s) if run.world.size > 1 else 1.0
+        self.sums = Agreement(run.world, run.stop, self.losses, run.save_is_due(), every)
+        self.losses = []
+        self.agreed_at = run.step
+        self.agreed_s = now
 
     def _read(self) -> tuple[float, str, bool]:
         """The last loss of `sums`, why to stop, whether to save. Raises RunError, on all ranks, if
         a loss is not finite.
         """
-        losses, stop, save, every = (
-            self.sums.read() if self.sums else ([0.0], "", False, self.every)
-        )
+        if not self.sums:
+            return 0.0, "", False
+        losses, stop, save, every = self.sums.read()
         for step, loss in enumerate(losses, self.agreed_at - len(losses) + 1):
             if not math.isfinite(loss):
                 raise RunError(f"the loss at step {step} is {loss}: check lr= and the data")
@@ -365,10 +375,9 @@ class _StepEnds:
             "lr": step.lr,
             **measured,
         }
-        if self.flops and measured["samples_per_second"]:
-            row |= achieved(
-                self.flops * measured["samples_per_second"] / run.world.size, run.world.device
-            )
+        speed = self.flops * measured["samples_per_second"] / run.world.size
+        if speed:
+            row |= achieved(speed, run.world.device)
         self.shown = row["loss"]
         run.results = {}
         if ends_epoch and not stop:
@@ -384,7 +393,7 @@ class _StepEnds:
             run.saver.check()
         _log_row(run, row, self.cfg.global_batch_size)
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
-        if ends_epoch and run.step < self.total and run.has_stalled(self.per_epoch):
+        if ends_epoch and run.step < self.total and self.has_stalled():
             run.say(f"no better result for patience={self.cfg.patience} epochs: the run ends")
             self.total = run.step
         last = run.step == self.total
@@ -411,10 +420,10 @@ class _StepEnds:
             if not run.stop_is_near(at_once=True):
                 raise
             results = {}
-        (cut_short,), reason, _, _ = Agreement(
-            run.world, run.stop, [torch.tensor(float(run.cut_short))]
-        ).read()
-        run.results, run.stopping = ({}, reason) if cut_short else (results, "")
+        is_cut = torch.tensor(float(run.cut_short))
+        (cut_short,), reason, _, _ = Agreement(run.world, run.stop, [is_cut]).read()
+        run.results = {} if cut_short else results
+        run.stopping = reason if cut_short else ""
         return not cut_short
 
     def evaluate_late(self) -> None:
@@ -438,14 +447,9 @@ def _unhidden_s(model: nn.Module) -> float:
     """
     if not isinstance(model, DistributedDataParallel):
         return 0.0
-    told = model._get_ddp_logging_data()
-    return (
-        max(
-            0.0,
-            told.get("backward_comm_time", 0) - told.get("backward_compute_comm_overlap_time", 0),
-        )
-        / 1e9
-    )
+    timers = model._get_ddp_logging_data()
+    overlap = timers.get("backward_compute_comm_overlap_time", 0)
+    return max(0.0, timers.get("backward_comm_time", 0) - overlap) / 1e9
 
 
 def _log_row(run: Run, of_step: Mapping[str, Any], per_step: int = 0) -> None:
@@ -469,5 +473,6 @@ def _log_row(run: Run, of_step: Mapping[str, Any], per_step: int = 0) -> None:
     speed = row["samples_per_second"]
     left_s = (row["total_steps"] - run.step) * per_step / speed if speed else 0.0
     run.say(lines.of_row(row, run.settings.config.epochs, left_s))
-    if shown := lines.of_results(results):
-        run.say(f"evaluation at step {run.step}:  {shown}")
+    numbers = lines.of_results(results)
+    if numbers:
+        run.say(f"evaluation at step {run.step}:  {numbers}")

@@ -70,7 +70,8 @@ class Meter:
         # since the last `of_ranks`
         self._busy_s = 0.0
         self._busy_steps = 0
-        self._cpu, self._joules = processes.cpu_time(), _energy_j(device)
+        self._cpu = processes.cpu_time()
+        self._joules = _energy_j(device)
         self._memory = 0
         self._memory_at = -math.inf
 
@@ -92,8 +93,8 @@ class Meter:
             self._events.append((part, event))
 
     def step_ends(self, samples: int) -> None:
-        self.lap_samples = self.lap_samples + samples
-        self._lap_steps = self._lap_steps + 1
+        self.lap_samples += samples
+        self._lap_steps += 1
 
     def lap(self, unhidden_s: float = 0.0) -> dict[str, float]:
         """Ends an interval of training. Returns its ``samples_per_second`` and the share of each of
@@ -106,43 +107,38 @@ class Meter:
         now = self._now()
         seconds = now - self._lap_start
         steps = self._lap_steps
-        found = {"samples_per_second": 0.0}
+        row = {"samples_per_second": 0.0}
         if steps and seconds > 0:
-            parts = (
-                {**self._parts, **self._on_gpu(steps)}
-                if self._device.type == "cuda"
-                else self._parts
-            )
-            self.samples = self.samples + self.lap_samples
-            self.train_s = self.train_s + seconds
-            found = {
+            parts = self._parts | self._on_gpu(steps)
+            unhidden_s *= steps
+            self.samples += self.lap_samples
+            self.train_s += seconds
+            row = {
                 name: round(min(1.0, parts[name] / seconds), 3) for name in PARTS if name in parts
             }
-            if "forward_backward" in found:
-                self._busy_s += sum(parts[name] for name in PARTS) - unhidden_s * steps
+            if "forward_backward" in row:
+                self._busy_s += sum(parts[name] for name in PARTS) - unhidden_s
                 self._busy_steps += steps
-                found["communication"] = round(
-                    min(found["forward_backward"], unhidden_s * steps / seconds), 3
-                )
-            found["samples_per_second"] = round(self.lap_samples / seconds, 1)
+                share = min(row["forward_backward"], unhidden_s / seconds)
+                row["communication"] = round(share, 3)
+            row["samples_per_second"] = round(self.lap_samples / seconds, 1)
         self.lap_samples = 0
         self._lap_steps = 0
         self._lap_start = now
         self._at = now
         self._events = None
         self._parts.clear()
-        return found
+        return row
 
     def _on_gpu(self, steps: int) -> dict[str, float]:
         """Seconds of the GPU's parts in ``steps`` steps, from the one that was measured; {} if none
         was.
         """
-        events = self._events or []
-        found = defaultdict[str, float](float)
-        for (_, before), (part, event) in itertools.pairwise(events):
+        seconds = defaultdict[str, float](float)
+        for (_, before), (part, event) in itertools.pairwise(self._events or []):
             if event.query():  # the host has waited for the step's loss
-                found[part] += steps * before.elapsed_time(event) / 1e3
-        return found
+                seconds[part] += steps * before.elapsed_time(event) / 1e3
+        return seconds
 
     def speed(self) -> float:
         """Samples per second of the interval so far; 0 at its start."""
@@ -151,7 +147,8 @@ class Meter:
 
     def progress_due(self) -> bool:
         due = self._now() - self._progress_at >= PROGRESS_EVERY_S
-        self._progress_at = self._now() if due else self._progress_at
+        if due:
+            self._progress_at = self._now()
         return due
 
     def of_ranks(self, world: World) -> dict[str, Any]:
@@ -163,7 +160,7 @@ class Meter:
         """
         cpu_s, now = processes.cpu_time()
         cpu_before_s, before = self._cpu
-        used_s = max(0.0, cpu_s - cpu_before_s) / max(1e-9, now - before)
+        cpus = max(0.0, cpu_s - cpu_before_s) / max(1e-9, now - before)
         gpu = self._device.type == "cuda"
         if now >= self._memory_at + MEMORY_EVERY_S:
             self._memory = processes.memory()
@@ -171,23 +168,28 @@ class Meter:
         peak = torch.cuda.max_memory_allocated(self._device) if gpu else 0
         joules = _energy_j(self._device)
         step_s = self._busy_s / max(1, self._busy_steps)
-        own = OF_RANK.pack(step_s, used_s, joules - self._joules, self._memory, peak)
+        used = OF_RANK.pack(step_s, cpus, joules - self._joules, self._memory, peak)
         self._busy_s = 0.0
         self._busy_steps = 0
         self._cpu = (cpu_s, now)
         self._joules = joules
         world.pulse.beat(watchdog.WAITING)
-        found = [OF_RANK.unpack(one) for one in world.gather(own)]
+        ranks = map(OF_RANK.unpack, world.gather(used))
+        steps_s, of_cpus, energies_j, memories, peaks = zip(*ranks, strict=True)
         memory = Counter[str]()
-        for host, one in zip(world.hosts, found, strict=True):
-            memory[host] += one[3]
-        told: dict[str, Any] = {"rank_step_s": [float(f"{one[0]:.4g}") for one in found]}
-        told["memory_gb"] = round(max(memory.values()) / 1e9, 3)
-        told["cpus_used"] = round(sum(one[1] for one in found) / len(memory), 2)
+        for host, size in zip(world.hosts, memories, strict=True):
+            memory[host] += size
+        row: dict[str, Any] = {
+            "rank_step_s": [float(f"{seconds:.4g}") for seconds in steps_s],
+            "memory_gb": round(max(memory.values()) / 1e9, 3),
+            "cpus_used": round(sum(of_cpus) / len(memory), 2),
+        }
         if gpu:
-            told["gpu_memory_gb"] = round(max(one[4] for one in found) / 1e9, 3)
-        spent_j = sum(one[2] for one in found)
-        return told | ({"gpu_energy_kj": round(spent_j / 1e3, 3)} if math.isfinite(spent_j) else {})
+            row["gpu_memory_gb"] = round(max(peaks) / 1e9, 3)
+        spent_j = sum(energies_j)
+        if math.isfinite(spent_j):
+            row["gpu_energy_kj"] = round(spent_j / 1e3, 3)
+        return row
 
 
 def _energy_j(device: torch.device) -> float:
@@ -199,10 +201,10 @@ def _energy_j(device: torch.device) -> float:
         return math.nan
     uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
     handle = ctypes.c_void_p()
-    found = ctypes.c_ulonglong()
+    millijoules = ctypes.c_ulonglong()
     failed = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle))
-    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(found))
-    return math.nan if failed else found.value / 1e3  # it counts millijoules
+    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
+    return math.nan if failed else millijoules.value / 1e3
 
 
 @functools.cache
@@ -221,7 +223,7 @@ class Flops:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._found = 0
+        self._count = 0
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         self._hooks = [
             part.register_forward_hook(self._add)
@@ -234,13 +236,13 @@ class Flops:
         assert isinstance(weight, torch.Tensor)
         # Each output has one product and one sum per weight of its row, or of its output channel.
         passes = 1 + weight.requires_grad + inputs[0].requires_grad
-        self._found += 2 * passes * output.numel() * math.prod(weight.shape[1:])
+        self._count += 2 * passes * output.numel() * math.prod(weight.shape[1:])
 
     def stop(self) -> int:
         """Ends the count. Returns the operations of forward and backward pass."""
         for hook in self._hooks:
             hook.remove()
-        return self._found
+        return self._count
 
 
 def achieved(flops_per_s: float, device: torch.device) -> dict[str, float]:
@@ -248,5 +250,7 @@ def achieved(flops_per_s: float, device: torch.device) -> dict[str, float]:
     bfloat16 or float16.
     """
     peak = next((value for known, value in PEAKS.items() if known in device_name(device)), 0.0)
-    found = {"tflops": float(f"{flops_per_s / 1e12:.4g}")}
-    return found | ({"mfu": round(flops_per_s / 1e12 / peak, 3)} if peak else {})
+    row = {"tflops": float(f"{flops_per_s / 1e12:.4g}")}
+    if peak:
+        row["mfu"] = round(flops_per_s / 1e12 / peak, 3)
+    return row

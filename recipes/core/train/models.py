@@ -38,23 +38,24 @@ def classifier(
         return _of_timm(arch.removeprefix(TIMM), weights, classes)
     _check_arch(arch)
     if not weights:
-        options: dict[str, Any] = {}
+        options = {}
         if arch in ("googlenet", "inception_v3"):  # transform_input: as for their weights
             options = {"aux_logits": False, "init_weights": True, "transform_input": True}
         if zero_init_residual and arch.startswith(("resnet", "resnext", "wide_resnet")):
             options["zero_init_residual"] = True
         return torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
     chosen = find_weights(arch, weights)
-    there = len(chosen.meta["categories"])
-    if there != classes and not new_head:
-        raise InputError(
-            f"pretrained={weights}: the weights are for {there} classes, the data has {classes}; leave pretrained= out"
-        )
+    before = len(chosen.meta["categories"])
+    if before != classes and not new_head:
+        problem = f"the weights are for {before} classes, the data has {classes}"
+        raise InputError(f"pretrained={weights}: {problem}; leave pretrained= out")
     path = cached(chosen)
-    if fault := fault_of(path):
+    fault = fault_of(path)
+    if fault:
         raise MachineError(
-            f"pretrained={weights}: {path} {fault}: on a machine with internet, run python -m recipes.prepare weights arch={arch} "
-            f"weights={chosen.name} (it writes into $TORCH_HOME)"
+            f"pretrained={weights}: {path} {fault}: on a machine with internet, "
+            f"run python -m recipes.prepare weights arch={arch} weights={chosen.name} "
+            "(it writes into $TORCH_HOME)"
         )
     state = torch.load(path, map_location="cpu", weights_only=True)
     # torchvision's own function would execute the code in the file, or unpack a zip archive.
@@ -64,7 +65,7 @@ def classifier(
     if arch == "inception_v3":  # torchvision keeps the auxiliary head if the weights have one
         net.aux_logits = False
         net.AuxLogits = None
-    if there != classes:
+    if before != classes:
         ((name, last),) = heads(net).items()
         net.set_submodule(name, _like(last, classes))
     return net
@@ -74,7 +75,8 @@ def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:
     has_bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, classes, has_bias)
-    return nn.Conv2d(layer.in_channels, classes, layer.kernel_size, bias=has_bias)  # type: ignore[arg-type]
+    size: Any = layer.kernel_size
+    return nn.Conv2d(layer.in_channels, classes, size, bias=has_bias)
 
 
 def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
@@ -89,8 +91,8 @@ def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
         net: nn.Module = timm.create_model(name, pretrained=bool(weights), num_classes=classes)
     except Exception as error:  # of the hub, of safetensors, of the file system
         raise MachineError(
-            f"pretrained=true: {errors.one_line(error, 120)}: on a machine with internet, run python -m recipes.prepare weights "
-            f"arch={TIMM}{name} (it writes into $HF_HOME)"
+            f"pretrained=true: {errors.one_line(error, 120)}: on a machine with internet, "
+            f"run python -m recipes.prepare weights arch={TIMM}{name} (it writes into $HF_HOME)"
         ) from None
     return net
 
@@ -103,7 +105,7 @@ def require_timm(name: str, offline: bool = True) -> Any:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
     timm = errors.require("timm", "timm", f"arch={TIMM}{name}: ")
     if not timm.is_model(name):
-        nearest = declare.nearest(TIMM + name, [TIMM + one for one in timm.list_models()])
+        nearest = declare.nearest(TIMM + name, [TIMM + known for known in timm.list_models()])
         raise InputError(f"arch={TIMM}{name}: timm has no such model{nearest}")
     return timm
 
@@ -114,10 +116,9 @@ def mean_and_std(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """
     if arch.startswith(TIMM):
         name = arch.removeprefix(TIMM)
-        found = require_timm(name).get_pretrained_cfg(name)
-        return tuple(found.mean), tuple(found.std)
-    _check_arch(arch)
-    presets = torchvision.models.get_model_weights(arch).DEFAULT.transforms()
+        presets = require_timm(name).get_pretrained_cfg(name)
+    else:
+        presets = find_weights(arch, "DEFAULT").transforms()
     return tuple(presets.mean), tuple(presets.std)
 
 
@@ -185,21 +186,20 @@ class _LowRank(nn.Module):
 def find_weights(arch: str, name: str) -> WeightsEnum:
     """The weights ``name`` of a model. Raises InputError, which lists the available names."""
     _check_arch(arch)
-    there = torchvision.models.get_model_weights(arch)
-    if name in ("true", "DEFAULT"):
-        return there.DEFAULT
-    if name not in there.__members__:
-        known = ", ".join(one.name for one in there) or "(none exist)"
+    weights = torchvision.models.get_model_weights(arch)
+    if name == "true":
+        name = "DEFAULT"
+    if name not in weights.__members__:
+        known = ", ".join(member.name for member in weights) or "(none exist)"
         raise InputError(f"weights={name}: must be one of {known}, or true")
-    return there[name]
+    return weights[name]
 
 
 def _check_arch(arch: str) -> None:
     known = torchvision.models.list_models(module=torchvision.models)
     if arch not in known:
-        raise InputError(
-            f"arch={arch}: torchvision has no such classifier{declare.nearest(arch, known)}"
-        )
+        nearest = declare.nearest(arch, known)
+        raise InputError(f"arch={arch}: torchvision has no such classifier{nearest}")
 
 
 def fault_of(path: Path) -> str:

@@ -30,15 +30,12 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
     why = ""
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     # Every rank takes part, whatever its keys: they have not been compared yet.
-    with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
-    if cfg.dtype is Dtype.auto:
-        chosen = Dtype.bfloat16 if with_it == run.world.size else Dtype.float32
-        some = (
-            f"; {with_it} of {run.world.size} GPUs have bfloat16"
-            if 0 < with_it < run.world.size
-            else ""
-        )
-        why = f" (auto{some})"
+    count = int(run.world.sum(torch.tensor(int(has_it), device=device)))
+    if chosen is Dtype.auto:
+        chosen = Dtype.bfloat16 if count == run.world.size else Dtype.float32
+        why = " (auto)"
+        if 0 < count < run.world.size:
+            why = f" (auto; {count} of {run.world.size} GPUs have bfloat16)"
     run.say(f"dtype: {chosen.name}{why}{', deterministic' if cfg.deterministic else ''}")
     _choose_kernels(device, chosen, cfg.deterministic)
     lower = torch.float16 if chosen is Dtype.float16 else torch.bfloat16
@@ -132,14 +129,8 @@ def layer_groups(
     for depth, parameters in enumerate([first, *reversed(blocks.values())]):
         for value in sorted({decay[p] for p in parameters}):
             chosen = [p for p in parameters if decay[p] == value]
-            groups.append(
-                {
-                    "params": chosen,
-                    "lr": lr * layer_decay**depth,
-                    "weight_decay": value,
-                    "depth": depth,
-                }
-            )
+            rate = lr * layer_decay**depth
+            groups.append({"params": chosen, "lr": rate, "weight_decay": value, "depth": depth})
     return groups
 
 
@@ -150,12 +141,10 @@ def heads(net: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
     layers = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     classifier: Any = getattr(net, "get_classifier", None)
     if not classifier:
-        return dict([list(layers.items())[-1]])
-    found = classifier()
-    parts = [
-        *(found if isinstance(found, tuple | list) else [found]),
-        getattr(net, "aux_head", None),
-    ]
+        return dict([layers.popitem()])
+    made = classifier()
+    parts = [*made] if isinstance(made, tuple | list) else [made]
+    parts.append(getattr(net, "aux_head", None))
     inside = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
     return {name: m for name, m in layers.items() if m in inside}
 
@@ -206,18 +195,19 @@ class _Average(swa_utils.AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        mine, its = ([*of.parameters(), *of.buffers()] for of in (self.module, model))
-        blended = [bool(self.n_averaged) and one.is_floating_point() for one in mine]
-        copied = [not one for one in blended]
+        averages = [*self.module.parameters(), *self.module.buffers()]
+        values = [*model.parameters(), *model.buffers()]
+        blended = [bool(self.n_averaged) and value.is_floating_point() for value in values]
+        copied = [not is_blended for is_blended in blended]
         if any(blended):
             torch._foreach_lerp_(
-                [*itertools.compress(mine, blended)],
-                [*itertools.compress(its, blended)],
+                [*itertools.compress(averages, blended)],
+                [*itertools.compress(values, blended)],
                 1 - self._decay,
             )
         if any(copied):
             torch._foreach_copy_(
-                [*itertools.compress(mine, copied)], [*itertools.compress(its, copied)]
+                [*itertools.compress(averages, copied)], [*itertools.compress(values, copied)]
             )
         self.n_averaged += 1
 

@@ -13,6 +13,8 @@ from torch.optim.adamw import adamw
 
 from recipes.core.train import sharding
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
 # of Muon's iteration, and the factors of its polynomial, from its source
 STEPS = 3
 A = 3.4445
@@ -35,12 +37,10 @@ class _Grouped(torch.optim.Optimizer):
             if params:
                 self._step_group(group, params, [p.grad for p in params])
 
-    def _step_group(
-        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def _step_group(self, group: dict[str, Any], params: Tensors, gradients: Tensors) -> None:
         raise NotImplementedError
 
-    def _momenta(self, params: list[Tensor], name: str = "momentum_buffer") -> list[Tensor]:
+    def _momenta(self, params: Tensors, name: str = "momentum_buffer") -> list[Tensor]:
         for p in params:
             if name not in self.state[p]:
                 self.state[p][name] = torch.zeros_like(p)
@@ -74,17 +74,15 @@ class LARS(_Grouped):
         }
         super().__init__(params, defaults)
 
-    def _step_group(
-        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def _step_group(self, group: dict[str, Any], params: Tensors, gradients: Tensors) -> None:
         updates = gradients
         if group["weight_decay"]:
-            updates = list(torch._foreach_add(updates, params, alpha=group["weight_decay"]))
+            updates = torch._foreach_add(updates, params, alpha=group["weight_decay"])
         if group["adapt"]:
             # Without a wait for the GPU. A tensor whose weights or gradient are all zero has rate
             # 1.
             weights, slopes = (
-                torch.stack(list(torch._foreach_norm(tensors))) for tensors in (params, gradients)
+                torch.stack(torch._foreach_norm(tensors)) for tensors in (params, gradients)
             )
             rates = group["trust"] * weights / (slopes + group["weight_decay"] * weights)
             rates = torch.where((weights > 0) & (slopes > 0), rates, torch.ones_like(rates))
@@ -111,18 +109,16 @@ class Muon(_Grouped):
             params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "orthogonal": True}
         )
 
-    def _step_group(
-        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def _step_group(self, group: dict[str, Any], params: Tensors, gradients: Tensors) -> None:
         if group["weight_decay"]:
-            gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
+            gradients = torch._foreach_add(gradients, params, alpha=group["weight_decay"])
         momenta = self._momenta(params)
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, gradients)
-        updates = list(torch._foreach_add(gradients, momenta, alpha=group["momentum"]))
+        updates: Tensors = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
         if group["orthogonal"]:
-            updates = _orthogonal(updates)
-            scales = list(torch._foreach_reciprocal(torch._foreach_norm(params)))
+            updates = _orthogonal(updates, STEPS)
+            scales = torch._foreach_reciprocal(torch._foreach_norm(params))
             torch._foreach_mul_(scales, [len(p) ** 0.5 for p in params])
             torch._foreach_mul_(params, scales)
         torch._foreach_add_(params, updates, alpha=-group["lr"])
@@ -145,17 +141,15 @@ class MuonAdamW(_Grouped):
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": (), "steps": 0},
         )
 
-    def _step_group(
-        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def _step_group(self, group: dict[str, Any], params: Tensors, gradients: Tensors) -> None:
         group["steps"] += 1
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         if group["betas"]:
             steps = [torch.full((), group["steps"] - 1.0, device=p.device) for p in params]
             adamw(
-                params,
-                gradients,
+                list(params),
+                list(gradients),
                 self._momenta(params),
                 self._momenta(params, "squares"),
                 [],
@@ -173,33 +167,31 @@ class MuonAdamW(_Grouped):
         momenta = self._momenta(params)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         # Not _foreach_lerp: in torch 2.11, divided tensors do not have it.
-        updates = list(torch._foreach_mul(gradients, 1 - group["momentum"]))
+        updates: Tensors = torch._foreach_mul(gradients, 1 - group["momentum"])
         torch._foreach_add_(updates, momenta, alpha=group["momentum"])
         updates = _orthogonal(updates, MATRIX_STEPS)
         torch._foreach_mul_(updates, [max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for p in params])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
-def _orthogonal(tensors: list[Tensor], steps: int = STEPS) -> list[Tensor]:
+def _orthogonal(tensors: Tensors, steps: int) -> Tensors:
     """The roughly nearest orthogonal matrix to each tensor (N, …), taken as a matrix of N rows, by
     a Newton-Schulz iteration.
 
     With strategy=fsdp each rank computes it for the whole tensor, and returns its own part.
     """
-    divided = tensors
-    tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+    wholes = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
     places = defaultdict(list)  # matrices of the same shape form one batch
-    for place, tensor in enumerate(tensors):
-        places[tensor.shape].append(place)
-    found = list(tensors)
-    for shape, those in places.items():
-        x = torch.stack([tensors[place].flatten(1) for place in those])
+    for place, whole in enumerate(wholes):
+        places[whole.shape].append(place)
+    for shape, batch in places.items():
+        x = torch.stack([wholes[place].flatten(1) for place in batch])
         x = x.bfloat16() if x.is_cuda else x  # few CPUs have fast products in bfloat16
         x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
         x = _iterated(x, steps) if x.shape[1] <= x.shape[2] else _iterated(x.mT, steps).mT
-        for place, one in zip(those, x.to(tensors[those[0]].dtype).unbind(), strict=True):
-            found[place] = sharding.as_part(one.reshape(shape), divided[place])
-    return found
+        for place, matrix in zip(batch, x.to(wholes[batch[0]].dtype), strict=True):
+            wholes[place] = sharding.as_part(matrix.reshape(shape), tensors[place])
+    return wholes
 
 
 def _iterated(x: Tensor, steps: int) -> Tensor:

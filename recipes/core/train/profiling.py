@@ -29,14 +29,13 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
     gpu = run.world.device.type == "cuda"
     first = run.step
 
-    def write(found: profile) -> None:
+    def write(trace: profile) -> None:
         with files.writing_to(run.dir, "run_dir"):
             trust.own_folder(folder)
-            found.export_chrome_trace(str(folder / "trace.json.gz"))
+            trace.export_chrome_trace(str(folder / "trace.json.gz"))
             order = "self_device_time_total" if gpu else "self_cpu_time_total"
-            summary = found.key_averages().table(
-                sort_by=order, row_limit=ROWS, max_name_column_width=60
-            )
+            operations = trace.key_averages()
+            summary = operations.table(order, row_limit=ROWS, max_name_column_width=60)
             files.write_bytes(folder / "summary.txt", summary.encode())
         run.say(f"profile: {folder}")
 

@@ -1,4 +1,4 @@
-"""How the ranks meet: the store that they share, what each tells the others, and the process group."""
+"""How the ranks meet: the store that they share, what each tells the others, the process group."""
 
 import contextlib
 import datetime
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 
 from recipes.core import files
 from recipes.core.errors import MachineError, shown
@@ -34,33 +34,32 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     """
     info = start.ranks
     run = start.settings.run
-    clock = start.pulse.clock
     backend = choose_backend(run.backend, device)
     if device.type == "cuda":
         take_gpu(device)
     if backend == "nccl":
         check_mig(info, os.environ, torch.cuda.nccl.version())
     store = _meet(info, backend, run.timeout_s)
-    hosts = _exchange_hosts(store, info, run.timeout_s, clock)
-    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the process group of {info.world_size} ranks"
+    hosts = _exchange_hosts(store, info, run.timeout_s, start.pulse.clock)
     start.pulse.beat(watchdog.START)
     try:
-        torch.distributed.init_process_group(
+        dist.init_process_group(
             backend,
-            store=torch.distributed.PrefixStore("group", store),
+            store=dist.PrefixStore("group", store),
             rank=info.rank,
             world_size=info.world_size,
             timeout=TORCH_TIMEOUT,
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
-        raise MachineError(f"{alone} ({peer_text(error)})") from None
+        problem = f"cannot join the process group of {info.world_size} ranks ({peer_text(error)})"
+        raise MachineError(f"{hosts[info.rank]}: rank {info.rank} {problem}") from None
     try:
         world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
         with world.telling_pulses():
             yield world
     finally:
-        leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(TEARDOWN_S)
 
@@ -81,81 +80,80 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     ):
         return info.master_addr
     attempt = attempts.given(os.environ)
-    own = info.nodes[info.node_rank]
+    node = info.nodes[info.node_rank]
     if not attempt:
         if info.rank == 0 and info.node_rank:
-            fix = f"give srun the option -m plane={info.local_world_size}, or set MASTER_ADDR={own}"
-            raise MachineError(f"{own}: has rank 0, but is not the first node of this job: {fix}")
+            fix = (
+                f"give srun the option -m plane={info.local_world_size}, or set MASTER_ADDR={node}"
+            )
+            raise MachineError(f"{node}: has rank 0, but is not the first node of this job: {fix}")
         return info.master_addr
+
     path = attempt.folder / f"rank0-{os.environ.get('SLURM_STEP_ID')}.json"
     if info.rank == 0:
-        files.write_json(path, {"host": own})
-        return own
+        files.write_json(path, {"host": node})
+        return node
     end = time.monotonic() + timeout_s
-    while not (found := files.read_json(path)):
+    while not (content := files.read_json(path)):
         if time.monotonic() > end:
             raise MachineError(
-                f"{own}: did not see {path}, which rank 0 writes, "
+                f"{node}: did not see {path}, which rank 0 writes, "
                 f"within {timeout_s:g} s (timeout_s): give a run_dir that all nodes share"
             )
         time.sleep(0.2)
-    return str(found["host"])
+    return str(content["host"])
 
 
-def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.Store:
+def _meet(info: RankInfo, backend: str, timeout_s: float) -> dist.Store:
     """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
-        return torch.distributed.HashStore()
+        return dist.HashStore()
     host = _host_of_rank_0(info, timeout_s)
+    here = socket.gethostname()
     # torchrun's agent already serves the store at that port, and keeps it for every restart of its
     # ranks.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
-    where = f"{host}:{info.master_port}"
     # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times
     # out and ends the others.
-    patience_s = (
-        timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
-    )
+    if info.rank:
+        timeout_s = max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
         # TCPStore would repeat it until its timeout, which only helps if the name server is busy.
         if error.errno != socket.EAI_AGAIN:
-            here = socket.gethostname()
+            problem = f"cannot resolve {host}, the host of rank 0 ({error.strerror})"
             fix = "set MASTER_ADDR to the IP address of that host"
-            raise MachineError(
-                f"{here}: cannot resolve {host}, the host of rank 0 ({error.strerror}): {fix}"
-            ) from None
+            raise MachineError(f"{here}: {problem}: {fix}") from None
+
     try:
-        store: torch.distributed.Store = torch.distributed.TCPStore(
+        store: dist.Store = dist.TCPStore(
             host,
             info.master_port,
             info.world_size,
             is_master=info.rank == 0 and not served,
-            timeout=datetime.timedelta(seconds=patience_s),
+            timeout=datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=int(listener) if listener else None,
         )
-    except (torch.distributed.DistError, RuntimeError) as error:
-        if is_port_in_use(error):
-            raise MachineError(
-                f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
-            ) from None
+    except RuntimeError as error:
         why = str(error).strip().split("\n")[0]
-        raise MachineError(
-            f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}): check MASTER_ADDR and that rank 0 is running"
-        ) from None
+        problem = f"rank {info.rank} cannot reach rank 0 at {host}:{info.master_port} ({why})"
+        problem += ": check MASTER_ADDR and that rank 0 is running"
+        if is_port_in_use(error):
+            problem = f"port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
+        raise MachineError(f"{here}: {problem}") from None
     # A rank of another job with the same port and node, or with another backend, finds no keys here
     # and reports that.
     job = (info.run_id or "").partition(".")[0]
-    store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}-{backend}", store)
+    store = dist.PrefixStore(f"{job}-attempt-{info.restart_count}-{backend}", store)
     store.set_timeout(TORCH_TIMEOUT)
     return store
 
 
 def _exchange_hosts(
-    store: torch.distributed.Store, info: RankInfo, timeout_s: float, clock: RunningClock
+    store: dist.Store, info: RankInfo, timeout_s: float, clock: RunningClock
 ) -> tuple[str, ...]:
     """The host name of each rank. Raises MachineError if a rank does not arrive within
     ``timeout_s``.
@@ -168,11 +166,10 @@ def _exchange_hosts(
     # not wait(), since torch logs a warning for each that times out
     while store.add("connected", 0) < info.world_size:
         if clock.now() > end:
-            missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
-            some = ", ".join(map(str, missing[:8])) + (
-                f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            )
-            late = f"rank {some} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
+            missing = [str(i) for i, name in enumerate(names) if not store.check([name])]
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            late = f"rank {', '.join(missing[:8])}{more} of {info.world_size} did not connect"
+            late = f"{late} within {timeout_s:g} s (timeout_s)"
             raise MachineError(f"{socket.gethostname()}: {late}")
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)

@@ -19,12 +19,9 @@ from recipes.core.train.world import World
 # Keys of a run that control when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
 # an evaluation must use the same values of these keys as the training
-OF_THE_MODEL = {
-    "arch",
-    "ema",
-}
+OF_THE_MODEL = {"arch", "ema"}
 # If one of these differs, a resumed run is not bitwise equal to an uninterrupted one.
-OF_THE_BITS = ("torch", "world_size", "cpu_threads", "device")
+OF_THE_BITS = {"torch", "world_size", "cpu_threads", "device"}
 
 
 class Context(Protocol):
@@ -57,8 +54,9 @@ def at(run: Context, place: int, name: str) -> Path:
     """
     if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
         raise InputError(
-            f"rank 0's port sent {shown(name)}, which is not a checkpoint to resume from: give the same resume= on all "
-            "ranks, or, if another program uses this port, set another MASTER_PORT"
+            f"rank 0's port sent {shown(name)}, which is not a checkpoint to resume from: "
+            "give the same resume= on all ranks, "
+            "or, if another program uses this port, set another MASTER_PORT"
         )
     return places(run)[place] / name
 
@@ -73,15 +71,16 @@ def choose(run: Context) -> tuple[int, str] | None:
 
 def _choose(run: Context) -> Path | None:
     wanted = run.settings.run.resume
-    there = checkpoint.candidates(run.checkpoints)
-    if there and _has_saved_before_requeue(run):
+    candidates = checkpoint.candidates(run.checkpoints)
+    if candidates and _has_saved_before_requeue(run):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
-        of_run = wanted in RESUME_WORDS
-        path = run.checkpoints / wanted if of_run else _wanted(run)
-        if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
+        is_pointer = wanted in RESUME_WORDS
+        path = run.checkpoints / wanted if is_pointer else _wanted(run)
+        name = path.name in ("best", "latest") and checkpoint.named(path.parent, path.name)
+        if name:
             path = path.with_name(name)
-        elif of_run:
+        elif is_pointer:
             raise InputError(f"resume={wanted}: {path} does not exist: leave resume= out")
         try:
             path.stat()
@@ -91,31 +90,29 @@ def _choose(run: Context) -> Path | None:
             ) from None
         if not path.is_dir():
             return path
-        there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
-        if not there:
+        candidates = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
+        if not candidates:
             raise InputError(
-                f"resume={wanted}: there is no checkpoint in that folder: give a run directory that has one, or a file"
+                f"resume={wanted}: there is no checkpoint in that folder: "
+                "give a run directory that has one, or a file"
             )
-    if wanted == "never":
-        if there:
-            raise InputError(
-                f"resume=never: {run.attempt.run_dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
-            )
+    if not candidates:
         return None
-    for path in there:
+    if wanted == "never":
+        problem = f"{run.attempt.run_dir} has a checkpoint ({candidates[0].name})"
+        raise InputError(f"resume=never: {problem}: give another run_dir, or resume=auto")
+
+    for path in candidates:
         try:
             checkpoint.read(path)
             return path
-        except InputError as problem:
-            run.warn(
-                f"{problem}; using the previous checkpoint" if path != there[-1] else str(problem)
-            )
-    if there:
-        raise InputError(
-            f"{there[0].parent}: no checkpoint can be read: "
-            "to start from step 0, move the checkpoints to another folder"
-        )
-    return None
+        except InputError as error:
+            next_step = "" if path == candidates[-1] else "; using the previous checkpoint"
+            run.warn(f"{error}{next_step}")
+    raise InputError(
+        f"{candidates[0].parent}: no checkpoint can be read: "
+        "to start from step 0, move the checkpoints to another folder"
+    )
 
 
 def _has_saved_before_requeue(run: Context) -> bool:
@@ -123,14 +120,15 @@ def _has_saved_before_requeue(run: Context) -> bool:
     if run.settings.config.evaluate or not run.world.ranks.restart_count:
         return False
     before = attempts.owner(run.attempt.run_dir)  # this attempt has not begun yet
-    facts = before.facts() if before else {}
-    if not before or facts.get("job") != run.attempt.facts().get("job"):
+    if not before:
         return False
-    status = directory.read_status(run.attempt.run_dir)
-    has_saved = (
-        status and status["attempt"] == before.number and status["step"] > facts.get("step", 0)
-    )
-    return bool(has_saved) or bool(facts.get("own"))
+    facts = before.facts()
+    if facts.get("job") != run.attempt.facts().get("job"):
+        return False
+    if facts.get("own"):
+        return True
+    status = directory.read_status(run.attempt.run_dir) or {"attempt": None}
+    return bool(status["attempt"] == before.number and status["step"] > facts.get("step", 0))
 
 
 def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> None:
@@ -141,17 +139,16 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     differs that may not, or if the checkpoint cannot be read. Raises MachineError if this node does
     not see it.
     """
-    problem = (
-        f"{run.world.host}: does not see {path}, which rank 0 on {run.world.hosts[0]} has chosen"
-    )
-    run.world.await_seen(path.exists, path.parent, problem)
+    world = run.world
+    problem = f"{world.host}: does not see {path}, which rank 0 on {world.hosts[0]} has chosen"
+    world.await_seen(path.exists, path.parent, problem)
     content = checkpoint.read(path)
     meta = content["meta"]
     evaluate = run.settings.config.evaluate
     _check_keys(run, path, content, sampler, state.meta["config"])
     checkpoint.restore(path, state, content, to_train=not evaluate)
-    if len(content["rng"]) == run.world.size:
-        checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
+    if len(content["rng"]) == world.size:
+        checkpoint.set_rng_state(content["rng"][world.rank], world.device)
     # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no
     # postponed evaluation.
     if path.parent == run.checkpoints:
@@ -161,17 +158,18 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     run.say(f"resumed from {path}, step {state.step}")
     before = meta.get("code") or {}
     now = state.meta["code"]
-    if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
-        run.say(
-            f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}"
-        )
+    changed = ", ".join(name for name in now if before.get(name, now[name]) != now[name])
+    if changed:
+        run.say(f"warning: the code has changed since this checkpoint was saved: {changed}")
+
     saved = {**state.meta, **meta}  # earlier versions saved no device
-    other = resumed.differences(saved, state.meta, saved.keys() - set(OF_THE_BITS))
-    if run.world.device.type == "cuda" and not run.settings.config.deterministic:
+    other = resumed.differences(saved, state.meta, saved.keys() - OF_THE_BITS)
+    if world.device.type == "cuda" and not run.settings.config.deterministic:
         other.append("deterministic=false")
     if other and not evaluate:
         run.say(
-            f"samples and order are unchanged, but results will not be bitwise identical ({'; '.join(other)})"
+            "samples and order are unchanged, but results will not be bitwise identical "
+            f"({'; '.join(other)})"
         )
 
 
@@ -192,7 +190,7 @@ def _check_keys(
             f"checkpoint {path}: is of recipe {recipe}, not {run.settings.recipe}: use that recipe"
         )
     if run.settings.config.evaluate:
-        changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & set(now)))
+        changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & now.keys()))
     else:
         may_change = declare.may_change(type(run.settings.config))
         # Without the run's config.yaml, its length was not compared before.
@@ -203,9 +201,10 @@ def _check_keys(
         order = {"validation_data": sampler.get("validation_data"), **content["sampler"]}
         changed += resumed.differences(order, sampler, {"samples", *now})
     if changed:
-        fix = "use its values, or another run_dir; to change only epochs= or max_steps=, add force=true"
         raise InputError(
-            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): {fix}"
+            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): "
+            "use its values, or another run_dir; "
+            "to change only epochs= or max_steps=, add force=true"
         )
 
 
@@ -219,14 +218,13 @@ def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None
     keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
     first = world.from_rank_0("keys", lambda: keys)
     paths = declare.declared(type(settings.config), "path")
-    compared = [name for name in keys if name not in paths]
     other = [
-        f"{n}={keys[n]} here, {n}={shown(first.get(n))} there"
-        for n in compared
-        if keys[n] != first.get(n)
+        f"{name}={value} here, {name}={shown(first.get(name))} there"
+        for name, value in keys.items()
+        if name not in paths and value != first.get(name)
     ]
     if other:
-        host = world.hosts[0]
         raise InputError(
-            f"{world.host}: its keys differ from those of rank 0 on {host} ({'; '.join(other)}): use the same keys and data on all ranks"
+            f"{world.host}: its keys differ from those of rank 0 on {world.hosts[0]} "
+            f"({'; '.join(other)}): use the same keys and data on all ranks"
         )

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,45 +52,44 @@ class Run:
     stop: signals.StopFlag
     terminal: TextIO | None
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
-    state: State = field(default=None, repr=False)  # type: ignore[assignment]  # set by resume()
+    state: State = None  # type: ignore[assignment]  # set by resume()
     # of each checkpoint; set by resume()
-    sampler: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    sampler: Mapping[str, Any] = field(default_factory=dict)
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
-    # folder that resume= uses; for an evaluation of a run, that of the run
-    checkpoints: Path = field(init=False)
-    # on the first `shared_by` ranks
-    saver: checkpoint.Saver | None = field(init=False, default=None)
+    saver: checkpoint.Saver | None = None  # on the first `shared_by` ranks
     begun: bool = False
     stopping: str = ""
     # of the last evaluation; set by loop.steps
-    results: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    results: Mapping[str, Any] = field(default_factory=dict)
     cut_short: bool = False  # whether stop_is_near() has returned True; each evaluation resets it
     complete: bool = False  # whether the loop over loop.steps has reached its end
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
-    started: float = field(default_factory=time.monotonic)
-    # held to record why this rank ends
-    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _saved_at: float = field(init=False)
     _store_asked_at: float = 0.0
     _commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
-        trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
+        self.started = time.monotonic()
+        self.failing = threading.Lock()  # held to record why this rank ends
         self._saved_at = self.world.clock.now()
+        # folder that resume= uses; for an evaluation of a run, that of the run
+        trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
-        rank = self.world.rank
-        if rank < self.shared_by:
-            keep = self.keys.keep_checkpoints
-            every = self.keys.keep_every_steps
-            share = Share(
-                rank, self.shared_by, self.attempt.number, self._wrote_rows, self._await_rows
-            )
+
+        count = self.shared_by
+        if self.world.rank < count:
             self.saver = checkpoint.Saver(
-                self.dir / "checkpoints", self.attempt.staging, self._saved, keep, every, share
+                self.dir / "checkpoints",
+                self.attempt.staging,
+                self._saved,
+                self.keys.keep_checkpoints,
+                self.keys.keep_every_steps,
+                Share(
+                    self.world.rank, count, self.attempt.number, self._wrote_rows, self._await_rows
+                ),
             )
 
     @property
@@ -133,11 +132,8 @@ class Run:
 
     def warn(self, text: str) -> None:
         """Prints a warning from any rank, with its host name."""
-        print(
-            f"warning: rank {self.world.rank} on {self.world.host}: {text}",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"warning: rank {self.world.rank} on {self.world.host}: {text}"
+        print(line, file=sys.stderr, flush=True)
 
     def progress(self, text: str | Callable[[int], str]) -> None:
         """Rewrites rank 0's progress line in place, on a terminal only. text: may be a function of
@@ -169,8 +165,7 @@ class Run:
             raise RunError(
                 "State(): give it the network itself, not the result of world.parallel()"
             )
-        if self.settings.config.strategy == "fsdp":
-            sharding.require_size(self.settings.config.shard_size, self.ranks)
+        cfg = self.settings.config
         self.state = state
         self.sampler = batches.order
         state.meta = {
@@ -181,23 +176,23 @@ class Run:
             "cpu_threads": torch.get_num_threads(),
             "device": device_name(self.world.device),
             "about": dict(state.about),
-            "code": source.loaded(ROOT)
-            if self.world.rank == 0
-            else {},  # rank 0 saves and compares it
+            # rank 0 saves and compares it
+            "code": {} if self.world.rank else source.loaded(ROOT),
             "best": None,  # best evaluation so far: best_metric's value, and its step
             # the row of an epoch's last step if a stop has postponed its evaluation
             "unevaluated": None,
         }
-        torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
-        resume.compare_keys(self.world, self.settings, state.meta["config"] | dict(batches.order))
-        if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(self)):
+        torch.manual_seed((cfg.seed * 1_000_003 + self.world.rank + 1) % 2**63)
+        resume.compare_keys(self.world, self.settings, state.meta["config"] | batches.order)
+        chosen = self.world.from_rank_0("checkpoint", lambda: resume.choose(self))
+        if chosen:
             self.resumed_from = resume.at(self, *chosen)
             resume.load(self, self.resumed_from, state, self.sampler)
             self.resumed_from_step = state.step
         self._begin()
 
     def begin(self) -> None:
-        """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
+        """Begins a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
         resume.compare_keys(self.world, self.settings, _plain(self.settings))
         self.end_dry_run()
         self._begin()
@@ -208,19 +203,17 @@ class Run:
         """
         if not self.dry_run:
             return
-        found = Found(resumed_from_step=self.resumed_from_step)
         evaluates = self.settings.config.evaluate
+        facts: dict[str, Any] = {"resumed_from_step": self.resumed_from_step}
         if self.state:
-            count = sum(parameter.numel() for parameter in self.state.model.parameters())
-            found = replace(found, parameters=count, evaluates=evaluates)
+            parameters = list(self.state.model.parameters())
+            facts |= {"parameters": sum(p.numel() for p in parameters), "evaluates": evaluates}
         if self.state and not evaluates:
             size = checkpoint.size_in_training(self.state)
-            gradients = checkpoint.size_of(
-                [p for p in self.state.model.parameters() if p.requires_grad]
-            )
-            found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
-            found = replace(found, rank_bytes=(size + gradients) // self.shared_by)
-        files.write_json(Path(self.dry_run.file), asdict(found))
+            gradients = checkpoint.size_of([p for p in parameters if p.requires_grad])
+            facts |= {"samples": self.sampler.get("num_samples"), "checkpoint_bytes": size}
+            facts["rank_bytes"] = (size + gradients) // self.shared_by
+        files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
         raise DryRunEnd
 
     def _begin(self) -> None:
@@ -232,15 +225,16 @@ class Run:
                 files.write_bytes(self.dir / "config.yaml", text.encode())
             self._commit = source.commit(ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
-            if diff := source.difference(ROOT):
-                for folder in (self.dir, self.attempt.folder):
-                    files.write_bytes(folder / source.DIFF, diff)
-            came = self.resumed_from
-            own = came is not None and came.parent == self.dir / "checkpoints"
-            if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
+            diff = source.difference(ROOT)
+            for folder in (self.dir, self.attempt.folder) if diff else ():
+                files.write_bytes(folder / source.DIFF, diff)
+
+            path = self.resumed_from
+            is_own = path is not None and path.parent == self.dir / "checkpoints"
+            if path and is_own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 # the run may have been resumed from an earlier step
-                checkpoint.point(came, "latest")
-            attempts.begin(self.attempt, self.step, own)
+                checkpoint.point(path, "latest")
+            attempts.begin(self.attempt, self.step, is_own)
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             attempts.write_status(self.attempt, "running", self.step)
         self.begun = True
@@ -275,8 +269,9 @@ class Run:
         """
         now = self.world.clock.now()
         every_s = self.keys.checkpoint_every_s
-        due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
-        self._saved_at = now if due else self._saved_at
+        due = self.world.rank == 0 and 0 < every_s <= now - self._saved_at
+        if due:
+            self._saved_at = now
         return due
 
     def save(self, *, best: bool = False, wait: bool = False) -> None:
@@ -295,9 +290,8 @@ class Run:
             sharding.reshard(self.state.model)
         if self.saver:
             rng = [part[ID_BYTES:] for part in gathered]
-            self.saver.save(
-                checkpoint.content_of(self.state, self.sampler, rng), best, checkpoint_id
-            )
+            content = checkpoint.content_of(self.state, self.sampler, rng)
+            self.saver.save(content, best, checkpoint_id)
             if wait:
                 self.saver.wait()
         if wait:
@@ -346,42 +340,28 @@ class Run:
         Raises InputError if ``best_metric`` is given and is not one of the results.
         """
         cfg = self.settings.config
-        best = self.state.meta.get("best") or {}
         name = cfg.best_metric or "val_top1"
-        found = self.results.get(name)
-        before = best.get(name)
-        if (
-            self.results
-            and (cfg.best_metric or cfg.patience)
-            and not isinstance(found, float | int)
-        ):
+        score = self.results.get(name)
+        is_needed = self.results and (cfg.best_metric or cfg.patience)
+        if is_needed and not isinstance(score, float | int):
             numbers = [key for key, value in self.results.items() if isinstance(value, float)]
             raise InputError(
-                f"best_metric={name}: must be one of the numbers that the evaluation returns ({', '.join(numbers) or 'none'})"
+                f"best_metric={name}: must be one of the numbers that the evaluation returns "
+                f"({', '.join(numbers) or 'none'})"
             )
-        if found is None or not math.isfinite(found):
-            if found is not None:
-                self.say(
-                    f"warning: {name} is {found} at step {self.step}: this evaluation cannot be the best"
-                )
+        if score is None:
             return False
-        if before is not None and (
-            found <= before if cfg.best_mode is Mode.max else found >= before
-        ):
+        if not math.isfinite(score):
+            problem = f"{name} is {score} at step {self.step}"
+            self.say(f"warning: {problem}: this evaluation cannot be the best")
             return False
-        self.state.meta["best"] = {name: float(found), "step": self.state.step}
-        return True
 
-    def has_stalled(self, per_epoch: int) -> bool:
-        """Whether ``patience`` epochs, of ``per_epoch`` steps, have passed since the best
-        evaluation.
-        """
-        cfg = self.settings.config
         best = self.state.meta.get("best") or {}
-        late = self.state.meta.get("unevaluated")
-        if not cfg.patience or late or (cfg.best_metric or "val_top1") not in best:
+        sign = 1 if cfg.best_mode is Mode.max else -1
+        if name in best and sign * score <= sign * best[name]:
             return False
-        return bool(self.step - best["step"] >= cfg.patience * per_epoch)
+        self.state.meta["best"] = {name: float(score), "step": self.step}
+        return True
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the
@@ -392,73 +372,75 @@ class Run:
         """
         if self.state and not self.complete:
             raise RunError(
-                "main() has left the loop over loop.steps() before its end: remove the break or return, and give max_steps= instead"
+                "main() has left the loop over loop.steps() before its end: "
+                "remove the break or return, and give max_steps= instead"
             )
         results = metrics.require_results("main()", results)
         self.world.pulse.beat(watchdog.OUTSIDE)
-        if self.world.rank != 0:
+        if self.world.rank:
             return
+
         attempts.check_owner(self.attempt)
+        cfg = self.settings.config
         with contextlib.suppress(OSError):
             self.attempt.staging.rmdir()  # it is empty: everything is saved
         step = self.step
         if self.stopping:
-            attempts.write_status(
-                self.attempt, "preempted", step, reason=self.stopping, kind=Kind.stopped
-            )
-            is_training = not self.settings.config.evaluate
-            where = (
-                f"at step {step}, saved in {self.dir}"
-                if is_training
-                else "before the evaluation's end"
-            )
-            self.say(f"stopped by {self.stopping} {where}")
+            why = {"reason": self.stopping, "kind": Kind.stopped}
+            attempts.write_status(self.attempt, "preempted", step, **why)
+            place = f"at step {step}, saved in {self.dir}"
+            if cfg.evaluate:
+                place = "before the evaluation's end"
+            self.say(f"stopped by {self.stopping} {place}")
             return
+
         if results or not (self.dir / "summary.json").exists():
-            summary = {
-                "recipe": self.settings.recipe,
-                "world_size": self.world.size,
-                "num_nodes": self.world.ranks.num_nodes,
-                "device": self.world.device.type,
-                "backend": self.world.backend,
-                "epochs": self.settings.config.epochs,
-                "steps": step,
-                "samples_per_second": round(self.samples / self.train_s, 1)
-                if self.train_s
-                else None,
-                "wall_seconds": round(time.monotonic() - self.started, 3),
-                "resumed_from_step": self.resumed_from_step,
-                "restarts": self.attempt.number,
-                "git_commit": self._commit,
-                "versions": {
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                    # If the recipe uses it.
-                    "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),
-                    "cuda": torch.version.cuda,
-                },
-            }
-            if self.state:
-                trained = sum(p.numel() for p in self.state.model.parameters() if p.requires_grad)
-                cfg = self.settings.config
-                summary |= {
-                    "parameters": trained,
-                    "global_batch_size": cfg.global_batch_size,
-                    "strategy": cfg.strategy,
-                }
-            summary |= (
-                {"best": self.state.meta["best"]} if self.state and self.state.meta["best"] else {}
-            )
-            if line := efficiency.verdict(
-                rows.rows(self.dir), self.attempt.facts(), self.settings.saved
-            ):
-                summary["efficiency"] = line
-                self.say(f"efficiency: {line}")
+            summary = self._summary()
+            if "efficiency" in summary:
+                self.say(f"efficiency: {summary['efficiency']}")
             files.write_json(self.dir / "summary.json", {**summary, **results})
         attempts.write_status(self.attempt, "done", step)
         self._export()
-        ended = "evaluated" if self.settings.config.evaluate else "finished at"
+        ended = "evaluated" if cfg.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.results(self.dir)}")
+
+    def _summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``, without the results."""
+        cfg = self.settings.config
+        summary = {
+            "recipe": self.settings.recipe,
+            "world_size": self.world.size,
+            "num_nodes": self.world.ranks.num_nodes,
+            "device": self.world.device.type,
+            "backend": self.world.backend,
+            "epochs": cfg.epochs,
+            "steps": self.step,
+            "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
+            "wall_seconds": round(time.monotonic() - self.started, 3),
+            "resumed_from_step": self.resumed_from_step,
+            "restarts": self.attempt.number,
+            "git_commit": self._commit,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                # If the recipe uses it.
+                "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),
+                "cuda": torch.version.cuda,
+            },
+        }
+        if self.state:
+            trained = (p.numel() for p in self.state.model.parameters() if p.requires_grad)
+            summary["parameters"] = sum(trained)
+            summary["global_batch_size"] = cfg.global_batch_size
+            summary["strategy"] = cfg.strategy
+            if self.state.meta["best"]:
+                summary["best"] = self.state.meta["best"]
+
+        facts = self.attempt.facts()
+        line = efficiency.verdict(rows.rows(self.dir), facts, self.settings.saved)
+        if line:
+            summary["efficiency"] = line
+        return summary
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

@@ -77,19 +77,19 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
     Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each
     rank computes them from its own samples. A checkpoint holds those of rank 0.
     """
-    ema = run.state.ema
     net = run.state.model
-    chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
+    if isinstance(run.state.ema, swa_utils.AveragedModel):
+        net = run.state.ema.module
     run.world.pulse.beat(watchdog.WAITING)
-    run.world.broadcast_buffers(chosen)
+    run.world.broadcast_buffers(net)
     run.world.pulse.beat(watchdog.EVALUATION)
-    training = chosen.training
-    chosen.eval()
+    training = net.training
+    net.eval()
     try:
-        with sharding.unsharded(chosen):
-            yield chosen
+        with sharding.unsharded(net):
+            yield net
     finally:
-        chosen.train(training)
+        net.train(training)
 
 
 def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
@@ -124,13 +124,12 @@ def of_counts(counts: Tensor) -> dict[str, Any]:
     """
     hits, labels, predicted = counts.double().cpu()
     samples = int(labels.sum())
-    scores: dict[str, Any] = {
+    return {
         "val_top1": float(hits.sum()) / max(1, samples),
         "val_samples": samples,
+        "val_f1": mean_f1(hits, labels + predicted),
+        "val_recall": [float(h / n) if n else None for h, n in zip(hits, labels, strict=True)],
     }
-    scores["val_f1"] = mean_f1(hits, labels + predicted)
-    scores["val_recall"] = [float(h / n) if n else None for h, n in zip(hits, labels, strict=True)]
-    return scores
 
 
 def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
@@ -144,12 +143,12 @@ def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
         torch.stack([logits.float(), labels.float()]).cpu()
         for logits, labels in answered(run, answers)
     ]
-    own = torch.cat([torch.zeros(2, 0, classes), *pairs], 1)
-    precisions = list[float]()
-    hits = list[Tensor]()
-    counts = list[Tensor]()
+    mine = torch.cat([torch.zeros(2, 0, classes), *pairs], 1)
+    precisions: list[float] = []
+    hits: list[Tensor] = []
+    counts: list[Tensor] = []
     samples = 0
-    for part in own.split(CLASSES_AT_ONCE, 2):
+    for part in mine.split(CLASSES_AT_ONCE, 2):
         logits, labels = _of_all_ranks(run, part).double()
         predicted = (logits > 0).double()
         precisions += average_precisions(logits, labels)
@@ -180,7 +179,7 @@ def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
 
     logits, labels: (N, classes).
     """
-    found = []
+    precisions = []
     for scores, positive in zip(logits.T, labels.T, strict=True):
         if not positive.any():
             continue
@@ -190,13 +189,13 @@ def average_precisions(logits: Tensor, labels: Tensor) -> list[float]:
         last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])
         ranks = torch.arange(1, len(scores) + 1)[last]
         gained = torch.diff(hits[last], prepend=torch.zeros(1))
-        found.append(float((gained * hits[last] / ranks).sum() / hits[-1]))
-    return found
+        precisions.append(float((gained * hits[last] / ranks).sum() / hits[-1]))
+    return precisions
 
 
 def mean_f1(hits: Tensor, counts: Tensor) -> float:
     """The mean F1 of the classes that occur or are predicted. hits, counts: of each class; counts:
     its labels and its predictions.
     """
-    found = (2 * hits / counts)[counts > 0]
-    return float(found.mean()) if len(found) else 0.0
+    scores = (2 * hits / counts)[counts > 0]
+    return float(scores.mean()) if len(scores) else 0.0

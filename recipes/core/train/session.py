@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,8 @@ import torch
 import torch.distributed
 
 from recipes.core import errors, files, trust
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.place import processes
@@ -45,46 +48,41 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     last lines of the log and ``status.json`` name the first rank that failed.
     """
     code = errors.EXIT_CRASH
+    info = start.ranks
+    keys = start.settings.run
+    recipe = start.settings.recipe
+    host = socket.gethostname()
     try:
         faulthandler.enable()
-        os.umask(int(start.settings.run.umask, 8))
-        start.pulse.tell(
-            recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname()
-        )
-        start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
+        os.umask(int(keys.umask, 8))
+        start.pulse.tell(recipe=recipe, rank=info.rank, host=host)
+        start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, ROOT)
+        ranks = start.dry_run.ranks if start.dry_run else info.world_size
+        start = replace(start, settings=_fit_to_ranks(start.settings, ranks))
         _set_up(start)
-        device = resolve_device(
-            start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count()
-        )
+        device = resolve_device(keys.device, info, os.environ, torch.cuda.device_count())
         if device.type == "cpu":
             processes.keep_freed_memory()
         # Until the ranks have met there is nothing to save, so SIGINT ends this process at once.
         # Python's own handler would run only after the wait for the other ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signals.keep_from_workers()
-        info = start.ranks
 
         def tell(name: str) -> None:
             if info.local_rank == 0:
-                evaluates = start.settings.config.evaluate
-                ends = (
-                    "the evaluation stops"
-                    if evaluates
-                    else "the run saves at one of the next steps and ends"
-                )
-                print(
-                    f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                next_step = "the run saves at one of the next steps and ends"
+                if start.settings.config.evaluate:
+                    next_step = "the evaluation stops"
+                line = f"rank {info.rank} on {host}: {name}: {next_step}"
+                print(line, file=sys.stderr, flush=True)
 
         with (
             process_group(start, device) as world,
             signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop,
         ):
-            if info.rank == 0 and info.in_slurm and start.settings.run.stop_before_s:
+            if info.rank == 0 and info.in_slurm and keys.stop_before_s:
                 left = functools.partial(queue.seconds_left, os.environ)
-                signals.watch_the_end(stop, start.settings.run.stop_before_s, left, tell)
+                signals.watch_the_end(stop, keys.stop_before_s, left, tell)
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
                 # Skip the teardown of the group: it can wait for a rank that has ended, while the
@@ -93,14 +91,14 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     except (InputError, MachineError) as error:
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         # Write the record first, since this rank may be ended as soon as another rank ends.
-        attempts.refuse(os.environ, code, str(error), start.ranks.rank)
-        attempts.print_refusal(f"{start.settings.recipe}: {error}", start.ranks.rank == 0)
+        attempts.refuse(os.environ, code, str(error), info.rank)
+        attempts.print_refusal(f"{recipe}: {error}", info.rank == 0)
     except torch.distributed.DistError as error:
-        lost = f"rank {start.ranks.rank} lost its peers before the run began"
-        print(f"{start.settings.recipe}: {lost}: {torch_errors.peer_text(error)}", file=sys.stderr)
+        lost = f"rank {info.rank} lost its peers before the run began"
+        print(f"{recipe}: {lost}: {torch_errors.peer_text(error)}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
+    else:
         entry.end(code)
     failure.leave(code)
 
@@ -131,19 +129,16 @@ def _attempt(
         )
         over = threading.Event()
         stack.callback(over.set)
+        watchers = [failure.watch_peers]
         if world.rank == 0:
-            threading.Thread(
-                target=failure.watch_owner, args=(current, over), name="owner watch", daemon=True
-            ).start()
-        threading.Thread(
-            target=failure.watch_peers, args=(current, over), name="peer watch", daemon=True
-        ).start()
+            watchers.append(failure.watch_owner)
+        for watch in watchers:
+            threading.Thread(target=watch, args=(current, over), daemon=True).start()
         try:
             introduce(current, start)
             check_shared(current)
             world.pulse.beat(watchdog.OUTSIDE)
-            results = main(start.settings.config, current)
-            current.finish(results)
+            current.finish(main(start.settings.config, current))
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
             return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
@@ -168,37 +163,34 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     choose = functools.partial(
         directory.choose, start.settings.run.run_dir, start.settings.recipe, base=ROOT
     )
-    theirs, part, number, was_done = world.from_rank_0(
+    theirs, is_evaluation, number, was_done = world.from_rank_0(
         "run_dir", lambda: _open_on_rank_0(start, world, choose(run_id))
     )
     # without an ID, the name contains the time at which rank 0 began
-    own = choose(run_id or Path(theirs).name)
-    if not (start.settings.run.run_dir or run_id) and str(own) != theirs:
-        raise InputError(
-            f"run_dir={own} here, run_dir={shown(theirs)} on rank 0: give the same run_dir= on all machines"
-        )
-    path = own / directory.EVALUATION if part else own
+    mine = choose(run_id or Path(theirs).name)
+    if not (start.settings.run.run_dir or run_id) and str(mine) != theirs:
+        places = f"run_dir={mine} here, run_dir={shown(theirs)} on rank 0"
+        raise InputError(f"{places}: give the same run_dir= on all machines")
+    path = mine / directory.EVALUATION if is_evaluation else mine
     if world.rank != 0:
         trust.own_folder(path / "logs")
-    return Attempt(path, int(number)), bool(was_done)
+    return Attempt(path, int(number)), was_done
 
 
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
     recipe = start.settings.recipe
-    keys = start.settings.run
-    path = (
-        directory.inside(run_dir, directory.EVALUATION)
-        if start.settings.config.evaluate
-        else run_dir
-    )
+    path = run_dir
+    if start.settings.config.evaluate:
+        path = directory.inside(run_dir, directory.EVALUATION)
     with files.writing_to(path, "run_dir"):
-        given = attempts.given(os.environ)
-        if given and given.run_dir == path and not given.has_begun:
-            attempt = given
+        attempt = attempts.given(os.environ)
+        if attempt and attempt.run_dir == path and not attempt.has_begun:
             attempts.describe(attempt, recipe, os.environ, world.hosts)
         else:
             attempt = attempts.open_next(path, recipe, os.environ, world.hosts)
-        if problem := in_use.check(attempt, os.environ, min(in_use.ENDING_S, keys.timeout_s / 2)):
+        wait_s = min(in_use.ENDING_S, start.settings.run.timeout_s / 2)
+        problem = in_use.check(attempt, os.environ, wait_s)
+        if problem:
             raise InputError(problem)
         for name in ("logs", "checkpoints"):
             trust.own_folder(path / name)
@@ -216,12 +208,11 @@ def check_shared(run: Run) -> None:
     world = run.world
 
     def look(tell: Callable[[object], None]) -> None:
-        problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"
-        problem = f"run_dir={run.dir}: {problem}: give a folder that all nodes share"
         if world.ranks.local_rank == 0:
-            world.await_seen(
-                (run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem
-            )
+            problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"
+            problem = f"run_dir={run.dir}: {problem}: give a folder that all nodes share"
+            is_seen = (run.attempt.folder / "opened.json").exists
+            world.await_seen(is_seen, run.dir / "attempts", problem)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
         world.together("shared run_dir", look)
@@ -232,27 +223,48 @@ def introduce(run: Run, start: Start) -> None:
     node uses and why.
     """
     world = run.world
-    backend = run.world.backend
+    backend = world.backend
     again = f", attempt {run.attempt.number + 1}" if run.attempt.number else ""
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {backend}{again}")
     run.say(f"run directory: {run.dir}")
-    if keys := run.settings.words_from_run():
+    keys = run.settings.words_from_run()
+    if keys:
         run.say(f"keys from the resumed run: {keys}")
-    if world.rank == 0 and (dropped := resumed.own_env_file(run.settings)):
+    size = run.settings.from_run.get("shard_size", "0")
+    if size != "0" and run.settings.config.shard_size == 0:
+        problem = f"shard_size={size} of the resumed run does not divide {run.ranks} ranks"
+        run.say(f"{problem}: this run uses shard_size=0, all ranks")
+    dropped = world.rank == 0 and resumed.own_env_file(run.settings)
+    if dropped:
         unread = f"network={shown(dropped, 4096)} of the resumed run is a file and was not read"
         run.say(f"{unread}: if you trust it, give this key again")
     name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    if used := os.environ.get(name, "").removeprefix("="):
-        proven = start.interface and start.interface.interface == used
-        run.say(
-            f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})"
-        )
+    used = os.environ.get(name, "").removeprefix("=")
+    if used:
+        reason = f"{name} was set"
+        if start.interface and start.interface.interface == used:
+            reason = start.interface.reason
+        run.say(f"network: {used} ({reason})")
     elif world.size > 1:
         run.say(f"network: the interface was not determined; {backend} chooses it")
     if start.from_files:
         run.say("variables from env files: " + " ".join(sorted(start.from_files)))
+
+
+def _fit_to_ranks(settings: Settings, ranks: int) -> Settings:
+    """``settings``, with the default in place of a shard_size= of the resumed run that does not
+    divide the number of ranks. Raises InputError if the key was given.
+    """
+    cfg = settings.config
+    is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp" and cfg.shard_size
+    if not is_divided or ranks % cfg.shard_size == 0:
+        return settings
+    if "shard_size" not in settings.from_run:
+        raise InputError(f"shard_size={cfg.shard_size}: must divide the number of ranks, {ranks}")
+    saved = {**settings.saved, "shard_size": 0}
+    return replace(settings, config=replace(cfg, shard_size=0), saved=saved)
 
 
 def _set_up(start: Start) -> None:
@@ -260,7 +272,8 @@ def _set_up(start: Start) -> None:
     rank. The recipe seeds torch's.
     """
     torch.use_deterministic_algorithms(start.settings.config.deterministic)
-    if threads := start.settings.run.cpu_threads or int(start.ranks.world_size > 1):
+    threads = start.settings.run.cpu_threads or int(start.ranks.world_size > 1)
+    if threads:
         torch.set_num_threads(threads)
     seed = start.settings.config.seed * 1_000_003 + start.ranks.rank
     random.seed(seed)

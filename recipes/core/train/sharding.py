@@ -13,8 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from recipes.core.errors import InputError
-
 NUMBER = "divided tensor"  # key of a dictionary that stands for a divided tensor in a checkpoint
 
 
@@ -23,13 +21,11 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     collective.
 
     shard_size: ranks over which a copy is divided; each further group of that size has another
-    copy. 0: all ranks. Raises InputError if shard_size does not divide the number of ranks.
+    copy. It must divide the number of ranks. 0: all ranks.
     """
-    require_size(shard_size, ranks)
     size = shard_size or ranks
-    shape, names = (
-        ((size,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
-    )
+    shape = (size,) if size == ranks else (ranks // size, size)
+    names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for parameter in model.parameters():  # fully_shard does not accept channels_last weights
         parameter.data = parameter.data.contiguous()
@@ -38,36 +34,30 @@ def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -
     fully_shard(model, mesh=mesh)
 
 
-def require_size(shard_size: int, ranks: int) -> None:
-    """Raises InputError if shard_size does not divide the number of ranks. 0: all ranks."""
-    if shard_size and ranks % shard_size:
-        raise InputError(f"shard_size={shard_size}: must divide the number of ranks, {ranks}")
-
-
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The elements with weights of the outermost lists of modules."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
-        yield from (block for block in model if any(True for _ in block.parameters()))
+        yield from (block for block in model if [*block.parameters()])
     else:
         for child in model.children():
             yield from blocks(child)
 
 
 class Divided(list[Tensor]):
-    """A tensor that was read from a checkpoint of several ranks: the rows of each rank, in order."""
+    """A tensor from a checkpoint of several ranks: the rows of each rank, in order."""
 
 
 def taken_apart(content: Any) -> tuple[Any, list[Tensor]]:
     """``content`` with {NUMBER: i} in place of each divided tensor, and this rank's rows of these
     tensors.
     """
-    own: list[Tensor] = []
+    rows: list[Tensor] = []
 
     def numbered(tensor: DTensor) -> dict[str, int]:
-        own.append(tensor.to_local())
-        return {NUMBER: len(own) - 1}
+        rows.append(tensor.to_local())
+        return {NUMBER: len(rows) - 1}
 
-    return tree_map_only(DTensor, numbered, content), own
+    return tree_map_only(DTensor, numbered, content), rows
 
 
 def put_together(content: Any, of_ranks: Sequence[Sequence[Tensor]]) -> Any:
@@ -75,11 +65,11 @@ def put_together(content: Any, of_ranks: Sequence[Sequence[Tensor]]) -> Any:
     that each rank had.
     """
 
-    def is_number(one: Any) -> bool:
-        return isinstance(one, dict) and one.keys() == {NUMBER}
+    def is_number(part: Any) -> bool:
+        return isinstance(part, dict) and part.keys() == {NUMBER}
 
-    def joined(one: Any) -> Any:
-        return Divided([rows[one[NUMBER]] for rows in of_ranks]) if is_number(one) else one
+    def joined(part: Any) -> Any:
+        return Divided(rows[part[NUMBER]] for rows in of_ranks) if is_number(part) else part
 
     return tree_map(joined, content, is_leaf=is_number)
 
@@ -101,8 +91,8 @@ def state_of(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
-        i: {name: as_part(value, parameters[i]) for name, value in of_one.items()}
-        for i, of_one in saved["state"].items()
+        i: {name: as_part(value, parameters[i]) for name, value in values.items()}
+        for i, values in saved["state"].items()
     }
     return {**saved, "state": state}
 
@@ -139,7 +129,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the weights of other ranks, which remain after a forward pass without a backward pass."""
+    """Frees the weights of other ranks, which stay after a forward pass without a backward pass."""
     for part in _parts(model):
         part.reshard()
 

@@ -24,7 +24,10 @@ SIGNS = (
     "communicator was aborted",
     "Watchdog caught",
 )
-WORKER_MODULES = ("torch.utils.data.dataloader", "torch.utils.data._utils.signal_handling")
+# the module in which an error is raised, at the end of its traceback
+WORKER_MODULES = (["torch.utils.data.dataloader"], ["torch.utils.data._utils.signal_handling"])
+
+OPEN_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
 class PeerTimeout(RuntimeError):
@@ -35,14 +38,14 @@ def peer_kind(error: BaseException) -> Kind | None:
     """Whether this rank lost the connection to another rank or timed out waiting for it. None for
     its own error.
     """
+    if isinstance(error, PeerTimeout):
+        return Kind.timeout
     of_torch = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
-    by_class = isinstance(
-        error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError | PeerTimeout
-    )
-    if not (of_torch or by_class):
+    dist = torch.distributed
+    if not (of_torch or isinstance(error, dist.DistNetworkError | dist.DistStoreError)):
         return None
-    timed_out = any(sign in peer_text(error).lower() for sign in ("timed out", "timeout"))
-    return Kind.timeout if timed_out or isinstance(error, PeerTimeout) else Kind.peer_lost
+    text = peer_text(error).lower()
+    return Kind.timeout if "timed out" in text or "timeout" in text else Kind.peer_lost
 
 
 def peer_text(error: BaseException) -> str:
@@ -56,11 +59,11 @@ def text_of(error: BaseException) -> str:
     """The type and text of an error in one line. Of an NCCL error: the name of its code, and what
     NCCL says after "Last error:".
     """
-    is_nccl = isinstance(error, torch.distributed.DistBackendError)
-    if is_nccl and (
-        found := re.search(r"\b(nccl[A-Z]\w+):(?:.*Last error:)?\s*(.*)", str(error), re.DOTALL)
-    ):
-        return errors.one_line(type(error)(f"{found[1]}: {found[2]}"))
+    if isinstance(error, torch.distributed.DistBackendError):
+        text = r"\b(nccl[A-Z]\w+):(?:.*Last error:)?\s*(.*)"
+        match = re.search(text, str(error), re.DOTALL)
+        if match:
+            error = type(error)(f"{match[1]}: {match[2]}")
     return errors.one_line(error)
 
 
@@ -68,21 +71,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python could not allocate memory. torch's CPU allocator raises a plain
     RuntimeError.
     """
-    return isinstance(
-        error, torch.OutOfMemoryError | MemoryError
-    ) or "can't allocate memory" in errors.one_line(error)
+    by_class = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return by_class or "can't allocate memory" in errors.one_line(error)
+
+
+def is_open_files(error: BaseException) -> bool:
+    """Whether the limit on open files is reached: an OSError (errno 24), which a worker of a
+    DataLoader passes on as text, or a RuntimeError of torch's shared memory.
+    """
+    is_full = any(sign in str(error) for sign in OPEN_FILES)
+    return isinstance(error, OSError | RuntimeError) and is_full
 
 
 def is_dead_worker(error: BaseException) -> bool:
     """Whether a worker process of a DataLoader has ended: torch raises a plain RuntimeError, in one
     of WORKER_MODULES.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return (
-        isinstance(error, RuntimeError)
-        and bool(frames)
-        and frames[-1].f_globals["__name__"] in WORKER_MODULES
-    )
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals["__name__"] for frame, _ in frames]
+    return isinstance(error, RuntimeError) and modules[-1:] in WORKER_MODULES
 
 
 def is_lone_value(error: BaseException) -> bool:

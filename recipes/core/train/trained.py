@@ -53,8 +53,9 @@ class Trained:
 
     def __call__(self, image: Image.Image | str | Path) -> dict[str, float]:
         """The probability of each class, highest first. Raises InputError."""
-        (found,) = self.probabilities(self.input(image)[None]).tolist()
-        return dict(sorted(zip(self.classes, found, strict=True), key=lambda one: -one[1]))
+        (values,) = self.probabilities(self.input(image)[None]).tolist()
+        pairs = zip(self.classes, values, strict=True)
+        return dict(sorted(pairs, key=lambda pair: -pair[1]))
 
 
 def load(run: str | Path, device: str = "cpu") -> Trained:
@@ -142,9 +143,9 @@ def _checkpoint_of(path: Path) -> Path:
     if path.is_file() and path.name not in ("best", "latest"):
         return path
     folder, pointer = (path.parent, path.name) if path.is_file() else (path / "checkpoints", "best")
-    named = checkpoint.named(folder, pointer)
-    if there := [folder / named] if named else checkpoint.candidates(folder):
-        return there[0]
-    raise InputError(
-        f"{str(path)!r}: has no checkpoint: give a run directory, or a file checkpoints/step-….pt"
-    )
+    name = checkpoint.named(folder, pointer)
+    paths = [folder / name] if name else checkpoint.candidates(folder)
+    if not paths:
+        fix = "give a run directory, or a file checkpoints/step-….pt"
+        raise InputError(f"{str(path)!r}: has no checkpoint: {fix}")
+    return paths[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,11 +55,11 @@ class World:
     device: torch.device
     backend: str
     hosts: tuple[str, ...]
-    store: torch.distributed.Store
+    store: dist.Store
     timeout_s: float = 600.0
-    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    pulse: Pulse = field(default_factory=Pulse)
     # ends `telling_pulses`
-    silent: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    silent: threading.Event = field(default_factory=threading.Event)
 
     @property
     def rank(self) -> int:
@@ -94,7 +94,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Sums ``values`` over all ranks, in place. A collective: every rank must call it."""
         with self.meeting():
-            torch.distributed.all_reduce(values)
+            dist.all_reduce(values)
         return values
 
     def gather(self, content: bytes) -> list[bytes]:
@@ -105,18 +105,14 @@ class World:
         has sent.
         """
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        sizes = torch.zeros(self.size, 1, dtype=torch.int64, device=self.device)
         with self.meeting():
-            torch.distributed.all_gather(sizes, sizes[self.rank].new_tensor([len(mine)]))
-            longest = max(int(size) for size in sizes)
-            padded = [mine.new_zeros(longest) for _ in range(self.size)]
-            torch.distributed.all_gather(
-                padded, torch.nn.functional.pad(mine, (0, longest - len(mine)))
-            )
-        return [
-            one[: int(size)].cpu().numpy().tobytes()
-            for one, size in zip(padded, sizes, strict=True)
-        ]
+            dist.all_gather(list(sizes), sizes.new_tensor([len(mine)]))
+            padded = nn.functional.pad(mine, (0, int(sizes.max()) - len(mine)))
+            parts = padded.repeat(self.size, 1)
+            dist.all_gather(list(parts), padded)
+        rows = parts.cpu().numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, sizes.flatten(), strict=True)]
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every
@@ -139,7 +135,7 @@ class World:
                 raise self._error_of_all(name, MachineError())
             if self.clock.now() > end:
                 late = f"timed out after {self.timeout_s:g} s waiting for {name} from rank 0"
-                raise torch.distributed.DistStoreError(late)
+                raise dist.DistStoreError(late)
             time.sleep(pause_s)
             pause_s = min(1.0, 2 * pause_s)
         text = self.store.get(f"{name}/result").decode(errors="replace")
@@ -203,10 +199,7 @@ class World:
         """Makes all ranks raise ``error``, or the error that another rank has published before.
         Returns it.
         """
-        kinds: dict[str, type[Exception]] = {
-            one.__name__: one for one in (Stopped, InputError, MachineError)
-        }
-        mine = next(f"{word} {error}" for word, kind in kinds.items() if isinstance(error, kind))
+        mine = f"{type(error).__name__} {error}"
         first = self.store.compare_set(f"{name}/error", "", mine).decode(errors="replace")
         # Rank 0 waits until the other ranks have read it, since the store ends with rank 0.
         read = self.store.add(f"{name}/read", 1)
@@ -216,8 +209,9 @@ class World:
             read = self.store.add(f"{name}/read", 0)
         if first == mine:
             return error
-        word, _, text = first.partition(" ")
-        return kinds.get(word, MachineError)(shown(text, LONGEST))
+        name, _, text = first.partition(" ")
+        kinds: dict[str, type[Exception]] = {"Stopped": Stopped, "InputError": InputError}
+        return kinds.get(name, MachineError)(shown(text, LONGEST))
 
     def _await_all(self, name: str) -> None:
         """Waits until all ranks have done their work. Raises the error of a rank, or MachineError
@@ -236,13 +230,12 @@ class World:
                 since = self.clock.now()
                 self.pulse.beat(watchdog.START)
             elif self.clock.now() - since > self.timeout_s:
-                rank = next(
-                    rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"])
-                )
-                late = (
-                    f"rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
-                )
-                raise self._error_of_all(name, MachineError(f"{self.hosts[rank]}: {late}"))
+                rank = 0
+                while self.store.check([f"{name}/{rank}"]):
+                    rank += 1
+                late = f"rank {rank} made no progress with {name} in {self.timeout_s:g} s"
+                late = f"{self.hosts[rank]}: {late} (timeout_s)"
+                raise self._error_of_all(name, MachineError(late))
             time.sleep(POLL_S)
 
     @contextlib.contextmanager
@@ -253,7 +246,7 @@ class World:
 
         def tell() -> None:
             # rank 0 has ended, and the store with it
-            with contextlib.suppress(torch.distributed.DistError):
+            with contextlib.suppress(dist.DistError):
                 for words in itertools.count():
                     _, step, phase = self.pulse.read()
                     self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
@@ -279,33 +272,26 @@ class World:
 
         def ask() -> None:
             names = [f"pulse/{rank}" for rank in range(self.size)]
-            with contextlib.suppress(torch.distributed.DistError):
+            with contextlib.suppress(dist.DistError):
                 for wait_s in (0.0, 2.5 * PULSE_S):
                     time.sleep(wait_s)
-                    answers.append(
-                        [
-                            [int(n) for n in text.decode().split()]
-                            for text in self.store.multi_get(names)
-                        ]
-                    )
+                    pulses = self.store.multi_get(names)
+                    answers.append([[int(number) for number in text.split()] for text in pulses])
 
         # The store ends with rank 0, and then may not answer.
         asking = threading.Thread(target=ask, name="behind", daemon=True)
         asking.start()
         asking.join(4 * PULSE_S)
         if len(answers) < 2:
-            return (
-                {"rank": 0, "host": self.hosts[0], "at": "an unknown step"} if self.rank else None
-            )
+            unknown = {"rank": 0, "host": self.hosts[0], "at": "an unknown step"}
+            return unknown if self.rank else None
+
         before, now = answers
         _, step, phase = self.pulse.read()
-        silent = [
-            rank
-            for rank in range(self.size)
-            if before[rank][0] == now[rank][0] and rank != self.rank
-        ]
-        slow = [rank for rank in range(self.size) if tuple(now[rank][1:]) < (step, phase)]
-        if not (late := silent or slow):
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        silent = [rank for rank in others if before[rank][0] == now[rank][0]]
+        late = silent or [rank for rank in others if now[rank][1:] < [step, phase]]
+        if not late:
             return None
         rank = min(late, key=lambda rank: now[rank][1:])
         return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
@@ -317,15 +303,14 @@ class World:
         with self.meeting():
             for buffer in model.buffers():
                 if self.size > 1 and buffer.is_floating_point():
-                    torch.distributed.broadcast(buffer, 0)
+                    dist.broadcast(buffer, 0)
 
     def parallel(self, model: nn.Module, cfg: TrainKeys | None = None) -> nn.Module:
         """``model`` in DistributedDataParallel, which averages gradients over the ranks; with
         strategy=fsdp, ``model`` itself, divided.
 
         With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first.
-        Call it before the optimiser is made. A collective: every rank must call it. Raises
-        InputError if shard_size= does not divide the number of ranks.
+        Call it before the optimiser is made. A collective: every rank must call it.
         """
         if cfg and cfg.compile:
             # One graph for each shape of images, not one for all: it is faster, and progressive
@@ -341,10 +326,11 @@ class World:
             if cfg and cfg.strategy == "fsdp":
                 sharding.shard(model, self.device, self.size, cfg.shard_size)
             else:
-                devices = [self.device] if self.device.type == "cuda" else None
-                group = _group_of_gradients()
                 parallel = DistributedDataParallel(
-                    model, devices, gradient_as_bucket_view=True, process_group=group
+                    model,
+                    [self.device] if self.device.type == "cuda" else None,
+                    gradient_as_bucket_view=True,
+                    process_group=_group_of_gradients(),
                 )
                 # in each forward pass, as the constructor has done
                 parallel.broadcast_buffers = _needs_buffers(model)
@@ -361,19 +347,20 @@ def _needs_buffers(model: nn.Module) -> bool:
     """Whether a forward pass needs rank 0's buffers. Those of batch normalisation matter to an
     evaluation only: see `scores.evaluation`.
     """
-    norms = [
-        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    return bool({*model.buffers()} - {buffer for norm in norms for buffer in norm.buffers()})
+    needed = set(model.buffers())
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            needed -= set(module.buffers())
+    return bool(needed)
 
 
-def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
+def _group_of_gradients() -> dist.ProcessGroup | None:
     """None, the default group. In debug mode (DETAIL), a group without checks: DDP crashes on one
     with checks (torch 2.15, gloo: SIGSEGV).
     """
-    if torch.distributed.get_debug_level() != torch.distributed.DebugLevel.DETAIL:
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return None
-    torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
-    group = torch.distributed.new_group(timeout=TORCH_TIMEOUT)
-    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
-    return cast(torch.distributed.ProcessGroup, group)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    group = dist.new_group(timeout=TORCH_TIMEOUT)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    return cast(dist.ProcessGroup, group)

@@ -251,6 +251,28 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
             "/a cannot be written (Disk quota exceeded): free some space there",
         ),
         (DiskFull("full"), Kind.disk_full, 3, "full"),
+        *(
+            (
+                error,
+                Kind.machine,
+                3,
+                "is reached: run ulimit -n 65536 before srun, or lower num_workers=",
+            )
+            for error in (
+                OSError(errno.EMFILE, "Too many open files", "/a"),
+                # as a worker of a DataLoader passes it on
+                OSError(
+                    "Caught OSError in DataLoader worker process 0.\n[Errno 24] Too many open files"
+                ),
+                RuntimeError(
+                    "unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"
+                ),
+                RuntimeError("received 0 items of ancdata"),
+                MachineError(
+                    "run_dir='/a': cannot be written (Too many open files): give another run_dir="
+                ),
+            )
+        ),
         (
             MemoryError("no more"),
             Kind.out_of_memory,

@@ -179,6 +179,13 @@ def test_a_run_ends_patience_epochs_after_its_best(
     assert run.state.step == 18
 
 
+def test_patience_counts_from_the_best_evaluation_if_it_is_not_saved(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, values=[0.5, 0.7, 0.6, 0.7, 0.9])
+    _, run = trained.run(resumes=True, epochs=9, patience=2, keep_best="false")
+    assert (run.step, run.state.meta["best"]) == (8, {"val_top1": 0.7, "step": 4})
+    assert not (tmp_path / "checkpoints/best").exists()
+
+
 def test_patience_waits_for_an_evaluation_that_a_stop_has_postponed(tmp_path: Path) -> None:
     trained = Trained(tmp_path, values=[0.5, 0.9, 0.95, 0.99, 0.9], stop_at=4)
     _, run = trained.run(resumes=True, epochs=4, patience=1)
@@ -573,7 +580,7 @@ def test_a_failed_save_ends_the_run_before_its_next_row(
 
     def save(saver: Any, content: Any, best: bool, checkpoint_id: str) -> None:
         # a slow disk is no wait for other ranks
-        phases.append(saver._saved.__self__.world.pulse.read()[2])
+        phases.append(saver.saved.__self__.world.pulse.read()[2])
         saver._writing = Future()
         saver._writing.set_exception(MemoryError())
 

@@ -109,7 +109,7 @@ import sys, time, recipes.toy as toy
 from recipes.core.train import loop
 backward = loop.Step.backward
 def late(step, losses):
-    time.sleep(0.04 + 0.1 * step._run.world.rank)
+    time.sleep(0.04 + 0.1 * step._ends.run.world.rank)
     backward(step, losses)
 loop.Step.backward = late
 start = toy.entry.begin("toy")

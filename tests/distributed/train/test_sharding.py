@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from recipes.core.errors import InputError
 from recipes.core.train import checkpoint, sharding
@@ -60,6 +61,24 @@ def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> No
         assert max(held) <= 0.3 * copies * whole[0]
 
 
+def test_each_copy_of_a_model_is_divided_over_shard_size_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three copies over two ranks each. Two copies over three ranks would look the same to the
+    training, but the files of two ranks, the size of a copy, would miss a third of the rows.
+    """
+    meshes: list[Any] = []
+    monkeypatch.setattr(
+        sharding,
+        "init_device_mesh",
+        lambda kind, shape, mesh_dim_names: meshes.append((shape, mesh_dim_names)),
+    )
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, mesh: None)
+    for shard_size in (2, 0):
+        sharding.shard(nn.Linear(1, 1), torch.device("cpu"), 6, shard_size)
+    assert meshes == [((3, 2), ("replicate", "shard")), ((6,), ("shard",))]
+
+
 def test_a_checkpoint_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Path) -> None:
     unbroken, _ = train(tmp_path / "one", 2, "max_steps=12", "strategy=fsdp", "force=true")
     train(tmp_path / "bits", 2, "max_steps=6", "strategy=fsdp")
@@ -70,6 +89,20 @@ def test_a_checkpoint_continues_on_any_number_of_ranks_and_with_ddp(tmp_path: Pa
     train(tmp_path / "other", 2, "max_steps=8", "force=true")
     losses, _ = train(tmp_path / "other", 3, "max_steps=12", "force=true", "strategy=ddp")
     assert losses == pytest.approx(unbroken, abs=1e-6)
+
+
+def test_a_shard_size_of_the_run_that_does_not_divide_the_ranks_is_replaced(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path, 4, "max_steps=4", "strategy=fsdp", "shard_size=2")
+    losses, _ = train(tmp_path, 3, "max_steps=8", "force=true")
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6, 7, 8]
+    line = "shard_size=2 of the resumed run does not divide 3 ranks: this run uses shard_size=0, "
+    assert (tmp_path / "logs/rank0.log").read_text().count(line) == 1
+    assert "shard_size: 0\n" in (tmp_path / "config.yaml").read_text()
+    typed = [*TOY, "force=true", "shard_size=2", f"run_dir={tmp_path}"]
+    ended = helpers.run_ranks(TOLD, typed, 3).expect(2)
+    assert "shard_size=2: must divide the number of ranks, 3" in ended.out
 
 
 def test_each_rank_writes_its_rows_and_damaged_rows_are_not_used(tmp_path: Path) -> None:
