@@ -10,15 +10,16 @@ read.
 
 import argparse
 import csv
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.data import classfolder
 from recipes.core.errors import InputError
 
@@ -61,6 +62,25 @@ def answers(
             )
 
 
+def classify(model: Any, args: argparse.Namespace, faults: list[str], to: IO[bytes]) -> None:
+    """Prints the classes of the images, and writes the table of all probabilities as CSV."""
+    file = io.TextIOWrapper(to, "utf-8", "backslashreplace", newline="")
+    table = csv.writer(file)
+    table.writerow(["file", "class", *model.classes])
+    paths = [path for word in args.images for path in images(word)]
+    for path, found in answers(model, paths, faults):
+        ordered = sorted(zip(model.classes, found, strict=True), key=lambda one: -one[1])
+        table.writerow([path, ordered[0][0], *(f"{value:.6f}" for value in found)])
+        if args.json:
+            rounded = {name: round(value, 6) for name, value in ordered}
+            line = {"file": str(path), "class": ordered[0][0], "probabilities": rounded}
+            print(json.dumps(line))
+        elif not args.csv:
+            best = "  ".join(f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN])
+            print(f"{errors.shown(path, 4096)}  {best}")
+    file.detach()  # it flushes; the caller closes the file
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m recipes.predict", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -76,28 +96,12 @@ def main(argv: list[str]) -> int:
     model = trained.load(args.run, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"model: {model.path}", file=sys.stderr)
     faults: list[str] = []
-    with open(
-        args.csv or os.devnull, "w", newline="", encoding="utf-8", errors="backslashreplace"
-    ) as file:
-        table = csv.writer(file)
-        table.writerow(["file", "class", *model.classes])
-        for path, found in answers(
-            model, [path for word in args.images for path in images(word)], faults
-        ):
-            ordered = sorted(zip(model.classes, found, strict=True), key=lambda one: -one[1])
-            table.writerow([path, ordered[0][0], *(f"{value:.6f}" for value in found)])
-            if args.json:
-                rounded = {name: round(value, 6) for name, value in ordered}
-                print(
-                    json.dumps(
-                        {"file": str(path), "class": ordered[0][0], "probabilities": rounded}
-                    )
-                )
-            elif not args.csv:
-                best = "  ".join(
-                    f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]
-                )
-                print(f"{errors.shown(path, 4096)}  {best}")
+    if args.csv:
+        # A rename replaces a link that another user has made in a shared folder.
+        files.write_whole(Path(args.csv), lambda file: classify(model, args, faults, file))
+    else:
+        with open(os.devnull, "wb") as nowhere:
+            classify(model, args, faults, nowhere)
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)
     return errors.EXIT_CONFIG if faults else errors.EXIT_DONE

@@ -22,7 +22,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from recipes import prepare
+from recipes import predict, prepare
 from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
@@ -31,7 +31,7 @@ from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import jobs, runs, snapshot
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, entry, logs, resumed, rows, table
-from recipes.core.train import checkpoint, resume, session
+from recipes.core.train import checkpoint, resume, session, trained
 from tests import helpers
 
 STRANGER = 65534
@@ -327,6 +327,20 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
         trust.own_folder(folder) if name == "logs" else attempts.open_next(
             tmp_path / "run", "toy", {}
         )
+
+
+def test_predictions_are_not_written_through_a_planted_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".bashrc").write_text("mine")
+    (tmp_path / "out.csv").symlink_to(tmp_path / ".bashrc")
+    model = SimpleNamespace(classes=["a"], path="x")
+    monkeypatch.setattr(trained, "load", lambda run, device: model)
+    (tmp_path / "a.png").touch()
+    monkeypatch.setattr(predict, "answers", lambda model, paths, faults: [(paths[0], [1.0])])
+    predict.main(["run", str(tmp_path / "a.png"), "--csv", str(tmp_path / "out.csv")])
+    assert (tmp_path / ".bashrc").read_text() == "mine"
+    assert (tmp_path / "out.csv").read_text().splitlines()[0] == "file,class,a"
 
 
 def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
