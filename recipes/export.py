@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import InputError
 from recipes.core.report import trackers
 from recipes.core.run import table
@@ -58,8 +58,11 @@ def to_tracker(argv: list[str]) -> int:
         )
     folders = [Path(word) for word in argv if not word.startswith(("to=", "project="))]
     for path in table.find(folders):
-        with files.writing_to(path, "run_dir"), files.locked(path / trackers.LOCK):
-            print(trackers.export(path, given["to"], given.get("project", "")), flush=True)
+        with files.writing_to(path, "run_dir"):
+            trust.own_folder(path)
+            with files.locked(path / trackers.LOCK):
+                line = trackers.export(path, given["to"], given.get("project", ""))
+        print(errors.printable(line), flush=True)
     return errors.EXIT_DONE
 
 

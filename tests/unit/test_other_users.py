@@ -22,7 +22,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from recipes import predict, prepare
+from recipes import export, predict, prepare
 from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
@@ -327,6 +327,17 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
         trust.own_folder(folder) if name == "logs" else attempts.open_next(
             tmp_path / "run", "toy", {}
         )
+
+
+@as_root
+def test_metrics_are_not_exported_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    (tmp_path / "run/attempts").mkdir(parents=True)
+    (tmp_path / "run/summary.json").symlink_to(tmp_path / "secret.json")
+    os.chown(tmp_path / "run", STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="belongs to another user"):
+        export.main([str(tmp_path / "run"), "to=tensorboard"])
+    assert sorted(os.listdir(tmp_path / "run")) == ["attempts", "summary.json"]
 
 
 def test_predictions_are_not_written_through_a_planted_link(
