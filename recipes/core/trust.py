@@ -103,6 +103,13 @@ def private_folder(folder: Path, fix: str = "use a clone of your own") -> Path:
     return folder
 
 
+def private_temporary(folder: Path) -> Path:
+    """``folder``, which tempfile has made. Raises MachineError if another user can exchange it,
+    because $TMPDIR is neither sticky nor this user's own.
+    """
+    return private_folder(folder, "set TMPDIR to a folder of your own")
+
+
 def who_else_can_change(path: Path) -> str:
     """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds;
     "" if none does.

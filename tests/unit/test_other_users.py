@@ -517,6 +517,16 @@ def test_compiled_code_is_in_a_folder_that_others_cannot_change(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@as_root
+def test_a_temporary_folder_that_a_group_can_exchange_is_not_used(tmp_path: Path) -> None:
+    os.chown(tmp_path, -1, STRANGER)
+    tmp_path.chmod(0o2775)
+    with pytest.raises(MachineError, match=r"its group can write to it.*set TMPDIR to a folder"):
+        trust.private_temporary(Path(tempfile.mkdtemp(dir=tmp_path)))
+    tmp_path.chmod(0o3775)
+    trust.private_temporary(Path(tempfile.mkdtemp(dir=tmp_path)))
+
+
 def test_a_table_of_runs_has_no_control_characters() -> None:
     assert table.aligned([["run", "\x1b]52;c;evil\x07"], ["a\nb", "1"]]) == [
         r"run   \x1b]52;c;evil\x07",
