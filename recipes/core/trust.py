@@ -196,9 +196,10 @@ def own_folder(folder: Path, key: str = "run_dir") -> None:
     """Creates ``folder`` and what is missing above it as the umask says, or finds that it is this
     user's.
 
-    key: that names it. Raises OSError, and MachineError if it, or a link in its place, is
-    another's.
+    key: that names it. Raises OSError, and MachineError if it, or a link on the way to it, is
+    another's, or if another user can write to a run directory. A data folder may be a group's.
     """
+    resolved(folder)
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     for place in reversed(missing):
         place.mkdir(exist_ok=True)
@@ -206,6 +207,8 @@ def own_folder(folder: Path, key: str = "run_dir") -> None:
     folder.mkdir(exist_ok=True)  # raises FileExistsError if there is something else
     if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
         raise MachineError(f"{key}: {folder} belongs to another user; give another {key}=")
+    if key == "run_dir" and (problem := who_else_writes(folder.stat(), folder)):
+        raise MachineError(f"{key}: {folder}: {problem}; or give another {key}=")
 
 
 def _remove_lists(folder: Path) -> None:

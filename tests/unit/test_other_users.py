@@ -126,12 +126,11 @@ def test_a_job_script_is_own_whatever_the_umask_and_the_folder_allow(tmp_path: P
     tmp_path.chmod(0o2775)
     before = os.umask(0o002)
     try:
-        jobs.record(tmp_path, b"#!/bin/bash\n", "1", "toy", [])
+        trust.write_own(tmp_path / "job.sh", b"#!/bin/bash\n")
     finally:
         os.umask(before)
-    for name in ("job.sh", "job.yaml"):
-        with trust.open_own(tmp_path / name):
-            pass
+    with trust.open_own(tmp_path / "job.sh"):
+        pass
 
 
 @as_root
@@ -327,6 +326,19 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
         trust.own_folder(folder) if name == "logs" else attempts.open_next(
             tmp_path / "run", "toy", {}
         )
+
+
+@as_root
+def test_a_run_directory_that_a_group_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(tmp_path, -1, STRANGER)
+    tmp_path.chmod(0o2775)
+    with pytest.raises(MachineError, match=r"run_dir: .*: its group can write to it \(run chmod"):
+        attempts.open_next(tmp_path, "toy", {})
+    trust.own_folder(tmp_path, "data_dir")
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
+    attempts.open_next(tmp_path, "toy", {})
 
 
 @as_root
@@ -599,8 +611,18 @@ def test_data_are_not_written_through_a_link_of_another_user(
         prepare.main(["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"])
         == errors.EXIT_MACHINE
     )
-    assert "cifar10 belongs to another user; give another data_dir=" in capsys.readouterr().err
+    assert "cifar10: is a link of another user; give the folder itself" in capsys.readouterr().err
     assert (mine / "index.json").read_text() == "{}"
+
+
+@as_root
+def test_a_folder_for_data_is_not_behind_a_link_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "mine/text").mkdir(parents=True)
+    link = tmp_path / "data"
+    link.symlink_to(tmp_path / "mine")
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    with pytest.raises(MachineError, match="data: is a link of another user"):
+        trust.own_folder(link / "text", "data_dir")
 
 
 @pytest.mark.parametrize("kind", ["a link", "a named pipe"])
