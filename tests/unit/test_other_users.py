@@ -26,6 +26,7 @@ from recipes import export, predict, prepare
 from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
+from recipes.core.data import labelled, pillow, text
 from recipes.core.doctor import explain
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import jobs, runs, snapshot
@@ -364,6 +365,20 @@ def test_predictions_are_not_written_through_a_planted_link(
     predict.main(["run", str(tmp_path / "a.png"), "--csv", str(tmp_path / "out.csv")])
     assert (tmp_path / ".bashrc").read_text() == "mine"
     assert (tmp_path / "out.csv").read_text().splitlines()[0] == "file,class,a"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
+def test_a_planted_file_among_data_stops_no_reader(tmp_path: Path, kind: str) -> None:
+    for name in ("a.jpg", "b.csv", "c.txt"):
+        path = tmp_path / name
+        os.mkfifo(path) if kind == "a named pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(pillow.Unreadable, match="not an ordinary file"):
+        pillow.read_file(tmp_path / "a.jpg")
+    with pytest.raises(InputError, match="not an ordinary file"):
+        labelled.read_table(tmp_path / "b.csv", tmp_path, False)
+    with pytest.raises(InputError, match=r"has no \.txt"):
+        text.write(str(tmp_path), tmp_path / "text", "bytes", 1, print)
 
 
 def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:

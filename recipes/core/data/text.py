@@ -200,10 +200,10 @@ def _groups(source: str, say: Callable[[str], None]) -> list[list[Path]]:
         else:
             files_of_source.append(path)
 
-    paths = sorted(path.absolute() for path in files_of_source if path.suffix.lower() in ENDINGS)
-    others = [
-        os.fsencode(path.name) for path in files_of_source if path.suffix.lower() not in ENDINGS
-    ]
+    # is_file: not a named pipe or a device in another user's folder
+    texts = {path for path in files_of_source if path.suffix.lower() in ENDINGS and path.is_file()}
+    paths = sorted(path.absolute() for path in texts)
+    others = [os.fsencode(path.name) for path in files_of_source if path not in texts]
     classfolder.say_left_out(source, others, say)
     if not paths:
         raise InputError(
