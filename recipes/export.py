@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import InputError
 from recipes.core.report import trackers
 from recipes.core.run import table
@@ -60,8 +60,11 @@ def to_tracker(argv: list[str]) -> int:
         raise InputError(f"to={errors.shown(to)}: must be one of {', '.join(trackers.TRACKERS)}")
     export = partial(trackers.export, to=to, project=keys.get("project", ""))
     for path in table.find([Path(word) for word in argv if word not in words]):
-        with files.writing_to(path, "run_dir"), files.locked(path / trackers.LOCK):
-            print(table.read_one(path, export), flush=True)
+        with files.writing_to(path, "run_dir"):
+            trust.own_folder(path)
+            with files.locked(path / trackers.LOCK):
+                line = table.read_one(path, export)
+        print(errors.printable(line), flush=True)
     return errors.EXIT_DONE
 
 

@@ -12,15 +12,16 @@ read.
 
 import argparse
 import csv
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.data import classfolder
 from recipes.core.errors import InputError
 
@@ -62,6 +63,25 @@ def answers(
             yield from zip(inputs, probabilities.tolist(), strict=True)
 
 
+def classify(model: Any, args: argparse.Namespace, faults: list[str], to: IO[bytes]) -> None:
+    """Prints the classes of the images, and writes the table of all probabilities as CSV."""
+    file = io.TextIOWrapper(to, "utf-8", "backslashreplace", newline="")
+    table = csv.writer(file)
+    table.writerow(["file", "class", *model.classes])
+    paths = [path for word in args.images for path in images(word)]
+    for path, values in answers(model, paths, faults):
+        ordered = sorted(zip(model.classes, values, strict=True), key=lambda pair: -pair[1])
+        best = ordered[0][0]
+        table.writerow([path, best, *(f"{value:.6f}" for value in values)])
+        if args.json:
+            rounded = {name: round(value, 6) for name, value in ordered}
+            print(json.dumps({"file": str(path), "class": best, "probabilities": rounded}))
+        elif not args.csv:
+            first = [f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]]
+            print(f"{errors.shown(path, 4096)}  {'  '.join(first)}")
+    file.detach()  # it flushes; the caller closes the file
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m recipes.predict", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -76,22 +96,13 @@ def main(argv: list[str]) -> int:
 
     model = trained.load(args.run, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"model: {model.path}", file=sys.stderr)
-    paths = [path for word in args.images for path in images(word)]
     faults: list[str] = []
-    csv_file = args.csv or os.devnull
-    with open(csv_file, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        table = csv.writer(file)
-        table.writerow(["file", "class", *model.classes])
-        for path, values in answers(model, paths, faults):
-            ordered = sorted(zip(model.classes, values, strict=True), key=lambda pair: -pair[1])
-            best = ordered[0][0]
-            table.writerow([path, best, *(f"{value:.6f}" for value in values)])
-            if args.json:
-                rounded = {name: round(value, 6) for name, value in ordered}
-                print(json.dumps({"file": str(path), "class": best, "probabilities": rounded}))
-            elif not args.csv:
-                first = [f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]]
-                print(f"{errors.shown(path, 4096)}  {'  '.join(first)}")
+    if args.csv:
+        # A rename replaces a link that another user has made in a shared folder.
+        files.write_whole(Path(args.csv), lambda file: classify(model, args, faults, file))
+    else:
+        with open(os.devnull, "wb") as nowhere:
+            classify(model, args, faults, nowhere)
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)
     return errors.EXIT_CONFIG if faults else errors.EXIT_DONE

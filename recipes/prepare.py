@@ -227,6 +227,7 @@ def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
         (folder / "index.json").unlink(missing_ok=True)
         # whose files nobody can exchange before they are unpickled
         with tempfile.TemporaryDirectory() as scratch:
+            trust.private_temporary(Path(scratch))
             name = str(source or cifar10.URL)
             if source is None:
                 source = Path(scratch, cifar10.ARCHIVE)

@@ -103,6 +103,13 @@ def private_folder(folder: Path, fix: str = "use a clone of your own") -> Path:
     return folder
 
 
+def private_temporary(folder: Path) -> Path:
+    """``folder``, which tempfile has made. Raises MachineError if another user can exchange it,
+    because $TMPDIR is neither sticky nor this user's own.
+    """
+    return private_folder(folder, "set TMPDIR to a folder of your own")
+
+
 def who_else_can_change(path: Path) -> str:
     """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds;
     "" if none does.
@@ -188,9 +195,10 @@ def own_folder(folder: Path, key: str = "run_dir") -> None:
     """Creates ``folder`` and what is missing above it as the umask says, or finds that it is this
     user's.
 
-    key: that names it. Raises OSError, and MachineError if it, or a link in its place, is
-    another's.
+    key: that names it. Raises OSError, and MachineError if it, or a link on the way to it, is
+    another's, or if another user can write to a run directory. A data folder may be a group's.
     """
+    resolved(folder)
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     for place in reversed(missing):
         place.mkdir(exist_ok=True)
@@ -198,6 +206,8 @@ def own_folder(folder: Path, key: str = "run_dir") -> None:
     folder.mkdir(exist_ok=True)  # raises FileExistsError if there is something else
     if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
         raise MachineError(f"{key}: {folder} belongs to another user; give another {key}=")
+    if key == "run_dir" and (problem := who_else_writes(folder.stat(), folder)):
+        raise MachineError(f"{key}: {folder}: {problem}; or give another {key}=")
 
 
 def _remove_lists(folder: Path) -> None:

@@ -22,16 +22,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from recipes import prepare
+from recipes import export, predict, prepare
 from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
+from recipes.core.data import labelled, pillow, text
 from recipes.core.doctor import explain
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import jobs, runs, snapshot
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, entry, logs, resumed, rows, table
-from recipes.core.train import checkpoint, resume, session
+from recipes.core.train import checkpoint, resume, session, trained
 from tests import helpers
 
 STRANGER = 65534
@@ -126,12 +127,11 @@ def test_a_job_script_is_own_whatever_the_umask_and_the_folder_allow(tmp_path: P
     tmp_path.chmod(0o2775)
     before = os.umask(0o002)
     try:
-        jobs.record(tmp_path, b"#!/bin/bash\n", "1", "toy", [])
+        trust.write_own(tmp_path / "job.sh", b"#!/bin/bash\n")
     finally:
         os.umask(before)
-    for name in ("job.sh", "job.yaml"):
-        with trust.open_own(tmp_path / name):
-            pass
+    with trust.open_own(tmp_path / "job.sh"):
+        pass
 
 
 @as_root
@@ -329,6 +329,58 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
         )
 
 
+@as_root
+def test_a_run_directory_that_a_group_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(tmp_path, -1, STRANGER)
+    tmp_path.chmod(0o2775)
+    with pytest.raises(MachineError, match=r"run_dir: .*: its group can write to it \(run chmod"):
+        attempts.open_next(tmp_path, "toy", {})
+    trust.own_folder(tmp_path, "data_dir")
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
+    attempts.open_next(tmp_path, "toy", {})
+
+
+@as_root
+def test_metrics_are_not_exported_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    (tmp_path / "run/attempts").mkdir(parents=True)
+    (tmp_path / "run/summary.json").symlink_to(tmp_path / "secret.json")
+    os.chown(tmp_path / "run", STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="belongs to another user"):
+        export.main([str(tmp_path / "run"), "to=tensorboard"])
+    assert sorted(os.listdir(tmp_path / "run")) == ["attempts", "summary.json"]
+
+
+def test_predictions_are_not_written_through_a_planted_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".bashrc").write_text("mine")
+    (tmp_path / "out.csv").symlink_to(tmp_path / ".bashrc")
+    model = SimpleNamespace(classes=["a"], path="x")
+    monkeypatch.setattr(trained, "load", lambda run, device: model)
+    (tmp_path / "a.png").touch()
+    monkeypatch.setattr(predict, "answers", lambda model, paths, faults: [(paths[0], [1.0])])
+    predict.main(["run", str(tmp_path / "a.png"), "--csv", str(tmp_path / "out.csv")])
+    assert (tmp_path / ".bashrc").read_text() == "mine"
+    assert (tmp_path / "out.csv").read_text().splitlines()[0] == "file,class,a"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
+def test_a_planted_file_among_data_stops_no_reader(tmp_path: Path, kind: str) -> None:
+    for name in ("a.jpg", "b.csv", "c.txt"):
+        path = tmp_path / name
+        os.mkfifo(path) if kind == "a named pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(pillow.Unreadable, match="not an ordinary file"):
+        pillow.read_file(tmp_path / "a.jpg")
+    with pytest.raises(InputError, match="not an ordinary file"):
+        labelled.read_table(tmp_path / "b.csv", tmp_path, False)
+    with pytest.raises(InputError, match=r"has no \.txt"):
+        text.write(str(tmp_path), tmp_path / "text", "bytes", 1, print)
+
+
 def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
     (tmp_path / "rank0.log").symlink_to(tmp_path / "authorized_keys")
     with (
@@ -492,6 +544,16 @@ def test_compiled_code_is_in_a_folder_that_others_cannot_change(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@as_root
+def test_a_temporary_folder_that_a_group_can_exchange_is_not_used(tmp_path: Path) -> None:
+    os.chown(tmp_path, -1, STRANGER)
+    tmp_path.chmod(0o2775)
+    with pytest.raises(MachineError, match=r"its group can write to it.*set TMPDIR to a folder"):
+        trust.private_temporary(Path(tempfile.mkdtemp(dir=tmp_path)))
+    tmp_path.chmod(0o3775)
+    trust.private_temporary(Path(tempfile.mkdtemp(dir=tmp_path)))
+
+
 def test_a_table_of_runs_has_no_control_characters() -> None:
     assert table.aligned([["run", "\x1b]52;c;evil\x07"], ["a\nb", "1"]]) == [
         r"run   \x1b]52;c;evil\x07",
@@ -564,8 +626,18 @@ def test_data_are_not_written_through_a_link_of_another_user(
         prepare.main(["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"])
         == errors.EXIT_MACHINE
     )
-    assert "cifar10 belongs to another user; give another data_dir=" in capsys.readouterr().err
+    assert "cifar10: is a link of another user; give the folder itself" in capsys.readouterr().err
     assert (mine / "index.json").read_text() == "{}"
+
+
+@as_root
+def test_a_folder_for_data_is_not_behind_a_link_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "mine/text").mkdir(parents=True)
+    link = tmp_path / "data"
+    link.symlink_to(tmp_path / "mine")
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    with pytest.raises(MachineError, match="data: is a link of another user"):
+        trust.own_folder(link / "text", "data_dir")
 
 
 @pytest.mark.parametrize("kind", ["a link", "a named pipe"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from recipes.core import errors
+from recipes.core.data import pillow
 from recipes.core.errors import InputError
 
 # torchvision's IMG_EXTENSIONS (datasets/folder.py), and other common endings of the same formats.
@@ -50,9 +51,8 @@ class Listing:
         return f"{self.classes[self._labels[i]]}/{os.fsdecode(file)}"
 
     def read(self, i: int) -> bytes:
-        """The sample's file. Raises OSError."""
-        with open(f"{self.place}/{self.name(i)}", "rb", buffering=0) as file:
-            return file.readall()
+        """The sample's file. Raises Unreadable."""
+        return pillow.read_file(Path(f"{self.place}/{self.name(i)}"))
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of all names and labels in their order."""

@@ -4,6 +4,7 @@ validation, as torch data sets.
 
 import csv
 import hashlib
+import io
 import os
 import unicodedata
 from collections import defaultdict
@@ -21,9 +22,11 @@ from recipes.core.data.classfolder import Listing
 from recipes.core.data.image_sets import Fake
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
+from recipes.core.files import read_bounded
 
 SPLIT = 2  # the stream of `sampling.generator` that divides a set without a validation part
 SEPARATOR = ";"  # between the labels of one image
+MAX_TABLE = 1 << 30  # bytes of a CSV
 FAKE = 60, 3  # samples and classes of dataset=fake
 COLUMNS = ("file", "label", "split")
 Say = Callable[[str], object]
@@ -60,8 +63,8 @@ class Table:
         return self.files[i]
 
     def read(self, i: int) -> bytes:
-        """The sample's file. Raises OSError."""
-        return (self.folder / self.files[i]).read_bytes()
+        """The sample's file. Raises Unreadable."""
+        return pillow.read_file(self.folder / self.files[i])
 
     def digest(self) -> str:
         text = repr((self.classes, self.files, self.labels, self.splits))
@@ -216,11 +219,11 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
     """
     key = f"labels={str(path)!r}"
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            rows = list(reader)
-            columns = reader.fieldnames or []
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = read_bounded(path, MAX_TABLE).decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+        rows = list(reader)
+        columns = reader.fieldnames or []
+    except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{key}: cannot be read ({error}): give a CSV in UTF-8") from None
     if not rows or not {"file", "label"} <= {*columns}:
         needed = "a first line with the columns file,label and rows below it"

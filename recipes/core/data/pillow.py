@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.core import errors
+from recipes.core import errors, files
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
 LONGEST = 65500  # pixels of a side: libjpeg's limit
+LARGEST = 1 << 30  # bytes of a file
 
 
 class Unreadable(Exception):
@@ -24,11 +25,15 @@ class Unreadable(Exception):
 
 
 def read_file(path: Path) -> bytes:
-    """The file's bytes. Raises Unreadable."""
+    """The file's bytes. Raises Unreadable, also for a named pipe or a device in another user's
+    folder.
+    """
     try:
-        return path.read_bytes()
+        return files.read_bounded(path, LARGEST)
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise Unreadable(f"cannot be read ({error})") from None
 
 
 def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:

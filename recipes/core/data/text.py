@@ -192,7 +192,8 @@ def _groups(source: str, say: Callable[[str], None]) -> list[list[Path]]:
     paths = list[Path]()
     others = list[bytes]()
     for path in candidates:
-        if path.suffix.lower() in ENDINGS:
+        # is_file: not a named pipe or a device in another user's folder
+        if path.suffix.lower() in ENDINGS and path.is_file():
             paths.append(path.absolute())
         else:
             others.append(os.fsencode(path.name))

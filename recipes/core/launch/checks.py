@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.data import datasets
@@ -87,7 +87,7 @@ def start(
         return Found()
     recipe = settings.recipe
     with tempfile.TemporaryDirectory(prefix="recipes-check-", ignore_cleanup_errors=True) as name:
-        folder = Path(os.path.realpath(name))
+        folder = trust.private_temporary(Path(os.path.realpath(name)))
         place = folder / "run"
         found_file = folder / "found.json"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")

@@ -120,7 +120,10 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         # torch reads this variable when it is imported
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
+        try:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
+        except MachineError as error:
+            _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
     # else g++ reads headers of others from /tmp
     os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if settings.config.deterministic:
@@ -131,7 +134,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
 
 def _cache_of_compiled_code() -> Path:
     """A folder in the temporary directory in which no other user can write; one for this process
-    alone if it cannot be kept.
+    alone if it cannot be kept. Raises MachineError if another user could exchange that one too.
 
     torch executes what it finds there. Its own default is a name in /tmp that other users can
     create first, and torch creates this folder even without compile=true (seen with torch 2.15).
@@ -139,9 +142,9 @@ def _cache_of_compiled_code() -> Path:
     try:
         return trust.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
     except MachineError:
-        folder = tempfile.mkdtemp(prefix="recipes-")
+        folder = Path(tempfile.mkdtemp(prefix="recipes-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return Path(folder)
+        return trust.private_temporary(folder)
 
 
 def _rank_unchecked() -> str:

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from recipes.core import files
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format
@@ -83,7 +84,7 @@ def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
     """Opens a file for reading. Raises InputError if it is missing or has another size."""
     path = folder / file.name
     try:
-        opened = open(path, "rb", buffering=0)  # noqa: SIM115
+        opened = open(path, "rb", buffering=0, opener=files.without_waiting)  # noqa: SIM115
         size = os.fstat(opened.fileno()).st_size
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
