@@ -19,19 +19,21 @@ class Config(TrainKeys):
     dataset: str = key("cifar10", "cifar10; fake: random images", values=("cifar10", "fake"))
     arch: Arch = key(
         Arch.resnet18,
-        "resnet18 (adapted to images of 32 px), airbench94 (a fifth of the compute of resnet18; set by "
-        "variant=fast) or airbench96 (set by variant=accurate)",
+        "resnet18 (adapted to images of 32 px), airbench94 (a fifth of the compute of resnet18; "
+        "set by variant=fast) or airbench96 (set by variant=accurate)",
     )
     epochs: int = default(TrainKeys, "epochs", 30)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
     lr: float = key(
         0.4,
-        "peak learning rate for a global batch of lr_batch_size; airbench94 and airbench96 use it for the filters only",
+        "peak learning rate for a global batch of lr_batch_size; airbench94 and airbench96 use it "
+        "for the filters only",
         low=0,
     )
     lr_batch_size: int = key(
         512,
-        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
+        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; "
+        "0: not scaled",
         low=0,
         high=2**30,
     )
@@ -46,15 +48,15 @@ class Config(TrainKeys):
     )
     weight_decay: float = key(
         5e-4,
-        "weight decay; resnet18: norms and biases have none; airbench94, airbench96: only the head and the biases "
-        "have it, multiplied by the batch size",
+        "weight decay; resnet18: norms and biases have none; airbench94, airbench96: only the "
+        "head and the biases have it, multiplied by the batch size",
         low=0,
     )
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     ema: float = key(
         0.0,
-        "decay of the averaged weights (EMA) per lr_batch_size samples (per step if lr_batch_size=0); "
-        "evaluations use these weights; 0: no averaging",
+        "decay of the averaged weights (EMA) per lr_batch_size samples (per step if "
+        "lr_batch_size=0); evaluations use these weights; 0: no averaging",
         low=0,
         high=0.999999,
     )
@@ -79,7 +81,8 @@ class Config(TrainKeys):
     )
     tta_shift: int = key(
         0,
-        "with tta=true: also evaluate two shifted copies of each image, one up and left, the other down and right, "
+        "with tta=true: also evaluate two shifted copies of each image, one up and left, "
+        "the other down and right, "
         "by this number of pixels; each copy has half the weight of the image itself; 0: no copies",
         low=0,
         high=8,

@@ -28,7 +28,8 @@ Mode = Enum("Mode", "learn bench")
 class Config(RecipeKeys):
     mode: Mode = key(
         Mode.learn,
-        "learn: explain and check each operation; bench: measure the speed of operations at several sizes",
+        "learn: explain and check each operation; bench: measure the speed of operations at "
+        "several sizes",
     )
     operations: str = key(
         "",
@@ -38,7 +39,8 @@ class Config(RecipeKeys):
     )
     sizes: str = key(
         "4..64M",
-        "bench: sizes of the whole array in bytes, as FROM..TO; each size is four times the previous one",
+        "bench: sizes of the whole array in bytes, as FROM..TO; each size is four times the "
+        "previous one",
         pattern=rf"{SIZE}\.\.{SIZE}",
         form="FROM..TO, such as 4..64M or 1M..1G",
     )

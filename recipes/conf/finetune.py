@@ -11,7 +11,8 @@ from recipes.core.errors import ConfigError
 class Config(TrainKeys):
     dataset: str = key(
         "images",
-        "images: class folders in data_dir, or in its train/ and val/, or the files that labels= lists; fake: random images",
+        "images: class folders in data_dir, or in its train/ and val/, "
+        "or the files that labels= lists; fake: random images",
         values=("images", "fake"),
     )
     labels: str = key(
@@ -23,7 +24,8 @@ class Config(TrainKeys):
     multi_label: bool = key(False, "an image may have several labels, separated by ; in the CSV")
     val_fraction: float = key(
         0.2,
-        "fraction of each class to use for validation if the data has neither val/ nor a column named split",
+        "fraction of each class to use for validation if the data has neither val/ nor a column "
+        "named split",
         low=0.01,
         high=0.9,
     )
@@ -38,7 +40,8 @@ class Config(TrainKeys):
     )
     pretrained: str = key(
         "true",
-        "weights to start from: true (the model's default ones), a name such as IMAGENET1K_V2, or false (random)",
+        "weights to start from: true (the model's default ones), a name such as IMAGENET1K_V2, "
+        "or false (random)",
         pattern=NAME,
     )
     weights: str = key(
@@ -49,8 +52,8 @@ class Config(TrainKeys):
     )
     train: str = key(
         "all",
-        "what to train; all: every weight; head: only the last layer; "
-        "lora: the last layer, and a low-rank addition to the matrix of every other linear or convolution layer",
+        "what to train; all: every weight; head: only the last layer; lora: the last layer, and "
+        "a low-rank addition to the matrix of every other linear or convolution layer",
         values=("all", "head", "lora"),
     )
     lora_rank: int = key(8, "rank of the matrices of train=lora", low=1, high=1024)
@@ -119,7 +122,8 @@ class Config(TrainKeys):
             object.__setattr__(self, "best_metric", "val_map")
         if self.mixup and self.cutmix:
             raise ConfigError(
-                f"cutmix={self.cutmix}: cannot be used with mixup={self.mixup}; leave one of them out"
+                f"cutmix={self.cutmix}: cannot be used with mixup={self.mixup}; "
+                "leave one of them out"
             )
         for name in ("mixup", "cutmix", "class_weights"):
             value = getattr(self, name)

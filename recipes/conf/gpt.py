@@ -32,8 +32,8 @@ class Config(TrainKeys):
     )
     depth: int = key(
         12,
-        "number of blocks; width=, kv_heads=, global_batch_size=, tokens=, max_steps=, embed_lr= and "
-        "head_lr= follow from it if they are 0",
+        "number of blocks; width=, kv_heads=, global_batch_size=, tokens=, max_steps=, embed_lr= "
+        "and head_lr= follow from it if they are 0",
         low=1,
         high=256,
     )

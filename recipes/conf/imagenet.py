@@ -23,17 +23,20 @@ class Config(TrainKeys):
     )
     stage_dir: str = key(
         "",
-        "folder on the node's local disk, such as '$TMPDIR', to which each node first copies the packed data",
+        "folder on the node's local disk, such as '$TMPDIR', to which each node first copies the "
+        "packed data",
         path=True,
     )
     decoder: Decoder = key(
         Decoder.auto,
-        "auto: torchcodec if it is installed, else torchvision (the pixels of either differ from Pillow's by at most 1); "
+        "auto: torchcodec if it is installed, else torchvision (the pixels of either differ from "
+        "Pillow's by at most 1); "
         "opencv: faster, but the pixels differ, since it resizes without antialiasing",
     )
     num_workers: int = key(
         -1,
-        "processes per rank that decode images; -1: one fewer than the CPUs of a rank, at most 16; 0: decode in the main process",
+        "processes per rank that decode images; -1: one fewer than the CPUs of a rank, at most 16; "
+        "0: decode in the main process",
         low=-1,
         high=1024,
     )
@@ -45,7 +48,8 @@ class Config(TrainKeys):
     )
     pretrained: str = key(
         "",
-        "torchvision's weights to start from: true (the newest), or a name such as IMAGENET1K_V2; empty: random",
+        "torchvision's weights to start from: true (the newest), or a name such as IMAGENET1K_V2; "
+        "empty: random",
         pattern=NAME,
     )
     weights: str = key(
@@ -58,12 +62,14 @@ class Config(TrainKeys):
     global_batch_size: int = default(TrainKeys, "global_batch_size", 1024)
     optimizer: Optimizer = key(
         Optimizer.sgd,
-        "sgd, or lars for global batches of at least 8192 (with lr_batch_size=0 and lr= of about 10)",
+        "sgd, or lars for global batches of at least 8192 (with lr_batch_size=0 and lr= of about "
+        "10)",
     )
     lr: float = key(0.1, "peak learning rate for a global batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
         256,
-        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
+        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; "
+        "0: not scaled",
         low=0,
         high=2**30,
     )
@@ -72,7 +78,8 @@ class Config(TrainKeys):
     )
     schedule: Schedule = key(
         Schedule.cosine,
-        "learning rate after the warm-up: cosine (falls to zero) or step (divided by 10 after each third of the epochs)",
+        "learning rate after the warm-up: cosine (falls to zero) or step (divided by 10 after each "
+        "third of the epochs)",
     )
     momentum: float = key(0.9, "momentum", low=0, high=1)
     nesterov: bool = key(True, "Nesterov's momentum (sgd)")
@@ -85,8 +92,8 @@ class Config(TrainKeys):
     mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
     ema: float = key(
         0.0,
-        "decay of the averaged weights (EMA) per lr_batch_size samples (per step if lr_batch_size=0); "
-        "evaluations use these weights; 0: no averaging",
+        "decay of the averaged weights (EMA) per lr_batch_size samples (per step if "
+        "lr_batch_size=0); evaluations use these weights; 0: no averaging",
         low=0,
         high=0.999999,
     )

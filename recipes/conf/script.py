@@ -33,7 +33,8 @@ class Config(RecipeKeys):
     )
     through: Through = key(
         Through.rank,
-        "what starts the program: rank: the job, once per GPU; torchrun or accelerate: one launcher per node, which "
+        "what starts the program: rank: the job, once per GPU; torchrun or accelerate: "
+        "one launcher per node, which "
         "starts a process per GPU; node: the job, once per node, with all GPUs of the node",
     )
     launcher_args: str = key(
@@ -41,7 +42,8 @@ class Config(RecipeKeys):
     )
     nproc_per_node: int = key(
         0,
-        "processes that through=torchrun or accelerate starts on each node; 0: one per GPU, or ranks_per_node=",
+        "processes that through=torchrun or accelerate starts on each node; "
+        "0: one per GPU, or ranks_per_node=",
         low=0,
         high=1024,
     )
@@ -51,7 +53,8 @@ class Config(RecipeKeys):
     )
     saves: str = key(
         "",
-        "folder in which the program saves: a requeued program that changes nothing there is not requeued again",
+        "folder in which the program saves: a requeued program that changes nothing there is not "
+        "requeued again",
         path=True,
     )
 
@@ -69,9 +72,11 @@ class Config(RecipeKeys):
                 ) from None
         if len(os.fsencode(self.args)) > MOST_BYTES:
             raise ConfigError(
-                f"args=…: is longer than {MOST_BYTES} bytes, which Linux cannot hand on: write the list into a file"
+                f"args=…: is longer than {MOST_BYTES} bytes, which Linux cannot hand on: "
+                "write the list into a file"
             )
         if self.launcher_args and self.through not in (Through.torchrun, Through.accelerate):
             raise ConfigError(
-                f"launcher_args={shown(self.launcher_args)}: requires through=torchrun or through=accelerate"
+                f"launcher_args={shown(self.launcher_args)}: requires through=torchrun or "
+                "through=accelerate"
             )

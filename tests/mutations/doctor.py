@@ -55,7 +55,8 @@ MUTATIONS = [
     Mutation(
         "recipes/core/doctor/judge.py",
         "bad = max((node, peer), key=lambda end: (end in known_bad, failed[end] / tried[end], end))",
-        "bad = max((node, peer), key=lambda end: (end in known_bad, -failed[end] / tried[end], end))",
+        "bad = max((node, peer), key=lambda end: (end in known_bad, -failed[end] / tried[end], "
+        "end))",
         "the doctor excludes the healthy node of a failing link",
         "tests/unit/doctor/test_verdict.py",
     ),

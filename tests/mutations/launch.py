@@ -63,9 +63,12 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/allocation.py",
-        "    return {\n        name: value\n        for name, value in environ.items()\n        if name in kept or not OF_LAUNCHERS.fullmatch(name)\n    }",
-        "    return {name: value for name, value in environ.items() if not OF_LAUNCHERS.fullmatch(name)}",
-        "SLURM_CONF and SBATCH_ACCOUNT are removed, and sbatch finds no cluster or the wrong account",
+        "    return {\n        name: value\n        for name, value in environ.items()\n        if "
+        "name in kept or not OF_LAUNCHERS.fullmatch(name)\n    }",
+        "    return {name: value for name, value in environ.items() if not "
+        "OF_LAUNCHERS.fullmatch(name)}",
+        "SLURM_CONF and SBATCH_ACCOUNT are removed, and sbatch finds no cluster or the wrong "
+        "account",
         "tests/unit/launch/test_allocation.py::test_clean_environment_keeps_the_variables_of_users_and_sites",
     ),
     Mutation(

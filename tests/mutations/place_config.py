@@ -47,7 +47,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/ranks.py",
-        "job = f\"{number(environ, 'SLURM_ARRAY_JOB_ID')}_{number(environ, 'SLURM_ARRAY_TASK_ID')}\"",
+        "job = f\"{number(environ, 'SLURM_ARRAY_JOB_ID')}_{number(environ, "
+        "'SLURM_ARRAY_TASK_ID')}\"",
         'job = str(number(environ, "SLURM_ARRAY_JOB_ID"))',
         "all tasks of an array write into one run directory",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
@@ -75,7 +76,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/network.py",
-        "        if source == address or ipaddress.ip_address(address).is_loopback:\n            own_address = own_address or address\n            continue\n",
+        "        if source == address or ipaddress.ip_address(address).is_loopback:\n            "
+        "own_address = own_address or address\n            continue\n",
         "",
         "the ranks use docker0, which exists on every node and reaches none",
         "tests/unit/place/test_network.py",
@@ -106,7 +108,8 @@ MUTATIONS = [
         "chosen = {**defaults, **of_dataset, **from_run, **given}",
         "chosen = {**given, **of_dataset, **from_run, **defaults}",
         "a key in the site's profile overrides the typed key",
-        "tests/unit/config/test_config.py::test_the_precedence_of_a_run_key tests/unit/config/test_config.py::test_the_precedence_of_a_job_key",
+        "tests/unit/config/test_config.py::test_the_precedence_of_a_run_key "
+        "tests/unit/config/test_config.py::test_the_precedence_of_a_job_key",
     ),
     Mutation(
         "recipes/core/config/parser.py",

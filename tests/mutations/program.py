@@ -42,7 +42,8 @@ MUTATIONS = [
         "recipes/core/program/hook/sitecustomize.py",
         "            with_stops_blocked(start)(self)\n",
         "            start(self)\n",
-        "Slurm's signal to all processes ends the DataLoader workers, and the program before it has saved",
+        "Slurm's signal to all processes ends the DataLoader workers, "
+        "and the program before it has saved",
         "tests/unit/program/test_hook.py",
     ),
     Mutation(

@@ -28,7 +28,8 @@ MUTATIONS = [
         "recipes/core/place/memory.py",
         "count_kills(self.cgroup) > self.kills",
         "count_kills(self.cgroup) > 0",
-        "a rank that failed by itself is said to have used up its memory, since an earlier process of its cgroup did",
+        "a rank that failed by itself is said to have used up its memory, "
+        "since an earlier process of its cgroup did",
         "tests/unit/place/test_memory.py",
     ),
     Mutation(
@@ -138,8 +139,10 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/command_line.py",
-        "        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())",
-        "        dict(zip(values, chosen, strict=True))\n        for chosen in itertools.product(*reversed(values.values()))",
+        "        dict(zip(values, chosen, strict=True)) for chosen in "
+        "itertools.product(*values.values())",
+        "        dict(zip(values, chosen, strict=True))\n        for chosen in "
+        "itertools.product(*reversed(values.values()))",
         "in a sweep over two keys, each key has the values of the other",
         "tests/unit/launch/test_scripts.py::test_each_run_of_a_sweep_has_its_own_values",
     ),

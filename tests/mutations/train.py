@@ -19,7 +19,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/loop.py",
-        '        run.results = {} if cut_short else results\n        run.stopping = reason if cut_short else ""\n',
+        "        run.results = {} if cut_short else results\n        run.stopping = reason if "
+        'cut_short else ""\n',
         '        run.results = results\n        run.stopping = ""\n',
         "an own metric of an evaluation that a stop has cut short is recorded and never repeated",
         "tests/distributed/train/test_loop.py",
@@ -54,7 +55,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",
-        '            state.optimizer.load_state_dict(\n                sharding.state_of(state.optimizer, content["optimizer"])\n            )\n',
+        "            state.optimizer.load_state_dict(\n                "
+        'sharding.state_of(state.optimizer, content["optimizer"])\n            )\n',
         "",
         "a resumed run has lost its momentum",
         "tests/distributed/train/test_exact_resume.py",
@@ -201,8 +203,10 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "    batches = GlobalBatches(\n        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests\n    )",
-        "    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)",
+        "    batches = GlobalBatches(\n        len(train_set), cfg.global_batch_size, cfg.seed, "
+        "world.rank, world.size, *digests\n    )",
+        "    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, "
+        "world.size)",
         "cifar: a resumed run continues with other images",
         "tests/distributed/recipes/test_cifar.py::test_a_run_is_not_resumed_with_different_images",
     ),

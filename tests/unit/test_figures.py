@@ -41,17 +41,21 @@ TORCH = of_pyproject('"torch')
 FIGURES = [
     (
         "README.md",
-        f"`variant=fast` reaches {100 * FOUND['accuracy']['mean']:.1f} % test accuracy in {FOUND['accuracy']['fast, seconds of training']:g} s of training. This is the mean of {len(FAST)} seeds",
+        f"`variant=fast` reaches {100 * FOUND['accuracy']['mean']:.1f} % test accuracy in "
+        f"{FOUND['accuracy']['fast, seconds of training']:g} s of training. This is the mean of "
+        f"{len(FAST)} seeds",
     ),
     ("recipes/cifar.py", f"variant=accurate {100 * FOUND['accuracy']['accurate']:.1f} %"),
     ("README.md", f"The loss falls from {LOSSES[0]:.2f} to {LOSSES[1]:.3f} in 20 epochs"),
     (
         "README.md",
-        f"Test accuracy {statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds)",
+        f"Test accuracy {statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} "
+        "seeds)",
     ),
     (
         "recipes/mnist.py",
-        f"{statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds, {min(DIGITS):.2f} to {max(DIGITS):.2f} %",
+        f"{statistics.fmean(DIGITS):.1f} % after 4 epochs (mean of {len(DIGITS)} seeds, "
+        f"{min(DIGITS):.2f} to {max(DIGITS):.2f} %",
     ),
     ("README.md", f"{CPU['gpt']['val_bpb']:.3f} bits per byte (1 seed)"),
     ("recipes/gpt.py", f"val_bpb {CPU['gpt']['val_bpb']:.3f} after {CPU['gpt']['steps']} steps"),
@@ -117,7 +121,8 @@ FIGURES = [
     ),
     (
         "README.md",
-        f"`make gpu` runs {len(checks.TOGETHER + checks.ALONE)} checks of the GPU code on one GPU. On an H100, all {PASSED} have passed",
+        f"`make gpu` runs {len(checks.TOGETHER + checks.ALONE)} checks of the GPU code on one GPU. "
+        f"On an H100, all {PASSED} have passed",
     ),
     ("README.md", f"Python ≥ {PYTHON}, torch ≥ {TORCH}"),
     ("docs/resume-and-failures.md", f"other faults, {len(table.ROWS)} in total"),
@@ -125,7 +130,8 @@ FIGURES = [
     ("docs/resume-and-failures.md", f"`keep_checkpoints={USUAL.keep_checkpoints}`"),
     (
         "docs/resume-and-failures.md",
-        f"{USUAL.stop_before_s:.0f} s before the job's end (`stop_before_s={USUAL.stop_before_s:.0f}`)",
+        f"{USUAL.stop_before_s:.0f} s before the job's end "
+        f"(`stop_before_s={USUAL.stop_before_s:.0f}`)",
     ),
     ("docs/resume-and-failures.md", f"`timeout_s` + {watchdog.MARGIN_S:.0f} s"),
     ("docs/resume-and-failures.md", f"less than {queue.SHORT_S / 60:.0f} minutes"),
@@ -139,7 +145,8 @@ FIGURES = [
     ),
     (
         "docs/watching.md",
-        f"needs at least {efficiency.SLOW_RANK} times as long per step as the median rank (after {efficiency.STEPS} steps)",
+        f"needs at least {efficiency.SLOW_RANK} times as long per step as the median rank (after "
+        f"{efficiency.STEPS} steps)",
     ),
     (
         "docs/watching.md",

@@ -783,7 +783,10 @@ def test_a_folder_for_runs_that_a_group_shares_is_refused_with_a_fix(
     clone = make(place / "clone", 0o755)
     runs = make(clone / "runs", 0o2775)
     with account(ME):
-        problem = r"runs: its group can write to it \(run chmod g-w on it, or export RECIPES_TRUST_GROUP=1 if"
+        problem = (
+            r"runs: its group can write to it \(run chmod g-w on it, "
+            r"or export RECIPES_TRUST_GROUP=1 if"
+        )
         with pytest.raises(MachineError, match=problem):
             trust.private_folder(runs / "code")
         if fix.startswith("chmod"):

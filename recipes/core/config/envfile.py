@@ -25,8 +25,9 @@ PATH_SHOWN = 300  # characters of a path that a message shows
 _SETTING = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_.,:/@%+=^-]*|"[ !#%-\[\]^_a-~]*")')
 _COMMENT = re.compile(r"[ \t]*(#.*)?")
 FORM = (
-    "must be NAME=value or a comment; a value may have letters, digits and _.,:/@%+=^-, and between double quotes"
-    " any other printable ASCII characters except $, backquotes, backslashes and double quotes (nothing is expanded)"
+    "must be NAME=value or a comment; a value may have letters, digits and _.,:/@%+=^-, and "
+    "between double quotes any other printable ASCII characters except $, backquotes, backslashes "
+    "and double quotes (nothing is expanded)"
 )
 
 _SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")
@@ -67,7 +68,8 @@ def parse(text: str, name: str) -> dict[str, str]:
         where = f"{shown(name, PATH_SHOWN)}:{number}"
         if not line.replace("\t", " ").isprintable():
             raise ConfigError(
-                f"{where}: has an invisible character; save the file as plain UTF-8 with Unix line ends"
+                f"{where}: has an invisible character; save the file as plain UTF-8 with Unix line "
+                "ends"
             )
         if _COMMENT.fullmatch(line):
             continue
@@ -81,11 +83,13 @@ def parse(text: str, name: str) -> dict[str, str]:
             )
         if _REFUSED.fullmatch(variable):
             raise ConfigError(
-                f"{where}: {variable} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
+                f"{where}: {variable} chooses which code runs, or belongs to the shell, "
+                "to Slurm or to the launcher; remove it"
             )
         if any(_SECRET_PART.fullmatch(part) for part in variable.upper().split("_")):
             raise ConfigError(
-                f"{where}: {variable} looks like a secret, and env files are shared; export it in your own shell"
+                f"{where}: {variable} looks like a secret, and env files are shared; "
+                "export it in your own shell"
             )
         settings[variable] = value.strip('"')
     return settings
@@ -108,7 +112,8 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
         ) from None
     if problem:
         raise ConfigError(
-            f"{shown(path, PATH_SHOWN)}: {shown(problem, PATH_SHOWN)}; or use a copy in env/ of your own clone"
+            f"{shown(path, PATH_SHOWN)}: {shown(problem, PATH_SHOWN)}; "
+            "or use a copy in env/ of your own clone"
         )
     return parse(text, str(path))
 
@@ -121,8 +126,9 @@ def require_harmless(settings: Mapping[str, str], name: str) -> None:
         is_path = _NAMES_A_FILE.fullmatch(variable) and re.search("[/.]", value)
         if not _HARMLESS.fullmatch(variable) or _NEVER.fullmatch(variable) or is_path:
             raise ConfigError(
-                f"{shown(name, PATH_SHOWN)}: {variable} may choose which code runs or which file is written: "
-                "set it in an env file in env/clusters/ of your clone, or export it in your own shell"
+                f"{shown(name, PATH_SHOWN)}: {variable} may choose which code runs or which file "
+                "is written: set it in an env file in env/clusters/ of your clone, or export it "
+                "in your own shell"
             )
 
 

@@ -57,7 +57,8 @@ class JobKeys:
     )
     gpu_memory_gb: float = key(
         0.0,
-        "memory of each GPU in GB; launch.py check refuses a model whose training needs more; 0: not known",
+        "memory of each GPU in GB; launch.py check refuses a model whose training needs more; "
+        "0: not known",
         low=0,
     )
     ranks_per_node: int | None = key(
@@ -69,15 +70,16 @@ class JobKeys:
     )
     cpus_per_rank: int | None = key(
         None,
-        "CPUs per rank; default: the profile's value; without one, 8 on GPUs, and with device=cpu the sum of "
-        "cpu_threads= (0 counts as 1) and num_workers= (-1 counts as 6)",
+        "CPUs per rank; default: the profile's value; without one, 8 on GPUs, and with "
+        "device=cpu the sum of cpu_threads= (0 counts as 1) and num_workers= (-1 counts as 6)",
         low=1,
         high=4096,
         sbatch="--cpus-per-task",
     )
     gpus: str = key(
         "",
-        "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2",
+        "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; "
+        "with launcher=local on several machines: GPUs of each machine, such as 8,2",
         pattern=r"\d{1,4}(,\d{1,4})*",
         form="a whole number, or several separated by commas, such as 8,2",
         sbatch="--ntasks and --gpus-per-task=1",
@@ -147,19 +149,22 @@ class JobKeys:
     )
     container: str = key(
         "",
-        "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, such as docker://…",
+        "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime "
+        "downloads, such as docker://…",
         pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}",
         form="a path or an address of letters, digits and _ . / : # @ + ~ -",
         sbatch="export RECIPES_CONTAINER",
     )
     container_runtime: Runtime = key(
         Runtime.auto,
-        "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), apptainer, singularity or pyxis",
+        "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), "
+        "apptainer, singularity or pyxis",
         sbatch="export RECIPES_CONTAINER_RUNTIME",
     )
     container_mounts: str = key(
         "",
-        "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are always mounted",
+        "further folders to mount, HOST or HOST:INSIDE, separated by commas; "
+        "the repository and the paths of the run are always mounted",
         pattern=MOUNT + f"(,{MOUNT})*",
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
         sbatch="export RECIPES_CONTAINER_MOUNTS",
@@ -182,7 +187,8 @@ class JobKeys:
     )
     forget: str = key(
         "",
-        "use this node again, although the doctor found it bad in the last 24 hours; all: every such node",
+        "use this node again, although the doctor found it bad in the last 24 hours; "
+        "all: every such node",
         pattern=NAME,
         form="the name of a node, or all",
     )
@@ -242,7 +248,8 @@ def extra_options(text: str) -> dict[str, str]:
         option = re.fullmatch(r"--([a-z][a-z0-9-]+)(?:=([^'\"\\\\]+))?", word)
         if not option:
             raise ConfigError(
-                f"{given}: '{shown(word)}' must be --option or --option=value, without quotes and backslashes"
+                f"{given}: '{shown(word)}' must be --option or --option=value, "
+                "without quotes and backslashes"
             )
         name, value = option.groups(default="")
         # sbatch accepts an abbreviated option.

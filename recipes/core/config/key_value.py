@@ -38,11 +38,13 @@ def read(argv: Sequence[str]) -> dict[str, str]:
     from_file = read_yaml(Path(os.path.expanduser(file)), f"config={shown(file)}")
     if "config" in from_file:
         raise ConfigError(
-            f"config={shown(from_file['config'])}: a config= file must not contain the key config; remove it"
+            f"config={shown(from_file['config'])}: a config= file must not contain the key config; "
+            "remove it"
         )
     if chooses := sorted(NOT_IN_FILE & from_file.keys()):
         raise ConfigError(
-            f"config={shown(file)}: sets {chooses[0]}, which decides what runs; remove it, and give {chooses[0]}= itself"
+            f"config={shown(file)}: sets {chooses[0]}, which decides what runs; "
+            f"remove it, and give {chooses[0]}= itself"
         )
     return {**from_file, **words}
 
@@ -55,7 +57,8 @@ def read_yaml(file: Path, given: str) -> dict[str, str]:
     for name, value in load_yaml(file, given).items():
         if isinstance(value, (dict, list)):
             raise ConfigError(
-                f"{given}: '{shown(name)}' must be one plain value; write keys side by side, not nested"
+                f"{given}: '{shown(name)}' must be one plain value; write keys side by side, "
+                "not nested"
             )
         words.append(f"{name}={value}")
     return split(words)
@@ -70,7 +73,8 @@ def split(argv: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"(sweep\.)?[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
-                f"'{shown(word)}' is not key=value; write key=value, without dashes in the key or blanks around ="
+                f"'{shown(word)}' is not key=value; write key=value, "
+                "without dashes in the key or blanks around ="
             )
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise ConfigError(
@@ -99,7 +103,8 @@ def load_yaml(path: Path, given: str) -> dict[str, Any]:
         ) from None
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
-            f"{given}: is not YAML ({shown(' '.join(str(error).split()), 120)}); write 'key: value' lines"
+            f"{given}: is not YAML ({shown(' '.join(str(error).split()), 120)}); "
+            "write 'key: value' lines"
         ) from None
     if content in (None, ""):
         return {}

@@ -141,7 +141,8 @@ def _check_names(
     for name in ("gpus_per_node", "ranks_per_node"):
         if "gpus" in words and name in words:
             raise ConfigError(
-                f"{name}={shown(words[name])}: cannot be used with gpus={shown(words['gpus'])}; give one of the two"
+                f"{name}={shown(words[name])}: cannot be used with gpus={shown(words['gpus'])}; "
+                "give one of the two"
             )
 
 
@@ -207,7 +208,8 @@ def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[s
             path = str(trust.resolved(typed)) if name == "run_dir" else os.path.realpath(typed)
             if declare.CONTROL.search(path) or any("\ud800" <= c <= "\udfff" for c in path):
                 raise ConfigError(
-                    f"{name}={shown(value)}: {shown(path)} has characters that cannot be printed; rename it"
+                    f"{name}={shown(value)}: {shown(path)} has characters that cannot be printed; "
+                    "rename it"
                 )
             found[name] = path
     return found

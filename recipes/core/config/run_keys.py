@@ -24,7 +24,8 @@ class RunKeys:
 
     run_dir: str = key(
         "",
-        "run directory; default: runs/RECIPE/ID, where ID is the job id, or a time stamp outside Slurm",
+        "run directory; default: runs/RECIPE/ID, where ID is the job id, "
+        "or a time stamp outside Slurm",
         path=True,
         not_inherited=True,
     )
@@ -48,22 +49,24 @@ class RunKeys:
     )
     cpu_threads: int = key(
         0,
-        "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
+        "CPU threads of torch per rank; 0: torch's default for a single rank, "
+        "1 thread each for several ranks",
         low=0,
         high=4096,
     )
     resume: str = key(
         "auto",
-        "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a "
-        "checkpoint; best or latest: resume from checkpoints/best or checkpoints/latest; or the path of a checkpoint "
-        "or of another run directory",
+        "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run "
+        "directory that has a checkpoint; best or latest: resume from checkpoints/best or "
+        "checkpoints/latest; or the path of a checkpoint or of another run directory",
         pattern=".+",
         form=f"one of {', '.join(RESUME_WORDS)}, or a path",
         not_inherited=True,
     )
     force: bool = key(
         False,
-        "resume even if epochs= or max_steps= makes the run shorter or changes its learning-rate schedule midway",
+        "resume even if epochs= or max_steps= makes the run shorter or changes its learning-rate "
+        "schedule midway",
         not_inherited=True,
     )
     checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: off", low=0)
@@ -80,8 +83,8 @@ class RunKeys:
     )
     stop_before_s: float = key(
         60.0,
-        "how many seconds before the time limit the ranks save and stop, at most a quarter of the limit; 0: off; "
-        "programs of script=: 120 by default",
+        "how many seconds before the time limit the ranks save and stop, at most a quarter of "
+        "the limit; 0: off; programs of script=: 120 by default",
         low=0,
     )
     timeout_s: float = key(
@@ -92,12 +95,14 @@ class RunKeys:
     )
     debug: bool = key(
         False,
-        "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match between ranks; this is slower",
+        "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match between "
+        "ranks; this is slower",
         not_inherited=True,
     )
     umask: str = key(
         "077",
-        "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
+        "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read "
+        "them too)",
         pattern="0?0[2367][2367]",
         form="three octal digits: 0, then two digits, each 2, 3, 6 or 7 (so that only you can write), such as 077 or 027",
     )
@@ -106,7 +111,8 @@ class RunKeys:
         declare.check(self)
         if self.backend is Backend.nccl and self.device is Device.cpu:
             raise ConfigError(
-                "backend=nccl: requires GPUs, but device=cpu is given; leave backend= out, or give backend=gloo"
+                "backend=nccl: requires GPUs, but device=cpu is given; "
+                "leave backend= out, or give backend=gloo"
             )
 
 
@@ -161,7 +167,8 @@ class TrainKeys(RecipeKeys):
     seed: int = key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
     accumulate: int = key(
         1,
-        "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
+        "gradient accumulation: number of parts into which a rank's batch is divided to fit in "
+        "memory",
         low=1,
         may_change=True,
     )
@@ -179,7 +186,8 @@ class TrainKeys(RecipeKeys):
     )
     best_metric: str = key(
         "",
-        "name of the evaluation result by which checkpoints are compared; empty: val_top1 (if the recipe has it)",
+        "name of the evaluation result by which checkpoints are compared; "
+        "empty: val_top1 (if the recipe has it)",
         pattern=NAME,
         may_change=True,
     )
@@ -190,24 +198,28 @@ class TrainKeys(RecipeKeys):
     )
     patience: int = key(
         0,
-        "early stopping: end the run after this number of epochs without a better best_metric; 0: off",
+        "early stopping: end the run after this number of epochs without a better best_metric; "
+        "0: off",
         low=0,
         may_change=True,
     )
     deterministic: bool = key(
         False,
-        "use deterministic algorithms only; on GPUs, equal runs then have results that are equal to the bit, but are slower",
+        "use deterministic algorithms only; on GPUs, equal runs then have results that are equal "
+        "to the bit, but are slower",
         may_change=True,
     )
     strategy: str = key(
         "ddp",
-        "ddp: each rank has the whole model; fsdp: weights, gradients and optimiser state are divided over the ranks",
+        "ddp: each rank has the whole model; fsdp: weights, gradients and optimiser state are "
+        "divided over the ranks",
         values=("ddp", "fsdp"),
         may_change=True,
     )
     shard_size: int = key(
         0,
-        "with strategy=fsdp, number of ranks that share one copy of the model, such as those of a node; 0: all",
+        "with strategy=fsdp, number of ranks that share one copy of the model, "
+        "such as those of a node; 0: all",
         low=0,
         may_change=True,
     )
@@ -220,7 +232,8 @@ class TrainKeys(RecipeKeys):
     )
     profile: int = key(
         0,
-        "record this number of steps of rank 0 with torch's profiler, into profile/ of the run directory; 0: off",
+        "record this number of steps of rank 0 with torch's profiler, "
+        "into profile/ of the run directory; 0: off",
         low=0,
         high=1000,
         may_change=True,

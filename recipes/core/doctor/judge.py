@@ -28,15 +28,18 @@ SLOW = 0.6  # a value below this fraction of the median is slow
 FAULTS = {
     "connect": (
         "cannot connect to {peer}",
-        "check that its name resolves, its interface is up, routes exist in both directions, and no firewall is between the nodes",
+        "check that its name resolves, its interface is up, routes exist in both directions, "
+        "and no firewall is between the nodes",
     ),
     "small": (
         "connects to {peer}, but gets no answer",
         "look for a firewall or a link that loses packets between them",
     ),
     "large": (
-        "reaches {peer} with small packets, but large ones are lost: the MTU on the path is smaller than the interface's",
-        "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500",
+        "reaches {peer} with small packets, but large ones are lost: "
+        "the MTU on the path is smaller than the interface's",
+        "give both interfaces, and every switch between them, the same MTU: "
+        "ip link set DEV mtu 1500",
     ),
 }
 

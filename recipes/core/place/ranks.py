@@ -110,9 +110,8 @@ def _from_env(environ: Environ) -> RankInfo:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if world_size > 1 and not environ.get(name):
             raise ConfigError(
-                f"{name} is not set, but WORLD_SIZE={world_size}: "
-                "on every rank, "
-                "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"
+                f"{name} is not set, but WORLD_SIZE={world_size}: on every rank, set MASTER_ADDR "
+                "to rank 0's host and MASTER_PORT to a free port there"
             )
     return _info(environ, _env_layout(environ, rank, world_size))
 
@@ -182,8 +181,8 @@ def _alone(environ: Environ) -> RankInfo:
             )
         if "SLURM_STEP_ID" not in environ or step_id(environ) == _BATCH_STEP:
             raise ConfigError(
-                f"this process was started in the batch shell of job {job_id(environ)} without srun, "
-                "so no other rank can join it: put `srun` in front of the command"
+                f"this process was started in the batch shell of job {job_id(environ)} without "
+                "srun, so no other rank can join it: put `srun` in front of the command"
             )
     return _info(environ, RankInfo(0, 0, 0, 1, 1, num_nodes=1, nodes=()))
 
@@ -200,9 +199,8 @@ def _info(
     )
     if len(layout.nodes) > 1 and re.fullmatch(r"localhost|127(\.\d+){3}|::1", master_addr):
         raise ConfigError(
-            f"MASTER_ADDR={master_addr}: is this machine itself, "
-            f"but the ranks are on {layout.num_nodes} nodes: "
-            "unset it, or set it to the host of rank 0"
+            f"MASTER_ADDR={master_addr}: is this machine itself, but the ranks are on "
+            f"{layout.num_nodes} nodes: unset it, or set it to the host of rank 0"
         )
     if layout.world_size > 1:
         master_addr = master_addr or default_addr

@@ -71,7 +71,8 @@ def figure(
         parts.append(f'<path class="dot {style}" d="{"".join(dots)}"/>')
     parts.append(_label((LEFT + RIGHT) / 2, HEIGHT - 6, labels[0]))
     parts.append(
-        f'<g transform="translate(12 {(TOP + BOTTOM) / 2}) rotate(-90)">{_label(0, 0, labels[1])}</g>'
+        f'<g transform="translate(12 {(TOP + BOTTOM) / 2}) '
+        f'rotate(-90)">{_label(0, 0, labels[1])}</g>'
     )
     last = "; ".join(
         f"{name}: {y:.5g} at {x:g}" for name, points, _ in series[:4] for x, y in points[-1:]

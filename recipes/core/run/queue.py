@@ -82,7 +82,7 @@ ADVICE = {
         "a limit of your account or QOS is reached: it starts when other jobs have ended"
     ),
     "InvalidAccount|InvalidQOS": "it never starts: cancel it, and give a valid account= or qos=",
-    "JobLaunchFailure": "its batch script did not start: the folder of its log (-o) must exist on the node, and be yours to write",
+    "JobLaunchFailure": "its batch script did not start: the folder of its log (-o) must exist",
     "JobHeldAdmin": "an administrator holds it",
     "launch failed requeued held": (
         "a node failed at its start: scontrol release lets it start again"

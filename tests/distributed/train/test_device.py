@@ -265,7 +265,8 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
                     "Caught OSError in DataLoader worker process 0.\n[Errno 24] Too many open files"
                 ),
                 RuntimeError(
-                    "unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"
+                    "unable to open shared memory object </torch_1> in read-write mode: "
+                    "Too many open files (24)"
                 ),
                 RuntimeError("received 0 items of ancdata"),
                 MachineError(
@@ -318,11 +319,10 @@ def test_a_gpu_that_cannot_be_used_is_reported_with_its_host(
 
 def test_of_an_nccl_error_the_line_holds_its_code_and_the_last_error() -> None:
     text = (
-        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:328, unhandled "
-        "system error (run with NCCL_DEBUG=INFO "
-        "for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, "
-        f"malloc) {'x' * 300} \nLast error:\n"
-        "socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:328, unhandled system "
+        "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: "
+        f"System call (e.g. socket, malloc) {'x' * 300} \nLast error:\nsocketStartConnect: Connect "
+        "to 10.0.0.2<52822> failed : No route to host"
     )
     error = DistBackendError(text)
     line = (

@@ -21,7 +21,10 @@ def names(listing: classfolder.Listing) -> list[str]:
 
 
 def test_a_listing_has_nested_images_and_no_other_or_hidden_files(tmp_path: Path) -> None:
-    there = "a/1.jpg a/notes.txt a/._1.jpg a/.hidden/2.jpg a/more/deep/3.JPG .git/4.jpg list.txt a/folder.jpg/5.png"
+    there = (
+        "a/1.jpg a/notes.txt a/._1.jpg a/.hidden/2.jpg a/more/deep/3.JPG .git/4.jpg list.txt "
+        "a/folder.jpg/5.png"
+    )
     hidden = (
         "@eaDir/a/1.jpg a/@eaDir/1.jpg __MACOSX/1.jpg a/.ipynb_checkpoints/1.jpg a/#recycle/1.jpg"
     )

@@ -436,7 +436,8 @@ def test_stage_dir_takes_variables(
     assert Path(train.place).parent == tmp_path / "disk"
     assert told[0] == "copying the packed data to stage_dir=$NODE_DISK, unless it is already there"
     assert told[1:] == [
-        f"24 training images and 24 validation images in 3 classes: packed jpeg, 64 px, {train.place}"
+        "24 training images and 24 validation images in 3 classes: "
+        f"packed jpeg, 64 px, {train.place}"
     ]
     with pytest.raises(
         InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"

@@ -25,7 +25,10 @@ from tests.helpers import ROOT
 
 SHARDS = 6
 SHARD_BYTES = 300_000
-STAGE = "import sys; from pathlib import Path; from recipes.core.data.packed.stage import to_local_disk; "
+STAGE = (
+    "import sys; from pathlib import Path; from recipes.core.data.packed.stage import "
+    "to_local_disk; "
+)
 STAGE += "print(to_local_disk(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None))"
 
 
@@ -122,7 +125,8 @@ def test_processes_of_a_node_share_one_copy(packed: Path, tmp_path: Path) -> Non
     counted = STAGE.replace(
         "print(",
         "import os; from recipes.core.data.packed import stage; c = stage._copy; "
-        "stage._copy = lambda file, *to: (os.write(1, f'copied {file.name}\\n'.encode()), c(file, *to)); print(",
+        "stage._copy = lambda file, *to: (os.write(1, f'copied {file.name}\\n'.encode()), c(file, "
+        "*to)); print(",
     )
     command = [sys.executable, "-c", counted, packed, tmp_path / "node"]
     ranks = [

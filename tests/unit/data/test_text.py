@@ -364,7 +364,10 @@ def test_a_dead_worker_leaves_no_complete_text(
 def test_processes_write_the_same_text(tmp_path: Path) -> None:
     put(tmp_path, a_txt="x", b_txt="y")
     words = ["text", "workers=2", f"source={tmp_path}/source/*.txt", f"data_dir={tmp_path}"]
-    code = "import sys; from recipes import prepare; from recipes.core.data import text; text.SHARD_BYTES = 1"
+    code = (
+        "import sys; from recipes import prepare; from recipes.core.data import text; "
+        "text.SHARD_BYTES = 1"
+    )
     ended = helpers.run(
         [sys.executable, "-c", f"{code}; sys.exit(prepare.main(sys.argv[1:]))", *words], cwd=ROOT
     )

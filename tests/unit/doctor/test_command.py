@@ -32,7 +32,8 @@ def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
     assert json.loads(ended.lines[-1]) == {**found, "exit_status": 3}
     assert [entry["what"] for entry in found["entries"] if entry["bad"]] == [
         f"data_dir={tmp_path}/none cannot be used (No such file or directory)",
-        "NCCL_ALGO: Rings must be one of Tree, Ring, CollNetDirect, CollNetChain, CollNet, NVLS, NVLSTree, PAT",
+        "NCCL_ALGO: Rings must be one of Tree, Ring, CollNetDirect, CollNetChain, CollNet, NVLS, "
+        "NVLSTree, PAT",
     ]
     assert found["exclude"] == []  # it may have been typed wrongly
 
@@ -86,7 +87,10 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(
 
 
 def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
-    hang = "import recipes.doctor as d; d.OVER_S = -120; d.examine.run = lambda *_, **__: d.threading.Event().wait(9)"
+    hang = (
+        "import recipes.doctor as d; d.OVER_S = -120; d.examine.run = lambda *_, **__: "
+        "d.threading.Event().wait(9)"
+    )
     ended = helpers.run(
         [sys.executable, "-c", f"{hang}; d.main([], dict())"], environ=helpers.clean_environment()
     )

@@ -161,7 +161,8 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
         (
             job("CANCELLED"),
             Next.requeued,
-            "job 1 is cancelled; the job was cancelled: to resume, start the run again with the same run_dir=",
+            "job 1 is cancelled; the job was cancelled: to resume, "
+            "start the run again with the same run_dir=",
         ),
         (
             job("COMPLETING", "NonZeroExitCode"),
@@ -177,8 +178,8 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
         (
             None,
             Next.no_progress,
-            "Slurm no longer knows job 1; not requeued, since its last start completed no step or saved no file: "
-            "to resume, start the run again with the same run_dir=",
+            "Slurm no longer knows job 1; not requeued, since its last start completed no step "
+            "or saved no file: to resume, start the run again with the same run_dir=",
         ),
         (
             None,

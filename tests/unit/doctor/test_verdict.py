@@ -297,8 +297,8 @@ def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> Non
     reports[0]["bandwidth"]["at"] = "the first collective"
     lines = verdict.lines(judged(reports, 4))
     what = (
-        "BAD   the nodes together: the bandwidth test of all nodes stopped after the first collective "
-        "(did not answer in 30 s): "
+        "BAD   the nodes together: the bandwidth test of all nodes stopped after the first "
+        "collective (did not answer in 30 s): "
     )
     assert any(line.startswith(what) for line in lines)
     assert lines[-1] == "not healthy, and no single node is to blame"

@@ -75,7 +75,9 @@ class Bench:
         shutil.copytree(ROOT / "sbatch", root / "sbatch")
         self.stub(
             "srun",
-            'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"',
+            'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > '
+            '"$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; '
+            'do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"',
         )
         self.stub("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
         self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')

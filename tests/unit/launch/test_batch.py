@@ -171,7 +171,10 @@ def test_a_job_that_lost_its_files_is_refused(
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code").mkdir(parents=True)
     (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
-    line = f"run_dir={tmp_path}/run: this job was started before, but this folder does not have its files: give a folder that all nodes share"
+    line = (
+        f"run_dir={tmp_path}/run: this job was started before, but this folder does not have its "
+        "files: give a folder that all nodes share"
+    )
     with pytest.raises(ConfigError, match=f"^{line}$"):
         batch.begin("mnist", words, environ)
     assert line.endswith(helpers.failure(tmp_path / "run", 0)["error"])
@@ -496,7 +499,10 @@ def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
     if not is_refused:
         assert "program=script" in begin(tmp_path, *words, recipe="script")
         return
-    line = f"^through={through}: starts one task per node, but this job has {per_node} tasks per node: submit it with --ntasks-per-node=1"
+    line = (
+        f"^through={through}: starts one task per node, but this job has {per_node} tasks per "
+        "node: submit it with --ntasks-per-node=1"
+    )
     with pytest.raises(ConfigError, match=line):
         begin(tmp_path, *words, recipe="script")
 

@@ -68,7 +68,8 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         (
             False,
             1.5,
-            "gpu_memory_gb=1.5: the training needs 1600.0 MB on each GPU, .*: give strategy=fsdp on several GPUs, or",
+            "gpu_memory_gb=1.5: the training needs 1600.0 MB on each GPU, .*: "
+            "give strategy=fsdp on several GPUs, or",
         ),
         (True, 1.9, "the training needs 2000.0 MB .*: divide it over more ranks"),
     ],

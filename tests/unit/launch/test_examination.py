@@ -49,7 +49,10 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / name).symlink_to(ROOT / name)
     # Slurm 26.05 describes a job of 4 tasks with a GPU each like this.
     asked = "Partition=gpu Account=(null) QOS=high Reservation=r1 Features=a100"
-    fields = f"JobId=7 TimeLimit=00:07:00 ExcNodeList=n1 NumNodes=2 {asked} NumTasks=4 TresPerTask=cpu=5,gres/gpu=1"
+    fields = (
+        f"JobId=7 TimeLimit=00:07:00 ExcNodeList=n1 NumNodes=2 {asked} NumTasks=4 "
+        "TresPerTask=cpu=5,gres/gpu=1"
+    )
     stubs.add("scontrol", f"[ $1 != show ] || echo '{fields}'")
     stubs.add("srun", doctor_finds("n2", "n3"))
     stubs.add("sbatch", "cat > $NOTES/asked; env > $NOTES/sbatch.env")
@@ -104,7 +107,10 @@ def test_max_resubmits_limits_the_requeues(
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "7"}) == 2
     assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "8"}) == 0
     assert script_job.examine() == errors.EXIT_MACHINE
-    line = "bad nodes: n2,n3; not requeued, since max_resubmits= is reached: submit the job with exclude=n1,n2,n3"
+    line = (
+        "bad nodes: n2,n3; not requeued, since max_resubmits= is reached: "
+        "submit the job with exclude=n1,n2,n3"
+    )
     assert f"{line} " in capfd.readouterr().err
     assert len(stubs.calls("sbatch")) == 2
 

@@ -138,7 +138,10 @@ def test_python_uses_utf8_in_every_locale() -> None:
 
 def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     bench.stub("srun", 'env > "$NOTES/env"')
-    of_gpus = "GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GPU_BIND NTASKS_PER_GPU TRES_BIND TRES_PER_TASK"
+    of_gpus = (
+        "GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GPU_BIND NTASKS_PER_GPU TRES_BIND "
+        "TRES_PER_TASK"
+    )
     gpus = {f"SLURM_{name}": "9" for name in of_gpus.split()}
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
     of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "PYTHONSAFEPATH": "1"}

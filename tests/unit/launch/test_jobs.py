@@ -93,7 +93,8 @@ def test_the_ranks_that_a_launcher_starts_follow_from_the_keys_of_the_job(
         ),
         (
             ("through=accelerate", "gpus=8"),
-            "gpus=8: through=accelerate needs the same number on each node: give nodes= and gpus_per_node=",
+            "gpus=8: through=accelerate needs the same number on each node: "
+            "give nodes= and gpus_per_node=",
         ),
         (
             ("through=node", "device=cpu", "ranks_per_node=2"),

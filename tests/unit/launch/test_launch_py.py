@@ -121,7 +121,10 @@ def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:
     active = {"VIRTUAL_ENV": f"{bench.folder}/active", "RECIPES_CLUSTER": "here"}
     _, stdout, stderr = launch_py(bench, **active, **ENOUGH)
     assert stdout.startswith("taken: ")
-    expected = f"the active environment {bench.folder}/active is used, not that of cluster=here (environment: {bench.folder}/envs)\n"
+    expected = (
+        f"the active environment {bench.folder}/active is used, not that of cluster=here "
+        f"(environment: {bench.folder}/envs)\n"
+    )
     assert stderr == expected
     _, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir, RECIPES_CLUSTER="here")
     assert expected.replace(f"{bench.folder}/active", f"{bench.folder}") in stderr

@@ -373,7 +373,10 @@ def test_logs_of_a_rank_or_of_the_job_are_shown(root: Path) -> None:
     (folder / "logs/rank1.log").write_text("of rank 1\n")
     (folder / "out").write_text("of the job\n")
     for rank, expected in (("", "of the job"), ("1", "of rank 1")):
-        code = f"from recipes.core.launch import runs; from pathlib import Path; runs.logs(Path({str(folder)!r}), {rank!r}, False)"
+        code = (
+            "from recipes.core.launch import runs; from pathlib import Path; "
+            f"runs.logs(Path({str(folder)!r}), {rank!r}, False)"
+        )
         assert helpers.run([sys.executable, "-c", code]).lines[-1] == expected
     with pytest.raises(InputError, match=r"has no rank7\.log: its ranks are 1"):
         runs.logs(folder, "7", False)

@@ -62,7 +62,10 @@ def test_an_unmet_dependency_ends_the_wait(
     )
     monkeypatch.setattr(queue, "find", lambda job_id: job)
     assert submit.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
-    line = "job 7 never starts: its dependency afterok:6(failed) cannot be met; cancel the job: scancel 7\n"
+    line = (
+        "job 7 never starts: its dependency afterok:6(failed) cannot be met; "
+        "cancel the job: scancel 7\n"
+    )
     assert capsys.readouterr().err == line
 
 

@@ -65,7 +65,10 @@ class Node:
 
     def ask(self, *infos: dict[str, Any]) -> list[Any]:
         """What a rank chooses inside this node, as plain data; {"error": …} for a NetworkError."""
-        inside = 'mount --bind "$0/hosts" /etc/hosts; mount --bind "$0/resolv.conf" /etc/resolv.conf; hostname "$1"'
+        inside = (
+            'mount --bind "$0/hosts" /etc/hosts; mount --bind "$0/resolv.conf" /etc/resolv.conf; '
+            'hostname "$1"'
+        )
         argv = [
             "nsenter",
             f"--net=/run/netns/{self.namespace}",
@@ -187,7 +190,10 @@ def test_each_node_uses_the_interface_that_reaches_the_other_node(pair: tuple[No
 def test_a_missing_route_or_name_is_reported_with_host_peer_and_fix(
     pair: tuple[Node, Node],
 ) -> None:
-    end = "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
+    end = (
+        "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other "
+        "nodes"
+    )
     route_fix = ": bring the interface up"
     name_fix = "): add the name to DNS, or to /etc/hosts on each node"
     for peer, said, fix in (
@@ -219,7 +225,10 @@ def test_variables_that_are_set_are_not_changed() -> None:
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": ""}) == {}
     code = "import os; from recipes.core.run import entry; entry.begin('toy'); "
-    code += "print(*map(os.environ.get, ('NCCL_SOCKET_IFNAME', 'GLOO_SOCKET_IFNAME', 'TORCH_DISTRIBUTED_DEBUG')))"
+    code += (
+        "print(*map(os.environ.get, ('NCCL_SOCKET_IFNAME', 'GLOO_SOCKET_IFNAME', "
+        "'TORCH_DISTRIBUTED_DEBUG')))"
+    )
     environ = helpers.clean_environment(NCCL_SOCKET_IFNAME="ib", RANK="0", WORLD_SIZE="1")
     words = ["--local-rank=0", "debug=true"]  # the first is of torch.distributed.launch
     assert (

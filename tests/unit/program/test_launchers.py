@@ -37,16 +37,16 @@ def _no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torchrun_starts_a_wrapper_for_each_rank_of_the_node() -> None:
     expected = (
-        "torch.distributed.run --nnodes=2 --node-rank=1 --nproc-per-node=8 --rdzv-backend=static --master-addr=n1"
-        f" --master-port=29500 --max-restarts=1 --no-python {WRAPPER}"
+        "torch.distributed.run --nnodes=2 --node-rank=1 --nproc-per-node=8 --rdzv-backend=static "
+        f"--master-addr=n1 --master-port=29500 --max-restarts=1 --no-python {WRAPPER}"
     )
     assert command("torchrun", 8, NODE, "--max-restarts=1") == expected
 
 
 def test_accelerate_starts_a_wrapper_for_each_rank_of_the_node() -> None:
     expected = (
-        "accelerate.commands.launch --multi_gpu --num_machines=2 --machine_rank=1 --num_processes=16"
-        f" --main_process_ip=n1 --main_process_port=29500 --no_python {WRAPPER}"
+        "accelerate.commands.launch --multi_gpu --num_machines=2 --machine_rank=1 "
+        f"--num_processes=16 --main_process_ip=n1 --main_process_port=29500 --no_python {WRAPPER}"
     )
     assert command("accelerate", 8) == expected
     assert "--multi_gpu" not in command("accelerate", 1, ALONE)
@@ -68,12 +68,16 @@ def test_the_configuration_of_accelerate_chooses_fsdp(tmp_path: Path, end: str) 
 def test_accelerate_on_cpus_starts_torchrun() -> None:
     """It would start a single process."""
     words = command("accelerate", 3, NODE, "--mixed_precision", "bf16", on_cpu=True)
-    one = "accelerate.commands.launch --cpu --num_machines=1 --num_processes=1 --mixed_precision bf16 --no_python"
+    one = (
+        "accelerate.commands.launch --cpu --num_machines=1 --num_processes=1 --mixed_precision "
+        "bf16 --no_python"
+    )
     assert words.startswith(
         f"{one} {sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1 "
     )
     assert words.endswith(
-        f" --nproc-per-node=3 --rdzv-backend=static --master-addr=n1 --master-port=29500 --no-python {WRAPPER}"
+        " --nproc-per-node=3 --rdzv-backend=static --master-addr=n1 --master-port=29500 "
+        f"--no-python {WRAPPER}"
     )
 
 

@@ -25,7 +25,10 @@ from tests import helpers
 
 USR1, TERM = (Target(7, number, True) for number in (signal.SIGUSR1, signal.SIGTERM))
 ON_STOP = "when the run is stopped, the program of each rank gets "
-WARNING = "warning: the program catches none of TERM, USR1, USR2: it ends {} with what it has saved by then"
+WARNING = (
+    "warning: the program catches none of TERM, USR1, USR2: it ends {} with what it has saved by "
+    "then"
+)
 New = Callable[..., Remarks]
 
 
@@ -64,14 +67,16 @@ def test_a_line_is_printed_when_it_changes(new: New, said: Said, tmp_path: Path)
         (
             [USR1],
             [
-                "at the time limit, the program of each rank gets SIGUSR1 (it catches it) 90 s before the end"
+                "at the time limit, the program of each rank gets SIGUSR1 (it catches it) 90 s "
+                "before the end"
             ],
         ),
         ([USR1, USR1], []),
         (
             [USR1, TERM],
             [
-                "at the time limit, the program of each rank gets SIGTERM or SIGUSR1 (it catches it) 90 s before the end"
+                "at the time limit, the program of each rank gets SIGTERM or SIGUSR1 (it catches "
+                "it) 90 s before the end"
             ],
         ),
         ([], []),
@@ -179,7 +184,10 @@ def test_several_ranks_that_each_start_a_launcher_are_refused(new: New, tmp_path
         try:
             root = os.getpid()
             helpers.wait_until(lambda: delivery.rank_launcher(root), 20, "the launcher")
-            line = "script=a.py: each of the 2 ranks of a node has started torchrun, which starts ranks itself: give through=torchrun"
+            line = (
+                "script=a.py: each of the 2 ranks of a node has started torchrun, "
+                "which starts ranks itself: give through=torchrun"
+            )
             assert new(own_ranks=2)(root, []).startswith(line)
             assert [new(own_ranks=ranks)(root, []) for ranks in (0, 1)] == ["", ""]
         finally:

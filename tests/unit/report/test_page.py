@@ -330,7 +330,10 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     found = page(tmp_path, *runs)
     head = found.texts[found.texts.index("run") :]
     assert head[:6] == ["run", "state", "step", "lr", "samples_per_second", "note"]
-    label = "Scaling of mnist: samples/s, all ranks against ranks. Last values: ideal: 800 at 8; measured: 640 at 8"
+    label = (
+        "Scaling of mnist: samples/s, all ranks against ranks. Last values: ideal: 800 at 8; "
+        "measured: 640 at 8"
+    )
     assert found.labels()[-1] == label
     table = found.texts[found.texts.index("efficiency") + 1 :]
     assert " ".join(table[:15]) == "1 1 100.0 100.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"

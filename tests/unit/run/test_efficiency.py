@@ -53,7 +53,8 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
             {"rank_step_s": [0.1, 0.16]},
             ASKED,
             {},
-            "rank 1 on b needs 1.6 times as long per step as the median rank; the others wait for it",
+            "rank 1 on b needs 1.6 times as long per step as the median rank; "
+            "the others wait for it",
         ),
         (
             {},
@@ -70,7 +71,8 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
             {"communication": 0.4},
             ASKED,
             {},
-            "40% of each step waits for the gradients of other ranks: use a larger global_batch_size=",
+            "40% of each step waits for the gradients of other ranks: "
+            "use a larger global_batch_size=",
         ),
         (
             {"gpu_memory_gb": 9.0, "forward_backward": 0.3},

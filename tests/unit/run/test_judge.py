@@ -140,7 +140,10 @@ def test_the_first_failure_is_the_earliest_that_no_other_rank_caused(
 def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
     late = {"rank": 2, "host": "b", "at": "step 7 (backward)"}
     found = judged(tmp_path, (0, Kind.timeout, "x", {"behind": late}))
-    expected = "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting for it"
+    expected = (
+        "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting "
+        "for it"
+    )
     assert (found.reason, found.first, found.kind) == (expected, late, Kind.timeout)
     # it was only stopped for a while
     reported = [
@@ -434,7 +437,10 @@ def test_the_few_ranks_that_exited_before_another_one_failed_are_its_cause(
     ended = tuple(moment or 7.0 for moment in ended[:3]) + ended[3:]
     found = judged_program(tmp_path, (3, kind, 5.0), ended=ended, end=End(1))
     failed = f"rank 3 on host1 failed{'' if early else ' first'}: {kind.value} 3"
-    reason = f"rank {early} on host0 exited with status 0 before the end of the run; after that, {failed}"
+    reason = (
+        f"rank {early} on host0 exited with status 0 before the end of the run; "
+        f"after that, {failed}"
+    )
     assert found.reason == (reason if early else failed)
     assert (found.first["rank"], found.exit_status) == (early or 3, 43)
     assert found.kind is (Kind.exited if early else kind)

@@ -66,7 +66,8 @@ def test_a_launcher_may_be_the_program_of_a_node(here: Path) -> None:
         (
             ["script=torchrun"],
             [
-                "script=torchrun: starts ranks itself: give your program as script=FILE, and through=torchrun"
+                "script=torchrun: starts ranks itself: give your program as script=FILE, "
+                "and through=torchrun"
             ],
         ),
         (
