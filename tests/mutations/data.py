@@ -4,6 +4,14 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/data/torch_loader.py",
+        "        time.sleep(WORKER_END_S)\n",
+        "",
+        "a worker that is killed while it passes on a batch is an error of a socket",
+        "tests/unit/data/test_torch_loader.py::"
+        "test_a_worker_that_is_killed_while_it_passes_on_a_batch_is_named",
+    ),
+    Mutation(
         "recipes/core/data/decode.py",
         "cv2.resize(pixels, (width, height)",
         "cv2.resize(pixels, (height, width)",

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 import traceback
 import warnings
 import zlib
@@ -38,6 +39,7 @@ EVALUATION = -1  # in place of an epoch
 # it has read in an epoch or evaluation.
 MOST_SKIPPED = 10
 FRACTION = 0.01
+WORKER_END_S = 1.0  # after an error of a worker's socket, its end is known within this time
 # Bytes. If a worker fails with fewer free bytes in /dev/shm (it holds the batches), the message
 # says so.
 LITTLE_SHM = 256 << 20
@@ -364,10 +366,15 @@ def _end_with(rank: int, worker: int) -> None:
 
 def _results(batches: Iterable[Any]) -> Iterator[Any]:
     """The batches up to the first error, which it raises."""
-    for batch in batches:
-        if isinstance(batch, Exception):
-            raise batch
-        yield batch
+    try:
+        for batch in batches:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+    except (EOFError, OSError):
+        # A worker that was killed while it passed on a batch: torch's handler of SIGCHLD names it.
+        time.sleep(WORKER_END_S)
+        raise
 
 
 def _or_error(make: Callable[[], Any]) -> Any:

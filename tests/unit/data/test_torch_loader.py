@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import pickle
 import random
+import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -305,3 +307,23 @@ def test_workers_that_are_spawned_can_unpickle_what_they_need() -> None:
     assert pickle.loads(
         pickle.dumps((of_set(batches(), 1)._training.batches, of, torch_loader.unchanged))
     )
+
+
+def test_a_worker_that_is_killed_while_it_passes_on_a_batch_is_named() -> None:
+    """torch's handler of SIGCHLD raises the error that names it, some time after its socket fails."""
+
+    def ended(number: int, frame: object) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    def batches() -> Iterator[object]:
+        yield 1
+        raise ConnectionResetError
+
+    before = signal.signal(signal.SIGCHLD, ended)
+    worker = subprocess.Popen(["sleep", "0.2"])
+    try:
+        with pytest.raises(RuntimeError, match="is killed by signal"):
+            list(torch_loader._results(batches()))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        worker.wait()
