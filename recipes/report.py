@@ -32,11 +32,15 @@ def main(argv: list[str]) -> int:
     paths = table.find(folders)
     if page:
         content, count = html.page(paths, time.time())
+        if not count:
+            return errors.EXIT_CONFIG
         with files.writing_to(Path(page), "html"):
             files.write_bytes(Path(page), content.encode())
         print(f"{page}: {count} run{'s' if count > 1 else ''}")
         return errors.EXIT_DONE
     runs = table.read_each(paths, lambda path: table.read_run(path, time.time()))
+    if not runs:
+        return errors.EXIT_CONFIG
     if "--json" in argv:
         lines = [json.dumps(vars(run), default=str) for run in runs]
     else:

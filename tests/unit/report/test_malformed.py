@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes import doctor, export, report
+from recipes.core import errors
 from recipes.core.errors import InputError, Kind
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
@@ -92,3 +93,12 @@ def test_a_malformed_file_of_a_run_costs_one_line(
             with contextlib.suppress(InputError):  # which is one line
                 COMMANDS[command](str(tmp_path))
         path.write_text(text)
+
+
+def test_a_report_of_no_readable_run_fails_and_writes_no_page(tmp_path: Path) -> None:
+    make(tmp_path, "done")
+    (tmp_path / "job.yaml").write_text('{"arguments": 3}')
+    page = tmp_path / "page.html"
+    assert report.main([str(tmp_path), f"html={page}"]) == errors.EXIT_CONFIG
+    assert report.main([str(tmp_path)]) == errors.EXIT_CONFIG
+    assert not page.exists()
