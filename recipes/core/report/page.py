@@ -6,7 +6,7 @@ import contextlib
 import html
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -105,11 +105,16 @@ def read(run: Run) -> Shown:
         end = files.read_json(attempt.folder / "ended.json") or now
         history.append((attempt, attempt.facts(), end))
     summary = (files.read_json(folder / "summary.json") or {}) if run.state == "done" else {}
-    hosts = attempts.facts(folder).get("hosts")
-    hosts = list(map(str, hosts)) if isinstance(hosts, list) else []
+    hosts = _hosts(attempts.facts(folder))
     ranks, nodes = (number(summary.get(name)) for name in ("world_size", "num_nodes"))
     size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
     return Shown(run, rows.rows(folder), status, summary, history, hosts, *size)
+
+
+def _hosts(facts: Mapping[str, Any]) -> list[str]:
+    """The host of each rank of an attempt; [] if they are unknown."""
+    hosts = facts.get("hosts")
+    return list(map(str, hosts)) if isinstance(hosts, list) else []
 
 
 def section(folder: Path, now: float) -> tuple[Shown, list[str]]:
@@ -287,16 +292,19 @@ def _details(shown: Shown, now: float) -> list[str]:
             names = ("rank", "host", "kind", "error")
             failed.append([attempt.number, *(record.get(name) for name in names)])
     verdict = files.read_json(folder / directory.DOCTOR / "doctor.json") or {}
-    hosts = dict(enumerate(verdict.get("hosts") or ()))
+    examined = dict(enumerate(verdict.get("hosts") or ()))
     findings = [
-        (", ".join(str(hosts.get(n, n)) for n in entry["nodes"]), entry["what"], entry["fix"])
+        (", ".join(str(examined.get(n, n)) for n in entry["nodes"]), entry["what"], entry["fix"])
         for entry in verdict.get("entries") or ()
     ]
     shares = efficiency.shares(shown.rows)
     parts = [[name.replace("_", " "), f"{share:.1%}"] for name, share in shares.items()]
-    times = filter(None, (rows.numbers(row.get("rank_step_s")) for row in reversed(shown.rows)))
-    named = itertools.zip_longest(next(times, [])[:MOST_RANKS], shown.hosts[:MOST_RANKS])
-    of_ranks = [[rank, host, f"{s:.4g}"] for rank, (s, host) in enumerate(named) if s is not None]
+    timed = [row for row in shown.rows if rows.numbers(row.get("rank_step_s"))]
+    newest = timed[-1] if timed else {}
+    hosts_of = {attempt.number: _hosts(facts) for attempt, facts, _ in shown.history}
+    times = rows.numbers(newest.get("rank_step_s"))[:MOST_RANKS]
+    named = itertools.zip_longest(times, hosts_of.get(newest.get("attempt", -1), [])[: len(times)])
+    of_ranks = [[rank, host, f"{s:.4g}"] for rank, (s, host) in enumerate(named)]
     durations = efficiency.time_spent(folder, _end(shown, now))
     spent = [[name, table.ago(seconds)] for name, seconds in durations.items()]
     keys = [(name, value) for name, value in shown.run.values.items() if value != ""]

@@ -427,3 +427,11 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)"
         in ended.lines[0]
     )
+
+
+def test_seconds_per_step_have_the_hosts_of_their_attempt(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", [row(0, 1, rank_step_s=[0.5, 0.25])], state="running")
+    helpers.attempt(folder, hosts=("node3", "node4"), step=1)
+    texts = page(tmp_path, folder).texts
+    start = texts.index("seconds per step") + 1
+    assert texts[start : start + 6] == ["0", "node1", "0.5", "1", "node2", "0.25"]
