@@ -187,6 +187,12 @@ PATTERNS = (
     ),
     # Programs
     P(
+        "address space is limited",
+        "failed to map segment from shared object | Memory allocation still failed after",
+        "a limit of the address space (ulimit -v) is too small to load torch",
+        "remove ulimit -v from your shell's startup files, and limit memory with --mem instead",
+    ),
+    P(
         "wrong environment or library",
         "ModuleNotFoundError: | undefined symbol: | version `GLIBC | version `CXXABI | "
         "ImportError: lib | Mismatched NCCL version",

@@ -47,6 +47,10 @@ def test_a_line_with_a_text_of_a_pattern_is_explained(tmp_path: Path, pattern: P
             "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Killed.",
             "memory is used up",
         ),
+        (
+            "ImportError: libtorch_cuda.so: failed to map segment from shared object",
+            "address space is limited",
+        ),
     ],
 )
 def test_a_line_with_several_texts_has_one_cause(tmp_path: Path, line: str, name: str) -> None:
