@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.core import files
 
-LONGEST_ROW = 1 << 20  # bytes
+LONGEST_ROW = 1 << 22  # bytes; one with the recall of 60,000 classes has half a megabyte
 HIGHEST_STEP = 1 << 53  # that a float represents exactly
 # a larger number is a damaged or diverged value; sums and products of values stay finite
 HIGHEST = 1e100

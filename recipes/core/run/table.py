@@ -33,6 +33,7 @@ NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
     "gpu_energy_kj",
     *efficiency.SHARES,
 }
+USUAL_ROWS = 1 << 16  # bytes at the end of metrics.jsonl that have a row, unless it is very long
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 FIX = "give a run directory, or a folder of run directories"
 LONGEST_PATH = 4096
@@ -193,12 +194,16 @@ def keys(run_dir: Path) -> dict[str, Any]:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The last complete row of metrics.jsonl; {} if the last 64 KiB of the file have none."""
-    lines: list[bytes] = []
+    """The last complete row of metrics.jsonl; {} if the end of the file has none."""
     with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-        lines = file.read().splitlines()
-    return next(filter(None, map(rows.parse, reversed(lines))), {})
+        size = file.seek(0, os.SEEK_END)
+        for part in (USUAL_ROWS, rows.LONGEST_ROW):
+            file.seek(max(0, size - part))
+            for line in reversed(file.read(part).splitlines()):
+                row = rows.parse(line)
+                if row:
+                    return row
+    return {}
 
 
 def ago(seconds: float) -> str:

@@ -128,7 +128,9 @@ def of_counts(counts: Tensor) -> dict[str, Any]:
         "val_top1": float(hits.sum()) / max(1, samples),
         "val_samples": samples,
         "val_f1": mean_f1(hits, labels + predicted),
-        "val_recall": [float(h / n) if n else None for h, n in zip(hits, labels, strict=True)],
+        "val_recall": [
+            round(float(h / n), 4) if n else None for h, n in zip(hits, labels, strict=True)
+        ],
     }
 
 
