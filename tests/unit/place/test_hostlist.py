@@ -43,6 +43,10 @@ def test_slurm_expands_the_same_lists_to_the_same_hosts(tmp_path: Path) -> None:
         assert asked.stdout.split() == hosts.split() or (behind_bracket and not asked.stdout), text
 
 
+def test_a_range_may_be_as_long_as_slurm_allows() -> None:
+    assert len(expand("n[1-65536]")) == 65_536
+
+
 def test_counts_are_expanded() -> None:
     assert expand_counts("8,2(x3),4(x1)") == [8, 2, 2, 2, 4]
 
@@ -73,6 +77,7 @@ NOT_A_NAME = "is not a host name"
         ),
         ("n[3-1]", "backwards"),
         ("n[0-999999999999999999]", "more than 65,536"),
+        ("n[1-65537]", "more than 65,536"),
     ],
 )
 def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> None:

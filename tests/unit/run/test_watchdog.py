@@ -32,6 +32,9 @@ def test_the_clock_leaves_out_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     moment += watchdog.POLL_S + 100.0
     assert clock.now() - begin == pytest.approx(watchdog.POLL_S)
     assert clock.stopped_s == pytest.approx(100.0)
+    moment += watchdog.POLL_S + 30.0
+    assert clock.now() - begin == pytest.approx(2 * watchdog.POLL_S)
+    assert clock.stopped_s == pytest.approx(130.0)
 
 
 RANK = """
