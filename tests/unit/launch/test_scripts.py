@@ -208,6 +208,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         {"--job-name": "a.job@x:y=z", "--cpus-per-task": "6"},
     ),
     (("sweep.lr=0.1,0.2,0.4", "parallel=2"), {"--array": "0-2%2"}),
+    (("sweep.lr=0.1,0.2,0.4", "parallel=9"), {"--array": "0-2%3"}),
 )
 # Keys that are not an option of sbatch, with a line of the script; "" for keys that do not concern
 # the job.
