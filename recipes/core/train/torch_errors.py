@@ -88,7 +88,7 @@ def is_dead_worker(error: BaseException) -> bool:
     of WORKER_MODULES.
     """
     frames = traceback.walk_tb(error.__traceback__)
-    modules = [frame.f_globals["__name__"] for frame, _ in frames]
+    modules = [frame.f_globals.get("__name__") for frame, _ in frames]  # torch.fx sets none
     return isinstance(error, RuntimeError) and modules[-1:] in WORKER_MODULES
 
 

@@ -292,6 +292,14 @@ def test_the_kind_of_an_error_and_its_exit_status(
     assert line in cause.line
 
 
+def test_an_error_in_code_that_torch_fx_has_made_is_described() -> None:
+    """The globals of such code have no __name__."""
+    net = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        net(torch.ones(2, 4))
+    assert "shapes cannot be multiplied" in failure.cause_of(caught.value).line
+
+
 def test_one_value_per_channel_is_refused_with_the_keys_that_change_it() -> None:
     with pytest.raises(ValueError, match="1 value per channel") as caught:
         torch.nn.BatchNorm2d(4)(torch.zeros(1, 4, 1, 1))
