@@ -320,7 +320,7 @@ def _cluster(jobs: Mapping[str, Line] | None) -> str:
 def _sortable(value: Any) -> tuple[bool, Any]:
     if isinstance(value, Mapping):
         value = next(iter(value.values()), None)
-    return value is None, value or 0
+    return value is None, 0 if value is None else value
 
 
 def lines_of(runs: Sequence[Run], now: float) -> list[str]:

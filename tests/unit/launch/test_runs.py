@@ -363,6 +363,9 @@ def test_the_table_is_json_sorted_or_only_of_what_has_failed(
         ["failed", "3/20"],
         ["done", "20/20"],
     ]
+    runs.show(["--sort=note"], root)  # a run that is done has none
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["done", "unknown", "failed"]
     with pytest.raises(InputError, match="--sort=colour: must be one of folder, recipe, job"):
         runs.show(["--sort=colour"], root)
 
