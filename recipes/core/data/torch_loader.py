@@ -399,8 +399,11 @@ def _or_error(make: Callable[[], Any]) -> Any:
 
 
 def _equal(leaf: Any, other: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return torch.equal(leaf.nan_to_num(), other.nan_to_num())
+    if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+        if leaf.shape != other.shape:
+            return False
+        are_nan = (leaf != leaf) & (other != other)
+        return bool(((leaf == other) | are_nan).all())
     return not isinstance(leaf, int | float | str) or leaf == other
 
 

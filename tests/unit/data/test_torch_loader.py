@@ -1,6 +1,7 @@
 """Data sets of torch, and streams, as sources of the step loop."""
 
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -243,6 +244,22 @@ def test_a_set_that_does_not_repeat_is_reported_once() -> None:
     make(numbers := Unsteady(), batches(), num_workers=1)
     assert [line[:45] for line in lines] == ["dataset[0] differs between two reads with the"]
     assert numbers.reads == 0  # a file that this process opened would be shared with the workers
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), True),
+        (torch.tensor([0.0]), torch.tensor([math.nan]), False),
+        (torch.tensor([math.inf]), torch.tensor([torch.finfo().max]), False),
+        (torch.zeros(2), torch.zeros(3), False),
+        (torch.zeros(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), True),
+        (torch.zeros(2), None, True),  # no number of it can be compared
+        ("a", "b", False),
+    ],
+)
+def test_two_reads_of_a_value_are_compared(first: Any, second: Any, expected: bool) -> None:
+    assert torch_loader._equal(first, second) is expected
 
 
 def test_the_workers_end_with_their_loader() -> None:
