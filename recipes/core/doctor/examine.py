@@ -165,7 +165,7 @@ def _measure(
     out, why = commands.run(command, left, environ, (listener,) if listener >= 0 else ())
     result: dict[str, Any] = {"at": "its start", "pairs": []}
     for line in out.splitlines():
-        with contextlib.suppress(ValueError, TypeError):  # a line of a library
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # a line of a library
             step = json.loads(line)
             result["pairs"] += [step.pop("pair")] if "pair" in step else []
             for name in {"busbw", "correct"} & step.keys():  # the worst of all GPUs

@@ -302,7 +302,7 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
         out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [3, 5, 0, 5.0]}]
         for busbw, correct in ((30.0, False), (50.0, True)):
             out.append({"at": "an all_reduce", "busbw": busbw, "correct": correct})
-        return "noise\n5\n" + "\n".join(map(json.dumps, out)), "killed"
+        return 'noise\n5\n[]\n"text"\n' + "\n".join(map(json.dumps, out)), "killed"
 
     monkeypatch.setattr(commands, "run", ask)
     members = {"nodes": [0, 3, 5], "port": 99, "backend": "nccl", "gpus": 4}
