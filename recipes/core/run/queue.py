@@ -241,7 +241,7 @@ def find_by_comment(comment: str) -> str:
     answer.
     """
     answer = _answer("squeue", "--me", "--noheader", "--states=all", "--format=%F %k")
-    jobs = (line.split() for line in answer.splitlines())
+    jobs = (line.split() for line in answer.splitlines() if line.strip())
     return next((job for job, *words in jobs if words == [comment]), "")
 
 

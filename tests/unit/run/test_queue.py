@@ -62,7 +62,7 @@ def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = {
-        "squeue": "5\n6 abcd\n7 abc\n",
+        "squeue": "5\n\n6 abcd\n7 abc\n",
         "scontrol": "MyClusterName=x\nClusterName             = here\n",
     }
     monkeypatch.setattr(queue, "_answer", lambda *command: said[command[0]])
