@@ -27,6 +27,7 @@ from recipes.core.errors import InputError
 
 BATCH = 32
 SHOWN = 3  # classes in a line of text
+DEVICES = (Path("/dev"), Path("/dev/fd"))  # such as /dev/stdout, which is written and not replaced
 
 
 def images(word: str) -> list[Path]:
@@ -97,12 +98,13 @@ def main(argv: list[str]) -> int:
     model = trained.load(args.run, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"model: {model.path}", file=sys.stderr)
     faults: list[str] = []
-    if args.csv:
-        # A rename replaces a link that another user has made in a shared folder.
-        files.write_whole(Path(args.csv), lambda file: classify(model, args, faults, file))
+    table = Path(args.csv or os.devnull)
+    if table.parent in DEVICES:
+        with open(table, "wb") as opened:
+            classify(model, args, faults, opened)
     else:
-        with open(os.devnull, "wb") as nowhere:
-            classify(model, args, faults, nowhere)
+        # A rename replaces a link that another user has made in a shared folder.
+        files.write_whole(table, lambda file: classify(model, args, faults, file))
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)
     return errors.EXIT_CONFIG if faults else errors.EXIT_DONE

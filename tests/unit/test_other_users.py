@@ -365,6 +365,9 @@ def test_predictions_are_not_written_through_a_planted_link(
     predict.main(["run", str(tmp_path / "a.png"), "--csv", str(tmp_path / "out.csv")])
     assert (tmp_path / ".bashrc").read_text() == "mine"
     assert (tmp_path / "out.csv").read_text().splitlines()[0] == "file,class,a"
+    end, pipe = os.pipe()  # as with --csv /dev/stdout
+    predict.main(["run", str(tmp_path / "a.png"), "--csv", f"/dev/fd/{pipe}"])
+    assert os.read(end, 100).startswith(b"file,class,a")
 
 
 @pytest.mark.timeout(30)
