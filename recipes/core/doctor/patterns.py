@@ -56,15 +56,15 @@ PATTERNS = (
     ),
     P(
         "GPU hardware failed",
-        "NVRM: Xid | fallen off the bus | uncorrectable ECC error | Unable to determine the device "
-        "handle",
+        "NVRM: Xid | fallen off the bus | uncorrectable ECC error"
+        " | Unable to determine the device handle",
         "the hardware or its driver is at fault",
         "exclude that host (--exclude=HOST), and send the Xid line of dmesg to the administrators",
     ),
     P(
         "no GPU",
-        "No CUDA GPUs are available | no CUDA-capable device is detected | Found no NVIDIA driver "
-        "| invalid device ordinal",
+        "No CUDA GPUs are available | no CUDA-capable device is detected | Found no NVIDIA driver"
+        " | invalid device ordinal",
         "the job has no GPU, the driver is missing, or a rank selects a GPU that it does not see",
         "give --gpus-per-node=N, without --gpus-per-task and --gpu-bind; a container also needs "
         "--nv or --gpus all; test with `srun nvidia-smi -L`",
@@ -78,8 +78,8 @@ PATTERNS = (
     # Network
     P(
         "no such interface",
-        "no socket interface found | no NCCL_SOCKET_IFNAME interface found | Unable to find "
-        "address for: ",
+        "no socket interface found | no NCCL_SOCKET_IFNAME interface found"
+        " | Unable to find address for: ",
         "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that this node does not have",
         "unset the variable, or set it to an interface that `ip -br addr` shows on every node",
     ),
@@ -121,16 +121,16 @@ PATTERNS = (
     # Memory and file systems
     P(
         "memory is used up",
-        "since its limit of | oom_kill event | oom-kill event | : "
-        "Out Of Memory | xceeded job memory limit | exceeded memory limit | signal: Killed"
+        "since its limit of | oom_kill event | oom-kill event"
+        " | : Out Of Memory | xceeded job memory limit | exceeded memory limit | signal: Killed"
         " | can't allocate memory | [Errno 12] Cannot allocate memory",
         "the host's or the job's memory is used up",
         "request more with --mem (--mem=0: all memory of the node), or lower num_workers=",
     ),
     P(
         "shared memory is full",
-        "creating shared memory segment | unable to allocate shared memory | failed to extend "
-        "/dev/shm | signal: Bus error | insufficient shared memory",
+        "creating shared memory segment | unable to allocate shared memory"
+        " | failed to extend /dev/shm | signal: Bus error | insufficient shared memory",
         "/dev/shm is too small for NCCL or for loader processes",
         "in a container, use --shm-size=16g or --ipc=host; remove old /dev/shm/nccl-*"
         " (check with `df -h /dev/shm`); lower num_workers=",
@@ -144,8 +144,8 @@ PATTERNS = (
     ),
     P(
         "file system failed",
-        "Input/output error | Stale file handle | Transport endpoint is not connected | Read-only "
-        "file system",
+        "Input/output error | Stale file handle | Transport endpoint is not connected"
+        " | Read-only file system",
         "a disk, its server or the mount on this node failed",
         "see dmesg on that host; exclude it, and tell the administrators",
     ),
@@ -179,8 +179,8 @@ PATTERNS = (
     ),
     P(
         "step was not started",
-        "Job credential expired | slurmstepd: error: execve(): | Unable to create step | set by "
-        "two different environment",
+        "Job credential expired | slurmstepd: error: execve(): | Unable to create step"
+        " | set by two different environment",
         "a node could not start its task, or the shell has SLURM_* variables of another allocation",
         "check that the program exists on that node; unset SLURM_* variables of another job; "
         "compare srun's options with sbatch's",
@@ -194,8 +194,8 @@ PATTERNS = (
     ),
     P(
         "wrong environment or library",
-        "ModuleNotFoundError: | undefined symbol: | version `GLIBC | version `CXXABI | "
-        "ImportError: lib | Mismatched NCCL version",
+        "ModuleNotFoundError: | undefined symbol: | version `GLIBC | version `CXXABI"
+        " | ImportError: lib | Mismatched NCCL version",
         "another environment or other libraries are active on this node",
         "activate the environment in the script, before srun; check `srun which python` and "
         "LD_LIBRARY_PATH",
@@ -216,8 +216,8 @@ PATTERNS = (
     # Consequences
     P(
         "collective timed out",
-        "Watchdog caught collective operation timeout | flight recorder dump signal from another "
-        "rank",
+        "Watchdog caught collective operation timeout"
+        " | flight recorder dump signal from another rank",
         "a rank did not reach this collective: it ended, is slow, "
         "or took another branch of the code",
         "find the rank that did not reach the collective: its log has the lowest SeqNum, or none",
@@ -225,8 +225,8 @@ PATTERNS = (
     ),
     P(
         "lost another rank",
-        "Connection closed by peer | Connection reset by peer | Connection closed by remote peer "
-        "| ncclRemoteError | got 0 bytes | Broken pipe | Did the remote server shutdown",
+        "Connection closed by peer | Connection reset by peer | Connection closed by remote peer"
+        " | ncclRemoteError | got 0 bytes | Broken pipe | Did the remote server shutdown",
         "another rank ended, or did not reach this point",
         "look at the rank that failed first",
         CONSEQUENCE,
