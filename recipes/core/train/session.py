@@ -133,7 +133,8 @@ def _attempt(
         if world.rank == 0:
             watchers.append(failure.watch_owner)
         for watch in watchers:
-            threading.Thread(target=watch, args=(current, over), daemon=True).start()
+            name = watch.__name__  # in a dump of the stacks
+            threading.Thread(target=watch, name=name, args=(current, over), daemon=True).start()
         try:
             introduce(current, start)
             check_shared(current)
