@@ -202,8 +202,8 @@ def here(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tree(folder: Path) -> list[str]:
     """The files in a folder, without those that a submission makes in runs/."""
-    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return sorted(path for path in found if not path.startswith(("runs/code", "runs/submitit")))
+    paths = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return sorted(path for path in paths if not path.startswith(("runs/code", "runs/submitit")))
 
 
 def one_line(text: str, limit: int = 700) -> str:

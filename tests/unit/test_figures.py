@@ -20,12 +20,12 @@ from tests.gpu import checks
 from tests.helpers import ROOT
 
 H100: dict[str, Any] = json.loads((ROOT / "docs/measured/h100.json").read_text())
-FOUND = {name: one.get("figures", {}) for name, one in H100["checks"].items()}
+FOUND = {name: check.get("figures", {}) for name, check in H100["checks"].items()}
 FAST = FOUND["accuracy"]["fast"]
 PEER = statistics.fmean(H100["reference"]["airbench94_muon"]["accuracy"])
-PASSED = sum(one["result"] == "pass" for one in H100["checks"].values())
+PASSED = sum(check["result"] == "pass" for check in H100["checks"].values())
 CPU: dict[str, Any] = json.loads((ROOT / "docs/measured/cpu.json").read_text())
-DIGITS = [100 * found for found in CPU["mnist"]["val_top1"]]
+DIGITS = [100 * accuracy for accuracy in CPU["mnist"]["val_top1"]]
 LOSSES = CPU["toy"]["loss"]
 USUAL = RunKeys()
 PROJECT = (ROOT / "pyproject.toml").read_text()

@@ -64,23 +64,23 @@ def imports(path: Path) -> set[str]:
     """Full names of the modules that a file imports anywhere in it, in functions and for type
     checkers too.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {part if part in FILES else str(node.module) for part in parts}
-    return found - PACKAGES
+            names |= {part if part in FILES else str(node.module) for part in parts}
+    return names - PACKAGES
 
 
 def is_allowed(module: str, other: str) -> bool:
     room = room_of(module)
     there = room_of(other)
     if room == "recipes":  # a recipe imports no recipe, and of the keys its own alone
-        own = f"recipes.conf.{module.removeprefix('recipes.')}"
-        return there.removeprefix("recipes.core.") in ROOMS[room].below.split() or other == own
+        keys = f"recipes.conf.{module.removeprefix('recipes.')}"
+        return there.removeprefix("recipes.core.") in ROOMS[room].below.split() or other == keys
     return (
         room == there
         or there.removeprefix("recipes.core.").removeprefix("recipes.") in ROOMS[room].below.split()

@@ -73,10 +73,10 @@ def needs_root() -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file that only this user can change."""
-    found = tmp_path / "a/b/file.env"
-    found.parent.mkdir(parents=True)
-    found.write_text("NCCL_DEBUG=INFO\n")
-    return found
+    env_file = tmp_path / "a/b/file.env"
+    env_file.parent.mkdir(parents=True)
+    env_file.write_text("NCCL_DEBUG=INFO\n")
+    return env_file
 
 
 @as_root
@@ -434,7 +434,7 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
         Any, SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=1, run_id=None))
     )
     world = cast(
-        Any, SimpleNamespace(rank=1, from_rank_0=lambda what, work: [name, False, 3, False])
+        Any, SimpleNamespace(rank=1, from_rank_0=lambda purpose, work: [name, False, 3, False])
     )
     attempt, _ = session.open_run_dir(start, world)
     assert attempt.folder == tmp_path / "run/attempts/0003"

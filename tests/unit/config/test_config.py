@@ -75,8 +75,8 @@ def test_the_precedence_of_a_recipe_key(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_precedence_of_a_job_key(site: Path) -> None:
     site.write_text("gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12\n")
-    given = parse("cluster=here").job
-    assert (given.gpus_per_node, given.time, given.partition, given.qos) == (
+    job = parse("cluster=here").job
+    assert (job.gpus_per_node, job.time, job.partition, job.qos) == (
         4,
         "2:00:00",
         "gpu",
@@ -105,8 +105,8 @@ def test_every_key_of_a_profile_is_used(site: Path) -> None:
         "network": "roce",
     }
     site.write_text("".join(f"{name}: {value}\n" for name, value in profile.items()))
-    found = parse("cluster=here")
-    keys = {**vars(found.job), **vars(found.run)}
+    parsed = parse("cluster=here")
+    keys = {**vars(parsed.job), **vars(parsed.run)}
     assert {name: str(getattr(keys[name], "name", keys[name])) for name in profile} == profile
     assert parse("cluster=here", RECIPES_CONTAINER_RUNTIME="").job.container_runtime.name == "auto"
 
@@ -322,12 +322,12 @@ def test_empty_values_of_a_profile_are_ignored(site: Path) -> None:
 def test_every_key_has_one_place_a_help_text_and_a_valid_default(recipe: str) -> None:
     job, run = ({f.name for f in dataclasses.fields(cls)} for cls in (JobKeys, RunKeys))
     cls, variants = recipe_conf.load(recipe)
-    own = {f.name for f in dataclasses.fields(cls)}
+    of_recipe = {f.name for f in dataclasses.fields(cls)}
     assert len(job) > 15
     assert len(run) > 8
-    assert own
+    assert of_recipe
     assert not job & run
-    assert not (job | run) & own
+    assert not (job | run) & of_recipe
     for keys in (JobKeys, RunKeys, cls):
         assert all(f.metadata.get("help") for f in dataclasses.fields(keys))
         keys()
@@ -402,10 +402,10 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
     assert declare.may_change(mnist.Config) == of_all
     of_imagenet = {"val_batch_size", "stage_dir", "weights"}
     assert declare.may_change(imagenet.Config) == of_all | of_imagenet
-    own = {
+    not_inherited = {
         name for keys in (RunKeys, TrainKeys) for name in declare.declared(keys, "not_inherited")
     }
-    assert own == {
+    assert not_inherited == {
         "run_dir",
         "variant",
         "config",
@@ -561,8 +561,8 @@ def test_a_damaged_config_yaml_is_refused_in_one_line(
 def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("colour: red\n")
     (tmp_path / "model.pt").touch()
-    found = parse(f"resume={tmp_path}/model.pt")
-    assert (found.resumes, found.from_run) == (None, {})
+    parsed = parse(f"resume={tmp_path}/model.pt")
+    assert (parsed.resumes, parsed.from_run) == (None, {})
 
 
 def test_ranges_are_checked_also_if_a_recipe_forgets_the_base_class() -> None:

@@ -46,11 +46,13 @@ def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, st
         for chunk in ("\0" + done.stdout.decode("ascii")).split("\0=\0")[:-1]
     ]
     assert not list(cwd.iterdir()), "something in an env file was run"
-    for found in read:
-        assert all(found.get(name) == value for name, value in bare.items()), (
+    for variables in read:
+        assert all(variables.get(name) == value for name, value in bare.items()), (
             "an env file changed the shell's own"
         )
-    return [{name: value for name, value in found.items() if name not in bare} for found in read]
+    return [
+        {name: value for name, value in variables.items() if name not in bare} for variables in read
+    ]
 
 
 def test_settings_comments_and_blank_lines_are_accepted(tmp_path: Path) -> None:
@@ -200,9 +202,9 @@ def test_variables_that_the_user_has_set_are_not_changed() -> None:
 
 
 def test_the_fabrics_file_is_between_common_and_site() -> None:
-    found = envfile.files_for("ethernet", ENV_DIR, ["clusters/a.env", "/etc/b.env"])
-    own = [ENV_DIR / name for name in ("common.env", "ethernet.env", "clusters/a.env")]
-    assert found == [*own, Path("/etc/b.env")]
+    files = envfile.files_for("ethernet", ENV_DIR, ["clusters/a.env", "/etc/b.env"])
+    shipped = [ENV_DIR / name for name in ("common.env", "ethernet.env", "clusters/a.env")]
+    assert files == [*shipped, Path("/etc/b.env")]
     assert envfile.files_for("", ENV_DIR) == [ENV_DIR / "common.env"]
     assert envfile.files_for("~/x.env", ENV_DIR)[1] == Path.home() / "x.env"
     for network in ("./mine", "mine.env"):  # paths

@@ -94,8 +94,8 @@ def centres(
 ) -> Any:
     """The images and labels of a part of ``source``."""
     crops = Crops(source, decoder, partial(centre_crop, size, resize))
-    found = make_loader(source).in_order(crops, part, 5)
-    return (torch.cat(parts) for parts in zip(*found, strict=True))
+    batches = make_loader(source).in_order(crops, part, 5)
+    return (torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 def content(shards: Iterator[LoadedBatch]) -> list[tuple[int, int, int, bytes, int]]:
@@ -143,10 +143,10 @@ def test_a_random_crop_has_the_pixels_of_torchvisions_transform(folder: Path) ->
         wanted = reference(Image.open(folder / "train" / source.name(i)).convert("RGB"))
         mirrored.add(flip := float(torch.rand(())) < 0.5)
         torch.manual_seed(i)
-        found = decode.random_crop(torchvision, torchvision.decode(source.read(i)), 32, 0.08, True)
+        crop = decode.random_crop(torchvision, torchvision.decode(source.read(i)), 32, 0.08, True)
         assert (
             worst(
-                torch.from_numpy(found).permute(2, 0, 1),
+                torch.from_numpy(crop).permute(2, 0, 1),
                 ImageOps.mirror(wanted) if flip else wanted,
             )
             <= 1
@@ -200,8 +200,8 @@ def test_the_exif_orientation_is_applied_as_by_pillow(decoder: str, orientation:
     exif[0x0112] = orientation
     data = encoded(picture(1), exif=exif, subsampling=0)
     wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    found = torch.from_numpy(make_decoder(decoder).decode(data).copy()).permute(2, 0, 1)
-    assert worst(found, wanted) <= (24 if decoder == "opencv" else 0)
+    decoded = torch.from_numpy(make_decoder(decoder).decode(data).copy()).permute(2, 0, 1)
+    assert worst(decoded, wanted) <= (24 if decoder == "opencv" else 0)
 
 
 @pytest.mark.parametrize("kind", ["files", "packed"])
@@ -213,8 +213,8 @@ def test_samples_do_not_depend_on_ranks_and_workers(
     assert len(alone) == len(source) == len({sample[2] for sample in alone})
     assert content(make_loader(source, decoder=decoder).epoch(2)) != alone
     for world_size, workers in ((2, 0), (3, 2), (1, 1), (1, 2)):
-        own = partial(make_loader, source, decoder=decoder, workers=workers, world_size=world_size)
-        ranks = (content(own(rank=rank).epoch(1)) for rank in range(world_size))
+        make = partial(make_loader, source, decoder=decoder, workers=workers, world_size=world_size)
+        ranks = (content(make(rank=rank).epoch(1)) for rank in range(world_size))
         assert sorted(itertools.chain.from_iterable(ranks)) == alone
 
 
@@ -229,8 +229,8 @@ def test_a_resumed_epoch_has_the_remaining_samples(folder: Path) -> None:
 def test_crops_differ_between_batches_and_epochs(tmp_path: Path) -> None:
     for i in range(6):
         put(tmp_path / "train" / "a" / f"{i}.JPEG", encoded(picture(0)))
-    one = make_loader(open_images(tmp_path, "train"), batch=2)
-    crops = [sample[3] for epoch in (0, 1) for sample in content(one.epoch(epoch))]
+    loader = make_loader(open_images(tmp_path, "train"), batch=2)
+    crops = [sample[3] for epoch in (0, 1) for sample in content(loader.epoch(epoch))]
     assert len(set(crops)) == 12
 
 
@@ -304,21 +304,21 @@ def test_an_unreadable_image_is_skipped_named_and_counted(
     bad = 11
     DAMAGED[how](tmp_path / "copy" / "train" / source.name(bad))
     told: list[str] = []
-    one = make_loader(source, decoder=decoder, workers=2, warn=told.append)
+    loader = make_loader(source, decoder=decoder, workers=2, warn=told.append)
     good = {
         s[2]: s
         for s in content(make_loader(open_images(folder, "train"), decoder=decoder).epoch(0))
     }
     for _ in range(2):
-        found = {s[2]: s for s in content(one.epoch(0))}
-        assert found[bad][4] == IGNORE
-        assert not any(found[bad][3])
-        assert {i: s for i, s in found.items() if i != bad} == {
+        samples = {s[2]: s for s in content(loader.epoch(0))}
+        assert samples[bad][4] == IGNORE
+        assert not any(samples[bad][3])
+        assert {i: s for i, s in samples.items() if i != bad} == {
             i: s for i, s in good.items() if i != bad
         }
-    assert len(one.skipped) == 1
+    assert len(loader.skipped) == 1
     assert len(told) == 1
-    assert one.skipped_on_all(lambda mine: [mine, b'["another"]', mine]) == 2
+    assert loader.skipped_on_all(lambda mine: [mine, b'["another"]', mine]) == 2
     assert source.name(bad) in told[0]
     assert "\n" not in told[0]
     _, labels = centres(source, 32, 36, part=slice(bad - 1, bad + 1))
@@ -332,14 +332,14 @@ def test_more_than_one_percent_unreadable_images_end_the_run(
     source = Fake(3000)
     intact = source.read
     monkeypatch.setattr(source, "read", lambda i: intact(i) if i % every else b"")
-    one = make_loader(source, batch=100)
+    loader = make_loader(source, batch=100)
     if every == 200:
-        list(one.epoch(0))
-        assert len(one.skipped) == 15
+        list(loader.epoch(0))
+        assert len(loader.skipped) == 15
     else:
         line = r"^1\d of \d+ samples cannot be read \('dataset=fake/fake sample \d+': is empty\)"
         with pytest.raises(InputError, match=line):
-            list(one.epoch(0))
+            list(loader.epoch(0))
 
 
 def cut(path: Path, count: int) -> None:
@@ -383,11 +383,11 @@ def test_a_truncated_shard_costs_only_its_own_samples(packed: Path, tmp_path: Pa
     source = open_images(tmp_path / "copy", "train")
     with open(tmp_path / "copy" / "train-00000.bin", "r+b") as file:
         file.truncate(file.seek(0, 2) - 20_000)
-    one = make_loader(source, batch=100)
-    (shard,) = one.epoch(0)
+    loader = make_loader(source, batch=100)
+    (shard,) = loader.epoch(0)
     bad = shard.indices[shard.data[1] == IGNORE].tolist()
     assert 1 <= len(bad) < 10
-    assert len(one.skipped) == len(bad)
+    assert len(loader.skipped) == len(bad)
 
 
 def test_a_folder_without_the_images_is_reported_with_the_fix(tmp_path: Path, folder: Path) -> None:

@@ -73,18 +73,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 def samples(folder: Path, split: str) -> list[tuple[bytes, int, int, int]]:
     """Payload, label, height and width of each sample, by the format's description alone."""
     index = (folder / f"{split}.index").read_bytes()
-    found = []
+    entries = []
     for offset, length, shard, label, height, width in struct.iter_unpack("<QIIIHH", index):
         payload = (folder / f"{split}-{shard:05d}.bin").read_bytes()[offset : offset + length]
         assert len(payload) == length
-        found.append((payload, label, height, width))
-    return found
+        entries.append((payload, label, height, width))
+    return entries
 
 
-def far_apart(one: Any, other: Any) -> int:
+def far_apart(image: Any, other: Any) -> int:
     """The largest difference of any value."""
-    assert (one.size, one.mode) == (other.size, other.mode)
-    return max(abs(a - b) for a, b in zip(one.tobytes(), other.tobytes(), strict=True))
+    assert (image.size, image.mode) == (other.size, other.mode)
+    return max(abs(a - b) for a, b in zip(image.tobytes(), other.tobytes(), strict=True))
 
 
 def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -> None:
@@ -102,9 +102,9 @@ def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -
     assert {path.name for path in unbroken.iterdir()} == {*shards, *others}
     for split, count in (("train", 17), ("val", 5)):
         files = sorted((source / split).rglob("*.JPEG"))
-        found = samples(unbroken, split)
-        assert index["splits"][split]["samples"] == len(found) == len(files) == count
-        for path, (payload, label, height, width) in zip(files, found, strict=True):
+        entries = samples(unbroken, split)
+        assert index["splits"][split]["samples"] == len(entries) == len(files) == count
+        for path, (payload, label, height, width) in zip(files, entries, strict=True):
             assert label == int(path.parent.name[-1])
             image = Image.open(io.BytesIO(payload))
             original = Image.open(path).convert("RGB")
@@ -119,7 +119,7 @@ def test_a_resized_image_has_the_quality_and_no_comment_or_profile() -> None:
     content = encoded(image, quality=100, comment=b"spam" * 1000, icc_profile=b"spam" * 1000)
     payload, *_ = pillow.encode(content, 24, 30)
     tables = [
-        Image.open(io.BytesIO(one)).quantization for one in (payload, encoded(image, quality=30))
+        Image.open(io.BytesIO(data)).quantization for data in (payload, encoded(image, quality=30))
     ]  # type: ignore[attr-defined]
     assert tables[0] == tables[1]
     assert b"spam" not in payload

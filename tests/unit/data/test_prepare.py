@@ -30,8 +30,8 @@ SERVED = {f"{name}.gz": content for name, content in PACKED.items()}
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with serving(SERVED) as one:
-        yield one
+    with serving(SERVED) as running:
+        yield running
 
 
 Run = Callable[..., tuple[int, str, str]]

@@ -85,8 +85,10 @@ def ignore(done: int, total: int) -> None:
 
 def same(folder: Path, staged: Path) -> bool:
     """Whether ``staged`` has ``folder``'s files and no more, but for the lock."""
-    found = {path.name: path.read_bytes() for path in staged.iterdir() if path.name != stage.LOCK}
-    return found == {path.name: path.read_bytes() for path in folder.iterdir()}
+    contents = {
+        path.name: path.read_bytes() for path in staged.iterdir() if path.name != stage.LOCK
+    }
+    return contents == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_copy_is_whole_private_and_made_once(
@@ -146,8 +148,8 @@ def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None
     lock = os.open(staged / stage.LOCK, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     told: list[tuple[int, int]] = []
-    given = (packed, tmp_path / "node", lambda *now: told.append(now))
-    waiting = threading.Thread(target=to_local_disk, args=given, daemon=True)
+    arguments = (packed, tmp_path / "node", lambda *now: told.append(now))
+    waiting = threading.Thread(target=to_local_disk, args=arguments, daemon=True)
     waiting.start()
     helpers.wait_until(lambda: told, 20, "a word on how far it is")
     total = size(packed)

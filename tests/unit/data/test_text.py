@@ -394,9 +394,9 @@ def test_each_token_is_a_target_once(seq_len: int) -> None:
     seen = []
     for rank in range(3):
         for shard in GlobalBatches(len(training), 5, 0, rank, 3).epoch(0):
-            found = data.take(shard.indices.tolist(), seq_len)
-            assert found.shape == (len(shard.indices), seq_len + 1)  # also of no sequence
-            seen += found[:, 1:].flatten().tolist()
+            sequences = data.take(shard.indices.tolist(), seq_len)
+            assert sequences.shape == (len(shard.indices), seq_len + 1)  # also of no sequence
+            seen += sequences[:, 1:].flatten().tolist()
     last = 1 + len(training) * seq_len
     assert sorted(seen) == sorted(tokens[1:last])
     of_validation = data.take(validation, seq_len)
@@ -448,6 +448,6 @@ def test_a_job_without_its_text_is_not_submitted(tmp_path: Path) -> None:
 def test_a_prompt_becomes_the_tokens_of_the_byte_pair_merges() -> None:
     """The pair with the lowest number is merged first, as in tiktoken: "he" before "th"."""
     words = [bytes([i]) for i in range(256)] + [b"he", b"th", b"the", b" t", b" the", b""]
-    found = text.Text([], words, 261, "").encode("the the tã")
-    assert found == [258, 260, 259, *"ã".encode()]
+    tokens = text.Text([], words, 261, "").encode("the the tã")
+    assert tokens == [258, 260, 259, *"ã".encode()]
     assert text.Text([], words, 261, "").encode("") == []

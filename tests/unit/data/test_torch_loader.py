@@ -172,11 +172,11 @@ def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
 def test_evaluations_of_two_sets_read_each_its_own(workers: int) -> None:
     loader = of_set(batches(), workers)
     sets = {"all": Numbers(), "doubled": Doubled(), "all again": Numbers()}
-    found = {
+    numbers = {
         name: [b["i"].tolist() for b in loader.in_order(dataset, slice(4), 2)]
         for name, dataset in sets.items()
     }
-    assert found == {
+    assert numbers == {
         "all": [[0, 1], [2, 3]],
         "doubled": [[0, 2], [4, 6]],
         "all again": [[0, 1], [2, 3]],

@@ -27,15 +27,15 @@ def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
     ended = doctor("--json", "device=cpu", *words, f"data_dir={tmp_path}/none")
     assert ended.status == 3, ended.out
     assert (tmp_path / "doctor.json").stat().st_mode & 0o777 == 0o640
-    found = helpers.read(tmp_path, "doctor")
-    assert found["healthy"] is False
-    assert json.loads(ended.lines[-1]) == {**found, "exit_status": 3}
-    assert [entry["what"] for entry in found["entries"] if entry["bad"]] == [
+    verdict = helpers.read(tmp_path, "doctor")
+    assert verdict["healthy"] is False
+    assert json.loads(ended.lines[-1]) == {**verdict, "exit_status": 3}
+    assert [entry["what"] for entry in verdict["entries"] if entry["bad"]] == [
         f"data_dir={tmp_path}/none cannot be used (No such file or directory)",
         "NCCL_ALGO: Rings must be one of Tree, Ring, CollNetDirect, CollNetChain, CollNet, NVLS, "
         "NVLSTree, PAT",
     ]
-    assert found["exclude"] == []  # it may have been typed wrongly
+    assert verdict["exclude"] == []  # it may have been typed wrongly
 
 
 def test_a_shell_judges_the_reports(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def report(node: int, gpus: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def written(folder: Path, stage: Stage, *reports: dict[str, Any]) -> None:
-    for one in reports:
-        Reports(folder, int(one["host"].removeprefix("node"))).write(one, stage)
+    for contents in reports:
+        Reports(folder, int(contents["host"].removeprefix("node"))).write(contents, stage)
 
 
 def test_reports_are_read_again_after_each_stage(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_nodes_that_answered_and_are_good_measure_bandwidth(
 def test_nccl_is_measured_with_the_gpus_that_each_node_has(
     gpus: tuple[int, int], expected: tuple[str, int]
 ) -> None:
-    found = _members({node: report(node, count) for node, count in enumerate(gpus)}, place(0), 1)
-    assert (found["backend"], found["gpus"]) == expected
+    members = _members({node: report(node, count) for node, count in enumerate(gpus)}, place(0), 1)
+    assert (members["backend"], members["gpus"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,13 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     reports = [report(node, seen, findings=[BROKEN] * (seen < 8)) for node, seen in enumerate(gpus)]
     written(tmp_path / "reports", Stage.final, *reports)
     assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, tmp_path, 0) == status
-    found = helpers.read(tmp_path, "doctor")
+    verdict = helpers.read(tmp_path, "doctor")
     hosts = ["node0", "node1", "node2"]
-    assert (found["exclude"], found["healthy"], found["hosts"]) == (exclude, not status, hosts)
+    assert (verdict["exclude"], verdict["healthy"], verdict["hosts"]) == (
+        exclude,
+        not status,
+        hosts,
+    )
     last = (
         "healthy: 3 nodes"
         if not status
@@ -170,12 +174,14 @@ def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent
     written(folder, Stage.examined, report(2))
     written(folder, Stage.listening, report(3))
     assert give_verdict(Reports(folder), [""] * 4, tmp_path, 0) == 3
-    found = helpers.read(tmp_path, "doctor")
-    assert [(entry["nodes"], entry["what"][:19]) for entry in found["entries"] if entry["bad"]] == [
+    verdict = helpers.read(tmp_path, "doctor")
+    assert [
+        (entry["nodes"], entry["what"][:19]) for entry in verdict["entries"] if entry["bad"]
+    ] == [
         ([2], "answered at first, "),
         ([3], "did not answer: it "),
     ]
-    assert found["exclude"] == ["node2"]  # the name of the other one is unknown
+    assert verdict["exclude"] == ["node2"]  # the name of the other one is unknown
     assert ended == ["7.7"]  # srun would wait for the other one
 
 
@@ -236,9 +242,11 @@ def test_two_nodes_measure_and_are_judged(
     ]
     assert [row["torch"] for row in helpers.read(tmp_path, "doctor")["table"]] == ["2.15.0"] * 2
     assert list(tmp_path.glob("reports/*")) == []
-    there = [tuple(one[name] for name in ("RANK", "WORLD_SIZE", "NODES")) for one in measured]
+    there = [
+        tuple(variables[name] for name in ("RANK", "WORLD_SIZE", "NODES")) for variables in measured
+    ]
     assert sorted(there) == [("0", "2", "[0, 1]"), ("1", "2", "[0, 1]")]
-    assert len({one["MASTER_PORT"] for one in measured}) == 1
+    assert len({variables["MASTER_PORT"] for variables in measured}) == 1
 
 
 def test_only_the_first_rank_of_a_node_examines_it(tmp_path: Path) -> None:
@@ -306,8 +314,8 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(commands, "run", ask)
     members = {"nodes": [0, 3, 5], "port": 99, "backend": "nccl", "gpus": 4}
-    found = _measure(members, replace(place(3, 6), master_addr="n0"), 7, time.monotonic() + 30)
-    assert found == {
+    figures = _measure(members, replace(place(3, 6), master_addr="n0"), 7, time.monotonic() + 30)
+    assert figures == {
         "at": "an all_reduce",
         "busbw": 30.0,
         "correct": False,

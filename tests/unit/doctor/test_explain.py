@@ -88,13 +88,13 @@ def test_the_runs_own_records_come_first(tmp_path: Path) -> None:
     (run / "logs" / "rank3.log").write_text("step 6\nOSError: [Errno 5] Input/output error\n")
     (run / "checkpoints" / "x.log").write_text("CUDA out of memory\n")
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
-    found = of_run(run, NO_SLURM)
-    assert (found[0], found[3]) == (
+    lines = of_run(run, NO_SLURM)
+    assert (lines[0], lines[3]) == (
         reason,
         "  logs/rank3.log: OSError: [Errno 5] Input/output error",
     )
-    assert found[4].startswith("consequence: lost another rank (1 file)")
-    assert found[-3:] == [
+    assert lines[4].startswith("consequence: lost another rank (1 file)")
+    assert lines[-3:] == [
         "logs/rank3.log ends:",
         "  | step 6",
         "  | OSError: [Errno 5] Input/output error",
@@ -104,8 +104,8 @@ def test_the_runs_own_records_come_first(tmp_path: Path) -> None:
 
 def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "running")
-    found = of_run(run, NO_SLURM)
-    assert found == [
+    lines = of_run(run, NO_SLURM)
+    assert lines == [
         "it is running, at step 7, status written 0:00:00 ago; scontrol is not on the PATH"
     ]
     grow_old(run)
@@ -150,7 +150,7 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("found", "noted", "words"),
+    ("answer", "noted", "words"),
     [
         (
             job("PENDING", "BeginTime", 1, StartTime="2026-11-23T13:25:32"),
@@ -189,38 +189,38 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
     ],
 )
 def test_a_stopped_run_says_what_comes_next(
-    tmp_path: Path, found: Job | None, noted: Next | None, words: str
+    tmp_path: Path, answer: Job | None, noted: Next | None, words: str
 ) -> None:
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
     if noted:
         directory.note_next(run, noted, 0)
-    assert of_run(run, Answers({"1": found})) == [f"stopped by SIGTERM, saved at step 7; {words}"]
+    assert of_run(run, Answers({"1": answer})) == [f"stopped by SIGTERM, saved at step 7; {words}"]
 
 
 def test_a_job_submitted_later_is_the_one_that_counts(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
     files.write_json(run / "job.yaml", {"job_id": "2"})
     answers = Answers({"1": job("FAILED"), "2": Job("2", "PENDING", "Resources", 0, 0)})
-    for given, said in (
+    for slurm, said in (
         (answers, "job 2 is pending (Resources)"),
         (
             NO_SLURM,
             "scontrol is not on the PATH; to resume, start the run again with the same run_dir=",
         ),
     ):
-        assert of_run(run, given) == [f"stopped by SIGTERM, saved at step 7; {said}"]
+        assert of_run(run, slurm) == [f"stopped by SIGTERM, saved at step 7; {said}"]
 
 
 def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running")
     (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
     grow_old(run)
-    found = of_run(run, Answers({"1": job("RUNNING")}))
-    assert found == ["it is running, at step 7, status written 1:00:00 ago; job 1 is running"]
-    found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
-    assert found[0].startswith("it ended without a final status")
-    assert found[1].startswith("cause: disk is full (1 file)")
-    assert found[-1] == "job 1 is pending (BeginTime)"
+    lines = of_run(run, Answers({"1": job("RUNNING")}))
+    assert lines == ["it is running, at step 7, status written 1:00:00 ago; job 1 is running"]
+    lines = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
+    assert lines[0].startswith("it ended without a final status")
+    assert lines[1].startswith("cause: disk is full (1 file)")
+    assert lines[-1] == "job 1 is pending (BeginTime)"
 
 
 def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path) -> None:
@@ -248,16 +248,16 @@ def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> 
     (killed / "status.json").write_text("{")
     assert "  it has not begun: scontrol is not on the PATH" in explain([killed, done], NO_SLURM)
     os.utime(killed / "attempts/0000/opened.json", (1, 1))
-    found = explain([killed, done], Answers({"1": None}))
-    assert "  it ended before its first status; Slurm no longer knows job 1" in found
+    lines = explain([killed, done], Answers({"1": None}))
+    assert "  it ended before its first status; Slurm no longer knows job 1" in lines
 
 
 def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
     run = run_directory(
         tmp_path, "failed", "rank 1 on node1 failed first: x", 1, "node1", Kind.error
     )
-    found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
-    assert found == ["rank 1 on node1 failed first: x", "job 1 is pending (BeginTime)"]
+    lines = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
+    assert lines == ["rank 1 on node1 failed first: x", "job 1 is pending (BeginTime)"]
 
 
 def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,17 +271,17 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     other = run_directory(tmp_path / "other", "done")
     monkeypatch.chdir(tmp_path)
     known = Answers({"1": None})
-    found = explain([Path("runs"), other], known)
-    heads = [line for line in found if not line.startswith(" ")]
+    lines = explain([Path("runs"), other], known)
+    heads = [line for line in lines if not line.startswith(" ")]
     assert heads == ["runs/mnist/0:", "runs/mnist/1:", "other:"]
-    first = found[: found.index(heads[1])]
-    second = found[found.index(heads[1]) : found.index(heads[2])]
+    first = lines[: lines.index(heads[1])]
+    second = lines[lines.index(heads[1]) : lines.index(heads[2])]
     assert "  rank 1 on a failed first: x" in first
     assert any("file system failed" in line for line in first)
     assert not any("CUDA" in line for line in first)
     assert "  rank 2 on b failed first: y" in second
     assert any("CUDA out of memory" in line for line in second)
-    assert found[-1] == "  status.json says done: nothing failed"
+    assert lines[-1] == "  status.json says done: nothing failed"
     assert explain([run], known) == of_run(run, known)  # one run needs no heading
     monkeypatch.setattr(explaining.source, "home", lambda root: tmp_path)
     assert explain([Path("1")], known) == of_run(run, known)  # by its job

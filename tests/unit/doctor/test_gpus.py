@@ -91,14 +91,14 @@ def test_the_numbers_of_granted_gpus_may_differ_between_nodes(
 
 
 def test_missing_gpus() -> None:
-    (found,) = findings(EIGHT[:7])
-    assert (found.what, found.bad, found.leave_out) == (
+    (finding,) = findings(EIGHT[:7])
+    assert (finding.what, finding.bad, finding.leave_out) == (
         "Slurm granted 8 GPUs and torch sees 7",
         True,
         True,
     )
-    (found,) = findings([], SLURM_GPUS_ON_NODE="")  # not the fault of the node
-    assert (found.what, found.bad, found.leave_out) == (
+    (finding,) = findings([], SLURM_GPUS_ON_NODE="")  # not the fault of the node
+    assert (finding.what, finding.bad, finding.leave_out) == (
         "Slurm granted 0 GPUs and torch sees 0",
         True,
         False,
@@ -140,6 +140,6 @@ SMI = "".join(f"GPU-{i}, {5 if i == 4 else '[N/A]'}\n" for i in range(8))
 def test_a_faulty_gpu_or_driver_is_a_finding(
     cards: Any, said: dict[str, str], expected: str, is_bad: bool
 ) -> None:
-    (found,) = findings(cards, **said)
-    assert found.what.startswith(expected)
-    assert found.bad is is_bad
+    (finding,) = findings(cards, **said)
+    assert finding.what.startswith(expected)
+    assert finding.bad is is_bad

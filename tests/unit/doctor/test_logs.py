@@ -26,10 +26,10 @@ def said(tmp_path: Path, **files: str) -> list[str]:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
 def test_a_line_with_a_text_of_a_pattern_is_explained(tmp_path: Path, pattern: Pattern) -> None:
     for text in pattern.texts.split(" | "):
-        found = said(tmp_path, job__out=f"epoch 1  step 1  loss 2.3008\nnode1: x {text} y\nbye\n")
+        lines = said(tmp_path, job__out=f"epoch 1  step 1  loss 2.3008\nnode1: x {text} y\nbye\n")
         named = f"{pattern.level.name}: {pattern.name} (1 file): {pattern.means}"
-        assert found[1:4] == [named, f"  do: {pattern.fix}", f"  job.out: node1: x {text} y"]
-        assert found[4] == "job.out ends:"  # no other pattern
+        assert lines[1:4] == [named, f"  do: {pattern.fix}", f"  job.out: node1: x {text} y"]
+        assert lines[4] == "job.out ends:"  # no other pattern
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,16 @@ def test_no_pattern_matches_what_this_project_prints(tmp_path: Path) -> None:
 
 
 def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
-    found = said(
+    lines = said(
         tmp_path,
         rank0__log="[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n",
         rank2__log=f"step 4\nnode7:11:12 [0] NCCL INFO x\n{OOM}",
     )
-    assert found[0] == "best clue in the logs: CUDA out of memory"
-    assert found[1].startswith("cause: CUDA out of memory (1 file): the GPU has")
-    assert found[3] == f"  rank2.log: {OOM.strip()}"
-    assert found[4].startswith("consequence: lost another rank (1 file): ")
-    assert found[7:] == [
+    assert lines[0] == "best clue in the logs: CUDA out of memory"
+    assert lines[1].startswith("cause: CUDA out of memory (1 file): the GPU has")
+    assert lines[3] == f"  rank2.log: {OOM.strip()}"
+    assert lines[4].startswith("consequence: lost another rank (1 file): ")
+    assert lines[7:] == [
         "rank2.log ends:",
         "  | step 4",
         "  | node7:11:12 [0] NCCL INFO x",
@@ -96,12 +96,12 @@ def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_attempt_in_a_log_counts(tmp_path: Path) -> None:
-    found = said(tmp_path, rank0__log=f"\fstep 1\n{OOM}\fstep 7\n{DISK}")
-    assert found[0] == "best clue in the logs: file system failed"
-    assert f"  rank0.log: {DISK.strip()}" in found
-    assert "CUDA" not in "\n".join(found)
-    found = said(tmp_path, rank0__log=f"{OOM}\fstep 7\n")
-    assert found == ["no known cause in 1 file", "rank0.log ends:", "  | step 7"]
+    lines = said(tmp_path, rank0__log=f"\fstep 1\n{OOM}\fstep 7\n{DISK}")
+    assert lines[0] == "best clue in the logs: file system failed"
+    assert f"  rank0.log: {DISK.strip()}" in lines
+    assert "CUDA" not in "\n".join(lines)
+    lines = said(tmp_path, rank0__log=f"{OOM}\fstep 7\n")
+    assert lines == ["no known cause in 1 file", "rank0.log ends:", "  | step 7"]
 
 
 def test_a_progress_bar_does_not_hide_the_text_after_it(tmp_path: Path) -> None:
@@ -124,18 +124,18 @@ def test_pipes_circular_links_and_unreadable_files_are_skipped(tmp_path: Path) -
     (tmp_path / "round.log").symlink_to("round.log")
     (tmp_path / "again").symlink_to(tmp_path)
     (tmp_path / "zero.log").symlink_to("/dev/zero")
-    found = said(tmp_path, a__txt=DISK)
-    assert found[0] == "best clue in the logs: file system failed"
-    assert found[-2:] == ["a.txt ends:", f"  | {DISK.strip()}"]
+    lines = said(tmp_path, a__txt=DISK)
+    assert lines[0] == "best clue in the logs: file system failed"
+    assert lines[-2:] == ["a.txt ends:", f"  | {DISK.strip()}"]
 
 
 def test_binary_content_is_escaped_and_colours_hide_nothing(tmp_path: Path) -> None:
     line = b"\n\x1b[31mCUDA \x1b[1mout of\x1b[0m memory \xff\x00\x1b]0;title\x07 \xe2\x80\xae end\n"
     (tmp_path / "a\x1b[2J\n.log").write_bytes(bytes(range(256)) * 4000 + line)
-    found = explain(tmp_path)
-    assert "CUDA out of memory" in found[0]
-    assert all(line.isprintable() for line in found)
-    assert "\\x1b]0;title\\x07 \\u202e end" in found[3]
+    lines = explain(tmp_path)
+    assert "CUDA out of memory" in lines[0]
+    assert all(line.isprintable() for line in lines)
+    assert "\\x1b]0;title\\x07 \\u202e end" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_ten_megabytes_of_anything_take_little_time(tmp_path: Path, content: str
 
 def test_of_a_large_file_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explaining, "MOST_BYTES", 2000)
-    found = said(tmp_path, a__err=OOM + "step\n" * 1000 + DISK)
-    assert found[0].endswith(": file system failed")
-    assert found[3] == f"  a.err: {DISK.strip()}"
+    lines = said(tmp_path, a__err=OOM + "step\n" * 1000 + DISK)
+    assert lines[0].endswith(": file system failed")
+    assert lines[3] == f"  a.err: {DISK.strip()}"
 
 
 def test_the_source_code_in_a_traceback_is_not_what_a_log_says(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def here(
     return Surroundings(environ, info, tmp_path, data_dir, True, Path(root))
 
 
-def only(found: tuple[dict[str, object], list[Finding]]) -> Finding:
-    (finding,) = found[1]
+def only(result: tuple[dict[str, object], list[Finding]]) -> Finding:
+    (finding,) = result[1]
     assert finding.fix
     return finding
 
@@ -84,7 +84,7 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
     begin = time.monotonic()
     facts, findings = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
-    assert [(found.what, found.bad) for found in findings] == [
+    assert [(finding.what, finding.bad) for finding in findings] == [
         ("the check of its hangs did not end in 0.5 s", True),
         ("the check of its breaks failed (RuntimeError: no such thing)", False),
     ]
@@ -92,20 +92,20 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    found = only(probes._run(probes.disks, here(tmp_path, data_dir=str(tmp_path / "none"))))
-    assert found.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
-    assert found.bad
+    finding = only(probes._run(probes.disks, here(tmp_path, data_dir=str(tmp_path / "none"))))
+    assert finding.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
+    assert finding.bad
     # It may be the node's fault or a mistyped key, which a node alone cannot tell.
-    assert not found.leave_out
+    assert not finding.leave_out
     assert only(
         probes._run(
             probes.disks, here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none"))
         )
     ).leave_out
-    found = only(probes._run(probes.disks, here(tmp_path, TMPDIR=str(tmp_path / "none"))))
-    assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
+    finding = only(probes._run(probes.disks, here(tmp_path, TMPDIR=str(tmp_path / "none"))))
+    assert finding.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
     unset = probes._run(probes.disks, here(tmp_path, TMPDIR=""))[1]
-    assert not any("TMPDIR" in one.what for one in unset)
+    assert not any("TMPDIR" in finding.what for finding in unset)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_shared_memory_that_is_nearly_full(
         return json.dumps(free if folder == "/dev/shm" else 0), ""
 
     monkeypatch.setattr(commands, "run", ask)
-    found = probes._run(probes.disks, here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
-    assert [(one.what, one.bad) for one in found] == expected
+    findings = probes._run(probes.disks, here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
+    assert [(finding.what, finding.bad) for finding in findings] == expected
     assert asked == {
         "/dev/shm": "write",
         str(tmp_path): "write",
@@ -143,21 +143,21 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert probes._run(probes.torch_import, here(tmp_path)) == ({"nccl": None}, [])
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "No module named torch"))
-    found = only(probes._run(probes.torch_import, here(tmp_path, ranks.detect(TASK))))
-    assert (found.what, found.bad) == (
+    finding = only(probes._run(probes.torch_import, here(tmp_path, ranks.detect(TASK))))
+    assert (finding.what, finding.bad) == (
         "torch cannot be imported there (No module named torch)",
         True,
     )
-    assert found.leave_out
+    assert finding.leave_out
     # alone it may be the wrong environment
     assert not only(probes._run(probes.torch_import, here(tmp_path))).leave_out
 
 
 def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('{"nccl": "2.28.7"}', ""))
-    found = only(probes._run(probes.torch_import, here(tmp_path)))
-    assert (found.what, found.bad) == ("NCCL 2.28.7 can hang in large jobs", False)
-    assert found.fix == "use a torch with NCCL 2.28.9 or later"
+    finding = only(probes._run(probes.torch_import, here(tmp_path)))
+    assert (finding.what, finding.bad) == ("NCCL 2.28.7 can hang in large jobs", False)
+    assert finding.fix == "use a torch with NCCL 2.28.9 or later"
     pairs = itertools.product(("2.28.3", "2.28.9", "2.29.2", "2.29.3", ""), ("x86_64", "aarch64"))
     hang = [(nccl, machine) for nccl, machine in pairs if list(probes.known_hangs(nccl, machine))]
     assert hang == [("2.28.3", "x86_64"), ("2.28.3", "aarch64"), ("2.29.2", "aarch64")]
@@ -179,10 +179,10 @@ def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Pat
     for name, state in (("eth0", "down"), ("eth1", "up")):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
         (tmp_path / "sys/class/net" / name / "operstate").write_text(f"{state}\n")
-    _, (found,) = probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))
-    assert "cannot resolve no-such.invalid (" in found.what
-    assert found.what.endswith("; interfaces that are down: eth0")
-    assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
+    _, (finding,) = probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))
+    assert "cannot resolve no-such.invalid (" in finding.what
+    assert finding.what.endswith("; interfaces that are down: eth0")
+    assert finding.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
 
 def test_an_interface_that_was_set_and_is_another(
@@ -201,8 +201,8 @@ def test_an_interface_that_was_set_and_is_another(
         ("NCCL_SOCKET_IFNAME", "^eth"),
         ("GLOO_SOCKET_IFNAME", "eth9"),
     ):
-        one = only(probes._run(probes.interfaces, here(tmp_path, two, **{name: value})))
-        assert one.what == f"{name}={value}, but the route to two uses eth1"
+        finding = only(probes._run(probes.interfaces, here(tmp_path, two, **{name: value})))
+        assert finding.what == f"{name}={value}, but the route to two uses eth1"
     # alone it has no peer
     assert probes._run(probes.interfaces, here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []
 
@@ -221,9 +221,9 @@ def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (folder / "speed").write_text(f"{speed}\n")
         (folder / "operstate").write_text(f"{state}\n")
     two = ranks.detect(TASK)
-    one = only(probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path))))
-    assert one.what == "the ranks use eth1 with 1000 Mbit/s, but eth2 has 25000 Mbit/s"
-    assert (one.bad, "NCCL_SOCKET_IFNAME=eth2" in one.fix) == (False, True)
+    finding = only(probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path))))
+    assert finding.what == "the ranks use eth1 with 1000 Mbit/s, but eth2 has 25000 Mbit/s"
+    assert (finding.bad, "NCCL_SOCKET_IFNAME=eth2" in finding.fix) == (False, True)
     (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
     assert probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))[1] == []
     (tmp_path / "sys/class/net/eth1/speed").write_text("1000\n")
@@ -248,8 +248,8 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "state").write_text(f"{state}\n")
     down, locked = probes._run(probes.infiniband, on_gpus)[1]
     assert (down.what, down.bad) == ("InfiniBand port mlx5_1:1 is DOWN", False)
-    what = "locked memory is limited to 1024000 KB, but RDMA must lock the memory that it sends"
-    assert (locked.what, locked.bad) == (what, True)
+    limited = "locked memory is limited to 1024000 KB, but RDMA must lock the memory that it sends"
+    assert (locked.what, locked.bad) == (limited, True)
     assert not probes._run(probes.infiniband, replace(on_gpus, info=ALONE))[1][1].bad
     limits.pop(0)
     assert probes._run(probes.infiniband, on_gpus)[1] == [down]

@@ -35,10 +35,10 @@ TABLE = [tuple(part.strip() for part in line.split(" | ")) for line in RULES.str
 def test_an_invalid_variable_is_reported_and_a_valid_one_is_not(
     invalid: str, name: str, said: str, valid: str
 ) -> None:
-    found = problems(pairs(invalid))
-    assert [problem.what.partition(":")[0] for problem in found] == [name.removesuffix("!")]
-    assert said in f"{found[0].what}; {found[0].fix}"
-    assert found[0].bad == name.endswith("!")
+    reported = problems(pairs(invalid))
+    assert [problem.what.partition(":")[0] for problem in reported] == [name.removesuffix("!")]
+    assert said in f"{reported[0].what}; {reported[0].fix}"
+    assert reported[0].bad == name.endswith("!")
     assert problems(pairs(valid)) == []
 
 

@@ -63,10 +63,10 @@ def judged(reports: list[Any], count: int) -> verdict.Verdict:
     return judge.verdict_of(hosts(count), by_node)
 
 
-def bad(found: verdict.Verdict) -> dict[str, str]:
+def bad(judgement: verdict.Verdict) -> dict[str, str]:
     return {
-        found.hosts[node]: entry.what
-        for entry in found.entries
+        judgement.hosts[node]: entry.what
+        for entry in judgement.entries
         if entry.bad
         for node in entry.nodes
     }
@@ -74,16 +74,16 @@ def bad(found: verdict.Verdict) -> dict[str, str]:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_healthy_nodes_have_no_finding(count: int) -> None:
-    found = judged(healthy(count), count)
-    assert found.entries == []
-    assert found.healthy
-    assert found.exclude == []
-    assert verdict.lines(found)[-1] == f"healthy: {count} node{'s' if count > 1 else ''}"
-    assert len(found.table) == count
+    judgement = judged(healthy(count), count)
+    assert judgement.entries == []
+    assert judgement.healthy
+    assert judgement.exclude == []
+    assert verdict.lines(judgement)[-1] == f"healthy: {count} node{'s' if count > 1 else ''}"
+    assert len(judgement.table) == count
 
 
-def finding(what: str, fix: str, bad: bool = True, leave_out: bool = True) -> dict[str, Any]:
-    return {"what": what, "fix": fix, "bad": bad, "leave_out": leave_out}
+def finding(problem: str, fix: str, bad: bool = True, leave_out: bool = True) -> dict[str, Any]:
+    return {"what": problem, "fix": fix, "bad": bad, "leave_out": leave_out}
 
 
 def test_a_bad_node_alone_is_excluded_too() -> None:
@@ -117,18 +117,18 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
     reports[40]["bandwidth"]["correct"] = False
     fail(reports, "connect", 33)
     del reports[63]
-    found = judged(reports, 64)
-    assert set(bad(found)) == {f"node{i}" for i in (9, 12, 20, 22, 33, 40, 63)}
-    assert set(found.exclude) == set(bad(found))
-    assert "its network is slow" in bad(found)["node9"]
-    assert "NCCL is 2.18.3, but 2.30.1 on" in bad(found)["node12"]
-    assert "GPU 3 (GPU-20-3) is slow" in bad(found)["node20"]
-    assert bad(found)["node33"].endswith(" links of node33 fail)")
-    assert "cannot connect to node" in bad(found)["node33"]
-    assert bad(found)["node40"] == "an all_reduce returned a wrong sum there"
-    assert "did not answer" in bad(found)["node63"]
-    lines = verdict.lines(found)
-    assert [line.split()[0] for line in lines[:9]] == ["node", *found.exclude, "BAD"]
+    judgement = judged(reports, 64)
+    assert set(bad(judgement)) == {f"node{i}" for i in (9, 12, 20, 22, 33, 40, 63)}
+    assert set(judgement.exclude) == set(bad(judgement))
+    assert "its network is slow" in bad(judgement)["node9"]
+    assert "NCCL is 2.18.3, but 2.30.1 on" in bad(judgement)["node12"]
+    assert "GPU 3 (GPU-20-3) is slow" in bad(judgement)["node20"]
+    assert bad(judgement)["node33"].endswith(" links of node33 fail)")
+    assert "cannot connect to node" in bad(judgement)["node33"]
+    assert bad(judgement)["node40"] == "an all_reduce returned a wrong sum there"
+    assert "did not answer" in bad(judgement)["node63"]
+    lines = verdict.lines(judgement)
+    assert [line.split()[0] for line in lines[:9]] == ["node", *judgement.exclude, "BAD"]
     assert any("node23: open files" in line for line in lines)
     excluded = "node9,node12,node20,node22,node33,node40,node63"
     assert lines[-1] == f"bad nodes: 7 of 64; to exclude: sbatch --exclude={excluded}"
@@ -150,20 +150,20 @@ def test_nodes_without_a_network_are_named_and_the_healthy_first_is_not(
 def test_of_two_nodes_without_a_link_the_second_is_named() -> None:
     reports = healthy(2)
     fail(reports, "small")
-    found = judged(reports, 2)
-    assert found.exclude == ["node1"]
-    assert "but gets no answer (timed out; 2 of 2 links of node1 fail)" in bad(found)["node1"]
-    assert "firewall" in verdict.lines(found)[3]
+    judgement = judged(reports, 2)
+    assert judgement.exclude == ["node1"]
+    assert "but gets no answer (timed out; 2 of 2 links of node1 fail)" in bad(judgement)["node1"]
+    assert "firewall" in verdict.lines(judgement)[3]
 
 
 def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     reports = healthy(2)
     reports[0]["findings"].append(finding("no route to node1", "ip route"))
     fail(reports, "large")
-    found = judged(reports, 2)
-    assert found.exclude == ["node0"]
+    judgement = judged(reports, 2)
+    assert judgement.exclude == ["node0"]
     assert all(
-        words in verdict.lines(found)[4]
+        words in verdict.lines(judgement)[4]
         for words in ("large ones are lost: the MTU", "give both interfaces")
     )
 
@@ -183,30 +183,32 @@ def test_the_one_node_that_differs_is_named(
 ) -> None:
     reports = healthy(4)
     reports[2]["facts"][part][name] = other
-    found = judged(reports, 4)
-    (entry,) = found.entries
+    judgement = judged(reports, 4)
+    (entry,) = judgement.entries
     assert (entry.nodes, entry.what, entry.bad) == (
         [2],
         f"{called} is {other}, but {usual} on 3 others",
         True,
     )
-    assert found.exclude == ["node2"]
+    assert judgement.exclude == ["node2"]
 
 
 def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     reports = healthy(3)
     for report in reports:
         report["findings"] = [finding("data_dir=/data cannot be used", "mount it")]
-    found = judged(reports, 3)
-    assert (found.healthy, found.exclude) == (False, [])
-    assert verdict.lines(found)[4] == "BAD   all 3 nodes: data_dir=/data cannot be used: mount it"
+    judgement = judged(reports, 3)
+    assert (judgement.healthy, judgement.exclude) == (False, [])
+    assert (
+        verdict.lines(judgement)[4] == "BAD   all 3 nodes: data_dir=/data cannot be used: mount it"
+    )
     reports[1]["findings"] = []
     assert judged(reports, 3).exclude == ["node0", "node2"]
     for report in reports:
         report["findings"] = [finding("NCCL_NET: is empty", "unset it", leave_out=False)]
     reports[1]["findings"] = []
-    found = judged(reports, 3)
-    assert (set(bad(found)), found.exclude) == ({"node0", "node2"}, [])
+    judgement = judged(reports, 3)
+    assert (set(bad(judgement)), judgement.exclude) == ({"node0", "node2"}, [])
 
 
 def all_pairs(count: int) -> list[Report]:
@@ -225,11 +227,11 @@ def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
         for pair in report["bandwidth"]["pairs"]:
             # 0.6 of the median is 27
             pair[3] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0
-    found = judged(reports, 6)
-    assert bad(found) == {
+    judgement = judged(reports, 6)
+    assert bad(judgement) == {
         "node5": "its network is slow: 26 GB/s with other nodes; the median is 45"
     }
-    assert found.figures == {"all_reduce_busbw_gb_per_s": 40.0, "pairs_median_gb_per_s": 45.0}
+    assert judgement.figures == {"all_reduce_busbw_gb_per_s": 40.0, "pairs_median_gb_per_s": 45.0}
 
 
 def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
@@ -242,15 +244,15 @@ def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
         for pair in report["bandwidth"]["pairs"]:
             usual = 20.0 if pair[2] == 7 else 45.0  # GPU 7 of each node
             pair[3] = 11.0 if pair[2] == 5 and 2 in pair[:2] else usual
-    what = "its network is slow from its GPU 5: 11 GB/s with other nodes; the median is 45"
-    assert bad(judged(reports, 6)) == {"node2": what}
+    problem = "its network is slow from its GPU 5: 11 GB/s with other nodes; the median is 45"
+    assert bad(judged(reports, 6)) == {"node2": problem}
     reports = healthy(4)
     for report in reports:  # GPUs 3 and 4 are on two sockets
         for gpu in report["facts"]["gpus"]["gpus"]:
             gpu["to_next"] = 20.0 if gpu["index"] == 3 else 200.0
     reports[1]["facts"]["gpus"]["gpus"][6]["to_next"] = 21.0
-    what = "copies from its GPU 6 to the next GPU are slow: 21 GB/s; the median is 200"
-    assert bad(judged(reports, 4)) == {"node1": what}
+    problem = "copies from its GPU 6 to the next GPU are slow: 21 GB/s; the median is 200"
+    assert bad(judged(reports, 4)) == {"node1": problem}
     assert bad(judged(reports[:2], 2)) == {}  # of two, either may be the usual one
 
 
@@ -259,7 +261,7 @@ def test_the_table_shows_what_each_node_has() -> None:
     reports[1]["facts"]["gpus"]["gpus"][3]["correct"] = False
     reports[1]["findings"] = [finding("GPU 3 returns a wrong matrix product", "drain it")]
     reports[0]["findings"] = [finding("a note", "nothing", bad=False)]
-    found = judged(reports, 2)
+    judgement = judged(reports, 2)
     row = {
         "node": "node0",
         "verdict": "ok",
@@ -268,8 +270,8 @@ def test_the_table_shows_what_each_node_has() -> None:
         "torch": "2.15.0",
         "network": "ib0",
     }
-    assert found.table == [row, {**row, "node": "node1", "verdict": "BAD", "gpus": "7/8"}]
-    lines = verdict.lines(found)
+    assert judgement.table == [row, {**row, "node": "node1", "verdict": "BAD", "gpus": "7/8"}]
+    lines = verdict.lines(judgement)
     assert [line.split()[:2] for line in lines[:3]] == [
         ["node", "verdict"],
         ["node0", "ok"],
@@ -281,35 +283,39 @@ def test_the_table_shows_what_each_node_has() -> None:
         "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
         "bad nodes: 1 of 2; to exclude: sbatch --exclude=node1",
     ]
-    assert (found.healthy, found.exclude, found.hosts) == (False, ["node1"], ["node0", "node1"])
+    assert (judgement.healthy, judgement.exclude, judgement.hosts) == (
+        False,
+        ["node1"],
+        ["node0", "node1"],
+    )
 
 
 def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> None:
     reports = healthy(4)
     for report in reports:
         report["bandwidth"] = {"at": "its start", "error": "did not answer in 30 s"}
-    found = judged(reports, 4)
-    assert not found.healthy
-    assert found.exclude == []
+    judgement = judged(reports, 4)
+    assert not judgement.healthy
+    assert judgement.exclude == []
     reports[2]["bandwidth"]["at"] = "the first collective"
     reports[1]["bandwidth"]["at"] = reports[3]["bandwidth"]["at"] = "the first collective"
     assert judged(reports, 4).exclude == ["node0"]
     reports[0]["bandwidth"]["at"] = "the first collective"
     lines = verdict.lines(judged(reports, 4))
-    what = (
+    stopped = (
         "BAD   the nodes together: the bandwidth test of all nodes stopped after the first "
         "collective (did not answer in 30 s): "
     )
-    assert any(line.startswith(what) for line in lines)
+    assert any(line.startswith(stopped) for line in lines)
     assert lines[-1] == "not healthy, and no single node is to blame"
 
 
 def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
-    found = judged(healthy(4)[:1], 4)
-    assert set(bad(found)) == {"node1", "node2", "node3"}
-    assert found.exclude == []
+    judgement = judged(healthy(4)[:1], 4)
+    assert set(bad(judgement)) == {"node1", "node2", "node3"}
+    assert judgement.exclude == []
     assert "give a run_dir= on a file system that all nodes share" in "\n".join(
-        verdict.lines(found)
+        verdict.lines(judgement)
     )
     assert judged(healthy(4)[:2], 4).exclude == ["node2", "node3"]
     assert judged(healthy(2)[:1], 2).exclude == ["node1"]
@@ -319,8 +325,8 @@ def test_versions_without_a_majority_exclude_no_node() -> None:
     reports = healthy(4)
     for report in reports[:2]:
         report["facts"]["torch"]["torch"] = "2.10.0"
-    found = judged(reports, 4)
-    assert found.exclude == []
+    judgement = judged(reports, 4)
+    assert judgement.exclude == []
     assert "torch is 2.10.0, and no value has a majority of the nodes" in "\n".join(
-        verdict.lines(found)
+        verdict.lines(judgement)
     )

@@ -42,15 +42,15 @@ def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
 
 def directives(text: str) -> dict[str, str]:
     """The options in the #SBATCH lines of a script, with their values as sbatch reads them."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("#SBATCH "):
             (word,) = shlex.split(line.removeprefix("#SBATCH "))
             name, _, value = word.partition("=")
-            assert name not in found
-            found[name] = value
-    assert found
-    return found
+            assert name not in options
+            options[name] = value
+    assert options
+    return options
 
 
 def executable(path: Path, text: str) -> str:

@@ -33,8 +33,8 @@ def assignments(text: str) -> dict[str, str]:
     ],
 )
 def test_variables_of_the_outer_job_are_unset(fields: str, environ: str, unset: str) -> None:
-    found = allocation.left_over({"SLURM_JOB_ID": "7", **assignments(environ)}, assignments(fields))
-    assert sorted(found) == sorted(unset.split())
+    names = allocation.left_over({"SLURM_JOB_ID": "7", **assignments(environ)}, assignments(fields))
+    assert sorted(names) == sorted(unset.split())
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,12 @@ def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> 
 def begin(folder: Path, *words: str, recipe: str = "mnist", **environ: str) -> list[str]:
     """The lines that batch.begin writes for the shell of job 7."""
     with open(folder / "lines", "w") as lines:
-        own = {
+        of_job = {
             "SLURM_JOB_ID": "7",
             "RECIPES_LINES": str(lines.fileno()),
             "RECIPES_SNAPSHOT": "false",
         }
-        assert batch.begin(recipe, [f"run_dir={folder}/run", *words], {**own, **environ}) == 0
+        assert batch.begin(recipe, [f"run_dir={folder}/run", *words], {**of_job, **environ}) == 0
     return (folder / "lines").read_text().splitlines()
 
 
@@ -181,7 +181,7 @@ def test_a_job_that_lost_its_files_is_refused(
     assert batch.begin("mnist", words, environ) == errors.EXIT_DONE
     with pytest.raises(MachineError):
         batch.begin("mnist", ["run_dir=/dev/null/x"], environ)
-    monkeypatch.setattr(batch.in_use, "check", lambda *given: "another job uses it")
+    monkeypatch.setattr(batch.in_use, "check", lambda *arguments: "another job uses it")
     with pytest.raises(ConfigError, match="another job uses it"):
         batch.begin("mnist", words, environ)
 
@@ -206,9 +206,9 @@ def test_a_doctor_in_a_run_directory_has_its_own_status(
     (run_dir / "doctor").mkdir(parents=True)
     (run_dir / "config.yaml").touch()
     directory.write_status(run_dir, "failed", attempt=helpers.attempt(run_dir).number, step=1)
-    own = helpers.attempt(run_dir / "doctor", launch="7.0", step=None)
-    directory.write_status(run_dir / "doctor", "done", attempt=own.number, step=0)
-    environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(own.folder)}
+    attempt = helpers.attempt(run_dir / "doctor", launch="7.0", step=None)
+    directory.write_status(run_dir / "doctor", "done", attempt=attempt.number, step=0)
+    environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(attempt.folder)}
     assert batch.finish("doctor", 0, [f"run_dir={run_dir}"], environ) == 0
     assert capfd.readouterr().out == f"doctor: done; run directory {run_dir}/doctor\n"
     assert (directory.read_status(run_dir) or {})["state"] == "failed"
@@ -456,9 +456,11 @@ def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(
 ) -> None:
     """srun would end the others 60 s after the first one."""
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
-    own = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK", "program=script"}
-    assert not own & set(begin(tmp_path))
-    assert own <= set(begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script"))
+    of_program = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK", "program=script"}
+    assert not of_program & set(begin(tmp_path))
+    assert of_program <= set(
+        begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script")
+    )
 
 
 @pytest.mark.parametrize(
@@ -512,7 +514,7 @@ def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> N
     before = signal.getsignal(signal.SIGTERM)
     for step, module in (("finish", batch), ("examine", batch.examination)):
         monkeypatch.setattr(
-            module, step, lambda *given: signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
+            module, step, lambda *arguments: signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
         )
         assert batch.main([step, "mnist", "0"]) is True
 

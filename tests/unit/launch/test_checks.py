@@ -77,9 +77,9 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
 def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
     is_divided: bool, gb: float, expected: str
 ) -> None:
-    found = dryrun.Found(parameters=10**8, rank_bytes=16 * 10**8)
+    model = dryrun.Found(parameters=10**8, rank_bytes=16 * 10**8)
     try:
-        line = checks.memory(found, is_divided, gb)
+        line = checks.memory(model, is_divided, gb)
     except ConfigError as error:
         line = str(error)
     assert re.search(expected, line), line

@@ -64,7 +64,7 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert launch.main([*words, "sweep.lr=0.1,0.2", "wait=true"]) == 3
     output = capsys.readouterr().out.splitlines()
     assert {"job 7: submitted", "7_0: lr=0.1", "7_1: lr=0.2"} <= set(output)
-    monkeypatch.setattr(submit, "wait", lambda *given: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(submit, "wait", lambda *arguments: signal.raise_signal(signal.SIGINT))
     assert launch.main([*words, "wait=true"]) == 130
     assert "job 7 continues; cancel it with: scancel 7" in capsys.readouterr().err
 
@@ -125,7 +125,7 @@ def test_check_returns_the_status_of_the_failed_part(
 ) -> None:
     for name in ("start", "disk_space", "expected_start"):
 
-        def answer(*given: Any, name: str = name) -> str:
+        def answer(*arguments: Any, name: str = name) -> str:
             if name == failing:
                 raise error
             return "fine"
@@ -181,7 +181,7 @@ def test_local_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_local_reports_keys_without_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "run", lambda *given: 0)
+    monkeypatch.setattr(local, "run", lambda *arguments: 0)
     words = ["recipe=mnist", "launcher=local", "device=cpu", f"run_dir={tmp_path}/r"]
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
@@ -207,14 +207,14 @@ def test_the_second_machine_creates_no_run_directory(monkeypatch: pytest.MonkeyP
 
 def test_each_machine_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("launcher=local", "gpus=2,1", "master=[fd00::1]:29400")
-    found = cli.local_layout(
+    layout = cli.local_layout(
         command_line.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={})
     )
-    assert found == local.Layout((2, 1), 1, "fd00::1", 29400)
+    assert layout == local.Layout((2, 1), 1, "fd00::1", 29400)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert (
         cli.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={}))
-        == found
+        == layout
     )
     with pytest.raises(MachineError, match="2 ranks need one GPU each, and 1 are visible"):
         cli.local_layout(command_line.parse(["recipe=mnist", *words], environ={}))

@@ -30,8 +30,8 @@ def test_the_image_determines_the_runtime(image: str, runtime: str, expected: st
     variables = {"": image, "_RUNTIME": runtime, "_MOUNTS": "~/a,/b:/c"}
     environ = {f"RECIPES_CONTAINER{name}": value for name, value in variables.items()}
     settings = command_line.parse([], recipe="toy", environ=environ)
-    found = container.of_job(settings, {}, environ)
-    assert (found.image, found.runtime, found.mounts[-2:]) == (
+    chosen = container.of_job(settings, {}, environ)
+    assert (chosen.image, chosen.runtime, chosen.mounts[-2:]) == (
         image,
         expected,
         (f"{Path.home()}/a", "/b:/c"),
@@ -68,8 +68,8 @@ def test_only_existing_folders_are_bound_and_each_once(
         "lr": f"{tmp_path}/lr",
     }
     settings = command_line.parse([], recipe="imagenet", environ={})
-    found = container.folders_of_run(settings, words, tmp_path / "repository")
-    assert found == [str(tmp_path / name) for name in names]
+    folders = container.folders_of_run(settings, words, tmp_path / "repository")
+    assert folders == [str(tmp_path / name) for name in names]
 
 
 def test_begin_starts_ranks_in_the_container(
@@ -142,16 +142,16 @@ def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -
     starts = ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]
     environ = {f"{start}_X": "1" for start in starts} | {"PATH": "/bin"}
     of_run = ("/c:/c", "/d:/d")
-    given = (Path("/c"), environ)
+    place = (Path("/c"), environ)
     # the driver of AMD, or NVIDIA's
     for device, option in (
         ("/dev/null", "--rocm"),
         ("/dev/nosuch", "--nv"),
     ):
         monkeypatch.setattr(container, "AMD", device)
-        assert option in container.step(container.Container("x.sif", "apptainer"), *given)[1]
+        assert option in container.step(container.Container("x.sif", "apptainer"), *place)[1]
     options, inside = container.step(
-        container.Container("x.sif", "singularity", (*of_run, "/m:/i"), False), *given
+        container.Container("x.sif", "singularity", (*of_run, "/m:/i"), False), *place
     )
     assert options == []
     binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
@@ -178,7 +178,7 @@ def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -
         "python3",
     ]
     pyxis = container.Container("x.sqsh", "pyxis", (*of_run, "/m:/i", "/n"), False, {"OMP_X": "1"})
-    options, inside = container.step(pyxis, *given)
+    options, inside = container.step(pyxis, *place)
     names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
     assert options == [
         "--container-image=x.sqsh",
@@ -215,8 +215,8 @@ def test_precedence_of_the_container_keys(site: Path) -> None:
         assert (job.container, job.container_mounts) == (image, "/scratch")
         if not words:  # a batch script has no typed keys
             in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "here"})
-            found = container.of_job(in_script, {}, environ)
-            assert (found.image, found.runtime, found.mounts[-1]) == (
+            chosen = container.of_job(in_script, {}, environ)
+            assert (chosen.image, chosen.runtime, chosen.mounts[-1]) == (
                 image,
                 "apptainer",
                 "/scratch",
@@ -240,7 +240,7 @@ def test_the_images_install_all_dependencies(name: str) -> None:
     blocks = re.findall(
         r"^(?:dependencies|digits|fast) = \[(.*?)\]", project, re.MULTILINE | re.DOTALL
     )
-    wanted = {found for block in blocks for found in re.findall(r'"([a-z-]+)[<>=]', block)}
+    wanted = {package for block in blocks for package in re.findall(r'"([a-z-]+)[<>=]', block)}
     assert len(wanted) == 8
     assert wanted == set(line.split("tested-versions.txt ")[1].split())
     assert "libibverbs1 ibverbs-providers librdmacm1" in text
@@ -251,7 +251,7 @@ def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: bool
 ) -> None:
     monkeypatch.setattr(
-        container.profiles, "env_variables", lambda *given: {"NVIDIA_VISIBLE_DEVICES": "0"}
+        container.profiles, "env_variables", lambda *arguments: {"NVIDIA_VISIBLE_DEVICES": "0"}
     )
     settings = command_line.parse([] if gpus else ["device=cpu"], recipe="toy", environ={})
     pyxis = container.of_job(settings, {}, {"RECIPES_CONTAINER": "registry#x"})

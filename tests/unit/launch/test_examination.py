@@ -209,8 +209,8 @@ def test_jobs_avoid_bad_nodes_until_forgotten(
         bad_nodes.remember(tmp_path, cluster, [node])
     for but, excluded in (("", "n9,n1,n2"), ("n1", "n9,n2"), ("all", "n9")):
         job = describe("exclude=n9", f"forget={but}", root=tmp_path)
-        found = bad_nodes.exclude(job).directives["exclude"]
-        assert (found, "n2 (" in capsys.readouterr().out) == (excluded, but != "all")
+        nodes = bad_nodes.exclude(job).directives["exclude"]
+        assert (nodes, "n2 (" in capsys.readouterr().out) == (excluded, but != "all")
     for node, left in (("n1", {"gone", "n2"}), ("all", set())):
         bad_nodes.forget(tmp_path, node)
         assert (set(bad_nodes.known(tmp_path, "a")), set(bad_nodes.known(tmp_path, "b"))) == (

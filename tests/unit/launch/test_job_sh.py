@@ -229,9 +229,9 @@ def test_the_active_conda_environment_is_used(bench: Bench) -> None:
     base = {**active, "CONDA_DEFAULT_ENV": "base"}
     assert chosen_python(bench, **active) == conda
     assert chosen_python(bench, **base) == conda
-    own = make_python(bench.root / ".venv/bin/python")
+    of_repository = make_python(bench.root / ".venv/bin/python")
     assert chosen_python(bench, **active) == conda
-    assert chosen_python(bench, **base) == own
+    assert chosen_python(bench, **base) == of_repository
     both = {**active, "VIRTUAL_ENV": str(bench.folder / "venv")}
     path = f"{bench.folder}/bin:/usr/bin:/bin"
     assert (

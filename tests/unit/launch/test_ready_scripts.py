@@ -32,11 +32,11 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
     begin = f'begin {name} "$@" # sets step, inside and words for the next line'
     commands = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     assert commands == ["", source, begin, *made.splitlines()[-3:]]
-    found = directives(path.read_text())
+    shipped = directives(path.read_text())
     nodes, gpus = re.fullmatch(r"[a-z]+_(\d+)x(\d+)\.sh", path.name).groups()  # type: ignore[union-attr]
     size = {
         name: value
-        for name, value in found.items()
+        for name, value in shipped.items()
         if re.search("node|task|gpu|cpu|mem|gres|exclusive", name)
     }
     assert set(size) == {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"}
@@ -45,10 +45,10 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
         gpus,
         gpus,
     )
-    assert not {"--chdir", "--partition", "--account"} & set(found)
+    assert not {"--chdir", "--partition", "--account"} & set(shipped)
     options = directives(made)
     same = ("--requeue", "--open-mode", "--signal", "--job-name", "--cpus-per-task")
-    assert all(found[option] == options[option] for option in same)
+    assert all(shipped[option] == options[option] for option in same)
     # in the repository; a job whose log folder is missing fails silently
-    assert found["--output"] == "%x-%j.out"
+    assert shipped["--output"] == "%x-%j.out"
     assert os.access(path, os.X_OK)

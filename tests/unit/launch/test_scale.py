@@ -51,9 +51,9 @@ def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
 
 
 def submitted(words: list[str], tmp_path: Path) -> list[list[str]]:
-    found = list[list[str]]()
-    scale.scale(words, tmp_path, lambda words: found.append(words) or 0)  # type: ignore[func-returns-value]
-    return found
+    submissions = list[list[str]]()
+    scale.scale(words, tmp_path, lambda words: submissions.append(words) or 0)  # type: ignore[func-returns-value]
+    return submissions
 
 
 def test_a_job_for_each_size_with_the_same_work(
@@ -94,15 +94,15 @@ def test_invalid_words_are_refused(words: list[str], error: str, tmp_path: Path)
 def test_the_table_of_runs_and_a_prediction_from_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = run(tmp_path / "one", 1, 100.0)
+    single = run(tmp_path / "one", 1, 100.0)
     two = run(tmp_path / "two", 2, 150.0)
-    assert scale.scale([str(two), str(one)], tmp_path, lambda words: 1) == 0
+    assert scale.scale([str(two), str(single)], tmp_path, lambda words: 1) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["1", "1", "100", "1000", "100.0", "100%"],
         ["2", "2", "100", "666.7", "150.0", "75%"],
     ]
     # A rank works 0.4 s for 100 samples; the ring takes 2 x 30 us + 4 MB / 2 GB/s on two ranks.
-    assert scale.scale([str(one), f"link={two}", "ranks=1,2"], tmp_path, lambda words: 1) == 0
+    assert scale.scale([str(single), f"link={two}", "ranks=1,2"], tmp_path, lambda words: 1) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:4]] == [
         ["1", "400"],
         ["2", "202.1"],

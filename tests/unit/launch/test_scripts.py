@@ -89,7 +89,7 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    ("way", "words", "expected"),
+    ("option", "words", "expected"),
     [
         ("--gres", ("nodes=2", "gpu_type=a100"), {"--gres": "gpu:a100:4"}),
         ("--gpus-per-task", ("nodes=2", "gpu_type=a100"), {"--gpus-per-task": "a100:1"}),
@@ -98,11 +98,11 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
     ],
 )
 def test_the_profile_chooses_the_options_for_gpus_and_nodes(
-    site: Path, way: str, words: tuple[str, ...], expected: dict[str, str]
+    site: Path, option: str, words: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     nodes = {"--exclusive": "", "--mem": "0", "--switches": "1@30:00"}
     count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
-    site.write_text(f"gpus: {way}\n{count}extra: --exclusive --mem=0 --switches=1@30:00\n")
+    site.write_text(f"gpus: {option}\n{count}extra: --exclusive --mem=0 --switches=1@30:00\n")
     text = jobs.sbatch_script(describe("cluster=here", *words))
     asked = directives(text)
     assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected
@@ -251,30 +251,30 @@ def test_every_job_key_reaches_slurm() -> None:
 def test_each_job_key_becomes_an_option_of_sbatch(
     words: tuple[str, ...], expected: dict[str, str | None]
 ) -> None:
-    found = directives(jobs.sbatch_script(describe(*words)))
-    assert {name: found.get(name) for name in expected} == expected
-    assert not {"--mem", "--gres"} & set(found)
-    assert ("--ntasks" in found) != ("--ntasks-per-node" in found)
+    options = directives(jobs.sbatch_script(describe(*words)))
+    assert {name: options.get(name) for name in expected} == expected
+    assert not {"--mem", "--gres"} & set(options)
+    assert ("--ntasks" in options) != ("--ntasks-per-node" in options)
 
 
 def elements(text: str, count: int) -> list[list[str]]:
     """The arguments that a script sets in bash for each element of an array."""
     begin = text.index("\nset -- ") if "\nset -- " in text else text.index("\ncase $")
     lines = text[begin : text.index("\nesac", begin) + len("\nesac")]
-    found = []
+    arrays = []
     for number in range(count):
         shell = ["bash", "-c", f"{lines}\nprintf '%s\\0' \"$@\"", "script"]
         done = subprocess.run(
             shell, env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, check=True
         )
-        found.append(done.stdout.decode().split("\0")[:-1])
-    return found
+        arrays.append(done.stdout.decode().split("\0")[:-1])
+    return arrays
 
 
 def test_each_run_of_a_sweep_has_its_own_values() -> None:
     hostile = [word for word in HOSTILE if "," not in word]
-    given = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
-    text = jobs.sbatch_script(describe(given, "sweep.seed=1,2", "epochs=3"))
+    folders = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
+    text = jobs.sbatch_script(describe(folders, "sweep.seed=1,2", "epochs=3"))
     wanted = [["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)]
     assert elements(text, 2 * len(hostile)) == wanted
     case = text[text.index("\ncase $") : text.index("\nesac") + 5]

@@ -181,9 +181,9 @@ def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: St
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo Submitted batch job 7")
     job = describe(f"run_dir={tmp_path}/s/r", "sweep.lr=0.1,0.2", "epochs=3", root=tmp_path)
-    found = [one.run_dir for one in submit.submit(job, sys.executable, f"{tmp_path}/s/r")]
-    assert found == [tmp_path / "s/r/0", tmp_path / "s/r/1"]
-    noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in found]
+    folders = [run.run_dir for run in submit.submit(job, sys.executable, f"{tmp_path}/s/r")]
+    assert folders == [tmp_path / "s/r/0", tmp_path / "s/r/1"]
+    noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in folders]
     assert noted == [
         ["epochs=3", f"lr=0.{number}", f"run_dir={tmp_path}/s/r/{number - 1}"] for number in (1, 2)
     ]

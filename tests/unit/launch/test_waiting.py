@@ -70,9 +70,9 @@ def test_an_unmet_dependency_ends_the_wait(
 
 
 def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = submit.Submitted("7", Path("/r"), Path("/l"))
+    run = submit.Submitted("7", Path("/r"), Path("/l"))
     for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
         ends = iter(codes)
         monkeypatch.setattr(submit, "_wait", lambda *_, ends=ends, **__: next(ends))
-        assert submit.wait([one] * len(codes)) == expected
+        assert submit.wait([run] * len(codes)) == expected
         assert not list(ends)  # it has waited for all

@@ -130,8 +130,8 @@ def choice(interface: str, address: str, peer: str, reason: str) -> dict[str, st
     return {"interface": interface, "address": address, "peer": peer, "reason": reason}
 
 
-def route(peer: str, own: str, address: str) -> dict[str, str]:
-    return choice("eth0", own, peer, f"route to {peer} ({address})")
+def route(peer: str, address_here: str, address: str) -> dict[str, str]:
+    return choice("eth0", address_here, peer, f"route to {peer} ({address})")
 
 
 def itself(peer: str, address: str) -> dict[str, str]:

@@ -68,12 +68,12 @@ def test_the_configuration_of_accelerate_chooses_fsdp(tmp_path: Path, end: str) 
 def test_accelerate_on_cpus_starts_torchrun() -> None:
     """It would start a single process."""
     words = command("accelerate", 3, NODE, "--mixed_precision", "bf16", on_cpu=True)
-    one = (
+    through_accelerate = (
         "accelerate.commands.launch --cpu --num_machines=1 --num_processes=1 --mixed_precision "
         "bf16 --no_python"
     )
     assert words.startswith(
-        f"{one} {sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1 "
+        f"{through_accelerate} {sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1 "
     )
     assert words.endswith(
         " --nproc-per-node=3 --rdzv-backend=static --master-addr=n1 --master-port=29500 "
@@ -119,8 +119,8 @@ def test_a_launcher_starts_a_rank_per_gpu_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert [launchers.nproc_here(given, False) for given in (0, 2)] == [3, 2]
-    assert [launchers.nproc_here(given, True) for given in (0, 2)] == [1, 2]
+    assert [launchers.nproc_here(nproc, False) for nproc in (0, 2)] == [3, 2]
+    assert [launchers.nproc_here(nproc, True) for nproc in (0, 2)] == [1, 2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(
         MachineError, match="sees no GPU: request GPUs, or give device=cpu nproc_per_node=N"

@@ -98,9 +98,9 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Program]]
         return programs[-1]
 
     yield start
-    for one in programs:
-        one.process.kill()
-        one.process.communicate()
+    for started in programs:
+        started.process.kill()
+        started.process.communicate()
 
 
 def test_a_program_gets_the_signal_that_it_catches_once(program: Callable[..., Program]) -> None:
@@ -320,7 +320,9 @@ def signals_of(trap: str) -> list[set[str]]:
     process = helpers.start([*command, "grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"])
     status = "\n".join(ended(process)[1])
     numbers = [proctree.signal_set(status, name) for name in ("SigBlk", "SigIgn")]
-    return [{signal.Signals(number).name for number in found if number < 32} for found in numbers]
+    return [
+        {signal.Signals(number).name for number in signals if number < 32} for signals in numbers
+    ]
 
 
 def test_a_program_starts_with_default_signals() -> None:

@@ -81,7 +81,7 @@ class Page(HTMLParser):
 
     def labels(self) -> list[str]:
         """The descriptions of the figures."""
-        return [one.attrib["aria-label"] for one in self.figures]
+        return [svg.attrib["aria-label"] for svg in self.figures]
 
     def after(self, name: str) -> str:
         """The text in the cell after the one with this name."""
@@ -102,7 +102,7 @@ def make(
 ) -> Path:
     """A run with one attempt, on two hosts."""
     helpers.attempt(folder, job="12", hosts=("node1", "node2"))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
     (folder / "config.yaml").write_text(
         "".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in keys.items())
     )
@@ -134,16 +134,16 @@ def test_one_run(tmp_path: Path) -> None:
     files.write_json(
         folder / "doctor/doctor.json", {"hosts": ["node1", "node2"], "entries": [entry]}
     )
-    found = page(tmp_path, folder)
-    assert [label.partition(".")[0] for label in found.labels()] == [
+    shown = page(tmp_path, folder)
+    assert [label.partition(".")[0] for label in shown.labels()] == [
         "Loss: mean loss per sample against optimiser step",
         "val_top1: fraction of samples against optimiser step",
         "Learning rate: learning rate against optimiser step",
         "Throughput: samples/s, all ranks against optimiser step",
         "Waiting for data: share of a step, rank 0 against optimiser step",
     ]
-    assert all(one.find("title") is not None for one in found.figures)
-    assert found.labels()[0].endswith(f"Last values: {folder}: 1 at 10")
+    assert all(svg.find("title") is not None for svg in shown.figures)
+    assert shown.labels()[0].endswith(f"Last values: {folder}: 1 at 10")
     cells = {
         "state": "done",
         "best": "val_top1 0.5 at step 10",
@@ -156,9 +156,9 @@ def test_one_run(tmp_path: Path) -> None:
         "git_commit": "abc",
         "lr": "0.1",
     }
-    assert {name: found.after(name) for name in cells} == cells
-    assert (found.after("GPU 3 is slow"), found.after("1.2 MB")) == ("leave it out", " latest")
-    assert len(found.source) < 50_000
+    assert {name: shown.after(name) for name in cells} == cells
+    assert (shown.after("GPU 3 is slow"), shown.after("1.2 MB")) == ("leave it out", " latest")
+    assert len(shown.source) < 50_000
 
 
 def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
         tmp_path / "run", [*rows, *(row(3, step, 7.5) for step in range(51, 81))], state="failed"
     )
     for step in (30, None, 50):  # attempt 2 was refused
-        one = helpers.attempt(folder, hosts=("node1", "node2"), step=step)
+        newest = helpers.attempt(folder, hosts=("node1", "node2"), step=step)
     first = attempts.Attempt(folder, 0)
     for rank in range(20):
         error = f"CUDA out of memory on {rank}"
@@ -189,27 +189,27 @@ def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
         )
     ended = {"state": "failed", "kind": "out-of-memory", "line": "rank 0 failed first", "time": 1e9}
     files.write_json(first.folder / "ended.json", ended)
-    attempts.record(one, rank=1, host="node2", kind=Kind.hang, error="no progress", moment=1e9)
+    attempts.record(newest, rank=1, host="node2", kind=Kind.hang, error="no progress", moment=1e9)
     directory.write_status(
         folder, "failed", attempt=3, step=80, kind=Kind.hang, reason="rank 1 hung"
     )
-    found = page(tmp_path, folder)
+    shown = page(tmp_path, folder)
     marks = [
         element.attrib["d"]
-        for element in found.figures[0].iter("path")
+        for element in shown.figures[0].iter("path")
         if element.attrib["class"] == "mark"
     ]
     assert len(marks) == 2
-    assert [element.text for element in found.figures[0].iter("text")].count("3") == 1
-    assert found.labels()[0].endswith(": 7.5 at 80")
-    assert "rank 0 failed first" in found.texts
-    assert "rank 1 hung" in found.texts
+    assert [element.text for element in shown.figures[0].iter("text")].count("3") == 1
+    assert shown.labels()[0].endswith(": 7.5 at 80")
+    assert "rank 0 failed first" in shown.texts
+    assert "rank 1 hung" in shown.texts
     assert (
-        "CUDA out of memory on 15" in found.texts,
-        "CUDA out of memory on 16" in found.texts,
+        "CUDA out of memory on 15" in shown.texts,
+        "CUDA out of memory on 16" in shown.texts,
     ) == (True, False)
-    assert "no progress" in found.texts
-    assert found.after("restarts") == "2"
+    assert "no progress" in shown.texts
+    assert shown.after("restarts") == "2"
 
 
 @pytest.mark.parametrize("state", ["failed", "pending", "refused", "empty"])
@@ -227,11 +227,11 @@ def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
     if state == "empty":
         (folder / "attempts").mkdir()
     other = make(tmp_path / "other", [row(0, 1)])
-    for found in (page(tmp_path, folder), page(tmp_path, folder, other)):
-        assert ("There are no metrics." in found.texts) == (len(found.figures) == 0)
-        assert found.after("lr") in ("0.5", "lr", "loss")
+    for shown in (page(tmp_path, folder), page(tmp_path, folder, other)):
+        assert ("There are no metrics." in shown.texts) == (len(shown.figures) == 0)
+        assert shown.after("lr") in ("0.5", "lr", "loss")
     assert (
-        state != "refused" or "the newest launch did not begin: lr=0.5 is too large" in found.texts
+        state != "refused" or "the newest launch did not begin: lr=0.5 is too large" in shown.texts
     )
 
 
@@ -243,18 +243,19 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     )
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "loss": null, "lr": "x"}\n{"step": 10, "lo')
-    found = page(tmp_path, folder)
+    shown = page(tmp_path, folder)
     line = next(
-        one.attrib["d"]
-        for one in found.figures[0].iter("path")
-        if one.attrib["class"].startswith("line")
+        path.attrib["d"]
+        for path in shown.figures[0].iter("path")
+        if path.attrib["class"].startswith("line")
     )
     assert (line.count("M"), line.count("L")) == (3, 1)
-    assert "Values that are not finite: 5" in found.texts
+    assert "Values that are not finite: 5" in shown.texts
     assert not re.search(
-        "nan|inf", " ".join(one.attrib.get("d", "") for svg in found.figures for one in svg.iter())
+        "nan|inf",
+        " ".join(element.attrib.get("d", "") for svg in shown.figures for element in svg.iter()),
     )
-    assert not any("val_f1" in label for label in found.labels())
+    assert not any("val_f1" in label for label in shown.labels())
 
 
 def test_a_clock_that_went_back(tmp_path: Path) -> None:
@@ -267,9 +268,9 @@ def test_a_clock_that_went_back(tmp_path: Path) -> None:
         ("x", ""),
     ):
         files.write_json(opened, {**helpers.read(opened.parent, "opened"), "time": time_s})
-        found = page(tmp_path, folder)
+        shown = page(tmp_path, folder)
         assert (
-            found.after("duration, with waiting") if "duration, with waiting" in found.texts else ""
+            shown.after("duration, with waiting") if "duration, with waiting" in shown.texts else ""
         ) == took
 
 
@@ -282,16 +283,16 @@ def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
         HOSTILE: 0.5,
     }
     keys = {HOSTILE.replace("\ud800", ""): HOSTILE.replace("\ud800", "")}
-    one = make(
+    done = make(
         tmp_path / f"1{name}",
         [row(0, step, **{HOSTILE: 0.5}) for step in range(1, 4)],
         summary=summary,
         **keys,
     )
-    two = make(
+    failed = make(
         tmp_path / f"2{name}", [row(0, 1, **{HOSTILE: 0.25})], state="failed", **{**keys, "lr": 1}
     )
-    for folder in (one, two):
+    for folder in (done, failed):
         facts = {"job": HOSTILE, "hosts": [HOSTILE], "recipe": HOSTILE}
         opened = helpers.read(folder / "attempts/0000", "opened")
         files.write_json(folder / "attempts/0000/opened.json", opened | facts)
@@ -304,10 +305,10 @@ def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
         (folder / "checkpoints").mkdir(exist_ok=True)
         (folder / f"checkpoints/step-{name}.pt").touch()
         (folder / "checkpoints/latest").write_text(HOSTILE.replace("\ud800", ""))
-    for runs in ((one,), (two,), (one, two)):
-        found = page(tmp_path, *runs)
-        assert "\x1b" not in found.source
-        assert sum("<script>alert(1)</script>" in text for text in found.texts) > 8
+    for runs in ((done,), (failed,), (done, failed)):
+        shown = page(tmp_path, *runs)
+        assert "\x1b" not in shown.source
+        assert sum("<script>alert(1)</script>" in text for text in shown.texts) > 8
 
 
 def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
@@ -327,20 +328,20 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
         )
         for ranks, nodes, speed in sizes
     ]
-    found = page(tmp_path, *runs)
-    head = found.texts[found.texts.index("run") :]
+    shown = page(tmp_path, *runs)
+    head = shown.texts[shown.texts.index("run") :]
     assert head[:6] == ["run", "state", "step", "lr", "samples_per_second", "note"]
     label = (
         "Scaling of mnist: samples/s, all ranks against ranks. Last values: ideal: 800 at 8; "
         "measured: 640 at 8"
     )
-    assert found.labels()[-1] == label
-    table = found.texts[found.texts.index("efficiency") + 1 :]
+    assert shown.labels()[-1] == label
+    table = shown.texts[shown.texts.index("efficiency") + 1 :]
     assert " ".join(table[:15]) == "1 1 100.0 100.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"
     lines = [
-        one.attrib["class"]
-        for one in found.figures[0].iter("path")
-        if one.attrib["class"].startswith("line")
+        path.attrib["class"]
+        for path in shown.figures[0].iter("path")
+        if path.attrib["class"].startswith("line")
     ]
     assert lines == ["line c0 d0", "line c1 d0", "line c2 d0"]
     assert not any("Scaling" in label for label in page(tmp_path, *runs[:1]).labels())
@@ -351,11 +352,11 @@ def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
     rows[1234]["loss"] = 50.0
     first = make(tmp_path / "run0", rows)
     runs = [first, *(make(tmp_path / f"run{number}", rows[:5]) for number in range(1, 30))]
-    found = page(tmp_path, *runs)
+    shown = page(tmp_path, *runs)
     assert (
-        sum(one.attrib["class"].startswith("line") for one in found.figures[0].iter("path")) == 24
+        sum(path.attrib["class"].startswith("line") for path in shown.figures[0].iter("path")) == 24
     )
-    assert {"50", "40"} & {one.text for one in found.figures[0].iter("text")}
+    assert {"50", "40"} & {text.text for text in shown.figures[0].iter("text")}
     assert os.path.getsize(tmp_path / "out.html") < 400_000
     points = [(float(x), 50.0 if x == 777 else 0.0) for x in range(10_000)]
     kept = figure._thinned(points, 100)
@@ -396,11 +397,11 @@ def test_equal_values_have_an_axis_of_the_same_sign(
     assert min(map(float, labels)) >= 0
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(colour: str, ground: str) -> float:
     """The contrast of two colours, as WCAG 2 defines it."""
     bright = []
-    for colour in (one, other):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    for shade in (colour, ground):
+        parts = [int(shade[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         red, green, blue = (
             part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
         )

@@ -26,12 +26,12 @@ Found = dict[str, list[tuple[int, float]]]
 
 
 def of_rows(run_dir: Path) -> Found:
-    found: Found = {}
+    series: Found = {}
     for row in rows.rows(run_dir):
         for name, value in row.items():
             if name != "step":
-                found.setdefault(name, []).append((row["step"], float(value)))
-    return found
+                series.setdefault(name, []).append((row["step"], float(value)))
+    return series
 
 
 def in_tensorboard(run_dir: Path, place: Path) -> Found:
@@ -45,7 +45,9 @@ def in_tensorboard(run_dir: Path, place: Path) -> Found:
         if not tag.startswith(("_hparams", "summary"))
     }
     return {
-        tag: [(one.step, tensor_util.make_ndarray(one.tensor_proto).item()) for one in read[tag]]
+        tag: [
+            (event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in read[tag]
+        ]
         for tag in read
     }
 
@@ -56,7 +58,7 @@ def wandb_records(file: Path) -> list[bytes]:
     """
     data = file.read_bytes()
     at = 7
-    found = list[bytes]()
+    records = list[bytes]()
     part = b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -64,27 +66,27 @@ def wandb_records(file: Path) -> list[bytes]:
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         part += data[at + 7 : at + 7 + size]
         if kind in (1, 4):  # whole, or the last part
-            found = [*found, part]
+            records = [*records, part]
             part = b""
         at += 7 + size
-    return found
+    return records
 
 
 def in_wandb(run_dir: Path, place: Path) -> Found:
     from wandb.proto import wandb_internal_pb2
 
-    found: Found = {}
+    series: Found = {}
     for file in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
         for data in wandb_records(file):
             record = wandb_internal_pb2.Record.FromString(data)
             items = {
-                one.key or one.nested_key[0]: json.loads(one.value_json)
-                for one in record.history.item
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
             }
             for name, value in items.items():
                 if not name.startswith("_"):
-                    found.setdefault(name, []).append((items["_step"], float(value)))
-    return found
+                    series.setdefault(name, []).append((items["_step"], float(value)))
+    return series
 
 
 def in_mlflow(run_dir: Path, place: Path) -> Found:
@@ -93,23 +95,28 @@ def in_mlflow(run_dir: Path, place: Path) -> Found:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         client = mlflow.MlflowClient(tracking_uri=str(place / "mlruns"))
-    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    (run,) = client.search_runs(
+        [experiment.experiment_id for experiment in client.search_experiments()]
+    )
     names = run.data.metrics
     return {
-        name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+        name: [
+            (metric.step, metric.value)
+            for metric in client.get_metric_history(run.info.run_id, name)
+        ]
         for name in names
     }
 
 
 def in_trackio(run_dir: Path, place: Path) -> Found:
-    found: Found = {}
+    series: Found = {}
     database = next((place / "trackio").glob("*.db"))
     for step, text in sqlite3.connect(database).execute(
         "SELECT step, metrics FROM metrics ORDER BY id"
     ):
         for name, value in json.loads(text).items():
-            found.setdefault(name, []).append((step, float(value)))
-    return found
+            series.setdefault(name, []).append((step, float(value)))
+    return series
 
 
 READERS = {
@@ -120,12 +127,12 @@ READERS = {
 }
 
 
-def close(one: Found, other: Found) -> None:
+def close(series: Found, expected: Found) -> None:
     """The same steps; the same values, as far as 32 bits can tell. NaN is NaN."""
-    assert one.keys() == other.keys()
-    for name in one:
-        assert [step for step, _ in one[name]] == [step for step, _ in other[name]], name
-        for (_, first), (_, second) in zip(one[name], other[name], strict=True):
+    assert series.keys() == expected.keys()
+    for name in series:
+        assert [step for step, _ in series[name]] == [step for step, _ in expected[name]], name
+        for (_, first), (_, second) in zip(series[name], expected[name], strict=True):
             assert first == pytest.approx(second, rel=1e-6, nan_ok=True), name
 
 
@@ -194,7 +201,8 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
         == f"{folder}: nothing new for {where}; 4 rows are held back: a resume may replace them"
     )
     released = {
-        name: [one for one in found if one[0] < 6] for name, found in of_rows(folder).items()
+        name: [point for point in points if point[0] < 6]
+        for name, points in of_rows(folder).items()
     }
     close(READERS[to](folder, place), released)
     train(folder, 1, 6, 14)  # from the checkpoint of step 6
@@ -203,10 +211,10 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
     line = call(folder, to)
     assert (f"{folder}: 7 rows to " in line, "replace" in line) == (True, False)
     assert call(folder, to) == f"{folder}: nothing new for {where}"
-    found = READERS[to](folder, place)
-    close(found, of_rows(folder))
-    assert [step for step, _ in found["loss"]] == list(range(1, 21))
-    assert found["loss"][6][1] == pytest.approx(1 / 8)  # of attempt 1
+    series = READERS[to](folder, place)
+    close(series, of_rows(folder))
+    assert [step for step, _ in series["loss"]] == list(range(1, 21))
+    assert series["loss"][6][1] == pytest.approx(1 / 8)  # of attempt 1
     # The run is made longer: the tracker has all of it so far.
     train(folder, 3, 20, 22, "running", saved=20)
     assert "nothing new" in call(folder, to)

@@ -104,7 +104,7 @@ def test_records_are_those_of_one_attempt_and_damaged_ones_are_ignored(tmp_path:
     for rank, moment in ((2, 5.0), (1, 4.0)):
         attempts.record(first, rank=rank, host="a", kind=Kind.error, error="x", moment=moment)
     (first.folder / "failed/rank0000.json").write_text('{"rank": 0, "ho')
-    assert [one["rank"] for one in attempts.records(first)] == [1, 2]
+    assert [record["rank"] for record in attempts.records(first)] == [1, 2]
     assert attempts.records(second) == []
 
 
@@ -200,11 +200,13 @@ print(counted)
 
 
 def test_file_operations_of_the_judge_are_linear_in_the_ranks(tmp_path: Path) -> None:
-    found = {}
+    operations = {}
     for ranks in (16, 256):
         command = [sys.executable, "-c", COUNT, str(tmp_path / str(ranks)), str(ranks)]
-        found[ranks] = int(
+        operations[ranks] = int(
             subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         )
-    assert found[256] - found[16] == 2 * 240  # Python announces each open() of a record twice
-    assert found[16] < 16 + 40
+    assert (
+        operations[256] - operations[16] == 2 * 240
+    )  # Python announces each open() of a record twice
+    assert operations[16] < 16 + 40

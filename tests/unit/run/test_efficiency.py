@@ -106,9 +106,9 @@ def test_the_first_thing_to_change_is_named(
     changed: dict[str, Any], asked: dict[str, int], keys: dict[str, Any], line: str
 ) -> None:
     facts = {**asked, "attempt": 0, "hosts": ["a", "b"]}
-    found = efficiency.verdict(rows(**changed), facts, keys)
-    assert found.startswith(line)
-    assert bool(found) == bool(line)
+    advice = efficiency.verdict(rows(**changed), facts, keys)
+    assert advice.startswith(line)
+    assert bool(advice) == bool(line)
 
 
 def test_rows_of_an_earlier_attempt_say_nothing_about_the_hosts_of_the_newest(
@@ -118,9 +118,9 @@ def test_rows_of_an_earlier_attempt_say_nothing_about_the_hosts_of_the_newest(
         opened = attempts.open_next(tmp_path, "mnist", {}, hosts)
         attempts.begin(opened, step=100 * number, own=True)
         facts = attempts.facts(tmp_path)
-        found = efficiency.verdict(rows(rank_step_s=[0.1, 0.3]), facts, {})
-        assert ("rank 1 on slow" in found) == (number == 0)
-    assert found == ""
+        advice = efficiency.verdict(rows(rank_step_s=[0.1, 0.3]), facts, {})
+        assert ("rank 1 on slow" in advice) == (number == 0)
+    assert advice == ""
     again = [{**row, "attempt": 1} for row in rows(rank_step_s=[0.3, 0.1])]
     assert "rank 0 on good" in efficiency.verdict([*rows(), *again], facts, {})
 
@@ -133,8 +133,8 @@ def attempt(run_dir: Path, number: int, at: float, step: int | None) -> None:
         (folder / "begun.json").write_text(json.dumps({"step": step}))
 
 
-def write(run_dir: Path, *found: tuple[int, int, float]) -> None:
-    text = "".join(json.dumps({"attempt": a, "step": s, "time": t}) + "\n" for a, s, t in found)
+def write(run_dir: Path, *steps: tuple[int, int, float]) -> None:
+    text = "".join(json.dumps({"attempt": a, "step": s, "time": t}) + "\n" for a, s, t in steps)
     (run_dir / "metrics.jsonl").write_text(text + '{"attempt": 1, "st')
 
 

@@ -99,8 +99,8 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(
     thread.start()
     try:
         for cluster in ("here", "other"):
-            found = look(tmp_path, **{**here, "SLURM_CLUSTER_NAME": cluster})
-            assert "job 7 on a (it still writes heartbeats) uses it: end it" in found
+            line = look(tmp_path, **{**here, "SLURM_CLUSTER_NAME": cluster})
+            assert "job 7 on a (it still writes heartbeats) uses it: end it" in line
         assert look(tmp_path, patience_s=0, **here) == ""  # at the submission
     finally:
         over.set()

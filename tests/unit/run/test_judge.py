@@ -132,19 +132,23 @@ def judged(
 def test_the_first_failure_is_the_earliest_that_no_other_rank_caused(
     tmp_path: Path, records: list[tuple[Any, ...]], reason: str, rank: int | None, kind: Kind
 ) -> None:
-    found = judged(tmp_path, *records)
-    assert found.reason.startswith(reason)
-    assert (found.state, found.kind, (found.first or {}).get("rank")) == ("failed", kind, rank)
+    verdict = judged(tmp_path, *records)
+    assert verdict.reason.startswith(reason)
+    assert (verdict.state, verdict.kind, (verdict.first or {}).get("rank")) == (
+        "failed",
+        kind,
+        rank,
+    )
 
 
 def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
     late = {"rank": 2, "host": "b", "at": "step 7 (backward)"}
-    found = judged(tmp_path, (0, Kind.timeout, "x", {"behind": late}))
+    verdict = judged(tmp_path, (0, Kind.timeout, "x", {"behind": late}))
     expected = (
         "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting "
         "for it"
     )
-    assert (found.reason, found.first, found.kind) == (expected, late, Kind.timeout)
+    assert (verdict.reason, verdict.first, verdict.kind) == (expected, late, Kind.timeout)
     # it was only stopped for a while
     reported = [
         (2, *LOST),
@@ -157,19 +161,19 @@ def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
 
 
 def test_four_ranks_without_a_record_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    found = judged(tmp_path, (1, *LOST), hosts=tuple(f"h{i}" for i in range(8)))
-    assert found.reason.startswith(
+    verdict = judged(tmp_path, (1, *LOST), hosts=tuple(f"h{i}" for i in range(8)))
+    assert verdict.reason.startswith(
         "rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more exited"
     )
-    assert found.first == {"rank": 0, "host": "h0"}
+    assert verdict.first == {"rank": 0, "host": "h0"}
 
 
 def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record(
     tmp_path: Path,
 ) -> None:
     """Its peers may report an error of their own that its end has caused."""
-    found = judged(tmp_path, (0, Kind.error, "ValueError: x"), end=KILLED)
-    assert (found.reason, found.exit_status) == ("rank 1 on a was killed by SIGKILL", 137)
+    verdict = judged(tmp_path, (0, Kind.error, "ValueError: x"), end=KILLED)
+    assert (verdict.reason, verdict.exit_status) == ("rank 1 on a was killed by SIGKILL", 137)
     exited = End(1, KILLED.first, "rank 1 on a exited", Kind.exited)
     assert (
         judged(tmp_path, (0, Kind.error, "x"), end=exited).reason == "rank 0 on a failed first: x"
@@ -278,8 +282,8 @@ def test_the_state_and_the_exit_status_follow(
     state: str,
     status: int,
 ) -> None:
-    found = judged(tmp_path, *records, end=end, **facts)
-    assert (found.state, found.exit_status, found.step) == (
+    verdict = judged(tmp_path, *records, end=end, **facts)
+    assert (verdict.state, verdict.exit_status, verdict.step) == (
         state,
         status,
         7 if facts.get("status", RUNNING) else 0,
@@ -344,9 +348,9 @@ ERROR = Kind.error
 def test_a_stop_before_the_first_failure_of_a_program_is_its_cause(
     tmp_path: Path, records: list[tuple[int, Kind, float]], state: str, reason: str
 ) -> None:
-    found = judged_program(tmp_path, *records, ended=(6.0,) * 4, end=End(1))
-    assert (found.state, found.reason) == (state, reason)
-    assert found.exit_status == (75 if state == "preempted" else 40 + found.first["rank"])
+    verdict = judged_program(tmp_path, *records, ended=(6.0,) * 4, end=End(1))
+    assert (verdict.state, verdict.reason) == (state, reason)
+    assert verdict.exit_status == (75 if state == "preempted" else 40 + verdict.first["rank"])
     assert judged_program(tmp_path, *records, ended=(None,) * 4).state == state  # for a reader
 
 
@@ -376,13 +380,13 @@ def test_a_program_that_was_stopped_is_done_if_it_says_so(
 
 def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
     """Signals go to the wrapper of a task. With a launcher, several ranks have one."""
-    found = judged_program(tmp_path, ended=(8.0, None, 8.0), end=End(137))
-    assert (found.state, found.kind, found.reason) == (
+    verdict = judged_program(tmp_path, ended=(8.0, None, 8.0), end=End(137))
+    assert (verdict.state, verdict.kind, verdict.reason) == (
         "failed",
         Kind.killed,
         "the wrapper of rank 1 on host0 was killed",
     )
-    assert (found.first["rank"], found.first["host"], found.first["exit_status"]) == (
+    assert (verdict.first["rank"], verdict.first["host"], verdict.first["exit_status"]) == (
         1,
         "host0",
         137,
@@ -410,11 +414,12 @@ def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
 
 def test_the_killed_wrapper_is_named_and_not_the_rank_that_lost_it(tmp_path: Path) -> None:
     ended = (None, None, 6.0, 6.0)
-    found = judged_program(tmp_path, (0, ERROR, 5.0), (2, STOPPED, 5.5), ended=ended, end=End(1))
+    verdict = judged_program(tmp_path, (0, ERROR, 5.0), (2, STOPPED, 5.5), ended=ended, end=End(1))
     assert (
-        found.reason == "the wrapper of rank 1 on host0 was killed; rank 0 on host0 failed: error 0"
+        verdict.reason
+        == "the wrapper of rank 1 on host0 was killed; rank 0 on host0 failed: error 0"
     )
-    assert (found.state, found.first["rank"], found.exit_status) == ("failed", 1, 1)
+    assert (verdict.state, verdict.first["rank"], verdict.exit_status) == ("failed", 1, 1)
     cause = judged_program(tmp_path, (0, Kind.out_of_memory, 5.0), ended=ended, end=End(137))
     assert cause.first["rank"] == 0
     many = judged_program(tmp_path, (0, ERROR, 5.0), ended=(None,) * 4, end=End(1))
@@ -435,15 +440,15 @@ def test_the_few_ranks_that_exited_before_another_one_failed_are_its_cause(
     tmp_path: Path, ended: tuple[float | None, ...], kind: Kind, early: int | None
 ) -> None:
     ended = tuple(moment or 7.0 for moment in ended[:3]) + ended[3:]
-    found = judged_program(tmp_path, (3, kind, 5.0), ended=ended, end=End(1))
+    verdict = judged_program(tmp_path, (3, kind, 5.0), ended=ended, end=End(1))
     failed = f"rank 3 on host1 failed{'' if early else ' first'}: {kind.value} 3"
     reason = (
         f"rank {early} on host0 exited with status 0 before the end of the run; "
         f"after that, {failed}"
     )
-    assert found.reason == (reason if early else failed)
-    assert (found.first["rank"], found.exit_status) == (early or 3, 43)
-    assert found.kind is (Kind.exited if early else kind)
+    assert verdict.reason == (reason if early else failed)
+    assert (verdict.first["rank"], verdict.exit_status) == (early or 3, 43)
+    assert verdict.kind is (Kind.exited if early else kind)
 
 
 def closed(

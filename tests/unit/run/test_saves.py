@@ -116,8 +116,8 @@ def test_files_behind_a_link_and_in_logs_count_but_not_those_of_the_job(
     write(scratch / "w")
     (attempt.run_dir / "link").symlink_to(scratch)
     (scratch / "round").symlink_to(scratch)
-    for own in ("logs/rank0.log", "logs/node1.log", "attempts/0000/x", "status.json"):
-        write(attempt.run_dir / own)
+    for name in ("logs/rank0.log", "logs/node1.log", "attempts/0000/x", "status.json"):
+        write(attempt.run_dir / name)
     for name in ("link/w", "logs/saved"):
         saves.note(attempt, "")
         write(attempt.run_dir / "logs/rank0.log")

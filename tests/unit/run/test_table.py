@@ -137,8 +137,8 @@ def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:
     folder = make(tmp_path / "a/run", lr=0.1)
     for name in ("status.json", "summary.json", "config.yaml", "metrics.jsonl"):
         (folder / name).write_text("[{: nothing")
-    found = table.read_run(folder, time.time())
-    assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
+    row = table.read_run(folder, time.time())
+    assert (row.state, row.step, row.values, row.results) == ("not begun", 0, {}, {})
     (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
     (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
     make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
@@ -174,8 +174,8 @@ def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path) -> None:
 def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", lr=0.1)
     refuse(folder, "lr=0.1 becomes 0.2")
-    found = table.read_run(folder, time.time())
-    assert (found.state, found.note) == (
+    row = table.read_run(folder, time.time())
+    assert (row.state, row.note) == (
         "done",
         "the newest launch did not begin: lr=0.1 becomes 0.2",
     )
@@ -184,10 +184,10 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     # the refusal is older
     assert table.read_run(folder, time.time()).note == "SIGUSR2; max-requeues"
     directory.write_status(folder, "running", attempt=0, step=10)
-    found = table.read_run(folder, directory.read_status(folder)["updated"] + 600)  # type: ignore[index]
-    assert (found.state, found.step) == ("running", 10)
+    row = table.read_run(folder, directory.read_status(folder)["updated"] + 600)  # type: ignore[index]
+    assert (row.state, row.step) == ("running", 10)
     assert (
-        found.note
+        row.note
         == "status written 0:10:00 ago; the newest launch did not begin: lr=0.1 becomes 0.2"
     )
     helpers.attempt(folder)

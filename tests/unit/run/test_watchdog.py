@@ -52,40 +52,40 @@ print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
 def sleep_without_letting_go():
     ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock: no thread of it runs, no handler either
 
-WAYS = {
+FAULTS = {
     "stuck": sleep_without_letting_go,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "waits": lambda: time.sleep(600),
     "hangs before its steps": lambda: (pulse.beat(watchdog.OUTSIDE, 0), time.sleep(600)),
     "works": lambda: ([(time.sleep(0.2), pulse.beat(watchdog.DATA, i)) for i in range(25)], print("alive")),
 }
-WAYS[sys.argv[3]]()
+FAULTS[sys.argv[3]]()
 """
 
 
-def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str]:
+def rank(folder: Path, fault: str, timeout_s: float = 1.5) -> subprocess.Popen[str]:
     (folder / "attempts/0001/failed").mkdir(parents=True, exist_ok=True)
-    return helpers.start([sys.executable, "-c", RANK, str(timeout_s), str(folder), way], cwd=ROOT)
+    return helpers.start([sys.executable, "-c", RANK, str(timeout_s), str(folder), fault], cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
 def started(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
-    """A rank for each way, started at once, and its run directory."""
-    ways = ("stuck", "stopped", "waits", "works", "hangs before its steps")
-    folders = {way: tmp_path_factory.mktemp(way.replace(" ", "-")) for way in ways}
-    return {way: (folder, rank(folder, way)) for way, folder in folders.items()}
+    """A rank for each fault, started at once, and its run directory."""
+    faults = ("stuck", "stopped", "waits", "works", "hangs before its steps")
+    folders = {fault: tmp_path_factory.mktemp(fault.replace(" ", "-")) for fault in faults}
+    return {fault: (folder, rank(folder, fault)) for fault, folder in folders.items()}
 
 
 Started = dict[str, tuple[Path, subprocess.Popen[str]]]
 
 
-@pytest.mark.parametrize("way", ["stuck", "stopped", "waits"])
-def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) -> None:
-    folder, process = started[way]
+@pytest.mark.parametrize("fault", ["stuck", "stopped", "waits"])
+def test_a_rank_without_progress_is_ended_and_named(fault: str, started: Started) -> None:
+    folder, process = started[fault]
     ended = helpers.finish(process, timeout_s=30)
-    assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
+    assert ended.status == (-signal.SIGKILL if fault == "stopped" else -signal.SIGABRT), ended.out
     assert (
         "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): killing it"
         in ended.lines
@@ -93,7 +93,7 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) 
     record = helpers.failure(folder, 3, 1)
     assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "hang")
     assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
-    if way == "stuck":
+    if fault == "stuck":
         assert "sleep_without_letting_go" in ended.out  # the stack, by faulthandler
     watcher = int(ended.lines[0])
     helpers.wait_for_the_end_of([watcher], 10)
