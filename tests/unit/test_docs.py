@@ -95,7 +95,8 @@ def test_the_keys_of_the_skeleton_are_read(monkeypatch: pytest.MonkeyPatch) -> N
     module = ModuleType("rings")
     monkeypatch.setitem(sys.modules, "rings", module)  # dataclasses look there
     exec(shown["recipes/conf/rings.py"], vars(module))
-    assert (module.Config().hidden, module.Config().epochs) == (64, 10)
+    assert module.Config().hidden == 64
+    assert module.Config().epochs == 10
 
 
 def test_the_scripts_become_the_recipe_beside_them() -> None:

@@ -76,12 +76,10 @@ def test_the_precedence_of_a_recipe_key(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_precedence_of_a_job_key(site: Path) -> None:
     site.write_text("gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12\n")
     job = parse("cluster=here").job
-    assert (job.gpus_per_node, job.time, job.partition, job.qos) == (
-        4,
-        "2:00:00",
-        "gpu",
-        "",
-    )
+    assert job.gpus_per_node == 4
+    assert job.time == "2:00:00"
+    assert job.partition == "gpu"
+    assert job.qos == ""
     assert parse("cluster=here", "gpus_per_node=2").job.gpus_per_node == 2
     assert parse(RECIPES_CLUSTER="here").job.gpus_per_node == 4
     assert parse().job.gpus_per_node is None
@@ -131,7 +129,8 @@ def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> N
     assert job_keys.minutes(settings.job.time) == 720
     assert job_keys.minutes(parse("time=0:01").job.time) == 1  # rounded up
     assert settings.typed == {"epochs": "010", "compile": "yes"}  # no job keys
-    assert (settings.config.epochs, settings.config.compile) == (10, True)
+    assert settings.config.epochs == 10
+    assert settings.config.compile is True
     site.write_text("time: 1:30:00\n")
     assert job_keys.minutes(parse("cluster=here").job.time) == 90
 
@@ -274,7 +273,8 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
     (site.parent / "here.env").write_text("NCCL_B=site\n")
     site.write_text("env_files:\n  - clusters/here.env\n")
     variables = profiles.env_variables(str(tmp_path / "mine.env"), "here")
-    assert (variables["NCCL_A"], variables["NCCL_B"]) == ("mine", "site")
+    assert variables["NCCL_A"] == "mine"
+    assert variables["NCCL_B"] == "site"
     (site.parent / "here.env").write_text("PATH=/evil\n")
     assert "here.env:1" in refusal("cluster=here")
 
@@ -313,7 +313,9 @@ def test_an_invalid_profile_is_refused_with_its_file_and_key(
 def test_empty_values_of_a_profile_are_ignored(site: Path) -> None:
     site.write_text("partition:\naccount: null\nmodules:\n#  - gcc\ngpus_per_node: 2 # a comment\n")
     job = parse("cluster=here").job
-    assert (job.partition, job.account, job.gpus_per_node) == ("", "", 2)
+    assert job.partition == ""
+    assert job.account == ""
+    assert job.gpus_per_node == 2
     site.write_text("# nothing yet\n")
     assert parse("cluster=here").job.gpus_per_node is None
 
@@ -449,19 +451,20 @@ def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_p
     words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70", "force=true"]
     for settings in (parse(*words), parse(*words, recipe="mnist")):
         config = settings.config
-        assert (config.dataset, config.lr, config.epochs, config.log_every_steps) == (
-            "digits",
-            0.02,
-            40,
-            3,
-        )
+        assert config.dataset == "digits"
+        assert config.lr == 0.02
+        assert config.epochs == 40
+        assert config.log_every_steps == 3
         assert config.global_batch_size == 64  # digits' own
-        assert (settings.run.device.name, settings.run.timeout_s) == ("cpu", 70)
+        assert settings.run.device.name == "cpu"
+        assert settings.run.timeout_s == 70
         assert settings.resumes == run
         assert settings.words_from_run() == "dataset=digits, lr=0.02, epochs=40, device=cpu"
         assert not {"dataset", "lr", "epochs", "device"} & settings.typed.keys()
         saved = settings.saved
-        assert (saved["epochs"], saved["device"], saved["timeout_s"]) == (40, "cpu", 70)
+        assert saved["epochs"] == 40
+        assert saved["device"] == "cpu"
+        assert saved["timeout_s"] == 70
         assert not {"run_dir", "config", "resume", "force", "backend"} & saved.keys()
 
 
@@ -472,7 +475,9 @@ def test_a_new_run_inherits_no_keys(
     monkeypatch.chdir(tmp_path)
     a_run(tmp_path / "run", 5, epochs=40)
     settings = parse(*(["run_dir=run", *words] if words == ["resume=never"] else words))
-    assert (settings.config.epochs, settings.from_run, settings.resumes) == (4, {}, None)
+    assert settings.config.epochs == 4
+    assert settings.from_run == {}
+    assert settings.resumes is None
 
 
 @pytest.mark.parametrize(
@@ -562,7 +567,8 @@ def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> No
     (tmp_path / "config.yaml").write_text("colour: red\n")
     (tmp_path / "model.pt").touch()
     parsed = parse(f"resume={tmp_path}/model.pt")
-    assert (parsed.resumes, parsed.from_run) == (None, {})
+    assert parsed.resumes is None
+    assert parsed.from_run == {}
 
 
 def test_ranges_are_checked_also_if_a_recipe_forgets_the_base_class() -> None:

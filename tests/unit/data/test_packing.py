@@ -83,7 +83,8 @@ def samples(folder: Path, split: str) -> list[tuple[bytes, int, int, int]]:
 
 def far_apart(image: Any, other: Any) -> int:
     """The largest difference of any value."""
-    assert (image.size, image.mode) == (other.size, other.mode)
+    assert image.size == other.size
+    assert image.mode == other.mode
     return max(abs(a - b) for a, b in zip(image.tobytes(), other.tobytes(), strict=True))
 
 
@@ -95,7 +96,8 @@ def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -
         "jpeg",
         24,
     ]
-    assert (index["quality"], index["classes"]) == (90, ["n00", "n01", "n02"])
+    assert index["quality"] == 90
+    assert index["classes"] == ["n00", "n01", "n02"]
     shards = [shard["file"] for split in index["splits"].values() for shard in split["shards"]]
     assert shards == [*(f"train-{i:05d}.bin" for i in range(5)), "val-00000.bin", "val-00001.bin"]
     others = {"index.json", "packing.lock", "train.index", "val.index"}
@@ -108,7 +110,9 @@ def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -
             assert label == int(path.parent.name[-1])
             image = Image.open(io.BytesIO(payload))
             original = Image.open(path).convert("RGB")
-            assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (width, height))
+            assert image.format == "JPEG"
+            assert image.mode == "RGB"
+            assert image.size == (width, height)
             assert min(width, height) == 24
             assert far_apart(image, original.resize((width, height), Image.LANCZOS)) < 30
             assert abs(width / height - original.width / original.height) < 0.06
@@ -149,7 +153,8 @@ ODD = {  # content, what it looks like
 def test_images_of_other_formats_are_converted(content: bytes, seen: Any) -> None:
     payload, *_ = pillow.encode(content, 24, 95)
     image = Image.open(io.BytesIO(payload))
-    assert (image.format, image.mode) == ("JPEG", "RGB")
+    assert image.format == "JPEG"
+    assert image.mode == "RGB"
     assert image.getexif().get(0x0112, 1) == 1
     assert far_apart(image, seen) < 40
 
@@ -363,6 +368,7 @@ def test_prepare_names_skipped_images_and_the_next_command(
             == f"next: python launch.py recipe=imagenet data_dir='{tmp_path}/a b'"
         )
     index = json.loads((tmp_path / "a b/index.json").read_bytes())
-    assert (index["size"], index["quality"]) == (24, 80)
+    assert index["size"] == 24
+    assert index["quality"] == 80
     skipped = {"file": "val/n00/bad.jpg", "why": "cannot be read (No such file or directory)"}
     assert index["splits"]["val"]["skipped"] == [skipped]

@@ -109,7 +109,8 @@ def test_nodes_that_answered_and_are_good_measure_bandwidth(
 ) -> None:
     by_node = dict(enumerate(reports))
     chosen = _members(by_node, place(0, 4), 4711)
-    assert (chosen["nodes"], chosen["port"]) == (expected, 4711)
+    assert chosen["nodes"] == expected
+    assert chosen["port"] == 4711
 
 
 @pytest.mark.parametrize(
@@ -141,11 +142,9 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, tmp_path, 0) == status
     verdict = helpers.read(tmp_path, "doctor")
     hosts = ["node0", "node1", "node2"]
-    assert (verdict["exclude"], verdict["healthy"], verdict["hosts"]) == (
-        exclude,
-        not status,
-        hosts,
-    )
+    assert verdict["exclude"] == exclude
+    assert verdict["healthy"] == (not status)
+    assert verdict["hosts"] == hosts
     last = (
         "healthy: 3 nodes"
         if not status

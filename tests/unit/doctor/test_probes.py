@@ -144,10 +144,8 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     assert probes._run(probes.torch_import, here(tmp_path)) == ({"nccl": None}, [])
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "No module named torch"))
     finding = only(probes._run(probes.torch_import, here(tmp_path, ranks.detect(TASK))))
-    assert (finding.what, finding.bad) == (
-        "torch cannot be imported there (No module named torch)",
-        True,
-    )
+    assert finding.what == "torch cannot be imported there (No module named torch)"
+    assert finding.bad is True
     assert finding.leave_out
     # alone it may be the wrong environment
     assert not only(probes._run(probes.torch_import, here(tmp_path))).leave_out
@@ -156,7 +154,8 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
 def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('{"nccl": "2.28.7"}', ""))
     finding = only(probes._run(probes.torch_import, here(tmp_path)))
-    assert (finding.what, finding.bad) == ("NCCL 2.28.7 can hang in large jobs", False)
+    assert finding.what == "NCCL 2.28.7 can hang in large jobs"
+    assert finding.bad is False
     assert finding.fix == "use a torch with NCCL 2.28.9 or later"
     pairs = itertools.product(("2.28.3", "2.28.9", "2.29.2", "2.29.3", ""), ("x86_64", "aarch64"))
     hang = [(nccl, machine) for nccl, machine in pairs if list(probes.known_hangs(nccl, machine))]
@@ -169,7 +168,8 @@ def test_a_file_system_that_does_not_answer_is_a_finding(
     begin = time.monotonic()
     out, wrong = commands.run(["sh", "-c", "echo so far; sleep 30"], 2)
     assert time.monotonic() - begin < 5
-    assert (out, wrong) == ("so far\n", "sh did not answer in 2 s")
+    assert out == "so far\n"
+    assert wrong == "sh did not answer in 2 s"
     assert commands.run(["/none/such"], 1) == ("", "/none/such: No such file or directory")
     assert commands.run(["sh", "-c", "echo why >&2; exit 3"], 5) == ("", "why")
 
@@ -223,7 +223,8 @@ def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     two = ranks.detect(TASK)
     finding = only(probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path))))
     assert finding.what == "the ranks use eth1 with 1000 Mbit/s, but eth2 has 25000 Mbit/s"
-    assert (finding.bad, "NCCL_SOCKET_IFNAME=eth2" in finding.fix) == (False, True)
+    assert finding.bad is False
+    assert "NCCL_SOCKET_IFNAME=eth2" in finding.fix
     (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
     assert probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))[1] == []
     (tmp_path / "sys/class/net/eth1/speed").write_text("1000\n")
@@ -247,9 +248,11 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir(parents=True)
         (folder / "state").write_text(f"{state}\n")
     down, locked = probes._run(probes.infiniband, on_gpus)[1]
-    assert (down.what, down.bad) == ("InfiniBand port mlx5_1:1 is DOWN", False)
+    assert down.what == "InfiniBand port mlx5_1:1 is DOWN"
+    assert down.bad is False
     limited = "locked memory is limited to 1024000 KB, but RDMA must lock the memory that it sends"
-    assert (locked.what, locked.bad) == (limited, True)
+    assert locked.what == limited
+    assert locked.bad is True
     assert not probes._run(probes.infiniband, replace(on_gpus, info=ALONE))[1][1].bad
     limits.pop(0)
     assert probes._run(probes.infiniband, on_gpus)[1] == [down]

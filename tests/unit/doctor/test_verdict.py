@@ -185,11 +185,9 @@ def test_the_one_node_that_differs_is_named(
     reports[2]["facts"][part][name] = other
     judgement = judged(reports, 4)
     (entry,) = judgement.entries
-    assert (entry.nodes, entry.what, entry.bad) == (
-        [2],
-        f"{called} is {other}, but {usual} on 3 others",
-        True,
-    )
+    assert entry.nodes == [2]
+    assert entry.what == f"{called} is {other}, but {usual} on 3 others"
+    assert entry.bad is True
     assert judgement.exclude == ["node2"]
 
 
@@ -198,7 +196,8 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     for report in reports:
         report["findings"] = [finding("data_dir=/data cannot be used", "mount it")]
     judgement = judged(reports, 3)
-    assert (judgement.healthy, judgement.exclude) == (False, [])
+    assert judgement.healthy is False
+    assert judgement.exclude == []
     assert (
         verdict.lines(judgement)[4] == "BAD   all 3 nodes: data_dir=/data cannot be used: mount it"
     )
@@ -208,7 +207,8 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
         report["findings"] = [finding("NCCL_NET: is empty", "unset it", leave_out=False)]
     reports[1]["findings"] = []
     judgement = judged(reports, 3)
-    assert (set(bad(judgement)), judgement.exclude) == ({"node0", "node2"}, [])
+    assert set(bad(judgement)) == {"node0", "node2"}
+    assert judgement.exclude == []
 
 
 def all_pairs(count: int) -> list[Report]:
@@ -283,11 +283,9 @@ def test_the_table_shows_what_each_node_has() -> None:
         "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
         "bad nodes: 1 of 2; to exclude: sbatch --exclude=node1",
     ]
-    assert (judgement.healthy, judgement.exclude, judgement.hosts) == (
-        False,
-        ["node1"],
-        ["node0", "node1"],
-    )
+    assert judgement.healthy is False
+    assert judgement.exclude == ["node1"]
+    assert judgement.hosts == ["node0", "node1"]
 
 
 def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> None:

@@ -75,11 +75,9 @@ def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs
     unset = {"unset SLURM_ARRAY_JOB_ID", "unset SLURM_ARRAY_TASK_ID", "unset SLURM_RESTART_COUNT"}
     assert {line for line in lines if "SLURM_" in line} == unset
     described = json.loads((tmp_path / "run/job.yaml").read_text())
-    assert (described["job_id"], described["log"], described["root"]) == (
-        "7",
-        "/log",
-        str(helpers.ROOT),
-    )
+    assert described["job_id"] == "7"
+    assert described["log"] == "/log"
+    assert described["root"] == str(helpers.ROOT)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [("077", 0o600), ("027", 0o640)])
@@ -442,7 +440,9 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
     environ = {attempts.VARIABLE: str(attempt.folder)}
     assert batch.ask_to_stop("script", "USR1", [PROGRAM, *words], environ) == 0
     note = stop_note.read(attempt)
-    assert (note.reason, note.before_s, note.ends) == ("SIGUSR1", before_s or 0.0, False)
+    assert note.reason == "SIGUSR1"
+    assert note.before_s == (before_s or 0.0)
+    assert note.ends is False
     assert note.at - now == pytest.approx(expected_s, abs=1.0)
     assert (note.limit_at or now) - now == pytest.approx(left_s or 0.0, abs=1.0)
 

@@ -31,11 +31,9 @@ def test_the_image_determines_the_runtime(image: str, runtime: str, expected: st
     environ = {f"RECIPES_CONTAINER{name}": value for name, value in variables.items()}
     settings = command_line.parse([], recipe="toy", environ=environ)
     chosen = container.of_job(settings, {}, environ)
-    assert (chosen.image, chosen.runtime, chosen.mounts[-2:]) == (
-        image,
-        expected,
-        (f"{Path.home()}/a", "/b:/c"),
-    )
+    assert chosen.image == image
+    assert chosen.runtime == expected
+    assert chosen.mounts[-2:] == (f"{Path.home()}/a", "/b:/c")
     assert container.of_job(settings, {}, {**environ, "RECIPES_CONTAINER": ""}) is None
 
 
@@ -212,15 +210,14 @@ def test_precedence_of_the_container_keys(site: Path) -> None:
         (("container=docker://typed",), around, "docker://typed"),
     ):
         job = command_line.parse(["recipe=toy", "cluster=here", *words], environ=environ).job
-        assert (job.container, job.container_mounts) == (image, "/scratch")
+        assert job.container == image
+        assert job.container_mounts == "/scratch"
         if not words:  # a batch script has no typed keys
             in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "here"})
             chosen = container.of_job(in_script, {}, environ)
-            assert (chosen.image, chosen.runtime, chosen.mounts[-1]) == (
-                image,
-                "apptainer",
-                "/scratch",
-            )
+            assert chosen.image == image
+            assert chosen.runtime == "apptainer"
+            assert chosen.mounts[-1] == "/scratch"
 
 
 def test_a_missing_container_runtime_is_reported(tmp_path: Path) -> None:

@@ -40,11 +40,9 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
         if re.search("node|task|gpu|cpu|mem|gres|exclusive", name)
     }
     assert set(size) == {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"}
-    assert (size["--nodes"], size["--ntasks-per-node"], size["--gpus-per-node"]) == (
-        nodes,
-        gpus,
-        gpus,
-    )
+    assert size["--nodes"] == nodes
+    assert size["--ntasks-per-node"] == gpus
+    assert size["--gpus-per-node"] == gpus
     assert not {"--chdir", "--partition", "--account"} & set(shipped)
     options = directives(made)
     same = ("--requeue", "--open-mode", "--signal", "--job-name", "--cpus-per-task")

@@ -177,16 +177,22 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     folders = runs.find([], root)
     assert [path.name for path in folders] == ["11", "12", "13_1"]
     done, pending, failed = (runs.read(folder, {"12": PENDING}) for folder in folders)
-    assert (done.state, done.step, done.steps, done.starts) == ("done", 20, 20, 1)
-    assert (done.best, done.samples_per_second) == ({"val_f1": 0.75}, 9.5)
-    assert (pending.state, pending.job, pending.step, pending.recipe) == (
-        "pending",
-        "12",
-        0,
-        "mnist",
-    )
-    assert (failed.step, failed.steps, failed.epoch, failed.best) == (3, 20, 1, {"val_top1": 0.25})
-    assert (failed.state, failed.note) == ("failed", "rank 0 on node1 failed first: no")
+    assert done.state == "done"
+    assert done.step == 20
+    assert done.steps == 20
+    assert done.starts == 1
+    assert done.best == {"val_f1": 0.75}
+    assert done.samples_per_second == 9.5
+    assert pending.state == "pending"
+    assert pending.job == "12"
+    assert pending.step == 0
+    assert pending.recipe == "mnist"
+    assert failed.step == 3
+    assert failed.steps == 20
+    assert failed.epoch == 1
+    assert failed.best == {"val_top1": 0.25}
+    assert failed.state == "failed"
+    assert failed.note == "rank 0 on node1 failed first: no"
     head, *lines = runs.lines_of([done, pending, failed], time.time())
     assert head.split() == ["run", "state", "step", "best", "samples/s", "age", "starts", "note"]
     assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
@@ -298,7 +304,8 @@ def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
     running = {"17": RUNNING}
     assert runs.read(original, running).state == "running"
     of_copy = runs.read(copy, running)
-    assert (of_copy.state, of_copy.job) == ("lost", "")
+    assert of_copy.state == "lost"
+    assert of_copy.job == ""
     assert of_copy.note.endswith(f"a copy of {original}")
     assert runs.cancel(of_copy) == "is not running: lost"
     shutil.rmtree(original)
@@ -355,7 +362,8 @@ def test_the_table_is_json_sorted_or_only_of_what_has_failed(
     monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
     assert runs.show(["--json", "--failed"], root) == 0
     [line] = capsys.readouterr().out.splitlines()
-    assert (json.loads(line)["state"], json.loads(line)["job"]) == ("failed", "13_1")
+    assert json.loads(line)["state"] == "failed"
+    assert json.loads(line)["job"] == "13_1"
     runs.show(["--sort=step"], root)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1:3] for line in lines[1:]] == [

@@ -49,7 +49,8 @@ def test_waiting_returns_the_jobs_exit_status(
     (tmp_path / "log").write_text("rank 0's words\n")
     assert submit.wait([submit.Submitted("7", tmp_path, tmp_path / "log")]) == expected
     output = capsys.readouterr()
-    assert (output.out.count("rank 0's words"), output.err.count("asking Slurm again")) == (1, 1)
+    assert output.out.count("rank 0's words") == 1
+    assert output.err.count("asking Slurm again") == 1
     assert ("job 7: stopped" in output.err) == (left == "preempted")
 
 

@@ -90,4 +90,5 @@ print(kept.pid in proctree.children(os.getpid()))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=helpers.ROOT, capture_output=True, text=True
     )
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert done.stdout == "True\n"
+    assert done.stderr == ""

@@ -118,10 +118,12 @@ def test_a_program_that_catches_nothing_is_warned_about_once_after_half_a_minute
     catches = tmp_path / "attempts/0000" / CATCHES
     for _ in range(LOOKS - 1):
         remark(1, [])
-    assert (said(), catches.exists()) == ([], False)
+    assert said() == []
+    assert not catches.exists()
     for _ in range(2 * LOOKS):
         remark(1, [])
-    assert (said(), files.read_json(catches)) == ([line], {"signals": []})
+    assert said() == [line]
+    assert files.read_json(catches) == {"signals": []}
 
 
 def test_the_looks_without_a_handler_are_counted_in_succession(new: New, said: Said) -> None:

@@ -64,7 +64,8 @@ def test_a_requeue_of_the_own_job_writes_the_stop_note(
     requeue: Requeue, stubs: Stubs, job: str
 ) -> None:
     note = requeue(job, **ARRAY)
-    assert (note.reason, note.ends) == ("scontrol requeue, typed by the program", True)
+    assert note.reason == "scontrol requeue, typed by the program"
+    assert note.ends is True
     assert 5 < note.at - time.time() <= 10
     assert stubs.calls("scontrol") == []
 
@@ -88,7 +89,8 @@ def test_every_other_command_reaches_slurm(
     done = subprocess.run(
         ["scontrol", *words], env=environment(attempt, **added), capture_output=True, timeout=20
     )
-    assert (done.returncode, done.stdout) == (4, b"of Slurm\n")
+    assert done.stdout == b"of Slurm\n"
+    assert done.returncode == 4
     assert stubs.calls("scontrol") == [words]
     assert stop_note.read(attempt) == before
 

@@ -35,13 +35,15 @@ def test_attempts_count_from_zero_above_the_highest_seen(
 
 
 def test_an_attempt_owns_the_run_until_a_later_one_begins(tmp_path: Path) -> None:
-    assert (attempts.owner(tmp_path), attempts.facts(tmp_path)) == (None, {})
+    assert attempts.owner(tmp_path) is None
+    assert attempts.facts(tmp_path) == {}
     first = helpers.attempt(tmp_path, launch="1.0", step=3)
     refused = helpers.attempt(tmp_path, launch="2.0", step=None)
     assert attempts.owner(tmp_path) == first
     assert attempts.newest(tmp_path) == refused
     assert attempts.newest(tmp_path, "1.0") == first
-    assert (attempts.facts(tmp_path)["attempt"], attempts.facts(tmp_path)["step"]) == (0, 3)
+    assert attempts.facts(tmp_path)["attempt"] == 0
+    assert attempts.facts(tmp_path)["step"] == 3
     attempts.check_owner(first)
     later = helpers.attempt(tmp_path, launch="3.0", step=5)
     assert attempts.taken_over_by(first) == "3.0"
@@ -66,13 +68,13 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
     attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 3, "no GPU", rank=5)
     attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 2, "no data")
     record, other = attempts.records(attempt)
-    assert (record["rank"], record["kind"], record["error"], record["exit_status"]) == (
-        5,
-        "machine",
-        "no GPU",
-        3,
-    )
-    assert (other["rank"], other["kind"], other["host"]) == (0, "input", socket.gethostname())
+    assert record["rank"] == 5
+    assert record["kind"] == "machine"
+    assert record["error"] == "no GPU"
+    assert record["exit_status"] == 3
+    assert other["rank"] == 0
+    assert other["kind"] == "input"
+    assert other["host"] == socket.gethostname()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,8 @@ def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
     monkeypatch.setattr(attempts.time, "sleep", slept.append)
     monkeypatch.setenv(attempts.VARIABLE, parent)
     attempts.print_refusal("no GPU", is_first)
-    assert (slept, capsys.readouterr().err) == (waits, "no GPU\n" if prints else "")
+    assert slept == waits
+    assert capsys.readouterr().err == ("no GPU\n" if prints else "")
 
 
 def test_records_are_those_of_one_attempt_and_damaged_ones_are_ignored(tmp_path: Path) -> None:

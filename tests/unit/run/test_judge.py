@@ -134,11 +134,9 @@ def test_the_first_failure_is_the_earliest_that_no_other_rank_caused(
 ) -> None:
     verdict = judged(tmp_path, *records)
     assert verdict.reason.startswith(reason)
-    assert (verdict.state, verdict.kind, (verdict.first or {}).get("rank")) == (
-        "failed",
-        kind,
-        rank,
-    )
+    assert verdict.state == "failed"
+    assert verdict.kind == kind
+    assert (verdict.first or {}).get("rank") == rank
 
 
 def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
@@ -148,7 +146,9 @@ def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
         "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting "
         "for it"
     )
-    assert (verdict.reason, verdict.first, verdict.kind) == (expected, late, Kind.timeout)
+    assert verdict.reason == expected
+    assert verdict.first == late
+    assert verdict.kind == Kind.timeout
     # it was only stopped for a while
     reported = [
         (2, *LOST),
@@ -173,7 +173,8 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record(
 ) -> None:
     """Its peers may report an error of their own that its end has caused."""
     verdict = judged(tmp_path, (0, Kind.error, "ValueError: x"), end=KILLED)
-    assert (verdict.reason, verdict.exit_status) == ("rank 1 on a was killed by SIGKILL", 137)
+    assert verdict.reason == "rank 1 on a was killed by SIGKILL"
+    assert verdict.exit_status == 137
     exited = End(1, KILLED.first, "rank 1 on a exited", Kind.exited)
     assert (
         judged(tmp_path, (0, Kind.error, "x"), end=exited).reason == "rank 0 on a failed first: x"
@@ -283,11 +284,9 @@ def test_the_state_and_the_exit_status_follow(
     status: int,
 ) -> None:
     verdict = judged(tmp_path, *records, end=end, **facts)
-    assert (verdict.state, verdict.exit_status, verdict.step) == (
-        state,
-        status,
-        7 if facts.get("status", RUNNING) else 0,
-    )
+    assert verdict.state == state
+    assert verdict.step == (7 if facts.get("status", RUNNING) else 0)
+    assert verdict.exit_status == status
 
 
 def judged_program(
@@ -349,7 +348,8 @@ def test_a_stop_before_the_first_failure_of_a_program_is_its_cause(
     tmp_path: Path, records: list[tuple[int, Kind, float]], state: str, reason: str
 ) -> None:
     verdict = judged_program(tmp_path, *records, ended=(6.0,) * 4, end=End(1))
-    assert (verdict.state, verdict.reason) == (state, reason)
+    assert verdict.state == state
+    assert verdict.reason == reason
     assert verdict.exit_status == (75 if state == "preempted" else 40 + verdict.first["rank"])
     assert judged_program(tmp_path, *records, ended=(None,) * 4).state == state  # for a reader
 
@@ -381,27 +381,22 @@ def test_a_program_that_was_stopped_is_done_if_it_says_so(
 def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
     """Signals go to the wrapper of a task. With a launcher, several ranks have one."""
     verdict = judged_program(tmp_path, ended=(8.0, None, 8.0), end=End(137))
-    assert (verdict.state, verdict.kind, verdict.reason) == (
-        "failed",
-        Kind.killed,
-        "the wrapper of rank 1 on host0 was killed",
-    )
-    assert (verdict.first["rank"], verdict.first["host"], verdict.first["exit_status"]) == (
-        1,
-        "host0",
-        137,
-    )
+    assert verdict.state == "failed"
+    assert verdict.kind == Kind.killed
+    assert verdict.reason == "the wrapper of rank 1 on host0 was killed"
+    assert verdict.first["rank"] == 1
+    assert verdict.first["host"] == "host0"
+    assert verdict.first["exit_status"] == 137
     # by the parent, with launcher=local
     seen = judged_program(tmp_path, ended=(8.0, None, None), end=KILLED)
-    assert (seen.reason, seen.exit_status) == (KILLED.reason, 137)
+    assert seen.reason == KILLED.reason
+    assert seen.exit_status == 137
     six = judged_program(tmp_path, ended=(8.0, *(None,) * 6), end=End(137))
     named = ", ".join(f"rank {rank} on host{rank // 2}" for rank in range(1, 5))
     assert six.reason == f"the wrapper of {named} and 2 more was killed"
     all_lost = judged_program(tmp_path, ended=(None, None), end=End(143))
-    assert (all_lost.reason, all_lost.first) == (
-        "srun, or the wrapper of every rank, was killed",
-        None,
-    )
+    assert all_lost.reason == "srun, or the wrapper of every rank, was killed"
+    assert all_lost.first is None
     stopped = judged_program(
         tmp_path, (1, STOPPED, 5.0), ended=(8.0, 8.0, None, None), ranks_per_task=2, end=End(1)
     )
@@ -409,7 +404,9 @@ def test_ranks_whose_wrappers_were_killed_are_named(tmp_path: Path) -> None:
     other = judged_program(
         tmp_path, (0, STOPPED, 5.0), ended=(8.0, 8.0, 8.0, None), ranks_per_task=2, end=End(9)
     )
-    assert (other.state, other.first["rank"], other.exit_status) == ("failed", 3, 9)
+    assert other.state == "failed"
+    assert other.first["rank"] == 3
+    assert other.exit_status == 9
 
 
 def test_the_killed_wrapper_is_named_and_not_the_rank_that_lost_it(tmp_path: Path) -> None:
@@ -419,7 +416,9 @@ def test_the_killed_wrapper_is_named_and_not_the_rank_that_lost_it(tmp_path: Pat
         verdict.reason
         == "the wrapper of rank 1 on host0 was killed; rank 0 on host0 failed: error 0"
     )
-    assert (verdict.state, verdict.first["rank"], verdict.exit_status) == ("failed", 1, 1)
+    assert verdict.state == "failed"
+    assert verdict.first["rank"] == 1
+    assert verdict.exit_status == 1
     cause = judged_program(tmp_path, (0, Kind.out_of_memory, 5.0), ended=ended, end=End(137))
     assert cause.first["rank"] == 0
     many = judged_program(tmp_path, (0, ERROR, 5.0), ended=(None,) * 4, end=End(1))
@@ -447,7 +446,8 @@ def test_the_few_ranks_that_exited_before_another_one_failed_are_its_cause(
         f"after that, {failed}"
     )
     assert verdict.reason == (reason if early else failed)
-    assert (verdict.first["rank"], verdict.exit_status) == (early or 3, 43)
+    assert verdict.first["rank"] == (early or 3)
+    assert verdict.exit_status == 43
     assert verdict.kind is (Kind.exited if early else kind)
 
 
@@ -472,28 +472,29 @@ def test_close_writes_the_judgement_into_the_status(tmp_path: Path) -> None:
     # replaces that of a rank
     assert closed(tmp_path / "other", KILLED, state="failed")[1]["reason"] == KILLED.reason
     _, status = closed(tmp_path, End(1), rank=2)
-    assert (status["state"], status["attempt"], status["step"], status["kind"]) == (
-        "failed",
-        0,
-        7,
-        "error",
-    )
+    assert status["state"] == "failed"
+    assert status["attempt"] == 0
+    assert status["step"] == 7
+    assert status["kind"] == "error"
     assert status["reason"] == "rank 2 on b failed first: ValueError: boom"
-    assert (status["first_failing_rank"], status["first_failing_host"], status["exit_status"]) == (
-        2,
-        "b",
-        1,
-    )
+    assert status["first_failing_rank"] == 2
+    assert status["first_failing_host"] == "b"
+    assert status["exit_status"] == 1
     _, status = closed(tmp_path, End(0))
-    assert (status["state"], status["attempt"]) == ("incomplete", 1)
+    assert status["state"] == "incomplete"
+    assert status["attempt"] == 1
     _, status = closed(tmp_path, End(75), rank=0, kind=Kind.stopped)  # before its first step
-    assert (status["state"], status["attempt"], status["kind"]) == ("preempted", 2, "stopped")
+    assert status["state"] == "preempted"
+    assert status["attempt"] == 2
+    assert status["kind"] == "stopped"
 
 
 @pytest.mark.parametrize("state", ["done", "preempted"])
 def test_close_does_not_change_a_status_that_rank_0_has_written(tmp_path: Path, state: str) -> None:
     outcome, status = closed(tmp_path, KILLED, state=state, rank=2)
-    assert (outcome.state, status["state"], status["reason"]) == (state, state, "")
+    assert outcome.state == state
+    assert status["state"] == state
+    assert status["reason"] == ""
 
 
 def test_close_does_not_change_the_status_of_another_attempt(tmp_path: Path) -> None:
@@ -539,4 +540,6 @@ def test_close_returns_the_judgement_if_it_cannot_be_written(
 
     monkeypatch.setattr(files, "write_json", full)
     outcome = judge.close(attempt, End(1))
-    assert (outcome.state, outcome.step, outcome.exit_status) == ("failed", 5, 1)
+    assert outcome.state == "failed"
+    assert outcome.step == 5
+    assert outcome.exit_status == 1

@@ -33,18 +33,20 @@ JobId=13 JobName=b
 
 def test_each_job_that_scontrol_prints_is_parsed() -> None:
     task, plain = queue.parse(PRINTED)
-    assert (task.id, task.state, task.reason) == ("11_0", "CANCELLED", "BeginTime")
-    assert (task.exit_status, task.restarts, task.ended) == (137, 2, True)
+    assert task.id == "11_0"
+    assert task.state == "CANCELLED"
+    assert task.reason == "BeginTime"
+    assert task.restarts == 2
+    assert task.ended is True
+    assert task.exit_status == 137
     assert task.fields["JobName"] == "a b JobState=DONE"
     assert task.fields["Command"] == "/home/me/my jobs/x=1.sh"
     assert task.fields["StdErr"] == ""
-    assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == (
-        "13",
-        "RUNNING",
-        "",
-        3,
-        False,
-    )
+    assert plain.id == "13"
+    assert plain.state == "RUNNING"
+    assert plain.reason == ""
+    assert plain.ended is False
+    assert plain.exit_status == 3
 
 
 def test_what_slurm_does_after_a_start_follows_from_the_state() -> None:
@@ -66,11 +68,9 @@ def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(
         "scontrol": "MyClusterName=x\nClusterName             = here\n",
     }
     monkeypatch.setattr(queue, "_answer", lambda *command: said[command[0]])
-    assert (queue.find_by_comment("abc"), queue.find_by_comment("ab"), queue.cluster_name()) == (
-        "7",
-        "",
-        "here",
-    )
+    assert queue.find_by_comment("abc") == "7"
+    assert queue.find_by_comment("ab") == ""
+    assert queue.cluster_name() == "here"
 
 
 @pytest.mark.parametrize(
