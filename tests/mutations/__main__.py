@@ -47,11 +47,9 @@ def fault_of(mutation: Mutation) -> str:
     if not path.is_file():
         return f"{mutation.file}: no such file"
     count = path.read_text().count(mutation.old)
-    return (
-        ""
-        if count == 1
-        else f"{mutation.file}: {mutation.old!r} occurs {count} times, must be once"
-    )
+    if count == 1:
+        return ""
+    return f"{mutation.file}: {mutation.old!r} occurs {count} times, must be once"
 
 
 def copy_repository(folder: Path) -> Path:
@@ -122,7 +120,8 @@ def try_mutation(mutation: Mutation) -> str:
 
 def main(argv: list[str]) -> int:
     words = dict(word.partition("=")[::2] for word in argv)
-    if strange := words.keys() - {"only", "workers"}:
+    strange = words.keys() - {"only", "workers"}
+    if strange:
         print(f"{min(strange)}: give only=WORD or workers=N", file=sys.stderr)
         return 2
     only = [word for word in words.get("only", "").split(",") if word]
@@ -132,11 +131,11 @@ def main(argv: list[str]) -> int:
         for mutation in mutations
         if not only or any(word in f"{name} {mutation.file} {mutation.bug}" for word in only)
     ]
-    if not chosen or (faults := [fault for mutation in chosen if (fault := fault_of(mutation))]):
-        print(
-            "\n".join(faults) if chosen else f"only={words['only']}: no such mutation",
-            file=sys.stderr,
-        )
+    faults = list(filter(None, map(fault_of, chosen)))
+    if not chosen:
+        faults.append(f"only={words['only']}: no such mutation")
+    if faults:
+        print("\n".join(faults), file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         selected = sorted({word for mutation in chosen for word in mutation.tests.split()})

@@ -16,7 +16,8 @@ MUTATIONS = [
         "cv2.resize(pixels, (width, height)",
         "cv2.resize(pixels, (height, width)",
         "with decoder=opencv, images that are not square are squeezed",
-        "tests/unit/data/test_images.py::test_opencv_keeps_the_sides_of_an_image_that_is_not_square",
+        "tests/unit/data/test_images.py::"
+        "test_opencv_keeps_the_sides_of_an_image_that_is_not_square",
     ),
     Mutation(
         "recipes/core/data/text.py",
@@ -30,7 +31,8 @@ MUTATIONS = [
         "begin = rank * each + min(rank, more)",
         "begin = rank * each",
         "if the ranks do not divide a batch, some samples occur twice and some never",
-        "tests/distributed/train/test_samples.py::test_shares_are_a_partition_of_sizes_that_differ_by_one",
+        "tests/distributed/train/test_samples.py::"
+        "test_shares_are_a_partition_of_sizes_that_differ_by_one",
     ),
     Mutation(
         "recipes/core/data/sampling.py",
@@ -44,7 +46,8 @@ MUTATIONS = [
         "            begin += size",
         "                begin += size",
         "a run that resumes within an epoch repeats samples",
-        "tests/distributed/train/test_samples.py::test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks",
+        "tests/distributed/train/test_samples.py::"
+        "test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks",
     ),
     Mutation(
         "recipes/core/data/in_memory.py",
@@ -121,7 +124,8 @@ MUTATIONS = [
         "status.st_uid != os.geteuid()",
         "status.st_uid == -1",
         "a run trains on the folder of another user",
-        "tests/unit/data/test_staging.py::test_a_folder_that_another_user_may_have_created_is_refused",
+        "tests/unit/data/test_staging.py::"
+        "test_a_folder_that_another_user_may_have_created_is_refused",
     ),
     Mutation(
         "recipes/prepare.py",

@@ -54,7 +54,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        "bad = max((node, peer), key=lambda end: (end in known_bad, failed[end] / tried[end], end))",
+        "bad = max((node, peer), "
+        "key=lambda end: (end in known_bad, failed[end] / tried[end], end))",
         "bad = max((node, peer), key=lambda end: (end in known_bad, -failed[end] / tried[end], "
         "end))",
         "the doctor excludes the healthy node of a failing link",
@@ -72,14 +73,16 @@ MUTATIONS = [
         "code = errors.EXIT_DONE if judged.healthy else errors.EXIT_MACHINE",
         "code = errors.EXIT_DONE",
         "the doctor ends with status 0, whatever it finds",
-        "tests/unit/doctor/test_examine.py::test_the_status_says_whether_a_node_is_bad_and_doctor_json_which",
+        "tests/unit/doctor/test_examine.py::"
+        "test_the_status_says_whether_a_node_is_bad_and_doctor_json_which",
     ),
     Mutation(
         "recipes/core/doctor/examine.py",
         '"early": stage_of(report) < Stage.final',
         '"early": False',
         "a node that hangs in an all_reduce counts as healthy",
-        "tests/unit/doctor/test_examine.py::test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent",
+        "tests/unit/doctor/test_examine.py::"
+        "test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent",
     ),
     Mutation(
         "recipes/core/doctor/gpucheck.py",

@@ -24,14 +24,16 @@ MUTATIONS = [
         '    command srun "$@" &\n    ranks=$!',
         '    command srun "$@"\n    return\n    ranks=$!',
         "a signal that only the batch shell receives does not reach the ranks",
-        "tests/unit/launch/test_job_sh.py::test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks",
+        "tests/unit/launch/test_job_sh.py::"
+        "test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks",
     ),
     Mutation(
         "sbatch/job.sh",
         '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had\n',
         "",
         "a requeued job runs code that was edited later",
-        "tests/unit/launch/test_job_sh.py::test_a_requeued_job_runs_the_same_code_with_the_same_paths",
+        "tests/unit/launch/test_job_sh.py::"
+        "test_a_requeued_job_runs_the_same_code_with_the_same_paths",
     ),
     Mutation(
         "sbatch/job.sh",
@@ -69,7 +71,8 @@ MUTATIONS = [
         "OF_LAUNCHERS.fullmatch(name)}",
         "SLURM_CONF and SBATCH_ACCOUNT are removed, and sbatch finds no cluster or the wrong "
         "account",
-        "tests/unit/launch/test_allocation.py::test_clean_environment_keeps_the_variables_of_users_and_sites",
+        "tests/unit/launch/test_allocation.py::"
+        "test_clean_environment_keeps_the_variables_of_users_and_sites",
     ),
     Mutation(
         "recipes/core/launch/allocation.py",
@@ -83,7 +86,8 @@ MUTATIONS = [
         "os.umask(0o077))",
         "os.umask(0))",
         "other users can read and change the pickles that a job runs",
-        "tests/unit/launch/test_submit.py::test_the_run_directory_has_the_script_and_the_description",
+        "tests/unit/launch/test_submit.py::"
+        "test_the_run_directory_has_the_script_and_the_description",
     ),
     Mutation(
         "recipes/core/launch/submit.py",
@@ -153,13 +157,15 @@ MUTATIONS = [
         "before = sum(layout.ranks[: layout.node_rank])",
         "before = layout.node_rank * layout.ranks[layout.node_rank]",
         "on uneven machines two ranks have the same number, and the rendezvous hangs",
-        "tests/unit/place/test_ranks.py::test_ranks_of_the_local_launcher_have_the_places_that_it_gave_them",
+        "tests/unit/place/test_ranks.py::"
+        "test_ranks_of_the_local_launcher_have_the_places_that_it_gave_them",
     ),
     Mutation(
         "recipes/core/launch/local.py",
         "deadline = now() + PEERS_GRACE_S\n            elif",
         "deadline = math.inf\n            elif",
         "after the death of one rank, the others run without end",
-        "tests/distributed/launch/test_local.py::test_a_failed_rank_ends_the_others_and_is_reported",
+        "tests/distributed/launch/test_local.py::"
+        "test_a_failed_rank_ends_the_others_and_is_reported",
     ),
 ]

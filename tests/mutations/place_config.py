@@ -1,4 +1,4 @@
-"""Bugs in the places of ranks, host lists, network interfaces, GPUs, keys, profiles and env files."""
+"""Bugs in places of ranks, host lists, network interfaces, GPUs, keys, profiles and env files."""
 
 from tests.mutations import Mutation
 
@@ -87,14 +87,17 @@ MUTATIONS = [
         'GPUs and torch sees {seen}" if seen < expected else ""',
         'GPUs and torch sees {seen}" if seen < expected // 2 else ""',
         "a node with seven of eight GPUs counts as good",
-        "tests/unit/doctor/test_gpus.py tests/distributed/train/test_device.py::test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
+        "tests/unit/doctor/test_gpus.py "
+        "tests/distributed/train/test_device.py::"
+        "test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
     ),
     Mutation(
         "recipes/core/place/gpus.py",
         "return granted >= ranks or (granted",
         "return granted >= 1 or (granted",
         "two ranks share one GPU without an error",
-        "tests/distributed/train/test_device.py::test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
+        "tests/distributed/train/test_device.py::"
+        "test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
     ),
     Mutation(
         "recipes/core/config/key_value.py",

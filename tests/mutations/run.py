@@ -44,7 +44,8 @@ MUTATIONS = [
         "else limit - run_s",
         "else limit",
         "the time left is read as the whole time limit, and the job ends without a checkpoint",
-        "tests/unit/run/test_queue.py::test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment",
+        "tests/unit/run/test_queue.py::"
+        "test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment",
     ),
     Mutation(
         "recipes/core/run/signals.py",

@@ -87,7 +87,8 @@ MUTATIONS = [
         "            file.flush()\n            os.fsync(file.fileno())\n",
         "            file.flush()\n",
         "after a crash of the machine, a file with its final name is empty",
-        "tests/faults/test_checkpoints.py::test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid",
+        "tests/faults/test_checkpoints.py::"
+        "test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid",
     ),
     Mutation(
         "recipes/core/train/session.py",
@@ -143,14 +144,16 @@ MUTATIONS = [
         "            best = run.is_best() and run.keys.keep_best\n",
         "            best = run.keys.keep_best and run.is_best()\n",
         "with keep_best=false, patience= never ends a run",
-        "tests/distributed/train/test_loop.py::test_patience_counts_from_the_best_evaluation_if_it_is_not_saved",
+        "tests/distributed/train/test_loop.py::"
+        "test_patience_counts_from_the_best_evaluation_if_it_is_not_saved",
     ),
     Mutation(
         "recipes/core/train/sharding.py",
         "(ranks // size, size)",
         "(size, ranks // size)",
         "with several copies of a model, its checkpoint misses a part of the weights",
-        "tests/distributed/train/test_sharding.py::test_each_copy_of_a_model_is_divided_over_shard_size_ranks",
+        "tests/distributed/train/test_sharding.py::"
+        "test_each_copy_of_a_model_is_divided_over_shard_size_ranks",
     ),
     Mutation(
         "recipes/core/train/optimisation.py",
@@ -164,7 +167,8 @@ MUTATIONS = [
         "                1 - self._decay,",
         "                self._decay,",
         "the averaged weights are nearly the newest weights",
-        "tests/distributed/train/test_arithmetic.py::test_averaged_weights_scale_with_the_batch_size_and_resume",
+        "tests/distributed/train/test_arithmetic.py::"
+        "test_averaged_weights_scale_with_the_batch_size_and_resume",
     ),
     Mutation(
         "recipes/core/train/scores.py",
@@ -199,7 +203,8 @@ MUTATIONS = [
         "MEAN = 0.1307 * 255\nSTD = 0.3081 * 255",
         "MEAN = 0.1307\nSTD = 0.3081",
         "mnist: the pixels are normalised as if they were 0 to 1",
-        "tests/distributed/recipes/test_mnist.py::test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_their_labels",
+        "tests/distributed/recipes/test_mnist.py::"
+        "test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_their_labels",
     ),
     Mutation(
         "recipes/cifar.py",
@@ -222,13 +227,15 @@ MUTATIONS = [
         "loader.in_order(validation, part,",
         "loader.in_order(loader._training.batches.dataset, part,",
         "imagenet: the evaluation uses training images",
-        "tests/distributed/recipes/test_imagenet.py::test_validation_images_equal_torchvisions_presets",
+        "tests/distributed/recipes/test_imagenet.py::"
+        "test_validation_images_equal_torchvisions_presets",
     ),
     Mutation(
         "recipes/imagenet.py",
         "MEAN = (123.675, 116.28, 103.53)\nSTD = (58.395, 57.12, 57.375)",
         "MEAN = (103.53, 116.28, 123.675)\nSTD = (57.375, 57.12, 58.395)",
         "imagenet: red and blue are normalised with each other's mean",
-        "tests/distributed/recipes/test_imagenet.py::test_validation_images_equal_torchvisions_presets",
+        "tests/distributed/recipes/test_imagenet.py::"
+        "test_validation_images_equal_torchvisions_presets",
     ),
 ]

@@ -189,10 +189,9 @@ def here(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_bytes(content)
     for name in ("sbatch", "srun", "scontrol", "module"):
         stubs.add(name, "echo Submitted batch job 7")
-    for variable in [
-        v for v in os.environ if v.startswith(("SLURM_", "SRUN_", "SBATCH_", "RECIPES_", "RANK"))
-    ]:
-        monkeypatch.delenv(variable)
+    for variable in list(os.environ):
+        if variable.startswith(("SLURM_", "SRUN_", "SBATCH_", "RECIPES_", "RANK")):
+            monkeypatch.delenv(variable)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli, "ROOT", tmp_path)  # where a job would run, and its files be written
@@ -222,7 +221,7 @@ def refused(
     capfd: pytest.CaptureFixture[str],
     status: int = errors.EXIT_CONFIG,
 ) -> str:
-    """Runs a command in this process and gives the one line that it says; that is all that it does."""
+    """Runs a command in this process. Returns its one line, which is all that it does."""
     before = tree(here.parent)
     variables = dict(os.environ)
     assert command() == status
@@ -238,7 +237,7 @@ INSIDE = {"unknown.yaml": "epoch=3", "value.yaml": "lr=fast", "newline.yaml": "p
 
 
 def names_its_key(line: str, word: str) -> None:
-    """The line says which word is wrong: the key, or the file that was given, or the key in there."""
+    """The line says what is wrong: the key, or the file that was given, or the key in there."""
     key, equals, value = word.partition("=")
     if value in INSIDE:
         assert INSIDE[value] in line
@@ -281,15 +280,11 @@ def status_of_begin(words: tuple[str, ...]) -> int:
 def test_contradictory_keys_are_refused(
     launcher: str, cases: tuple[tuple[str, ...], ...], here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    device = ["device=cpu"] if launcher == "local" else []
     for words in cases:
-        argv = [
-            f"launcher={launcher}",
-            "recipe=mnist",
-            *(["device=cpu"] if launcher == "local" else []),
-            *words,
-        ]
+        argv = [f"launcher={launcher}", "recipe=mnist", *device, *words]
         line = refused(partial(launch.main, argv), here, capfd)
-        assert words[0].split("=")[0] in line or words[-1].split("=")[0] in line
+        assert any(words[i].split("=")[0] in line for i in (0, -1))
 
 
 def test_a_contradictory_environment_is_refused(
@@ -313,9 +308,8 @@ def test_launch_in_a_snapshot_names_the_repository(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "home", lambda root: Path("/the/repository"))
-    assert "use launch.py in /the/repository" in refused(
-        lambda: launch.main(["recipe=mnist"]), here, capfd
-    )
+    line = refused(lambda: launch.main(["recipe=mnist"]), here, capfd)
+    assert "use launch.py in /the/repository" in line
 
 
 def test_launch_without_words_prints_the_keys(

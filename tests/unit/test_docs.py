@@ -123,8 +123,7 @@ def test_a_run_has_the_files_that_are_listed_and_the_notebook_reads_it(tmp_path:
         "max_steps=2",
         f"run_dir={tmp_path}/runs/demo",
     ]
-    ended = helpers.run([sys.executable, *words])
-    assert ended.status == 0, ended.out
+    ended = helpers.run([sys.executable, *words]).expect(0)
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
     listed = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     for path in (tmp_path / "runs/demo").iterdir():
@@ -135,7 +134,5 @@ def test_a_run_has_the_files_that_are_listed_and_the_notebook_reads_it(tmp_path:
         ] == []
     [notebook] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     environ = helpers.clean_environment(PYTHONPATH=str(ROOT))
-    ended = helpers.run([sys.executable, "-c", notebook], cwd=tmp_path, environ=environ)
-    assert (ended.status, ended.lines[-1].split(" ")[:2]) == (0, ["step-00000002.pt", "2"]), (
-        ended.out
-    )
+    ended = helpers.run([sys.executable, "-c", notebook], cwd=tmp_path, environ=environ).expect(0)
+    assert ended.lines[-1].split(" ")[:2] == ["step-00000002.pt", "2"]

@@ -102,13 +102,15 @@ FIGURES = [
     ),
     (
         "docs/large-models.md",
-        "a compiled step of `gpt` took {} ms, and a compiled step of [nanoGPT](https://github.com/karpathy/nanoGPT) took {} ms".format(
+        "a compiled step of `gpt` took {} ms, and a compiled step of "
+        "[nanoGPT](https://github.com/karpathy/nanoGPT) took {} ms".format(
             *H100["reference"]["nanogpt"]["compiled"]
         ),
     ),
     (
         "docs/large-models.md",
-        "Muon, the optimiser of `gpt`, took {} ms of its step. Without compilation, the steps took {} and {} ms.".format(
+        "Muon, the optimiser of `gpt`, took {} ms of its step. "
+        "Without compilation, the steps took {} and {} ms.".format(
             H100["reference"]["nanogpt"]["of gpt, compiled, the optimiser"],
             *H100["reference"]["nanogpt"]["milliseconds of a step, gpt and nanoGPT"],
         ),

@@ -22,9 +22,13 @@ from tests.slurm import cluster
 
 def test_daemon(tmp_path):
     here = Path(__file__).parent
-    root = cluster.make_root() if cluster.missing() else cluster.start(cluster.ClusterOptions(nodes=1), os.getpid()).root
+    if cluster.missing():
+        root = cluster.make_root()
+    else:
+        root = cluster.start(cluster.ClusterOptions(nodes=1), os.getpid()).root
     (here / "cluster").symlink_to(root)
-    subprocess.run("env -i setsid sh -c 'echo $$ > new; mv new daemon; exec sleep 600' &", shell=True, cwd=here, check=True)
+    daemon = "env -i setsid sh -c 'echo $$ > new; mv new daemon; exec sleep 600' &"
+    subprocess.run(daemon, shell=True, cwd=here, check=True)
     if os.geteuid() == 0:
         subprocess.run(["ip", "netns", "add", root.name], check=True)
     with helpers.small_disk(tmp_path / "disk", "64k") if os.geteuid() == 0 else open(os.devnull):

@@ -1,4 +1,4 @@
-"""Imports go one way, a login node never loads torch, and importing a module changes no variable."""
+"""Imports go one way, a login node never loads torch, importing a module changes no variable."""
 
 import ast
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import helpers
 from tests.helpers import ROOT
 
 
@@ -50,7 +51,7 @@ def module_name(path: Path) -> str:
 
 def room_of(module: str) -> str:
     """The longest name in ROOMS that the module's name begins with."""
-    return max((room for room in ROOMS if module == room or module.startswith(f"{room}.")), key=len)
+    return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
 
 
 FILES = {
@@ -78,13 +79,11 @@ def imports(path: Path) -> set[str]:
 def is_allowed(module: str, other: str) -> bool:
     room = room_of(module)
     there = room_of(other)
+    below = ROOMS[room].below.split()
     if room == "recipes":  # a recipe imports no recipe, and of the keys its own alone
         keys = f"recipes.conf.{module.removeprefix('recipes.')}"
-        return there.removeprefix("recipes.core.") in ROOMS[room].below.split() or other == keys
-    return (
-        room == there
-        or there.removeprefix("recipes.core.").removeprefix("recipes.") in ROOMS[room].below.split()
-    )
+        return there.removeprefix("recipes.core.") in below or other == keys
+    return room == there or there.removeprefix("recipes.core.").removeprefix("recipes.") in below
 
 
 def test_imports_go_one_way() -> None:
@@ -92,15 +91,14 @@ def test_imports_go_one_way() -> None:
     foreign = []
     assert len(FILES) > 50
     for module in set(FILES) - PACKAGES:
+        packages = ROOMS[room_of(module)].packages
         for other in imports(FILES[module]):
+            top = other.partition(".")[0]
             if other in FILES:
                 if not is_allowed(module, other):
                     against.add((module, other))
-            else:
-                top = other.partition(".")[0]
-                packages = ROOMS[room_of(module)].packages
-                if packages != "*" and top not in (*packages.split(), *sys.stdlib_module_names):
-                    foreign.append((module, top))
+            elif packages != "*" and top not in {*packages.split(), *sys.stdlib_module_names}:
+                foreign.append((module, top))
     assert not foreign
     assert not against
 
@@ -125,24 +123,30 @@ def check(what):
     heavy = sorted({"torch", "torchvision", "numpy", "sklearn", "PIL"} & set(sys.modules))
     assert not heavy, f"{what} loads {heavy}"
 import launch
-assert launch.main(["recipe=mnist", "launcher=print", "nodes=2"]) == 0; check("launch.py")
-assert launch.main(["check", "recipe=doctor", "launcher=local", "device=cpu"]) == 0; check("launch.py check")
-from recipes.core.launch import batch; from recipes.core.run import entry; from recipes.core.launch import submit
-assert batch.main(["begin", "mnist", "epochs=1"]) == 0; check("a batch script")
-import submitit; check("submitting")
+assert launch.main(["recipe=mnist", "launcher=print", "nodes=2"]) == 0
+check("launch.py")
+assert launch.main(["check", "recipe=doctor", "launcher=local", "device=cpu"]) == 0
+check("launch.py check")
+from recipes.core.launch import batch, submit
+from recipes.core.run import entry
+assert batch.main(["begin", "mnist", "epochs=1"]) == 0
+check("a batch script")
+import submitit
+check("submitting")
 from recipes import report
-assert report.main(["--help"]) == 0; check("report")
-import recipes.doctor; check("doctor explain")
-import recipes.prepare; check("prepare")
-import recipes.export; check("export to=")
+assert report.main(["--help"]) == 0
+check("report")
+import recipes.doctor
+check("doctor explain")
+import recipes.prepare
+check("prepare")
+import recipes.export
+check("export to=")
 """
 
 
 def test_the_way_to_a_submission_never_loads_torch() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", LOGIN], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert ran.returncode == 0, ran.stderr
+    helpers.run([sys.executable, "-c", LOGIN]).expect(0)
 
 
 def test_importing_any_module_changes_no_variable() -> None:
@@ -151,8 +155,10 @@ def test_importing_any_module_changes_no_variable() -> None:
 import importlib, json, os, sys
 import torch, torch.distributed, torchvision
 before = dict(os.environ)
-for name in sys.argv[1:]: importlib.import_module(name)
-print(json.dumps(sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k))))
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+names = before.keys() | os.environ.keys()
+print(json.dumps(sorted(name for name in names if before.get(name) != os.environ.get(name))))
 """
     ran = subprocess.run(
         [sys.executable, "-c", code, *FILES], cwd=ROOT, capture_output=True, text=True, timeout=60

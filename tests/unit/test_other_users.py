@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +79,36 @@ def path(tmp_path: Path) -> Path:
     return env_file
 
 
+def set_list(
+    path: Path,
+    owner: int,
+    user: int,
+    group: int,
+    others: int,
+    *,
+    account: int = STRANGER,
+    kind: str = "access",
+) -> None:
+    """Gives ``path`` an access control list: the permissions of its owner, of the user ``account``
+    (which are also the most that it allows), of its group and of all others.
+    """
+    entries = [(1, owner, -1), (2, user, account), (4, group, -1), (16, user, -1), (32, others, -1)]
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    os.setxattr(path, f"system.posix_acl_{kind}", content)
+
+
+FAILED = runs.Run("", "toy", "7", "failed", 0, 0, None, {}, None, None, None, 1, "", "")
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 @as_root
 @pytest.mark.parametrize(
     "change",
@@ -102,16 +132,9 @@ def test_a_job_script_that_another_user_could_have_made_is_not_opened(
     elif change == "a group":
         os.chown(path, -1, STRANGER)
         path.chmod(0o664)
-    elif (
-        change == "an access control list"
-    ):  # for one more user: the group's bits show the most that it allows
+    elif change == "an access control list":
         path.chmod(0o660)
-        entries = [(1, 6, -1), (2, 6, STRANGER), (4, 4, -1), (16, 6, -1), (32, 0, -1)]
-        os.setxattr(
-            path,
-            "system.posix_acl_access",
-            struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *e) for e in entries),
-        )
+        set_list(path, 6, 6, 4, 0)
     elif change == "a pipe":
         path.unlink()
         os.mkfifo(path)
@@ -125,11 +148,8 @@ def test_a_job_script_that_another_user_could_have_made_is_not_opened(
 def test_a_job_script_is_own_whatever_the_umask_and_the_folder_allow(tmp_path: Path) -> None:
     os.chown(tmp_path, -1, STRANGER)
     tmp_path.chmod(0o2775)
-    before = os.umask(0o002)
-    try:
+    with umask(0o002):
         trust.write_own(tmp_path / "job.sh", b"#!/bin/bash\n")
-    finally:
-        os.umask(before)
     with trust.open_own(tmp_path / "job.sh"):
         pass
 
@@ -178,27 +198,13 @@ def test_root_the_own_group_and_sticky_folders_are_trusted(
     assert trust.who_else_can_change(path) == ""
 
 
-def shell_accepts(folder: Path) -> bool:
-    """Whether the shell of a job uses the code in ``folder``."""
-    command = ["bash", "-c", '. sbatch/job.sh; require_own "$1" /', "bash", str(folder)]
+def shell_accepts(folder: Path, top: Path = Path("/")) -> bool:
+    """Whether the shell of a job uses the code in ``folder``, by the folders up to ``top``."""
+    script = '. sbatch/job.sh; require_own "$1" "$2"'
+    command = ["bash", "-c", script, "bash", str(folder), str(top)]
     status = subprocess.run(command, cwd=helpers.ROOT, capture_output=True).returncode
     assert status in (0, errors.EXIT_MACHINE)
     return status == 0
-
-
-def add_list(path: Path, permissions: int) -> None:
-    """An access control list that gives one more user ``permissions``, and root's group none to
-    write.
-    """
-    entries = [
-        (1, 7, -1),
-        (2, permissions, STRANGER),
-        (4, 5, -1),
-        (16, permissions, -1),
-        (32, 5, -1),
-    ]
-    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
-    os.setxattr(path, "system.posix_acl_access", content)
 
 
 @as_root
@@ -214,7 +220,7 @@ def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) ->
 def test_the_shell_of_a_job_reads_access_control_lists(
     path: Path, permissions: int, is_accepted: bool
 ) -> None:
-    add_list(path.parents[1], permissions)
+    set_list(path.parents[1], 7, permissions, 5, 5)
     assert shell_accepts(path.parent) == is_accepted
     assert (trust.who_else_can_change(path.parent) == "") == is_accepted
 
@@ -235,18 +241,10 @@ def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_ent
 def test_the_shell_of_a_job_checks_every_folder_up_to_the_clone(tmp_path: Path) -> None:
     code = tmp_path / "clone/runs/code/job"
     code.mkdir(parents=True)
-    command = [
-        "bash",
-        "-c",
-        '. sbatch/job.sh; require_own "$1" "$2"',
-        "bash",
-        str(code),
-        str(tmp_path / "clone"),
-    ]
     # Who can change a folder above the clone can exchange the whole of it.
-    for folder, status in (("", 0), ("clone/runs", errors.EXIT_MACHINE)):
+    for folder, is_accepted in (("", True), ("clone/runs", False)):
         (tmp_path / folder).chmod(0o777)
-        assert subprocess.run(command, cwd=helpers.ROOT, capture_output=True).returncode == status
+        assert shell_accepts(code, tmp_path / "clone") == is_accepted
 
 
 @as_root
@@ -282,15 +280,12 @@ def test_code_is_not_kept_where_others_can_exchange_it(tmp_path: Path) -> None:
     ],
 )
 def test_an_env_file_outside_env_cannot_choose_code_or_files(path: Path, line: str) -> None:
-    path.write_text(
-        f"NCCL_DEBUG=INFO\nNCCL_NET_PLUGIN=aws\n{line}\n"
-        if "NET_PLUGIN" not in line
-        else f"{line}\n"
-    )
+    valid = "NCCL_DEBUG=INFO\nNCCL_NET_PLUGIN=aws\n"
+    path.write_text(f"{line}\n" if "NET_PLUGIN" in line else f"{valid}{line}\n")
     name = line.partition("=")[0]
     with pytest.raises(ConfigError, match=f"{name} (may choose|chooses) which code runs"):
         profiles.env_variables(str(path), "")
-    path.write_text("NCCL_DEBUG=INFO\nNCCL_NET_PLUGIN=aws\nOMP_NUM_THREADS=4\n")
+    path.write_text(f"{valid}OMP_NUM_THREADS=4\n")
     assert profiles.env_variables(str(path), "")["NCCL_NET_PLUGIN"] == "aws"
 
 
@@ -323,10 +318,13 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
     folder = tmp_path / "run" / name
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
-    with pytest.raises(MachineError, match="belongs to another user; give another run_dir="):
-        trust.own_folder(folder) if name == "logs" else attempts.open_next(
-            tmp_path / "run", "toy", {}
-        )
+    refused = pytest.raises(MachineError, match="belongs to another user; give another run_dir=")
+    if name == "logs":
+        with refused:
+            trust.own_folder(folder)
+    else:
+        with refused:
+            attempts.open_next(tmp_path / "run", "toy", {})
 
 
 @as_root
@@ -430,12 +428,10 @@ def test_what_a_rank_sends_is_not_executed(tmp_path: Path, monkeypatch: pytest.M
 def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     """With run_dir= each rank knows its run directory."""
     settings = SimpleNamespace(run=SimpleNamespace(run_dir=f"{tmp_path}/run"), recipe="toy")
-    start = cast(
-        Any, SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=1, run_id=None))
-    )
-    world = cast(
-        Any, SimpleNamespace(rank=1, from_rank_0=lambda purpose, work: [name, False, 3, False])
-    )
+    ranks = SimpleNamespace(rank=1, run_id=None)
+    start: Any = SimpleNamespace(settings=settings, ranks=ranks)
+    sent = [name, False, 3, False]
+    world: Any = SimpleNamespace(rank=1, from_rank_0=lambda purpose, work: sent)
     attempt, _ = session.open_run_dir(start, world)
     assert attempt.folder == tmp_path / "run/attempts/0003"
     settings.run.run_dir = ""
@@ -446,12 +442,9 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["../x.pt", "/x/step-00000001.pt", "config.yaml"])
 def test_what_rank_0_sends_names_no_file(tmp_path: Path, name: str) -> None:
     settings = SimpleNamespace(run=SimpleNamespace(resume=f"{tmp_path}/mine.pt"))
-    context = cast(
-        Any, SimpleNamespace(settings=settings, checkpoints=tmp_path / "run/checkpoints")
-    )
-    assert (
-        resume.at(context, 0, "step-00000001.pt") == tmp_path / "run/checkpoints/step-00000001.pt"
-    )
+    checkpoints = tmp_path / "run/checkpoints"
+    context: Any = SimpleNamespace(settings=settings, checkpoints=checkpoints)
+    assert resume.at(context, 0, "step-00000001.pt") == checkpoints / "step-00000001.pt"
     assert resume.at(context, 3, "mine.pt") == tmp_path / "mine.pt"
     with pytest.raises(InputError, match="which is not a checkpoint"):
         resume.at(context, 0, name)
@@ -462,17 +455,16 @@ def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) ->
     for place in (tmp_path / "mine", tmp_path / "theirs"):
         place.symlink_to(tmp_path / "target")
     os.chown(tmp_path / "theirs", STRANGER, STRANGER, follow_symlinks=False)
-    assert (
-        directory.choose(str(tmp_path / "mine/run"), "toy", None, tmp_path)
-        == tmp_path / "target/run"
-    )
+    chosen = directory.choose(str(tmp_path / "mine/run"), "toy", None, tmp_path)
+    assert chosen == tmp_path / "target/run"
     for path in ("theirs", "theirs/run"):
         with pytest.raises(MachineError, match=r"theirs: is a link of another user"):
             directory.choose(str(tmp_path / path), "toy", None, tmp_path)
-    (tmp_path / "second").symlink_to("theirs")
+    second = f"{tmp_path}/second"
+    Path(second).symlink_to("theirs")
     with pytest.raises(MachineError, match="is a link of another user"):
-        command_line.parse([f"run_dir={tmp_path}/second"], recipe="toy").absolute(
-            {"run_dir": f"{tmp_path}/second"}, tmp_path
+        command_line.parse([f"run_dir={second}"], recipe="toy").absolute(
+            {"run_dir": second}, tmp_path
         )
 
 
@@ -488,9 +480,7 @@ def test_a_file_of_keys_does_not_choose_what_runs(tmp_path: Path, line: str) -> 
 
 @as_root
 def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
-    run = runs.Run(
-        str(tmp_path), "toy", "7", "running", 0, 0, None, {}, None, None, None, 1, "", ""
-    )
+    run = replace(FAILED, folder=str(tmp_path), state="running")
     os.chown(tmp_path, STRANGER, STRANGER)
     with pytest.raises(MachineError, match="belongs to another user"):
         runs.cancel(run)
@@ -502,19 +492,12 @@ def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
 def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
     tmp_path: Path,
 ) -> None:
-    entries = [(1, 7, -1), (2, 7, STRANGER), (4, 7, -1), (16, 7, -1), (32, 0, -1)]
-    access_list = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
-    os.setxattr(tmp_path, "system.posix_acl_default", access_list)
-    before = os.umask(0o077)
-    try:
+    set_list(tmp_path, 7, 7, 7, 0, kind="default")
+    with umask(0o077):
         trust.own_folder(tmp_path / "run")
         (tmp_path / "run/file").touch()
-    finally:
-        os.umask(before)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("run", "run/file")] == [
-        0o700,
-        0o600,
-    ]
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "run/file").stat().st_mode & 0o777 == 0o600
     assert os.listxattr(tmp_path / "run") == []
 
 
@@ -588,7 +571,7 @@ def test_the_doctor_writes_no_verdict_into_a_folder_of_another_user(tmp_path: Pa
 
 @as_root
 def test_resume_takes_its_words_from_a_file_of_this_user(tmp_path: Path) -> None:
-    run = runs.Run(str(tmp_path), "toy", "7", "failed", 0, 0, None, {}, None, None, None, 1, "", "")
+    run = replace(FAILED, folder=str(tmp_path))
     jobs.record(tmp_path, b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
     assert "max_steps=1" in runs.to_resume(run, [])
     for change in (lambda path: os.chown(path, STRANGER, STRANGER), lambda path: path.chmod(0o666)):
@@ -599,14 +582,9 @@ def test_resume_takes_its_words_from_a_file_of_this_user(tmp_path: Path) -> None
 
 
 def test_a_submission_makes_no_folder_with_an_inherited_list(tmp_path: Path) -> None:
-    entries = [(1, 7, -1), (2, 7, STRANGER), (4, 7, -1), (16, 7, -1), (32, 0, -1)]
-    access_list = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
-    os.setxattr(tmp_path, "system.posix_acl_default", access_list)
-    before = os.umask(0o077)
-    try:
+    set_list(tmp_path, 7, 7, 7, 0, kind="default")
+    with umask(0o077):
         jobs.record(tmp_path / "me/run", b"", "7", "toy", [])
-    finally:
-        os.umask(before)
     for name in ("me", "me/run"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
         assert os.listxattr(tmp_path / name) == []
@@ -625,10 +603,8 @@ def test_data_are_not_written_through_a_link_of_another_user(
     os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
     for split in ("train", "test"):
         (tmp_path / "source" / split / "a").mkdir(parents=True)
-    assert (
-        prepare.main(["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"])
-        == errors.EXIT_MACHINE
-    )
+    words = ["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"]
+    assert prepare.main(words) == errors.EXIT_MACHINE
     assert "cifar10: is a link of another user; give the folder itself" in capsys.readouterr().err
     assert (mine / "index.json").read_text() == "{}"
 
@@ -806,17 +782,14 @@ def test_a_home_that_others_cannot_enter_is_accepted(place: Path) -> None:
     make(place / "clone", 0o755)
     home = make(place / "home", 0o700)
     file = own_env_file(make(home / "env", 0o775))
+    problem = r": its group can write to it \(run chmod g-w on it"
     with account(ME):
         assert envfile.read(file)
         home.chmod(0o710)
-        with pytest.raises(
-            ConfigError, match=r"mine\.env: its group can write to it \(run chmod g-w on it"
-        ):
+        with pytest.raises(ConfigError, match=rf"mine\.env{problem}"):
             envfile.read(file)
         file.chmod(0o644)
-        with pytest.raises(
-            ConfigError, match=r"home/env: its group can write to it \(run chmod g-w on it"
-        ):
+        with pytest.raises(ConfigError, match=f"home/env{problem}"):
             envfile.read(file)
         file.parent.chmod(0o755)
         assert envfile.read(file)
@@ -856,10 +829,8 @@ def test_a_clone_of_root_that_users_can_only_read(place: Path) -> None:
 def test_a_list_for_one_more_user_is_refused_until_it_is_removed(place: Path) -> None:
     make(place / "clone", 0o755)
     file = own_env_file(make(place / "home", 0o755), 0o640)
-    entries = [(1, 6, -1), (2, 6, HEAD), (4, 4, -1), (16, 6, -1), (32, 0, -1)]
-    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
     with account(ME):
-        os.setxattr(file, "system.posix_acl_access", content)
+        set_list(file, 6, 6, 4, 0, account=HEAD)
         with pytest.raises(ConfigError, match=r"remove it with setfacl -b"):
             envfile.read(file)
         # as setfacl -b does, which also restores the group's bits

@@ -192,10 +192,8 @@ def test_keys_that_contradict_each_other_are_refused() -> None:
     ):
         assert refusal(word, "dataset=fake", recipe=recipe) == f"{word}: {wanted}"
     start, fix = refusal("arch=airbench94", recipe="cifar").split("; ")
-    assert (
-        start
-        == "weight_decay=0.0005: is too large, since arch=airbench94 multiplies it by the batch size"
-    )
+    reason = "is too large, since arch=airbench94 multiplies it by the batch size"
+    assert start == f"weight_decay=0.0005: {reason}"
     assert fix == "give variant=fast, or weight_decay=2e-6"
 
 

@@ -1,4 +1,4 @@
-"""Images for the tests of data, a folder that another user can reach, and a user other than root."""
+"""Images for the tests of data, a folder that any user can reach, and a user other than root."""
 
 import contextlib
 import io

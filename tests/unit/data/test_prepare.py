@@ -157,7 +157,9 @@ def test_a_server_that_misbehaves_is_named_and_leaves_no_file(
     monkeypatch.setattr(prepare, "TIMEOUT_S", 0.3)
     server.answers = {f"{name}.gz": answer for name in PLAIN}
     code, _, err = run(server.url)
-    assert (code, words in err, f"{server.url}{IMAGES}.gz" in err) == (status, True, True), err
+    assert code == status, err
+    assert words in err
+    assert f"{server.url}{IMAGES}.gz" in err
     assert there(tmp_path / "data") == {}
 
 
@@ -165,8 +167,10 @@ def test_a_download_says_how_far_it_is(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 0)
-    server.answers["large"] = content(data := bytes(5 << 19))
-    assert prepare.download(url := f"{server.url}large") == data
+    data = bytes(5 << 19)
+    url = f"{server.url}large"
+    server.answers["large"] = content(data)
+    assert prepare.download(url) == data
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(", about")[0] for line in lines[1:3]] == [
         f"{url}: {n} of 2 MiB" for n in (1, 2)

@@ -69,6 +69,11 @@ def ids(*documents: str) -> list[int]:
     return [token for document in documents for token in (*document.encode(), END)]
 
 
+def opened(folder: Path) -> Text:
+    """What has been prepared in ``folder``/data."""
+    return text.open_text(str(folder / "data"))
+
+
 def all_tokens(data: Text) -> list[int]:
     return [token for shard in data._shards for token in shard.tolist()]
 
@@ -82,9 +87,10 @@ def test_documents_are_packed_one_after_another(tmp_path: Path, run: Prepare) ->
         c_md="not read",
     )
     status, out = run()
-    assert out.splitlines()[-1] == f"next: python launch.py recipe=gpt data_dir={tmp_path}/data"
+    *_, last = out.splitlines()
+    assert last == f"next: python launch.py recipe=gpt data_dir={tmp_path}/data"
     assert status == 0
-    data = text.open_text(str(tmp_path / "data"))
+    data = opened(tmp_path)
     expected = ids("one", "\nrest\n", "two\n", "drei ä", "?")
     assert all_tokens(data) == expected
     index = json.loads((tmp_path / "data/text/index.json").read_text())
@@ -106,13 +112,12 @@ def test_other_libraries_tokenizers_and_formats(
         encode_single_token=lambda w: int(w[1:]),
         encode_ordinary=lambda document: [int(word[1:]) for word in document.split()],
     )
-    monkeypatch.setitem(
-        sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": gpt2}.__getitem__)
-    )
+    tiktoken = SimpleNamespace(get_encoding={"gpt2": gpt2}.__getitem__)
+    monkeypatch.setitem(sys.modules, "tiktoken", tiktoken)
     of_parquet(monkeypatch, "w1 w65536", None)
     put(tmp_path, a_parquet="", b_txt="w69998 w0")
     assert run("tokenizer=gpt2")[0] == 0
-    data = text.open_text(str(tmp_path / "data"))
+    data = opened(tmp_path)
     assert all_tokens(data) == [1, 65_536, 69_999, 69_998, 0, 69_999]
     assert data.decode(all_tokens(data)) == "w1 w65536 w69998 w0 "
     assert data._shards[0].dtype == "<u4"
@@ -192,7 +197,8 @@ def test_a_column_has_strings_or_bytes(
     put(tmp_path, a_parquet="")
     status, line = run()
     if isinstance(expected, str):
-        assert (status, expected in line) == (2, True), line
+        assert status == 2, line
+        assert expected in line
     else:
         assert all_tokens(text.open_text(str(tmp_path / "data"))) == expected
         assert status == 0
@@ -202,27 +208,25 @@ def test_which_files_of_a_folder_are_read(
     tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_parquet(monkeypatch, "row")
-    for name in ("a.txt", "B.TXT", "c.JSONL", "corpus.parquet/part-0.parquet", "more/d.txt"):
-        data_common.put(
-            tmp_path / "source" / name, b'{"text": "j"}' if "JSON" in name else name[:1].encode()
-        )
+    source = tmp_path / "source"
+    for name in ("a.txt", "B.TXT", "corpus.parquet/part-0.parquet", "more/d.txt"):
+        data_common.put(source / name, name[:1].encode())
+    data_common.put(source / "c.JSONL", b'{"text": "j"}')
     for name in (
         "._a.txt",
         ".ipynb_checkpoints/a.txt",
         "@eaDir/a.txt",
         "corpus.parquet/.part-0.parquet.crc",
     ):
-        data_common.put(tmp_path / "source" / name, b"\xff")
+        data_common.put(source / name, b"\xff")
     for name in ("e.md", "f.json", "g.jsonl.gz", "h.md", "corpus.parquet/_SUCCESS"):
-        data_common.put(tmp_path / "source" / name)
+        data_common.put(source / name)
     data_common.put(tmp_path / "elsewhere/l.txt", b"l")
     for name, target in (("link", "../elsewhere"), ("self", "."), ("up", ".."), ("again", "more")):
-        (tmp_path / "source" / name).symlink_to(target)
+        (source / name).symlink_to(target)
     status, out = run()
-    assert (
-        out.splitlines()[0]
-        == f"'{tmp_path}/source': left out: 2 .md, 1 .json, 1 .jsonl.gz, 1 without an ending"
-    )
+    first, *_ = out.splitlines()
+    assert first == f"'{source}': left out: 2 .md, 1 .json, 1 .jsonl.gz, 1 without an ending"
     assert status == 0
     documents = text.open_text(str(tmp_path / "data")).decode(
         all_tokens(text.open_text(str(tmp_path / "data")))
@@ -278,12 +282,11 @@ def test_a_killed_preparation_continues(
     six_shards(tmp_path, monkeypatch)
     folder = tmp_path / "data/text"
     words = [f"source={tmp_path}/source", f"data_dir={tmp_path}/data"]
-    ended = helpers.run([sys.executable, "-c", KILLED, *words])
-    assert ended.status == -9, ended.out
+    helpers.run([sys.executable, "-c", KILLED, *words]).expect(-9)
     with pytest.raises(
         InputError, match=r"lacks index\.json .*: python -m recipes\.prepare text data_dir="
     ):
-        text.open_text(str(tmp_path / "data"))
+        opened(tmp_path)
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
     assert [path.name for path in sorted(kept)] == ["00000.bin", "00001.bin", "00002.bin"]
     # it was damaged meanwhile
@@ -307,7 +310,7 @@ def test_a_source_that_has_changed_is_read_again(
     before = text.open_text(str(tmp_path / "data")).digest
     put(tmp_path, **{"2_txt": "document X"})  # of the same size
     assert run()[0] == 0
-    data = text.open_text(str(tmp_path / "data"))
+    data = opened(tmp_path)
     assert ids("document 1", "document X", "document 3") == all_tokens(data)[11:44]
     assert data.digest != before
 
@@ -372,11 +375,8 @@ def test_processes_write_the_same_text(tmp_path: Path) -> None:
     )
     ended = helpers.run(
         [sys.executable, "-c", f"{code}; sys.exit(prepare.main(sys.argv[1:]))", *words], cwd=ROOT
-    )
-    assert (ended.status, ended.lines[:2]) == (
-        0,
-        ["shard 1 of 2: 2 tokens", "shard 2 of 2: 2 tokens"],
-    ), ended.out
+    ).expect(0)
+    assert ended.lines[:2] == ["shard 1 of 2: 2 tokens", "shard 2 of 2: 2 tokens"]
     assert all_tokens(text.open_text(str(tmp_path))) == ids("x", "y")
 
 

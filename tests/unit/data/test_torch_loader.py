@@ -134,11 +134,8 @@ def test_a_shard_of_any_structure_is_cut_into_pieces() -> None:
     (shard, *_) = of_set(batches(), 0).epoch(0)
     pieces = shard.pieces(4)
     assert [type(piece) for piece in pieces] == [LoadedBatch] * 4
-    assert (
-        [len(piece.data["drawn"][2]) for piece in pieces]
-        == [len(piece.indices) for piece in pieces]
-        == [2, 2, 1, 1]
-    )
+    assert [len(piece.data["drawn"][2]) for piece in pieces] == [2, 2, 1, 1]
+    assert [len(piece.indices) for piece in pieces] == [2, 2, 1, 1]
     assert torch.cat([piece.data["i"] for piece in pieces]).equal(shard.indices)
 
 
@@ -152,20 +149,23 @@ def test_reading_here_leaves_the_generators_as_they_were() -> None:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    of_torch = torch.get_rng_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()[1].tolist()
     rows(of_set(batches(), 0), 0)
     rows(of_stream(batches(), 0), 0)
-    assert torch.get_rng_state().equal(before[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+    assert torch.get_rng_state().equal(of_torch)
+    assert random.getstate() == of_python
+    assert np.random.get_state()[1].tolist() == of_numpy
 
 
 def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
     loader = of_set(batches(), 2)
+    numbers = Numbers()
     part = sampling.share(COUNT, 1, 3)
-    first, again = (
-        [b["i"].tolist() for b in loader.in_order(numbers, part, 4)] for numbers in [Numbers()] * 2
-    )
-    assert first == again == [[8, 9, 10, 11], [12, 13, 14]]
+    for _ in range(2):
+        read = [batch["i"].tolist() for batch in loader.in_order(numbers, part, 4)]
+        assert read == [[8, 9, 10, 11], [12, 13, 14]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -206,7 +206,8 @@ def test_an_error_in_a_worker_mentions_a_small_dev_shm(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    process: Any = multiprocessing.current_process()
+    monkeypatch.delitem(process._config, "tempdir", raising=False)
     with tempfile.TemporaryDirectory() as folder:
         yield folder
 
@@ -241,7 +242,8 @@ def test_a_set_that_does_not_repeat_is_reported_once() -> None:
     make(Numbers(), batches(), num_workers=0)
     make(Unsteady(), batches(rank=1, ranks=2), num_workers=0)
     assert lines == []
-    make(numbers := Unsteady(), batches(), num_workers=1)
+    numbers = Unsteady()
+    make(numbers, batches(), num_workers=1)
     assert [line[:45] for line in lines] == ["dataset[0] differs between two reads with the"]
     assert numbers.reads == 0  # a file that this process opened would be shared with the workers
 
@@ -273,30 +275,22 @@ def test_the_workers_end_with_their_loader() -> None:
     for worker in workers:
         worker.join()
     # DataLoader kills workers that it cannot tell to end
-    assert [worker.exitcode for worker in workers] == [
-        0,
-        0,
-    ]
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 def test_a_worker_that_hangs_ends_with_its_rank(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+
     def read() -> None:
-        list(
-            TorchLoader(Hanging(tmp_path / "pid"), batches(1, 2), num_workers=1, device=CPU).epoch(
-                0
-            )
-        )
+        loader = TorchLoader(Hanging(mark), batches(1, 2), num_workers=1, device=CPU)
+        list(loader.epoch(0))
 
     rank = multiprocessing.get_context("fork").Process(target=read)
     rank.start()
-    pid = int(
-        helpers.wait_until(
-            lambda: list(tmp_path.glob("pid")) and (tmp_path / "pid").read_text(), 20, "a read"
-        )
-    )
+    pid = helpers.wait_until(lambda: mark.exists() and mark.read_text(), 20, "a read")
     rank.kill()
     rank.join()
-    helpers.wait_for_the_end_of([pid], 10)
+    helpers.wait_for_the_end_of([int(pid)], 10)
 
 
 def test_a_sample_that_is_skipped_again_counts_once() -> None:
@@ -318,14 +312,13 @@ def test_texts_cannot_be_cut_into_pieces() -> None:
 
 
 def test_workers_that_are_spawned_can_unpickle_what_they_need() -> None:
-    of = StreamLoader(stream, batches(), num_workers=1, device=CPU)
-    assert pickle.loads(
-        pickle.dumps((of_set(batches(), 1)._training.batches, of, torch_loader.unchanged))
-    )
+    loader = StreamLoader(stream, batches(), num_workers=1, device=CPU)
+    needed = (of_set(batches(), 1)._training.batches, loader, torch_loader.unchanged)
+    assert pickle.loads(pickle.dumps(needed))
 
 
 def test_a_worker_that_is_killed_while_it_passes_on_a_batch_is_named() -> None:
-    """torch's handler of SIGCHLD raises the error that names it, some time after its socket fails."""
+    """torch's handler of SIGCHLD raises the error that names it, after the error of its socket."""
 
     def ended(number: int, frame: object) -> None:
         raise RuntimeError("DataLoader worker is killed by signal")

@@ -24,8 +24,7 @@ def doctor(*words: str, **environ: str) -> helpers.Ended:
 def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
     (tmp_path / "my.env").write_text("NCCL_ALGO=Rings\n")
     words = (f"run_dir={tmp_path}", f"network={tmp_path}/my.env", "umask=027")
-    ended = doctor("--json", "device=cpu", *words, f"data_dir={tmp_path}/none")
-    assert ended.status == 3, ended.out
+    ended = doctor("--json", "device=cpu", *words, f"data_dir={tmp_path}/none").expect(3)
     assert (tmp_path / "doctor.json").stat().st_mode & 0o777 == 0o640
     verdict = helpers.read(tmp_path, "doctor")
     assert verdict["healthy"] is False
@@ -39,9 +38,10 @@ def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
 
 
 def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
-    ended = doctor("report", "device=cpu", f"run_dir={tmp_path}", RECIPES_DATA=f"{tmp_path}/none")
+    ended = doctor(
+        "report", "device=cpu", f"run_dir={tmp_path}", RECIPES_DATA=f"{tmp_path}/none"
+    ).expect(0)
     assert ended.out == ""
-    assert ended.status == 0
     assert [path.name for path in (tmp_path / "reports").iterdir()] == ["0.json"]
     batch = {
         "SLURM_JOB_ID": "7",
@@ -49,15 +49,13 @@ def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_PROCID": "0",
     }
-    ended = doctor("judge", f"run_dir={tmp_path}", **batch)
-    assert ended.status == 3, ended.out
+    ended = doctor("judge", f"run_dir={tmp_path}", **batch).expect(3)
     assert f"BAD   n1: data_dir={tmp_path}/none cannot be used" in ended.out
     assert "BAD   n2: did not answer: it hangs" in ended.out
     assert helpers.read(tmp_path, "doctor")["healthy"] is False
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]  # no status of a run
-    ended = doctor("judge", f"run_dir={tmp_path}")
+    ended = doctor("judge", f"run_dir={tmp_path}").expect(3)
     assert ended.lines == [f"doctor: no node has written a report into {tmp_path}/reports"]
-    assert ended.status == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -92,9 +90,8 @@ def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
     )
     ended = helpers.run(
         [sys.executable, "-c", f"{hang}; d.main([], dict())"], environ=helpers.clean_environment()
-    )
+    ).expect(3)
     assert "the examination exceeded seconds= and was stopped" in ended.out
-    assert ended.status == 3
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,6 @@ def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
 def test_an_invalid_command_line_is_reported_in_one_line(
     words: tuple[str, ...], status: int, expected: str
 ) -> None:
-    ended = doctor(*words)
-    assert ended.status == status
+    ended = doctor(*words).expect(status)
     assert len(ended.lines) == 1, ended.out
     assert expected in ended.out

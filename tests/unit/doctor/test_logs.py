@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,8 @@ def test_a_line_with_a_text_of_a_pattern_is_explained(tmp_path: Path, pattern: P
 )
 def test_a_line_with_several_texts_has_one_cause(tmp_path: Path, line: str, name: str) -> None:
     (tmp_path / "a.log").write_text(line)
-    assert [pattern.name for pattern in explaining.read_log(tmp_path / "a.log", "a.log").known] == [
-        name
-    ]
+    [pattern] = explaining.read_log(tmp_path / "a.log", "a.log").known
+    assert pattern.name == name
 
 
 def test_no_pattern_matches_what_this_project_prints(tmp_path: Path) -> None:
@@ -66,23 +66,25 @@ def test_no_pattern_matches_what_this_project_prints(tmp_path: Path) -> None:
     assert len(blocks) > 40
     ordinary = """
         mnist: 4 ranks on 2 nodes, cpu, gloo
-        epoch 10  step 230  loss 0.5416  lr 1.6e-07  1,831 samples/s  val_top1 0.9944  val_top5 1.0000
-        mnist: failed: rank 1 on node1 exited without an error record (killed, out of memory, or its node is gone); logs in /r/logs
-        rank 1 on node1 got no further than step 9 (backward), and the other ranks timed out waiting for it
+        epoch 10  step 230  loss 0.5416  lr 1.6e-07  1,831 samples/s  val_top1 0.9944 \
+ val_top5 1.0000
+        mnist: failed: rank 1 on node1 exited without an error record (killed, out of memory, \
+or its node is gone); logs in /r/logs
+        rank 1 on node1 got no further than step 9 (backward), and the other ranks timed out \
+waiting for it
         failed: rank 1 on node1 was killed by signal 9; logs in /r/logs
         node0:13571:13571 [0] NCCL INFO Bootstrap : Using enp10s0:10.10.7.107<0>
-        [W socket.cpp:601] [c10d] The client socket has failed to connect to [node1]:29500 (errno: 111 - Connection refused).
+        [W socket.cpp:601] [c10d] The client socket has failed to connect to [node1]:29500 \
+(errno: 111 - Connection refused).
         45%|####5     | 2321/5005 [12:33<14:12,  3.15it/s, loss=2.61]
     """
     assert said(tmp_path, job__out="\n".join([*blocks, ordinary]))[0] == "no known cause in 1 file"
 
 
 def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
-    lines = said(
-        tmp_path,
-        rank0__log="[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n",
-        rank2__log=f"step 4\nnode7:11:12 [0] NCCL INFO x\n{OOM}",
-    )
+    closed = "[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n"
+    memory = f"step 4\nnode7:11:12 [0] NCCL INFO x\n{OOM}"
+    lines = said(tmp_path, rank0__log=closed, rank2__log=memory)
     assert lines[0] == "best clue in the logs: CUDA out of memory"
     assert lines[1].startswith("cause: CUDA out of memory (1 file): the GPU has")
     assert lines[3] == f"  rank2.log: {OOM.strip()}"
@@ -112,10 +114,11 @@ def test_a_progress_bar_does_not_hide_the_text_after_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [lambda p: None, lambda p: p.mkdir(), lambda p: os.mkfifo(p), lambda p: p.symlink_to(p)]
 )
-def test_a_path_without_logs_is_one_line(tmp_path: Path, make: object) -> None:
-    make(tmp_path / "x\x1b[31m\n")  # type: ignore[operator]
+def test_a_path_without_logs_is_one_line(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    path = tmp_path / "x\x1b[31m\n"
+    make(path)
     with pytest.raises(InputError) as error:
-        explain(tmp_path / "x\x1b[31m\n")
+        explain(path)
     assert str(error.value).isprintable()
 
 
@@ -165,11 +168,7 @@ def test_the_source_code_in_a_traceback_is_not_what_a_log_says(tmp_path: Path) -
             "          ^^^^^",
             "ValueError: no such thing",
         ]
-        assert (
-            said(tmp_path, job__out="".join(f"{prefix}{line}\n" for line in text))[0]
-            == "no known cause in 1 file"
-        )
-    assert (
-        said(tmp_path, job__out="\n".join([*text, OOM]))[0]
-        == "best clue in the logs: CUDA out of memory"
-    )
+        lines = said(tmp_path, job__out="".join(f"{prefix}{line}\n" for line in text))
+        assert lines[0] == "no known cause in 1 file"
+    lines = said(tmp_path, job__out="\n".join([*text, OOM]))
+    assert lines[0] == "best clue in the logs: CUDA out of memory"

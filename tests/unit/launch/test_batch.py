@@ -40,7 +40,8 @@ def preempted(tmp_path: Path) -> Path:
 def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
     """batch.finish in job 7, as the launch that has left the files in ``run_dir``."""
     environ = {"SLURM_JOB_ID": "7", **environ}
-    if attempt := attempts.newest(run_dir):
+    attempt = attempts.newest(run_dir)
+    if attempt:
         launch = directory.launch_id(environ)
         files.write_json(attempt.folder / "opened.json", {**attempt.facts(), "launch": launch})
         environ[attempts.VARIABLE] = str(attempt.folder)

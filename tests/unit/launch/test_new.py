@@ -21,8 +21,7 @@ def repository(bench: Bench) -> Path:
 
 
 def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> None:
-    made = helpers.run([sys.executable, "launch.py", "new", "birds"], cwd=repository)
-    assert made.status == 0, made.out
+    made = helpers.run([sys.executable, "launch.py", "new", "birds"], cwd=repository).expect(0)
     assert made.lines[:4] == [
         "recipes/birds.py",
         "recipes/conf/birds.py",
@@ -36,11 +35,8 @@ def test_a_new_recipe_runs_at_once_and_marks_what_to_edit(repository: Path) -> N
     assert "# EDIT\ndef main(" not in text
     assert "finetune" not in (repository / "sbatch/birds_1x4.sh").read_text()
     helpers.run([sys.executable, "launch.py", "new", "mine", "from=toy"], cwd=repository)
-    ran = helpers.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_mine.py"],
-        cwd=repository,
-    )
-    assert ran.status == 0, ran.out
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_mine.py"]
+    helpers.run(command, cwd=repository).expect(0)
 
 
 @pytest.mark.parametrize("source", ["gpt", "mnist", "cifar", "imagenet", "toy"])

@@ -33,7 +33,7 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
     commands = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     assert commands == ["", source, begin, *made.splitlines()[-3:]]
     shipped = directives(path.read_text())
-    nodes, gpus = re.fullmatch(r"[a-z]+_(\d+)x(\d+)\.sh", path.name).groups()  # type: ignore[union-attr]
+    nodes, gpus = path.stem.partition("_")[2].split("x")
     size = {
         name: value
         for name, value in shipped.items()

@@ -443,9 +443,8 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
         runs.to_resume(runs.read(ended, {}), ["epoch=3"])
     assert "lr=1" in runs.to_resume(runs.read(ended, {}), ["epochs=3"])
-    assert {"lr=2", "epochs=3"} <= set(
-        words := runs.to_resume(runs.read(ended, {}), ["lr=2", "epochs=3"])
-    )
+    words = runs.to_resume(runs.read(ended, {}), ["lr=2", "epochs=3"])
+    assert {"lr=2", "epochs=3"} <= set(words)
     assert "lr=1" not in words
 
 

@@ -38,7 +38,8 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE),),
 )
 
-FINISHED = r"""#!/bin/bash
+FINISHED = (
+    r"""#!/bin/bash
 # Made by launch.py. Options of sbatch before the script's name override these.
 #SBATCH --job-name=mnist
 #SBATCH --nodes=2
@@ -58,17 +59,17 @@ export RECIPES_CONTAINER_MOUNTS=''
 . /repo/sbatch/job.sh || exit
 set -- epochs=5 "$@"
 begin mnist "$@"
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 """
+    r"""--wait=60 --mem=0 "${step[@]}" \
     "${inside[@]}" -u -m recipes.mnist "${words[@]}"
 finish mnist $?
 """
+)
 
 
 def test_a_finished_script() -> None:
-    assert (
-        jobs.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo")))
-        == FINISHED
-    )
+    job = describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo"))
+    assert jobs.sbatch_script(job) == FINISHED
 
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
@@ -314,7 +315,8 @@ def test_a_script_runs_no_command_from_a_folder_name_or_value(tmp_path: Path) ->
     job = describe(HOSTILE[0], "cluster=example", "device=cpu", root=bench.root)
     (tmp_path / "job.sh").write_text(jobs.sbatch_script(job))
     status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
-    assert (status, "before the run began" in stderr) == (errors.EXIT_CRASH, True), stderr
+    assert status == errors.EXIT_CRASH, stderr
+    assert "before the run began" in stderr
     assert bench.srun[-2:] == [HOSTILE[0], "device=cpu"]
     assert (tmp_path / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
     assert (tmp_path / "cluster").read_text() == "example\n"

@@ -110,7 +110,8 @@ def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
     assert source.commit(clean) == head
     assert source.difference(clean) == b""
     run_git(root, "commit", "--quiet", "--allow-empty", "--message=the same code")
-    assert source.commit(snapshot.take(root)) == (head := run_git(root, "rev-parse", "HEAD"))
+    head = run_git(root, "rev-parse", "HEAD")
+    assert source.commit(snapshot.take(root)) == head
     new = {"recipes/new.py": b"mine\n", "mine/körper 1.py": bytes(range(256)), "mine/empty.py": b""}
     others = ("recipes/ignored.py", "toy-13.out", "data/y.py", "recipes/token.txt")
     for name, content in {**new, **dict.fromkeys(others, b"secret")}.items():

@@ -36,9 +36,11 @@ def test_waiting_returns_the_jobs_exit_status(
     states = iter([("PENDING", 0), None, None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
     def ask(job: str) -> queue.Job | None:
-        if (answer := next(states)) is None:
+        answer = next(states)
+        if answer is None:
             raise MachineError("a controller that is started again does not answer")
-        return queue.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
+        word, status = answer
+        return queue.Job(job, word, "", status, 0) if word else None
 
     monkeypatch.setattr(queue, "find", ask)
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)

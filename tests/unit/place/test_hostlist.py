@@ -17,7 +17,9 @@ LISTS = {
     "n[08-10,3]": "n08 n09 n10 n3",
     "n[08-9]": "n08 n09",
     "rack[1-2]n[1-3]": "rack1n1 rack1n2 rack1n3 rack2n1 rack2n2 rack2n3",
-    "r[1-2]n[3-4].site-a.org,login_1": "r1n3.site-a.org r1n4.site-a.org r2n3.site-a.org r2n4.site-a.org login_1",
+    "r[1-2]n[3-4].site-a.org,login_1": (
+        "r1n3.site-a.org r1n4.site-a.org r2n3.site-a.org r2n4.site-a.org login_1"
+    ),
     "b[3,1],a2": "b3 b1 a2",
     "[1-3]": "1 2 3",
     "n[000000000000000001]": "n000000000000000001",

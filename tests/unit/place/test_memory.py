@@ -8,14 +8,15 @@ import pytest
 
 from recipes.core.place import memory
 
+JOB_1 = "sys/fs/cgroup/memory/slurm/job_7"
 V1 = {
     "proc/self/cgroup": "9:cpuset:/other\n4:memory:/slurm/job_7/step_0/task_1\n",
-    "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": "3000000000",
-    "sys/fs/cgroup/memory/slurm/job_7/step_0/memory.limit_in_bytes": "2000000000",
-    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_0/memory.max_usage_in_bytes": "1500000000",
-    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_1/memory.max_usage_in_bytes": "400000000",
-    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_1/memory.limit_in_bytes": "9223372036854771712",
-    "sys/fs/cgroup/memory/slurm/job_7/step_0/task_1/memory.oom_control": "under_oom 0\noom_kill 2\n",
+    f"{JOB_1}/memory.limit_in_bytes": "3000000000",
+    f"{JOB_1}/step_0/memory.limit_in_bytes": "2000000000",
+    f"{JOB_1}/step_0/task_0/memory.max_usage_in_bytes": "1500000000",
+    f"{JOB_1}/step_0/task_1/memory.max_usage_in_bytes": "400000000",
+    f"{JOB_1}/step_0/task_1/memory.limit_in_bytes": "9223372036854771712",
+    f"{JOB_1}/step_0/task_1/memory.oom_control": "under_oom 0\noom_kill 2\n",
 }
 V2 = {
     "proc/self/cgroup": "0::/slurm/job_7/step_0/task_1\n",
@@ -41,20 +42,15 @@ def test_the_lowest_limit_and_the_largest_rank_are_described(
     """The killed rank, here rank 5, need not be the largest one."""
     cgroup = memory.own_cgroup(make(tmp_path, content))
     assert memory.count_kills(cgroup) == 2
-    line = memory.Memory(cgroup, 1).describe(first_rank=4)
-    assert (
-        line
-        == "was killed since its limit of 2000.0 MB was used up; peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
-    )
+    killed, peak = memory.Memory(cgroup, 1).describe(first_rank=4).split("; ")
+    assert killed == "was killed since its limit of 2000.0 MB was used up"
+    assert peak == "peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
 
 
 def test_tasks_that_are_not_ranks_have_their_own_numbers(tmp_path: Path) -> None:
     cgroup = memory.own_cgroup(make(tmp_path, V2))
-    assert (
-        memory.Memory(cgroup, 1)
-        .describe()
-        .endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
-    )
+    line = memory.Memory(cgroup, 1).describe()
+    assert line.endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
 
 
 def test_only_kills_since_the_start_count(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def test_the_time_of_a_child_that_has_ended_counts() -> None:
 def test_memory_that_a_forked_child_shares_counts_once() -> None:
     held = bytearray(os.urandom(1000)) * 200_000
     before = processes.memory()
-    if not (child := os.fork()):
+    child = os.fork()
+    if child == 0:
         while True:
             signal.pause()
     try:

@@ -62,14 +62,15 @@ if __name__ == "__main__":
 # of the hook.
 FACTS = """
 import os, sitecustomize, sys
-print(os.path.dirname(sitecustomize.__file__), any(os.path.exists(f"{folder}/bin/scontrol") for folder in sys.path))
+has_hook = any(os.path.exists(f"{folder}/bin/scontrol") for folder in sys.path)
+print(os.path.dirname(sitecustomize.__file__), has_hook)
 """
 
 
 def start(
     folder: Path, program: str, *args: str, options: str = "", others: str = ""
 ) -> subprocess.Popen[str]:
-    """Starts a program in Python with the hook. options: of Python. others: folders in PYTHONPATH."""
+    """Starts a program in Python with the hook. options: of Python. others: in PYTHONPATH."""
     (folder / "program.py").write_text(program)
     return subprocess.Popen(
         [sys.executable, *options.split(), str(folder / "program.py"), *args],

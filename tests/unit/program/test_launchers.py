@@ -24,9 +24,8 @@ def command(
     through: str, nproc: int, info: RankInfo = NODE, *extra: str, on_cpu: bool = False
 ) -> str:
     launch = Launch(through, ["a.py"], extra, nproc, on_cpu)
-    return " ".join(launch.command(info, ["program=a.py", "lr=1"])).removeprefix(
-        f"{sys.executable} -u -m "
-    )
+    words = " ".join(launch.command(info, ["program=a.py", "lr=1"]))
+    return words.removeprefix(f"{sys.executable} -u -m ")
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +67,9 @@ def test_the_configuration_of_accelerate_chooses_fsdp(tmp_path: Path, end: str) 
 def test_accelerate_on_cpus_starts_torchrun() -> None:
     """It would start a single process."""
     words = command("accelerate", 3, NODE, "--mixed_precision", "bf16", on_cpu=True)
-    through_accelerate = (
-        "accelerate.commands.launch --cpu --num_machines=1 --num_processes=1 --mixed_precision "
-        "bf16 --no_python"
-    )
-    assert words.startswith(
-        f"{through_accelerate} {sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1 "
-    )
+    single = "--cpu --num_machines=1 --num_processes=1 --mixed_precision bf16 --no_python"
+    torchrun = f"{sys.executable} -u -m torch.distributed.run --nnodes=2 --node-rank=1"
+    assert words.startswith(f"accelerate.commands.launch {single} {torchrun} ")
     assert words.endswith(
         " --nproc-per-node=3 --rdzv-backend=static --master-addr=n1 --master-port=29500 "
         f"--no-python {WRAPPER}"
@@ -83,9 +78,9 @@ def test_accelerate_on_cpus_starts_torchrun() -> None:
 
 def test_a_single_rank_needs_no_address() -> None:
     words = command("torchrun", 1, ALONE).split()
-    port = next(int(word.partition("=")[2]) for word in words if word.startswith("--master-port="))
     assert "--master-addr=127.0.0.1" in words
-    assert port > 0
+    [port] = [word.partition("=")[2] for word in words if word.startswith("--master-port=")]
+    assert int(port) > 0
     variables = launchers.variables_of_rank(ALONE)
     assert variables["MASTER_ADDR"] == "127.0.0.1"
     assert int(variables["MASTER_PORT"]) > 0

@@ -424,9 +424,8 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     make(tmp_path / "run", [row(0, 1)])
     ended = helpers.run(
         [sys.executable, "-m", "recipes.report", str(tmp_path), f"html={tmp_path}/none/out.html"]
-    )
+    ).expect(3)
     assert len(ended.lines) == 1
-    assert ended.status == 3
     assert (
         f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)"
         in ended.lines[0]

@@ -183,8 +183,7 @@ def call(folder: Path, to: str) -> str:
             **helpers.clean_environment(),
             "PYTHONPATH": ":".join(filter(None, [str(helpers.ROOT), *sys.path])),
         },
-    )
-    assert ended.status == 0, ended.out
+    ).expect(0)
     return next(line for line in reversed(ended.lines) if line.startswith(str(folder)))
 
 
@@ -286,6 +285,7 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InputError, match=r"trackio.*: pip install '\.\[trackers\]'$"):
         export.main([str(tmp_path), "to=trackio"])
     assert not (tmp_path / "run/exported.json").exists()
-    ended = helpers.run([sys.executable, "-m", "recipes.export", str(tmp_path / "run"), "to=x"])
+    ended = helpers.run(
+        [sys.executable, "-m", "recipes.export", str(tmp_path / "run"), "to=x"]
+    ).expect(2)
     assert ended.lines == ["export: to=x: must be one of tensorboard, wandb, mlflow, trackio"]
-    assert ended.status == 2

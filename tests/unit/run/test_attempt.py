@@ -3,7 +3,6 @@ longer change.
 """
 
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.run import Run
 from tests import helpers
-from tests.helpers import ROOT
 
 
 def test_attempts_count_from_zero_above_the_highest_seen(
@@ -191,13 +189,15 @@ os.fsync = lambda descriptor: None
 for rank in range(ranks):
     kind = Kind.error if rank == 3 else Kind.peer_lost
     attempts.record(new, rank=rank, host=f"node{rank // 8}", kind=kind, error="x")
+events = {"open"}
+events |= {f"os.{name}" for name in "listdir scandir mkdir rename remove utime link".split()}
 counted = 0
 def count(event, arguments):
     global counted
-    counted += event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.utime", "os.link")
+    counted += event in events
 sys.addaudithook(count)
-found = judge.close(new, judge.End(1))
-assert found.reason == "rank 3 on node0 failed first: x", found
+verdict = judge.close(new, judge.End(1))
+assert verdict.reason == "rank 3 on node0 failed first: x", verdict
 print(counted)
 """
 
@@ -206,10 +206,7 @@ def test_file_operations_of_the_judge_are_linear_in_the_ranks(tmp_path: Path) ->
     operations = {}
     for ranks in (16, 256):
         command = [sys.executable, "-c", COUNT, str(tmp_path / str(ranks)), str(ranks)]
-        operations[ranks] = int(
-            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        )
-    assert (
-        operations[256] - operations[16] == 2 * 240
-    )  # Python announces each open() of a record twice
+        operations[ranks] = int(helpers.run(command).expect(0).out)
+    # Python announces each open() of a record twice
+    assert operations[256] - operations[16] == 2 * 240
     assert operations[16] < 16 + 40

@@ -93,7 +93,8 @@ def test_the_log_continues_after_stdout_is_closed(tmp_path: Path) -> None:
             process.stdin.flush()
             assert process.stdout.closed or process.stdout.readline() == "line 0\n"
             process.stdout.close()
-            helpers.wait_until(lambda: f"line {number}\n" in log.read_text(), 10, f"line {number}")  # noqa: B023
+            line = f"line {number}\n"
+            helpers.wait_until(lambda line=line: line in log.read_text(), 10, line)
         assert process.wait(10) == 0
 
 
@@ -102,7 +103,8 @@ import os, sys
 from pathlib import Path
 from recipes.core.run import logs
 with logs.copied_to(Path(sys.argv[1])):
-    read_end, write_end = os.pipe2(os.O_DIRECT)  # keeps what is written apart: one read gives one write
+    # keeps what is written apart: one read gives one write
+    read_end, write_end = os.pipe2(os.O_DIRECT)
     os.dup2(write_end, 1)
     print("line", 1)
     print("line", 2)
@@ -111,8 +113,7 @@ with logs.copied_to(Path(sys.argv[1])):
 
 
 def test_each_line_is_one_write(tmp_path: Path) -> None:
-    ended = helpers.run([sys.executable, "-u", "-c", IN_ONE_WRITE, str(tmp_path / "log")])
-    assert ended.status == 0, ended.out
+    helpers.run([sys.executable, "-u", "-c", IN_ONE_WRITE, str(tmp_path / "log")]).expect(0)
 
 
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

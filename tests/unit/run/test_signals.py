@@ -115,8 +115,8 @@ print(stop.reason)
 
 
 def test_interrupts_that_come_together_are_one() -> None:
-    ended = helpers.run([sys.executable, "-c", TOGETHER], cwd=ROOT)
-    assert (ended.status, ended.lines) == (0, ["SIGINT"]), ended.out
+    ended = helpers.run([sys.executable, "-c", TOGETHER], cwd=ROOT).expect(0)
+    assert ended.lines == ["SIGINT"]
 
 
 FORKED = """
@@ -138,8 +138,8 @@ def test_what_a_forked_child_is_sent_is_not_for_its_parent() -> None:
     # Python 3.12 warns of fork in a process with threads.
     ended = helpers.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], cwd=ROOT
-    )
-    assert (ended.status, ended.lines) == (0, ["''"]), ended.out
+    ).expect(0)
+    assert ended.lines == ["''"]
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -150,8 +150,8 @@ def test_a_hangup_sets_the_flag_unless_nohup_has_it_ignored(nohup: bool) -> None
     code += f"    deadline = time.monotonic() + {0.2 if nohup else 10}\n"
     code += "    while not stop.reason and time.monotonic() < deadline: time.sleep(0.01)\n"
     code += "    print(stop.reason or 'continues')"
-    ended = helpers.run([sys.executable, "-c", code], cwd=ROOT)
-    assert (ended.status, ended.lines) == (0, ["continues" if nohup else "SIGHUP"]), ended.out
+    ended = helpers.run([sys.executable, "-c", code], cwd=ROOT).expect(0)
+    assert ended.lines == ["continues" if nohup else "SIGHUP"]
 
 
 def test_handlers_and_pipe_are_put_back() -> None:

@@ -41,11 +41,14 @@ def refuse(folder: Path, line: str) -> None:
     attempts.refuse({attempts.VARIABLE: str(new.folder)}, 2, line)
 
 
-def lines(*words: str) -> list[list[str]]:
+def run_report(*words: object, status: int = 0) -> helpers.Ended:
+    command = [sys.executable, "-m", "recipes.report", *map(str, words)]
+    return helpers.run(command).expect(status)
+
+
+def lines(*words: object) -> list[list[str]]:
     """The table's cells, as far as no cell has a space in it."""
-    ended = helpers.run([sys.executable, "-m", "recipes.report", *words])
-    assert ended.status == 0, ended.out
-    return [line.split() for line in ended.lines]
+    return [line.split() for line in run_report(*words).lines]
 
 
 def test_the_table_shows_the_keys_in_which_runs_differ(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_the_table_shows_the_keys_in_which_runs_differ(tmp_path: Path) -> None:
     files.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})
     for number in range(3):
         os.utime(tmp_path / f"cifar/7_{number}", (number, number))
-    head, *rows = lines(str(tmp_path))
+    head, *rows = lines(tmp_path)
     assert head == ["run", "state", "step", "lr", "val_top1", "loss", "samples_per_second", "note"]
     assert rows[0] == [str(tmp_path / "cifar/7_0"), "done", "10", "0.1", "0.9412", "-", "1234.5"]
     assert rows[1][:5] == [str(tmp_path / "cifar/7_1"), "done", "10", "0.2", "0.9412"]
@@ -93,7 +96,7 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     refuse(tmp_path / "2", "node7: no GPU")
     directory.write_status(tmp_path / "3", "failed", attempt=1, step=50, reason="lost")
     (tmp_path / "3/metrics.jsonl").write_text('{"step": 50, "loss": 0.5, "val_top1": 0.95}\n')
-    head, *rows = lines(*(f"{tmp_path}/{number}" for number in range(4)))
+    head, *rows = lines(*(tmp_path / f"{number}" for number in range(4)))
     assert head == [
         "run",
         "state",
@@ -145,22 +148,21 @@ def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:
     (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
     (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
     make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
-    ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path)])
-    assert ended.status == 0, ended.out
+    ended = run_report(tmp_path)
     assert len(ended.lines) == 3
     assert "\x1b" not in ended.out
 
 
 def test_json_output_and_a_closed_pipe(tmp_path: Path) -> None:
     make(tmp_path / "run", lr=0.1)
-    ended = helpers.run([sys.executable, "-m", "recipes.report", "--json", str(tmp_path)])
-    told = json.loads(ended.out)
+    told = json.loads(run_report("--json", tmp_path).out)
     assert told["state"] == "done"
     assert told["values"] == {"lr": 0.1}
     assert told["results"]["val_top1"] == 0.9412
-    ended = helpers.run(["sh", "-c", f"{sys.executable} -m recipes.report {tmp_path} | true"])
+    ended = helpers.run(
+        ["sh", "-c", f"{sys.executable} -m recipes.report {tmp_path} | true"]
+    ).expect(0)
     assert ended.out == ""
-    assert ended.status == 0
 
 
 def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path) -> None:
@@ -169,9 +171,7 @@ def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path) -> None:
     line = f"{tmp_path}: no run was found: give a run directory, or a folder of run directories"
     with pytest.raises(InputError, match=line):
         report.main([str(tmp_path), "--json"])
-    ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path)])
-    assert ended.lines == [f"report: {line}"]
-    assert ended.status == 2
+    assert run_report(tmp_path, status=2).lines == [f"report: {line}"]
 
 
 def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> None:
@@ -185,13 +185,11 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     # the refusal is older
     assert table.read_run(folder, time.time()).note == "SIGUSR2; max-requeues"
     directory.write_status(folder, "running", attempt=0, step=10)
-    row = table.read_run(folder, directory.read_status(folder)["updated"] + 600)  # type: ignore[index]
+    row = table.read_run(folder, helpers.read(folder, "status")["updated"] + 600)
     assert row.state == "running"
     assert row.step == 10
-    assert (
-        row.note
-        == "status written 0:10:00 ago; the newest launch did not begin: lr=0.1 becomes 0.2"
-    )
+    refused = "the newest launch did not begin: lr=0.1 becomes 0.2"
+    assert row.note == f"status written 0:10:00 ago; {refused}"
     helpers.attempt(folder)
     directory.write_status(folder, "done", attempt=2, step=10)
     assert table.read_run(folder, time.time()).note == ""
