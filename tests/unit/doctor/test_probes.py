@@ -42,8 +42,13 @@ def here(
     return Surroundings(environ, info, tmp_path, data_dir, True, Path(root))
 
 
-def only(result: tuple[dict[str, object], list[Finding]]) -> Finding:
-    (finding,) = result[1]
+def findings(check: probes.Check, surroundings: Surroundings) -> list[Finding]:
+    return probes._run(check, surroundings)[1]
+
+
+def only(check: probes.Check, surroundings: Surroundings) -> Finding:
+    """The only finding of a check."""
+    (finding,) = findings(check, surroundings)
     assert finding.fix
     return finding
 
@@ -52,11 +57,9 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ask = commands.run
 
     def quick(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        return (
-            ('{"torch": "2.15.0", "nccl": null}', "")
-            if "versions" in command
-            else ask(command, timeout_s)
-        )
+        if "versions" in command:
+            return '{"torch": "2.15.0", "nccl": null}', ""
+        return ask(command, timeout_s)
 
     monkeypatch.setattr(commands, "run", quick)
     facts, _ = probes.run_all(here(tmp_path), 60)
@@ -82,9 +85,9 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
     checks = {"hangs": hangs, "breaks": breaks, "works": works}
     monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
-    facts, findings = probes.run_all(here(tmp_path), 0.5)
+    facts, problems = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
-    assert [(finding.what, finding.bad) for finding in findings] == [
+    assert [(finding.what, finding.bad) for finding in problems] == [
         ("the check of its hangs did not end in 0.5 s", True),
         ("the check of its breaks failed (RuntimeError: no such thing)", False),
     ]
@@ -92,19 +95,16 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    finding = only(probes._run(probes.disks, here(tmp_path, data_dir=str(tmp_path / "none"))))
-    assert finding.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
+    none = f"{tmp_path}/none"
+    finding = only(probes.disks, here(tmp_path, data_dir=none))
+    assert finding.what == f"data_dir={none} cannot be used (No such file or directory)"
     assert finding.bad
     # It may be the node's fault or a mistyped key, which a node alone cannot tell.
     assert not finding.leave_out
-    assert only(
-        probes._run(
-            probes.disks, here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none"))
-        )
-    ).leave_out
-    finding = only(probes._run(probes.disks, here(tmp_path, TMPDIR=str(tmp_path / "none"))))
-    assert finding.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
-    unset = probes._run(probes.disks, here(tmp_path, TMPDIR=""))[1]
+    assert only(probes.disks, here(tmp_path, ranks.detect(TASK), data_dir=none)).leave_out
+    finding = only(probes.disks, here(tmp_path, TMPDIR=none))
+    assert finding.what == f"TMPDIR={none} cannot be used (No such file or directory)"
+    unset = findings(probes.disks, here(tmp_path, TMPDIR=""))
     assert not any("TMPDIR" in finding.what for finding in unset)
 
 
@@ -127,8 +127,8 @@ def test_shared_memory_that_is_nearly_full(
         return json.dumps(free if folder == "/dev/shm" else 0), ""
 
     monkeypatch.setattr(commands, "run", ask)
-    findings = probes._run(probes.disks, here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
-    assert [(finding.what, finding.bad) for finding in findings] == expected
+    of_disks = findings(probes.disks, here(tmp_path, data_dir="/data", TMPDIR="/scratch"))
+    assert [(finding.what, finding.bad) for finding in of_disks] == expected
     assert asked == {
         "/dev/shm": "write",
         str(tmp_path): "write",
@@ -143,17 +143,17 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert probes._run(probes.torch_import, here(tmp_path)) == ({"nccl": None}, [])
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "No module named torch"))
-    finding = only(probes._run(probes.torch_import, here(tmp_path, ranks.detect(TASK))))
+    finding = only(probes.torch_import, here(tmp_path, ranks.detect(TASK)))
     assert finding.what == "torch cannot be imported there (No module named torch)"
     assert finding.bad is True
     assert finding.leave_out
     # alone it may be the wrong environment
-    assert not only(probes._run(probes.torch_import, here(tmp_path))).leave_out
+    assert not only(probes.torch_import, here(tmp_path)).leave_out
 
 
 def test_versions_of_nccl_that_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('{"nccl": "2.28.7"}', ""))
-    finding = only(probes._run(probes.torch_import, here(tmp_path)))
+    finding = only(probes.torch_import, here(tmp_path))
     assert finding.what == "NCCL 2.28.7 can hang in large jobs"
     assert finding.bad is False
     assert finding.fix == "use a torch with NCCL 2.28.9 or later"
@@ -179,7 +179,7 @@ def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Pat
     for name, state in (("eth0", "down"), ("eth1", "up")):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
         (tmp_path / "sys/class/net" / name / "operstate").write_text(f"{state}\n")
-    _, (finding,) = probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))
+    finding = only(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in finding.what
     assert finding.what.endswith("; interfaces that are down: eth0")
     assert finding.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
@@ -193,18 +193,16 @@ def test_an_interface_that_was_set_and_is_another(
     two = ranks.detect(TASK)
     assert probes._run(probes.interfaces, here(tmp_path, two)) == ({"interface": "eth1"}, [])
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "eth0,eth1"):
-        assert (
-            probes._run(probes.interfaces, here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
-        )
+        assert findings(probes.interfaces, here(tmp_path, two, NCCL_SOCKET_IFNAME=value)) == []
     for name, value in (
         ("NCCL_SOCKET_IFNAME", "eth0"),
         ("NCCL_SOCKET_IFNAME", "^eth"),
         ("GLOO_SOCKET_IFNAME", "eth9"),
     ):
-        finding = only(probes._run(probes.interfaces, here(tmp_path, two, **{name: value})))
+        finding = only(probes.interfaces, here(tmp_path, two, **{name: value}))
         assert finding.what == f"{name}={value}, but the route to two uses eth1"
     # alone it has no peer
-    assert probes._run(probes.interfaces, here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []
+    assert findings(probes.interfaces, here(tmp_path, NCCL_SOCKET_IFNAME="eth0")) == []
 
 
 def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,45 +218,41 @@ def test_a_faster_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (folder / "device" if is_card else folder).mkdir(parents=True)
         (folder / "speed").write_text(f"{speed}\n")
         (folder / "operstate").write_text(f"{state}\n")
-    two = ranks.detect(TASK)
-    finding = only(probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path))))
+    of_two = here(tmp_path, ranks.detect(TASK), root=str(tmp_path))
+    finding = only(probes.interfaces, of_two)
     assert finding.what == "the ranks use eth1 with 1000 Mbit/s, but eth2 has 25000 Mbit/s"
     assert finding.bad is False
     assert "NCCL_SOCKET_IFNAME=eth2" in finding.fix
     (tmp_path / "sys/class/net/eth1/speed").write_text("-1\n")  # unknown
-    assert probes._run(probes.interfaces, here(tmp_path, two, root=str(tmp_path)))[1] == []
+    assert findings(probes.interfaces, of_two) == []
     (tmp_path / "sys/class/net/eth1/speed").write_text("1000\n")
     # which NCCL uses instead
     (tmp_path / "sys/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)
-    assert (
-        probes._run(
-            probes.interfaces, replace(here(tmp_path, two, root=str(tmp_path)), on_cpu=False)
-        )[1]
-        == []
-    )
+    assert findings(probes.interfaces, replace(of_two, on_cpu=False)) == []
 
 
 def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [1000 << 20, resource.RLIM_INFINITY]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], resource.RLIM_INFINITY))
     on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
-    assert probes._run(probes.infiniband, on_gpus)[1] == []
+    assert findings(probes.infiniband, on_gpus) == []
     for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         folder = tmp_path / f"sys/class/infiniband/{device}/ports/1"
         folder.mkdir(parents=True)
         (folder / "state").write_text(f"{state}\n")
-    down, locked = probes._run(probes.infiniband, on_gpus)[1]
+    down, locked = findings(probes.infiniband, on_gpus)
     assert down.what == "InfiniBand port mlx5_1:1 is DOWN"
     assert down.bad is False
     limited = "locked memory is limited to 1024000 KB, but RDMA must lock the memory that it sends"
     assert locked.what == limited
     assert locked.bad is True
-    assert not probes._run(probes.infiniband, replace(on_gpus, info=ALONE))[1][1].bad
+    _, locked = findings(probes.infiniband, replace(on_gpus, info=ALONE))
+    assert not locked.bad
     limits.pop(0)
-    assert probes._run(probes.infiniband, on_gpus)[1] == [down]
+    assert findings(probes.infiniband, on_gpus) == [down]
     assert down.fix.endswith("NCCL_IB_HCA=^mlx5_1:1")
     for unused in (
         replace(on_gpus, environ={"NCCL_IB_DISABLE": "1"}),
         replace(on_gpus, on_cpu=True),
     ):
-        assert probes._run(probes.infiniband, unused)[1] == []
+        assert findings(probes.infiniband, unused) == []

@@ -162,10 +162,9 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     fail(reports, "large")
     judgement = judged(reports, 2)
     assert judgement.exclude == ["node0"]
-    assert all(
-        words in verdict.lines(judgement)[4]
-        for words in ("large ones are lost: the MTU", "give both interfaces")
-    )
+    line = verdict.lines(judgement)[4]
+    assert "large ones are lost: the MTU" in line
+    assert "give both interfaces" in line
 
 
 @pytest.mark.parametrize(
@@ -198,9 +197,8 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     judgement = judged(reports, 3)
     assert judgement.healthy is False
     assert judgement.exclude == []
-    assert (
-        verdict.lines(judgement)[4] == "BAD   all 3 nodes: data_dir=/data cannot be used: mount it"
-    )
+    line = verdict.lines(judgement)[4]
+    assert line == "BAD   all 3 nodes: data_dir=/data cannot be used: mount it"
     reports[1]["findings"] = []
     assert judged(reports, 3).exclude == ["node0", "node2"]
     for report in reports:
@@ -226,7 +224,10 @@ def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
     for report in reports:
         for pair in report["bandwidth"]["pairs"]:
             # 0.6 of the median is 27
-            pair[3] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0
+            if pair[1] == 5:
+                pair[3] = 26.0
+            elif pair[0] == 3:
+                pair[3] = 28.0
     judgement = judged(reports, 6)
     assert bad(judgement) == {
         "node5": "its network is slow: 26 GB/s with other nodes; the median is 45"
@@ -312,9 +313,8 @@ def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
     judgement = judged(healthy(4)[:1], 4)
     assert set(bad(judgement)) == {"node1", "node2", "node3"}
     assert judgement.exclude == []
-    assert "give a run_dir= on a file system that all nodes share" in "\n".join(
-        verdict.lines(judgement)
-    )
+    text = "\n".join(verdict.lines(judgement))
+    assert "give a run_dir= on a file system that all nodes share" in text
     assert judged(healthy(4)[:2], 4).exclude == ["node2", "node3"]
     assert judged(healthy(2)[:1], 2).exclude == ["node1"]
 
@@ -325,6 +325,5 @@ def test_versions_without_a_majority_exclude_no_node() -> None:
         report["facts"]["torch"]["torch"] = "2.10.0"
     judgement = judged(reports, 4)
     assert judgement.exclude == []
-    assert "torch is 2.10.0, and no value has a majority of the nodes" in "\n".join(
-        verdict.lines(judgement)
-    )
+    text = "\n".join(verdict.lines(judgement))
+    assert "torch is 2.10.0, and no value has a majority of the nodes" in text

@@ -68,11 +68,9 @@ class Bench:
         self.folder = folder
         self.root = root
         self.run_dir = f"run_dir={folder}/run"  # a word for `run`
-        shutil.copytree(
-            ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__")
-        )
-        shutil.copytree(ROOT / "env", root / "env")
-        shutil.copytree(ROOT / "sbatch", root / "sbatch")
+        no_caches = shutil.ignore_patterns("__pycache__")
+        for name in ("recipes", "env", "sbatch"):
+            shutil.copytree(ROOT / name, root / name, ignore=no_caches)
         self.stub(
             "srun",
             'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > '
@@ -113,7 +111,9 @@ class Bench:
     def srun(self) -> list[str] | None:
         """The arguments of srun; None if it was not called."""
         path = self.folder / "srun"
-        return path.read_bytes().decode().split("\0")[:-1] if path.exists() else None
+        if not path.exists():
+            return None
+        return path.read_bytes().decode().split("\0")[:-1]
 
     @property
     def files(self) -> set[str]:
@@ -141,8 +141,6 @@ class Stubs:
     def calls(self, name: str) -> list[list[str]]:
         """The arguments of each call of the command ``name``."""
         path = self.folder / f"{name}.calls"
-        return (
-            [line.split("\0")[:-1] for line in path.read_text().splitlines()]
-            if path.exists()
-            else []
-        )
+        if not path.exists():
+            return []
+        return [line.split("\0")[:-1] for line in path.read_text().splitlines()]

@@ -31,10 +31,23 @@ RUNNING = "JobId=7 JobName=mnist\n   JobState=RUNNING Reason=None"
 def preempted(tmp_path: Path) -> Path:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    directory.write_status(
-        run_dir, "preempted", attempt=helpers.attempt(run_dir, launch="7.0").number, step=12
-    )
+    attempt = helpers.attempt(run_dir, launch="7.0")
+    directory.write_status(run_dir, "preempted", attempt=attempt.number, step=12)
     return run_dir
+
+
+def next_of(run_dir: Path) -> str:
+    return str(helpers.read(run_dir, "status")["next"])
+
+
+def of_job(restarts: str) -> dict[str, str]:
+    """The environment of batch.begin in a start of job 7, whose lines nobody reads."""
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": restarts,
+        "RECIPES_SNAPSHOT": "false",
+        "RECIPES_LINES": "2",
+    }
 
 
 def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
@@ -55,12 +68,8 @@ def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> 
 def begin(folder: Path, *words: str, recipe: str = "mnist", **environ: str) -> list[str]:
     """The lines that batch.begin writes for the shell of job 7."""
     with open(folder / "lines", "w") as lines:
-        of_job = {
-            "SLURM_JOB_ID": "7",
-            "RECIPES_LINES": str(lines.fileno()),
-            "RECIPES_SNAPSHOT": "false",
-        }
-        assert batch.begin(recipe, [f"run_dir={folder}/run", *words], {**of_job, **environ}) == 0
+        environ = {**of_job(""), "RECIPES_LINES": str(lines.fileno()), **environ}
+        assert batch.begin(recipe, [f"run_dir={folder}/run", *words], environ) == 0
     return (folder / "lines").read_text().splitlines()
 
 
@@ -123,12 +132,7 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
     files.write_json(earlier.folder / "opened.json", {**earlier.facts(), "time": now - age_s})
     started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - 3600))
     stub_scontrol(stubs, f"{RUNNING} StartTime={started}")
-    environ = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_RESTART_COUNT": restarts,
-        "RECIPES_SNAPSHOT": "false",
-        "RECIPES_LINES": "2",
-    }
+    environ = of_job(restarts)
     if is_refused:
         with pytest.raises(
             ConfigError, match=r"runs/mnist/7: holds the run of an earlier job .*: give run_dir=$"
@@ -149,10 +153,10 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     stub_scontrol(stubs, f"{RUNNING} TimeLimit={limit} RunTime=00:00:01")
     lines = begin(tmp_path, *words)
     assert ("export RECIPES_BY_CLOCK=1" in lines) == expected
-    ends = [
-        line.partition("=")[2] for line in lines if line.startswith("export SLURM_JOB_END_TIME=")
-    ]
-    assert [60 < int(end) - time.time() <= 119 for end in ends] == [True] * expected
+    start = "export SLURM_JOB_END_TIME="
+    ends = [int(line.removeprefix(start)) for line in lines if line.startswith(start)]
+    assert len(ends) == expected
+    assert all(60 < end - time.time() <= 119 for end in ends)
 
 
 def test_a_job_that_lost_its_files_is_refused(
@@ -161,12 +165,7 @@ def test_a_job_that_lost_its_files_is_refused(
     """Its run directory is on the disk of the node of that start."""
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
     stub_scontrol(stubs)
-    environ = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_RESTART_COUNT": "1",
-        "RECIPES_SNAPSHOT": "false",
-        "RECIPES_LINES": "2",
-    }
+    environ = of_job("1")
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code").mkdir(parents=True)
     (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
@@ -191,9 +190,8 @@ def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
     helpers.attempt(tmp_path, step=None, hosts=())
     stub_scontrol(stubs, RUNNING.replace("RUNNING", "PENDING") + " Restarts=1")
     assert finish(tmp_path, srun_status=143) == errors.EXIT_REQUEUE
-    assert (
-        capfd.readouterr().err == "mnist: it was stopped before the run began; requeued by Slurm\n"
-    )
+    line = "mnist: it was stopped before the run began; requeued by Slurm\n"
+    assert capfd.readouterr().err == line
     stub_scontrol(stubs, f"{RUNNING} Restarts=1")  # Slurm has not decided
     assert finish(tmp_path, srun_status=143, SLURM_RESTART_COUNT="1") == 143
 
@@ -222,7 +220,7 @@ def test_a_preempted_run_is_requeued(
     assert stubs.calls("scontrol") == [["show", "job", "7"], ["requeue", "7"]]
     output = capfd.readouterr().out
     assert "saved at step 12; requeued (restart 1 of at most 20); run directory" in output
-    assert (directory.read_status(preempted) or {})["next"] == "requeued"
+    assert next_of(preempted) == "requeued"
 
 
 def test_a_run_that_was_saved_after_its_time_limit_is_requeued(
@@ -279,7 +277,7 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
     assert finish(preempted) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
     assert f"saved at step 12; {words}" in capfd.readouterr().out
-    assert (directory.read_status(preempted) or {})["next"] == next_word
+    assert next_of(preempted) == next_word
 
 
 @pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), "")])
@@ -294,7 +292,7 @@ def test_max_requeues_limits_the_requeues(
     assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
     assert "not requeued, since max_requeues= is reached: to resume" in capfd.readouterr().out
-    assert (directory.read_status(preempted) or {})["next"] == "max-requeues"
+    assert next_of(preempted) == "max-requeues"
 
 
 def test_a_job_below_max_requeues_is_requeued(preempted: Path, stubs: Stubs) -> None:
@@ -315,18 +313,16 @@ def test_a_job_without_progress_is_not_requeued(
     directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
-    assert (
-        "not requeued, since its last start completed no step or saved no file: to resume"
-        in capfd.readouterr().out
-    )
-    assert (directory.read_status(preempted) or {})["next"] == "no-progress"
+    line = "not requeued, since its last start completed no step or saved no file: to resume"
+    assert line in capfd.readouterr().out
+    assert next_of(preempted) == "no-progress"
     directory.write_status(preempted, "preempted", attempt=again.number, step=13)
     finish(preempted, SLURM_RESTART_COUNT="1")
     assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
     directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     stub_scontrol(stubs)
     finish(preempted)  # the first start of a job that resumes the run
-    assert (directory.read_status(preempted) or {})["next"] == "requeued"
+    assert next_of(preempted) == "requeued"
 
 
 PROGRAM = f"program={__file__}"
@@ -368,13 +364,13 @@ def test_a_requeued_program_that_saves_nothing_is_not_requeued_again(
     (run_dir / "checkpoint").write_text("of the first start")
     saves.note(attempt, "")
     assert finish(run_dir, SLURM_RESTART_COUNT="1") == 75
-    assert directory.read_status(run_dir)["next"] == "no-progress"
+    assert next_of(run_dir) == "no-progress"
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
     finish(run_dir)  # the first start of a job
-    assert directory.read_status(run_dir)["next"] == "requeued"
+    assert next_of(run_dir) == "requeued"
     (run_dir / "checkpoint").write_text("of this start")
     finish(run_dir, SLURM_RESTART_COUNT="1")
-    assert directory.read_status(run_dir)["next"] == "requeued"
+    assert next_of(run_dir) == "requeued"
 
 
 @pytest.mark.parametrize(
@@ -404,7 +400,7 @@ def test_a_program_that_catches_no_signal_and_saves_nothing_is_requeued_twice(
     if is_saved:
         (run_dir / "checkpoint").touch()
     assert finish(run_dir, *words, SLURM_RESTART_COUNT=str(restarts)) == 75
-    assert directory.read_status(run_dir)["next"] == following
+    assert next_of(run_dir) == following
 
 
 @pytest.mark.parametrize(
@@ -513,10 +509,12 @@ def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
 def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "go_home", lambda root: None)
     before = signal.getsignal(signal.SIGTERM)
+
+    def is_ignored(*arguments: object) -> bool:
+        return signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
+
     for step, module in (("finish", batch), ("examine", batch.examination)):
-        monkeypatch.setattr(
-            module, step, lambda *arguments: signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
-        )
+        monkeypatch.setattr(module, step, is_ignored)
         assert batch.main([step, "mnist", "0"]) is True
 
 
@@ -538,7 +536,7 @@ def test_a_failed_requeue_is_reported_in_one_line(
         assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
         output = capfd.readouterr().out
         assert f"not requeued ({why}" in output
-        assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
+        assert next_of(preempted) == "requeue-failed"
         assert len(output.splitlines()) == 1
         directory.write_status(preempted, "preempted", attempt=0, step=12)
         monkeypatch.setenv("PATH", "/nosuch")
@@ -558,9 +556,8 @@ def test_finish_has_the_runs_status(
     tmp_path: Path, stubs: Stubs, state: str, srun_status: int, expected: int
 ) -> None:
     stub_scontrol(stubs)
-    directory.write_status(
-        tmp_path, state, attempt=helpers.attempt(tmp_path, launch="7.0").number, step=1
-    )
+    attempt = helpers.attempt(tmp_path, launch="7.0")
+    directory.write_status(tmp_path, state, attempt=attempt.number, step=1)
     assert finish(tmp_path, srun_status=srun_status) == expected
     assert stubs.calls("scontrol") == []
     assert directory.read_status(tmp_path)["state"] != "running"
@@ -605,18 +602,10 @@ def test_a_log_on_a_full_disk_does_not_change_the_exit_status(
     attempt = helpers.attempt(tmp_path, launch="7.0")
     helpers.attempt(tmp_path, launch="7.0")  # by a second step of the script
     directory.write_status(tmp_path, state, attempt=1, step=9)
-    environ = helpers.clean_environment(
-        SLURM_JOB_ID="7", **{attempts.VARIABLE: str(attempt.folder)}
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "recipes.core.launch.batch",
-        "finish",
-        "mnist",
-        str(status),
-        f"run_dir={tmp_path}",
-    ]
+    of_attempt = {attempts.VARIABLE: str(attempt.folder)}
+    environ = helpers.clean_environment(SLURM_JOB_ID="7", **of_attempt)
+    words = ["finish", "mnist", str(status), f"run_dir={tmp_path}"]
+    command = [sys.executable, "-m", "recipes.core.launch.batch", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=helpers.ROOT, env=environ, stdout=full, stderr=full)
     assert done.returncode == status

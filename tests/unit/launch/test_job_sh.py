@@ -20,6 +20,13 @@ from tests import helpers
 from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe, executable
 
 
+def made_script(bench: Bench, *words: str) -> Path:
+    """The script of a job with these keys."""
+    script = bench.folder / "job.sh"
+    script.write_text(jobs.sbatch_script(describe(*words, root=bench.root)))
+    return script
+
+
 def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
     word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
     status, stderr = bench.run(
@@ -130,9 +137,8 @@ def test_a_users_options_of_the_shell_have_no_effect(bench: Bench, options: str)
     bench.stub("srun", 'echo "${SHELLOPTS-}" > "$NOTES/options"; exit 75')
     _, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir, SHELLOPTS=options)
     assert "before the run began" in stderr  # `finish` has run
-    assert not set(options.split(":")) & set(
-        (bench.folder / "options").read_text().strip().split(":")
-    )
+    in_force = (bench.folder / "options").read_text().strip().split(":")
+    assert not set(options.split(":")) & set(in_force)
 
 
 def test_python_uses_utf8_in_every_locale() -> None:
@@ -151,14 +157,10 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
     of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "PYTHONSAFEPATH": "1"}
     of_profile |= {f"SLURM_STD{name}MODE": "/tmp/x" for name in ("IN", "OUT", "ERR")}
-    of_step = {
-        f"SLURM_{name}": "1"
-        for name in ["GRES", "STEP_GRES", "CPUS_PER_GPU", "NO_KILL", "EXCLUSIVE", "EXACT"]
-    }
-    of_step |= {
-        f"SLURM_{name}": "/x"
-        for name in ["HOSTFILE", "PROLOG", "EPILOG", "TASK_PROLOG", "TASK_EPILOG"]
-    }
+    switches = "GRES STEP_GRES CPUS_PER_GPU NO_KILL EXCLUSIVE EXACT"
+    of_step = {f"SLURM_{name}": "1" for name in switches.split()}
+    paths = "HOSTFILE PROLOG EPILOG TASK_PROLOG TASK_EPILOG"
+    of_step |= {f"SLURM_{name}": "/x" for name in paths.split()}
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, **cpus, **gpus, **of_profile, **of_step)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
@@ -239,15 +241,9 @@ def test_the_active_conda_environment_is_used(bench: Bench) -> None:
     assert chosen_python(bench, **active) == conda
     assert chosen_python(bench, **base) == of_repository
     both = {**active, "VIRTUAL_ENV": str(bench.folder / "venv")}
-    path = f"{bench.folder}/bin:/usr/bin:/bin"
-    assert (
-        chosen_python(bench, **both, PATH=f"{Path(venv).parent}:{Path(conda).parent}:{path}")
-        == venv
-    )
-    assert (
-        chosen_python(bench, **both, PATH=f"{Path(conda).parent}:{Path(venv).parent}:{path}")
-        == conda
-    )
+    for first, second in ((venv, conda), (conda, venv)):
+        folders = f"{Path(first).parent}:{Path(second).parent}:{bench.folder}/bin:/usr/bin:/bin"
+        assert chosen_python(bench, **both, PATH=folders) == first
 
 
 def test_the_environments_python_comes_before_a_modules(bench: Bench) -> None:
@@ -257,10 +253,7 @@ def test_the_environments_python_comes_before_a_modules(bench: Bench) -> None:
     (theirs / "python").symlink_to("/bin/false")
     module = {"BASH_FUNC_module%%": "() { PATH=$NOTES/module:$PATH; }"}
     bench.stub("srun", 'command -v python > "$NOTES/which"')
-    (bench.folder / "job.sh").write_text(
-        jobs.sbatch_script(describe("cluster=example", root=bench.root))
-    )
-    for script in ("sbatch/mnist_1x1.sh", bench.folder / "job.sh"):
+    for script in ("sbatch/mnist_1x1.sh", made_script(bench, "cluster=example")):
         bench.run(script, RECIPES_CLUSTER="example", **module)
         assert (bench.folder / "which").read_text() == f"{bench.folder}/bin/python\n"
         (bench.folder / "which").unlink()
@@ -280,12 +273,8 @@ def test_a_line_break_in_a_folder_name_runs_no_command(bench: Bench) -> None:
     bad = bench.folder / "x\ntouch canary;#"
     bad.mkdir()
     (bench.folder / "link").symlink_to(bad)
-    refused(
-        bench,
-        bench.run("sbatch/mnist_1x1.sh", f"data_dir={bench.folder}/link"),
-        "data_dir=",
-        "cannot be printed",
-    )
+    ran = bench.run("sbatch/mnist_1x1.sh", f"data_dir={bench.folder}/link")
+    refused(bench, ran, "data_dir=", "cannot be printed")
     assert "canary" not in bench.files
     moved = bad / "repository"
     shutil.copytree(bench.root, moved)
@@ -322,9 +311,8 @@ def test_a_requeued_job_runs_the_same_code_with_the_same_paths(bench: Bench) -> 
         assert set(bench.srun[-4:]) == whole
         (bench.folder / "srun").unlink()
     # From these a job on a bad node is submitted again.
-    assert (bench.root / "here/job.sh").read_text() == (
-        bench.root / "sbatch/mnist_1x1.sh"
-    ).read_text()
+    script = (bench.root / "sbatch/mnist_1x1.sh").read_text()
+    assert (bench.root / "here/job.sh").read_text() == script
     described = json.loads((bench.root / "here/job.yaml").read_text())
     assert (bench.root / "here/job.yaml").stat().st_mode & 0o777 == 0o640
     [copy] = ran_in  # the requeued job runs the same snapshot
@@ -342,19 +330,12 @@ def test_a_script_outside_the_repository_is_refused(bench: Bench) -> None:
 
 def test_a_missing_python_environment_is_refused(bench: Bench) -> None:
     bench.stub("python", "exit 1")
-    refused(
-        bench,
-        bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""),
-        "no Python environment: activate yours",
-        "make install",
-    )
+    ran = bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV="")
+    refused(bench, ran, "no Python environment: activate yours", "make install")
     # Slurm sets this variable if sbatch passes on only a part of the environment.
-    refused(
-        bench,
-        bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV="", SLURM_EXPORT_ENV="NONE"),
-        "no Python environment: --export=NONE or SBATCH_EXPORT hides the active one",
-        "submit with --export=ALL",
-    )
+    ran = bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV="", SLURM_EXPORT_ENV="NONE")
+    line = "no Python environment: --export=NONE or SBATCH_EXPORT hides the active one"
+    refused(bench, ran, line, "submit with --export=ALL")
 
 
 @pytest.mark.parametrize("name", ["python", "python3"])
@@ -374,28 +355,14 @@ def test_an_unknown_key_or_cluster_ends_the_job_before_srun(bench: Bench) -> Non
 def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
     ran = bench.run("sbatch/mnist_1x1.sh", "cluster=example", MODULE_ENDS="1", **MODULE)
     refused(bench, ran, "cluster=example", "gcc/12")
-    (bench.folder / "job.sh").write_text(
-        jobs.sbatch_script(describe("cluster=example", root=bench.root))
-    )
-    refused(
-        bench,
-        bench.run(bench.folder / "job.sh", MODULE_ENDS="1", **MODULE),
-        "cluster=example",
-        "gcc/12",
-    )
-    refused(
-        bench,
-        bench.run("sbatch/mnist_1x1.sh", "cluster=example"),
-        "cluster=example",
-        "has no command 'module'",
-    )
+    ran = bench.run(made_script(bench, "cluster=example"), MODULE_ENDS="1", **MODULE)
+    refused(bench, ran, "cluster=example", "gcc/12")
+    ran = bench.run("sbatch/mnist_1x1.sh", "cluster=example")
+    refused(bench, ran, "cluster=example", "has no command 'module'")
 
 
 def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
-    (bench.folder / "job.sh").write_text(
-        jobs.sbatch_script(describe("snapshot=false", root=bench.root))
-    )
-    bench.run(bench.folder / "job.sh", bench.run_dir)
+    bench.run(made_script(bench, "snapshot=false"), bench.run_dir)
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, RECIPES_SNAPSHOT="false")
     assert not (bench.root / "runs/code").exists()
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir)

@@ -22,14 +22,11 @@ def test_python_3_6_can_read_launch_py() -> None:
         alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
     }
     assert imported == {"importlib.util", "os", "subprocess", "sys"}
-    assert not [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
-    ]
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        for hint in (node.returns, *(argument.annotation for argument in node.args.args)):
-            assert isinstance(hint, (ast.Constant, ast.Name)), ast.unparse(node)
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.ImportFrom) or node.module != "__future__"
+        if isinstance(node, ast.FunctionDef):
+            for hint in (node.returns, *(argument.annotation for argument in node.args.args)):
+                assert isinstance(hint, (ast.Constant, ast.Name)), ast.unparse(node)
 
 
 def test_an_old_python_is_reported(
@@ -69,9 +66,8 @@ def test_launch_py_restarts_in_the_profiles_environment(bench: Bench) -> None:
     assert launch_py(bench, RECIPES_CLUSTER="here", **ENOUGH) == (0, taken, "")
     # A conda environment is no venv.
     profile.write_text(f"environment: {Path(os.path.realpath(sys.executable)).parents[1]}\n")
-    assert launch_py(bench, "launcher=print", RECIPES_CLUSTER="here", **ENOUGH)[1].startswith(
-        "#!/bin/bash"
-    )
+    _, stdout, _ = launch_py(bench, "launcher=print", RECIPES_CLUSTER="here", **ENOUGH)
+    assert stdout.startswith("#!/bin/bash")
 
 
 @pytest.mark.parametrize(
@@ -94,10 +90,8 @@ def test_a_python_with_all_packages_comes_before_dot_venv(
 
 def test_launch_py_reads_utf8_in_every_locale(bench: Bench) -> None:
     posix = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", **ENOUGH}
-    assert (
-        "\nset -- 'run_dir=/über' \"$@\"\n"
-        in launch_py(bench, "launcher=print", "run_dir=/über", **posix)[1]
-    )
+    _, stdout, _ = launch_py(bench, "launcher=print", "run_dir=/über", **posix)
+    assert "\nset -- 'run_dir=/über' \"$@\"\n" in stdout
 
 
 def test_a_missing_or_unused_environment_is_reported(bench: Bench) -> None:

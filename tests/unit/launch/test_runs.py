@@ -138,6 +138,14 @@ def test_a_run_that_slurm_may_start_again_is_unknown_while_slurm_does_not_answer
     assert runs.word(of_run, None, "", None, True, asked=False)[0] == expected
 
 
+def begun(run_dir: Path, state: str = "running", job: str = "18", cluster: str = "") -> Path:
+    """A run of job ``job`` that has done three steps."""
+    environ = {"SLURM_JOB_ID": job, "SLURM_CLUSTER_NAME": cluster}
+    attempts.begin(attempts.open_next(run_dir, "mnist", environ), 0, own=False)
+    directory.write_status(run_dir, state, attempt=0, step=3)
+    return run_dir
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A finished run with results, a pending job, and an element of an array that failed."""
@@ -272,10 +280,8 @@ def test_a_run_outside_runs_is_found_by_its_job(
     jobs.record(elsewhere, b"", "14", "mnist", [], root=str(root))
     jobs.record(elsewhere, b"", "15", "mnist", [], root=str(root))  # submitted again
     jobs.record(root / "runs/mnist/16", b"", "16", "mnist", [], root=str(root))
-    assert [runs.find([job], root) for job in ("15", "16")] == [
-        [elsewhere],
-        [root / "runs/mnist/16"],
-    ]
+    assert runs.find(["15"], root) == [elsewhere]
+    assert runs.find(["16"], root) == [root / "runs/mnist/16"]
     assert runs.find([], root).count(elsewhere) == 1
     assert not (root / "runs/jobs/16").exists()
 
@@ -296,10 +302,7 @@ def test_a_command_does_not_choose_a_run_that_nobody_named(
 
 
 def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
-    original = root / "runs/mnist/17"
-    attempt = attempts.open_next(original, "mnist", {"SLURM_JOB_ID": "17"})
-    attempts.begin(attempt, 0, own=False)
-    directory.write_status(original, "running", attempt=0, step=3)
+    original = begun(root / "runs/mnist/17", job="17")
     copy = shutil.copytree(original, root / "runs/mnist/copy")
     running = {"17": RUNNING}
     assert runs.read(original, running).state == "running"
@@ -313,9 +316,7 @@ def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
 
 
 def test_a_job_that_is_stopping_is_not_called_starting(root: Path) -> None:
-    folder = root / "runs/mnist/18"
-    attempts.begin(attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "18"}), 0, own=False)
-    directory.write_status(folder, "preempted", attempt=0, step=3)
+    folder = begun(root / "runs/mnist/18", "preempted")
     completing = Line("COMPLETING", "", "node1", 60.0, False, "")
     assert runs.read(folder, {"18": RUNNING}).state == "running"  # it has not been requeued yet
     directory.note_next(folder, Next.requeued, 0)
@@ -327,12 +328,7 @@ def test_a_job_that_is_stopping_is_not_called_starting(root: Path) -> None:
 
 
 def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -> None:
-    folder = root / "runs/mnist/18"
-    attempt = attempts.open_next(
-        folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"}
-    )
-    attempts.begin(attempt, 0, own=False)
-    directory.write_status(folder, "running", attempt=0, step=3)
+    folder = begun(root / "runs/mnist/18", cluster="there")
     for cluster, state in (("there", "running"), ("here", "unknown"), ("", "running")):
         assert runs.read(folder, {"18": RUNNING}, cluster).state == state
     with pytest.raises(
@@ -344,12 +340,7 @@ def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -
 def test_a_run_of_another_cluster_is_not_cancelled_while_no_job_is_here(
     root: Path, stubs: Stubs
 ) -> None:
-    folder = root / "runs/mnist/18"
-    attempt = attempts.open_next(
-        folder, "mnist", {"SLURM_JOB_ID": "18", "SLURM_CLUSTER_NAME": "there"}
-    )
-    attempts.begin(attempt, 0, own=False)
-    directory.write_status(folder, "running", attempt=0, step=3)
+    folder = begun(root / "runs/mnist/18", cluster="there")
     stubs.add("squeue", "")
     stubs.add("scontrol", "echo 'ClusterName = here'")
     with pytest.raises(MachineError, match="its job is on cluster there"):
@@ -361,9 +352,9 @@ def test_the_table_is_json_sorted_or_only_of_what_has_failed(
 ) -> None:
     monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
     assert runs.show(["--json", "--failed"], root) == 0
-    [line] = capsys.readouterr().out.splitlines()
-    assert json.loads(line)["state"] == "failed"
-    assert json.loads(line)["job"] == "13_1"
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "failed"
+    assert told["job"] == "13_1"
     runs.show(["--sort=step"], root)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1:3] for line in lines[1:]] == [
@@ -398,13 +389,9 @@ def test_a_local_run_is_asked_to_save(root: Path) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         attempt = attempts.open_next(folder, "mnist", {})
-        facts = files.read_json(attempt.folder / "opened.json") or {}
-        process = {
-            **facts["process"],
-            "pid": sleeper.pid,
-            "started": attempts.start_time(sleeper.pid),
-        }
-        files.write_json(attempt.folder / "opened.json", {**facts, "process": process})
+        facts = helpers.read(attempt.folder, "opened")
+        facts["process"] |= {"pid": sleeper.pid, "started": attempts.start_time(sleeper.pid)}
+        files.write_json(attempt.folder / "opened.json", facts)
         assert "was asked to save and end" in runs.cancel(runs.read(folder, None))
         assert sleeper.wait(10) == -signal.SIGTERM
         assert runs.cancel(runs.read(folder, None)) == "is not running: lost"

@@ -289,25 +289,15 @@ def test_shellcheck_accepts_every_script(tmp_path: Path) -> None:
     helpers.need(
         "" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck"
     )
-    written = [tmp_path / f"{number}.sh" for number in range(len(JOBS))]
-    for path, words in zip(written, JOBS, strict=True):
+    scripts = [SHARED, *READY]
+    for number, words in enumerate(JOBS):
+        path = tmp_path / f"{number}.sh"
         path.write_text(jobs.sbatch_script(describe(*words, root=HOSTILE_ROOT)))
+        scripts.append(path)
     # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted; SC2154: set in
     # job.sh
-    ran = subprocess.run(
-        [
-            "shellcheck",
-            "--severity=style",
-            "--exclude=SC1091,SC2016,SC2154",
-            *written,
-            *READY,
-            SHARED,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout
+    options = ["--severity=style", "--exclude=SC1091,SC2016,SC2154"]
+    helpers.run(["shellcheck", *options, *map(str, scripts)]).expect(0)
 
 
 def test_a_script_runs_no_command_from_a_folder_name_or_value(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def test_the_run_directory_has_the_script_and_the_description(
     assert "srun" not in text
     stubs.add("sbatch", 'env > "$NOTES/env"; echo "sbatch: Job 7 to start at noon" >&2')
     assert checks.expected_start(describe("account=x", root=tmp_path)) == "to start at noon"
-    assert not {"SBATCH_ACCOUNT=mine", "SLURM_NTASKS=9"} & set(
-        (tmp_path / "env").read_text().splitlines()
-    )
+    environ = (tmp_path / "env").read_text()
+    assert "SBATCH_ACCOUNT=mine\n" not in environ
+    assert "SLURM_NTASKS=9\n" not in environ
 
 
 PARTITIONS = """\
@@ -154,10 +154,8 @@ def test_a_refusal_of_sbatch_is_one_line(
     for job in (describe(root=tmp_path), describe("sweep.lr=0.1,0.2", root=tmp_path)):
         with pytest.raises(MachineError) as caught:
             submit.submit(job, sys.executable, "")
-        assert (
-            str(caught.value)
-            == "Slurm refuses this job: Batch job submission failed: too many jobs"
-        )
+        line = "Slurm refuses this job: Batch job submission failed: too many jobs"
+        assert str(caught.value) == line
     assert capsys.readouterr().err == ""
 
 

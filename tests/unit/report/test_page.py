@@ -36,28 +36,16 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.open, self.texts, self.tags = (
-            list[str](),
-            list[str](),
-            list[tuple[str, dict[str, str | None]]](),
-        )
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         assert self.open == []
-        self.figures = list(
-            map(
-                ET.fromstring, re.findall(r'<svg viewBox="0 0 420.*?</svg>', self.source, re.DOTALL)
-            )
-        )
-        assert not {tag for tag, _ in self.tags} & {
-            "script",
-            "img",
-            "iframe",
-            "object",
-            "image",
-            "use",
-            "a",
-        }
+        figures = re.findall(r'<svg viewBox="0 0 420.*?</svg>', self.source, re.DOTALL)
+        self.figures = [ET.fromstring(figure) for figure in figures]
+        loading = {"script", "img", "iframe", "object", "image", "use", "a"}
+        assert not {tag for tag, _ in self.tags} & loading
         linked = [
             attrs
             for _, attrs in self.tags
@@ -82,6 +70,11 @@ class Page(HTMLParser):
     def labels(self) -> list[str]:
         """The descriptions of the figures."""
         return [svg.attrib["aria-label"] for svg in self.figures]
+
+    def paths(self, kind: str) -> list[dict[str, str]]:
+        """The attributes of the first figure's paths whose class begins with ``kind``."""
+        drawn = [path.attrib for path in self.figures[0].iter("path")]
+        return [attributes for attributes in drawn if attributes["class"].startswith(kind)]
 
     def after(self, name: str) -> str:
         """The text in the cell after the one with this name."""
@@ -119,10 +112,9 @@ def page(folder: Path, *runs: Path) -> Page:
 
 
 def test_one_run(tmp_path: Path) -> None:
-    rows = [
-        row(0, step, 2.0 - step / 10, **({} if step % 5 else {"val_top1": step / 20}))
-        for step in range(1, 11)
-    ]
+    rows = [row(0, step, 2.0 - step / 10) for step in range(1, 11)]
+    for evaluated in (rows[4], rows[9]):
+        evaluated["val_top1"] = evaluated["step"] / 20
     summary = {"val_top1": 0.5, "versions": {"torch": "2.99"}, "world_size": 4, "git_commit": "abc"}
     folder = make(tmp_path / "run", rows, summary=summary, lr=0.1, name="")
     (folder / "checkpoints").mkdir(exist_ok=True)
@@ -175,10 +167,10 @@ def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
 
 
 def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
-    rows = [row(0, step) for step in range(1, 40)] + [row(1, step, 7.0) for step in range(31, 60)]
-    folder = make(
-        tmp_path / "run", [*rows, *(row(3, step, 7.5) for step in range(51, 81))], state="failed"
-    )
+    rows = [row(0, step) for step in range(1, 40)]
+    rows += [row(1, step, 7.0) for step in range(31, 60)]
+    rows += [row(3, step, 7.5) for step in range(51, 81)]
+    folder = make(tmp_path / "run", rows, state="failed")
     for step in (30, None, 50):  # attempt 2 was refused
         newest = helpers.attempt(folder, hosts=("node1", "node2"), step=step)
     first = attempts.Attempt(folder, 0)
@@ -195,12 +187,7 @@ def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
         folder, "failed", attempt=3, step=80, kind=Kind.hang, reason="rank 1 hung"
     )
     shown = page(tmp_path, folder)
-    marks = [
-        element.attrib["d"]
-        for element in shown.figures[0].iter("path")
-        if element.attrib["class"] == "mark"
-    ]
-    assert len(marks) == 2
+    assert len(shown.paths("mark")) == 2
     assert [element.text for element in shown.figures[0].iter("text")].count("3") == 1
     assert shown.labels()[0].endswith(": 7.5 at 80")
     assert "rank 0 failed first" in shown.texts
@@ -229,9 +216,8 @@ def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
     for shown in (page(tmp_path, folder), page(tmp_path, folder, other)):
         assert ("There are no metrics." in shown.texts) == (len(shown.figures) == 0)
         assert shown.after("lr") in ("0.5", "lr", "loss")
-    assert (
-        state != "refused" or "the newest launch did not begin: lr=0.5 is too large" in shown.texts
-    )
+    if state == "refused":
+        assert "the newest launch did not begin: lr=0.5 is too large" in shown.texts
 
 
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
@@ -243,18 +229,13 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "loss": null, "lr": "x"}\n{"step": 10, "lo')
     shown = page(tmp_path, folder)
-    line = next(
-        path.attrib["d"]
-        for path in shown.figures[0].iter("path")
-        if path.attrib["class"].startswith("line")
-    )
+    line = shown.paths("line")[0]["d"]
     assert line.count("M") == 3
     assert line.count("L") == 1
     assert "Values that are not finite: 5" in shown.texts
-    assert not re.search(
-        "nan|inf",
-        " ".join(element.attrib.get("d", "") for svg in shown.figures for element in svg.iter()),
-    )
+    for svg in shown.figures:
+        for element in svg.iter():
+            assert not re.search("nan|inf", element.attrib.get("d", ""))
     assert not any("val_f1" in label for label in shown.labels())
 
 
@@ -269,29 +250,25 @@ def test_a_clock_that_went_back(tmp_path: Path) -> None:
     ):
         files.write_json(opened, {**helpers.read(opened.parent, "opened"), "time": time_s})
         shown = page(tmp_path, folder)
-        assert (
-            shown.after("duration, with waiting") if "duration, with waiting" in shown.texts else ""
-        ) == took
+        if took:
+            assert shown.after("duration, with waiting") == took
+        else:
+            assert "duration, with waiting" not in shown.texts
 
 
 def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
-    name = HOSTILE.replace("/", "∕").replace("\ud800", "").replace("\x1b", "")
+    encodable = HOSTILE.replace("\ud800", "")
+    name = encodable.replace("/", "∕").replace("\x1b", "")
     summary = {
         "recipe": HOSTILE,
         "versions": {HOSTILE: HOSTILE},
         "git_commit": HOSTILE,
         HOSTILE: 0.5,
     }
-    keys = {HOSTILE.replace("\ud800", ""): HOSTILE.replace("\ud800", "")}
-    done = make(
-        tmp_path / f"1{name}",
-        [row(0, step, **{HOSTILE: 0.5}) for step in range(1, 4)],
-        summary=summary,
-        **keys,
-    )
-    failed = make(
-        tmp_path / f"2{name}", [row(0, 1, **{HOSTILE: 0.25})], state="failed", **{**keys, "lr": 1}
-    )
+    keys = {encodable: encodable}
+    rows = [row(0, step, **{HOSTILE: 0.5}) for step in range(1, 4)]
+    done = make(tmp_path / f"1{name}", rows, summary=summary, **keys)
+    failed = make(tmp_path / f"2{name}", rows[:1], state="failed", lr=1, **keys)
     for folder in (done, failed):
         facts = {"job": HOSTILE, "hosts": [HOSTILE], "recipe": HOSTILE}
         opened = helpers.read(folder / "attempts/0000", "opened")
@@ -304,7 +281,7 @@ def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
         files.write_json(folder / "doctor/doctor.json", {"hosts": [HOSTILE], "entries": [entry]})
         (folder / "checkpoints").mkdir(exist_ok=True)
         (folder / f"checkpoints/step-{name}.pt").touch()
-        (folder / "checkpoints/latest").write_text(HOSTILE.replace("\ud800", ""))
+        (folder / "checkpoints/latest").write_text(encodable)
     for runs in ((done,), (failed,), (done, failed)):
         shown = page(tmp_path, *runs)
         assert "\x1b" not in shown.source
@@ -313,21 +290,17 @@ def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
 
 def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     sizes = ((1, 1, 100.0), (4, 1, 360.0), (8, 2, 640.0))
-    runs = [
-        make(
-            tmp_path / f"run{ranks}",
-            [row(0, 1), row(0, 2, ranks)],
-            lr=ranks / 10,
-            seed=1,
-            summary={
-                "recipe": "mnist",
-                "world_size": ranks,
-                "num_nodes": nodes,
-                "samples_per_second": speed,
-            },
-        )
-        for ranks, nodes, speed in sizes
-    ]
+    runs = []
+    for ranks, nodes, speed in sizes:
+        rows = [row(0, 1), row(0, 2, ranks)]
+        summary = {
+            "recipe": "mnist",
+            "world_size": ranks,
+            "num_nodes": nodes,
+            "samples_per_second": speed,
+        }
+        folder = tmp_path / f"run{ranks}"
+        runs.append(make(folder, rows, lr=ranks / 10, seed=1, summary=summary))
     shown = page(tmp_path, *runs)
     head = shown.texts[shown.texts.index("run") :]
     assert head[:6] == ["run", "state", "step", "lr", "samples_per_second", "note"]
@@ -338,11 +311,7 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     assert shown.labels()[-1] == label
     table = shown.texts[shown.texts.index("efficiency") + 1 :]
     assert " ".join(table[:15]) == "1 1 100.0 100.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"
-    lines = [
-        path.attrib["class"]
-        for path in shown.figures[0].iter("path")
-        if path.attrib["class"].startswith("line")
-    ]
+    lines = [path["class"] for path in shown.paths("line")]
     assert lines == ["line c0 d0", "line c1 d0", "line c2 d0"]
     assert not any("Scaling" in label for label in page(tmp_path, *runs[:1]).labels())
 
@@ -353,10 +322,8 @@ def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
     first = make(tmp_path / "run0", rows)
     runs = [first, *(make(tmp_path / f"run{number}", rows[:5]) for number in range(1, 30))]
     shown = page(tmp_path, *runs)
-    assert (
-        sum(path.attrib["class"].startswith("line") for path in shown.figures[0].iter("path")) == 24
-    )
-    assert {"50", "40"} & {text.text for text in shown.figures[0].iter("text")}
+    assert len(shown.paths("line")) == 24
+    assert {"50", "40"} & {label.text for label in shown.figures[0].iter("text")}
     assert os.path.getsize(tmp_path / "out.html") < 400_000
     points = [(float(x), 50.0 if x == 777 else 0.0) for x in range(10_000)]
     kept = figure._thinned(points, 100)

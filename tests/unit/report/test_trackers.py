@@ -11,6 +11,7 @@ import sqlite3
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,11 +23,18 @@ from recipes.core.run import directory, rows
 from tests import helpers
 
 # by metric: step and value, in the order in which they were written
-Found = dict[str, list[tuple[int, float]]]
+Series = dict[str, list[tuple[int, float]]]
 
 
-def of_rows(run_dir: Path) -> Found:
-    series: Found = {}
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory for a test that exports to tensorboard."""
+    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
+    return tmp_path / "run"
+
+
+def of_rows(run_dir: Path) -> Series:
+    series: Series = {}
     for row in rows.rows(run_dir):
         for name, value in row.items():
             if name != "step":
@@ -34,7 +42,7 @@ def of_rows(run_dir: Path) -> Found:
     return series
 
 
-def in_tensorboard(run_dir: Path, place: Path) -> Found:
+def in_tensorboard(run_dir: Path, place: Path) -> Series:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util import tensor_util
 
@@ -44,12 +52,11 @@ def in_tensorboard(run_dir: Path, place: Path) -> Found:
         for tag in events.Tags()["tensors"]
         if not tag.startswith(("_hparams", "summary"))
     }
-    return {
-        tag: [
-            (event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in read[tag]
-        ]
-        for tag in read
-    }
+
+    def value(event: Any) -> float:
+        return float(tensor_util.make_ndarray(event.tensor_proto).item())
+
+    return {tag: [(event.step, value(event)) for event in read[tag]] for tag in read}
 
 
 def wandb_records(file: Path) -> list[bytes]:
@@ -66,16 +73,16 @@ def wandb_records(file: Path) -> list[bytes]:
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         part += data[at + 7 : at + 7 + size]
         if kind in (1, 4):  # whole, or the last part
-            records = [*records, part]
+            records.append(part)
             part = b""
         at += 7 + size
     return records
 
 
-def in_wandb(run_dir: Path, place: Path) -> Found:
+def in_wandb(run_dir: Path, place: Path) -> Series:
     from wandb.proto import wandb_internal_pb2
 
-    series: Found = {}
+    series: Series = {}
     for file in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
         for data in wandb_records(file):
             record = wandb_internal_pb2.Record.FromString(data)
@@ -89,31 +96,25 @@ def in_wandb(run_dir: Path, place: Path) -> Found:
     return series
 
 
-def in_mlflow(run_dir: Path, place: Path) -> Found:
+def in_mlflow(run_dir: Path, place: Path) -> Series:
     import mlflow
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         client = mlflow.MlflowClient(tracking_uri=str(place / "mlruns"))
-    (run,) = client.search_runs(
-        [experiment.experiment_id for experiment in client.search_experiments()]
-    )
-    names = run.data.metrics
-    return {
-        name: [
-            (metric.step, metric.value)
-            for metric in client.get_metric_history(run.info.run_id, name)
-        ]
-        for name in names
-    }
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments)
+    series: Series = {}
+    for name in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, name)
+        series[name] = [(metric.step, metric.value) for metric in history]
+    return series
 
 
-def in_trackio(run_dir: Path, place: Path) -> Found:
-    series: Found = {}
-    database = next((place / "trackio").glob("*.db"))
-    for step, text in sqlite3.connect(database).execute(
-        "SELECT step, metrics FROM metrics ORDER BY id"
-    ):
+def in_trackio(run_dir: Path, place: Path) -> Series:
+    series: Series = {}
+    database = sqlite3.connect(next((place / "trackio").glob("*.db")))
+    for step, text in database.execute("SELECT step, metrics FROM metrics ORDER BY id"):
         for name, value in json.loads(text).items():
             series.setdefault(name, []).append((step, float(value)))
     return series
@@ -127,7 +128,7 @@ READERS = {
 }
 
 
-def close(series: Found, expected: Found) -> None:
+def close(series: Series, expected: Series) -> None:
     """The same steps; the same values, as far as 32 bits can tell. NaN is NaN."""
     assert series.keys() == expected.keys()
     for name in series:
@@ -176,14 +177,10 @@ def call(folder: Path, to: str) -> str:
     """The line that the command prints. It runs in a separate process, since trackers keep state in
     their process.
     """
-    ended = helpers.run(
-        [sys.executable, "-m", "recipes.export", str(folder), f"to={to}"],
-        cwd=folder.parent,
-        environ={
-            **helpers.clean_environment(),
-            "PYTHONPATH": ":".join(filter(None, [str(helpers.ROOT), *sys.path])),
-        },
-    ).expect(0)
+    command = [sys.executable, "-m", "recipes.export", str(folder), f"to={to}"]
+    modules = ":".join(filter(None, [str(helpers.ROOT), *sys.path]))
+    environ = helpers.clean_environment(PYTHONPATH=modules)
+    ended = helpers.run(command, cwd=folder.parent, environ=environ).expect(0)
     return next(line for line in reversed(ended.lines) if line.startswith(str(folder)))
 
 
@@ -195,10 +192,9 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
     where = to if to == "tensorboard" else f"{to} mnist"
     train(folder, 0, 0, 9, "running", saved=6)
     assert f"{folder}: 5 rows to " in call(folder, to)
-    assert (
-        call(folder, to)
-        == f"{folder}: nothing new for {where}; 4 rows are held back: a resume may replace them"
-    )
+    nothing = f"{folder}: nothing new for {where}"
+    held_back = "; 4 rows are held back: a resume may replace them"
+    assert call(folder, to) == nothing + held_back
     released = {
         name: [point for point in points if point[0] < 6]
         for name, points in of_rows(folder).items()
@@ -210,7 +206,7 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
     line = call(folder, to)
     assert f"{folder}: 7 rows to " in line
     assert "replace" not in line
-    assert call(folder, to) == f"{folder}: nothing new for {where}"
+    assert call(folder, to) == nothing
     series = READERS[to](folder, place)
     close(series, of_rows(folder))
     assert [step for step, _ in series["loss"]] == list(range(1, 21))
@@ -223,17 +219,16 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
     close(READERS[to](folder, place), of_rows(folder))
 
 
-def test_keys_come_first_and_the_summary_last(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
+def test_keys_come_first_and_the_summary_last(run_dir: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    place = tmp_path / "run/tensorboard"
+    place = run_dir / "tensorboard"
     known = []
-    train(tmp_path / "run", 0, 0, 4)
-    files.write_json(tmp_path / "run/summary.json", {"val_top1": 0.1})  # of an earlier end
+    train(run_dir, 0, 0, 4)
+    files.write_json(run_dir / "summary.json", {"val_top1": 0.1})  # of an earlier end
     for attempt, begin, state in ((1, 4, "preempted"), (2, 5, "done"), (3, 5, "done")):
-        train(tmp_path / "run", attempt, begin, 5, state)
-        assert export.main([str(tmp_path), "to=tensorboard"]) == 0
+        train(run_dir, attempt, begin, 5, state)
+        assert export.main([str(run_dir.parent), "to=tensorboard"]) == 0
         events = EventAccumulator(str(place)).Reload()
         keys = events.Tensors("_hparams_/session_start_info")
         summaries = events.Tensors("summary") if "summary" in events.Tags()["tensors"] else []
@@ -241,40 +236,37 @@ def test_keys_come_first_and_the_summary_last(tmp_path: Path) -> None:
     assert known == [(1, 0, 1), (1, 1, 2), (1, 1, 2)]
     assert b"lr" in events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert json.loads(summaries[0].tensor_proto.string_val[0])["val_top1"] == 0.5
-    assert export.main([str(tmp_path), "to=tensorboard", "project=other"]) == 0
-    assert list(helpers.read(tmp_path / "run", "exported")) == ["tensorboard"]  # whatever project=
+    assert export.main([str(run_dir), "to=tensorboard", "project=other"]) == 0
+    assert list(helpers.read(run_dir, "exported")) == ["tensorboard"]  # whatever project=
 
 
-def test_rows_that_were_replaced_are_refused(tmp_path: Path) -> None:
+def test_rows_that_were_replaced_are_refused(run_dir: Path) -> None:
     """The newest checkpoint was damaged, or resume= names an earlier one."""
-    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
-    train(tmp_path / "run", 0, 0, 8)
-    export.main([str(tmp_path), "to=tensorboard"])
-    train(tmp_path / "run", 1, 4, 12)
+    train(run_dir, 0, 0, 8)
+    export.main([str(run_dir), "to=tensorboard"])
+    train(run_dir, 1, 4, 12)
     with pytest.raises(
         InputError, match=r"tensorboard has rows that a resume replaced: remove exported\.json to"
     ):
-        export.main([str(tmp_path), "to=tensorboard"])
+        export.main([str(run_dir), "to=tensorboard"])
 
 
-def test_a_row_whose_evaluation_was_postponed_is_held_back(tmp_path: Path) -> None:
+def test_a_row_whose_evaluation_was_postponed_is_held_back(run_dir: Path) -> None:
     """A stop at the end of an epoch postpones the evaluation. The resumed run writes the row again,
     with its results.
     """
-    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
-    train(tmp_path / "run", 0, 0, 6)
-    line = trackers.export(tmp_path / "run", "tensorboard", "")
+    train(run_dir, 0, 0, 6)
+    line = trackers.export(run_dir, "tensorboard", "")
     assert "run: 5 rows to " in line
     assert line.endswith("; 1 rows are held back: a resume may replace them")
 
 
-def test_the_error_of_a_library_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is optional: pip install '.[trackers]'")
-    train(tmp_path / "run", 0, 0, 4)
-    (tmp_path / "run/tensorboard").touch()
+def test_the_error_of_a_library_is_one_line(run_dir: Path) -> None:
+    train(run_dir, 0, 0, 4)
+    (run_dir / "tensorboard").touch()
     with pytest.raises(InputError, match=r"/run: tensorboard: \w+Error: "):
-        export.main([str(tmp_path), "to=tensorboard"])
-    assert not (tmp_path / "run/exported.json").exists()
+        export.main([str(run_dir), "to=tensorboard"])
+    assert not (run_dir / "exported.json").exists()
 
 
 def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
