@@ -276,7 +276,13 @@ def status_of_begin(words: tuple[str, ...]) -> int:
     return ended.value.code
 
 
-@pytest.mark.parametrize(("launcher", "cases"), [("slurm", SUBMITTED), ("local", HERE)])
+@pytest.mark.parametrize(
+    ("launcher", "cases"),
+    [
+        ("slurm", SUBMITTED),
+        ("local", HERE),
+    ],
+)
 def test_contradictory_keys_are_refused(
     launcher: str, cases: tuple[tuple[str, ...], ...], here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

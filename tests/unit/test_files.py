@@ -78,11 +78,9 @@ def test_limits_of_what_is_read_and_shown(tmp_path: Path) -> None:
 def test_a_full_disk_or_quota_is_told_from_other_errors(number: int) -> None:
     with pytest.raises(MachineError) as caught, files.writing_to(Path("/d"), "run_dir"):
         raise OSError(number, "x")
-    fix = (
-        "give another run_dir="
-        if number == errno.EACCES
-        else "free some space there, or give another run_dir="
-    )
+    fix = "give another run_dir="
+    if number != errno.EACCES:
+        fix = f"free some space there, or {fix}"
     assert str(caught.value) == f"run_dir='/d': cannot be written (x): {fix}"
     assert isinstance(caught.value, DiskFull) == (number != errno.EACCES)
 

@@ -216,7 +216,13 @@ def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) ->
 
 
 @as_root
-@pytest.mark.parametrize(("permissions", "is_accepted"), [(7, False), (5, True)])
+@pytest.mark.parametrize(
+    ("permissions", "is_accepted"),
+    [
+        (7, False),
+        (5, True),
+    ],
+)
 def test_the_shell_of_a_job_reads_access_control_lists(
     path: Path, permissions: int, is_accepted: bool
 ) -> None:

@@ -206,13 +206,10 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
 
 def test_the_value_of_one_swept_key_is_named_once() -> None:
     assert not parse("sweep.lr=0.1").sweep  # submitit makes no array of one job
-    assert (
-        refusal("sweep.epoch=1")
-        == "sweep.epoch=1: epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
-    )
-    assert refusal("sweep.lr=x", "sweep.seed=1").startswith(
-        "sweep.lr=x sweep.seed=1: lr=x: must be a number"
-    )
+    unknown = "epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
+    assert refusal("sweep.epoch=1") == f"sweep.epoch=1: {unknown}"
+    message = refusal("sweep.lr=x", "sweep.seed=1")
+    assert message.startswith("sweep.lr=x sweep.seed=1: lr=x: must be a number")
 
 
 def test_a_job_key_for_a_recipe_is_refused_with_the_option_of_sbatch() -> None:
@@ -335,7 +332,13 @@ def test_every_key_has_one_place_a_help_text_and_a_valid_default(recipe: str) ->
         assert parse(f"variant={name}", recipe=recipe).run.variant == name
 
 
-@pytest.mark.parametrize(("attribute", "kind"), [("VARIANTS", "variant"), ("DATASETS", "dataset")])
+@pytest.mark.parametrize(
+    ("attribute", "kind"),
+    [
+        ("VARIANTS", "variant"),
+        ("DATASETS", "dataset"),
+    ],
+)
 def test_an_invalid_variant_or_data_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, attribute: str, kind: str
 ) -> None:

@@ -26,6 +26,12 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+def assignments(text: str) -> dict[str, str]:
+    """The variables in the output of `env -0`, without the shell's ``_``."""
+    items = [item for item in text.split("\0") if item and not item.startswith("_=")]
+    return dict(item.split("=", 1) for item in items)
+
+
 def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, str]]:
     """What `set -a; . file` adds to an empty environment, for each file, in one shell; it fails on
     any message.
@@ -41,18 +47,12 @@ def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, st
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
-    bare, *read = [
-        dict(item.split("=", 1) for item in chunk.split("\0") if item and not item.startswith("_="))
-        for chunk in ("\0" + done.stdout.decode("ascii")).split("\0=\0")[:-1]
-    ]
+    bare, *read = map(assignments, f"\0{done.stdout.decode('ascii')}".split("\0=\0")[:-1])
     assert not list(cwd.iterdir()), "something in an env file was run"
     for variables in read:
-        assert all(variables.get(name) == value for name, value in bare.items()), (
-            "an env file changed the shell's own"
-        )
-    return [
-        {name: value for name, value in variables.items() if name not in bare} for variables in read
-    ]
+        for name, value in bare.items():
+            assert variables.pop(name, None) == value, "an env file changed the shell's own"
+    return read
 
 
 def test_settings_comments_and_blank_lines_are_accepted(tmp_path: Path) -> None:
@@ -164,15 +164,14 @@ SECRET_NAMES = words(
 
 
 def test_reserved_and_secret_names_are_refused_without_their_value() -> None:
-    for name in (*REFUSED_NAMES, *SECRET_NAMES):
-        reason = (
-            "looks like a secret, .*your own shell"
-            if name in SECRET_NAMES
-            else "chooses which code runs"
-        )
-        with pytest.raises(ConfigError, match=rf"^f:1: {name} {reason}") as caught:
-            envfile.parse(f"{name}=s3cret", "f")
-        assert "s3cret" not in str(caught.value), name
+    for names, reason in (
+        (REFUSED_NAMES, "chooses which code runs"),
+        (SECRET_NAMES, "looks like a secret, .*your own shell"),
+    ):
+        for name in names:
+            with pytest.raises(ConfigError, match=rf"^f:1: {name} {reason}") as caught:
+                envfile.parse(f"{name}=s3cret", "f")
+            assert "s3cret" not in str(caught.value), name
 
 
 @pytest.mark.timeout(10)
@@ -223,8 +222,9 @@ def test_an_unknown_network_is_refused_with_the_nearest_known_one() -> None:
 def test_an_impossible_network_is_refused_in_one_line(network: str) -> None:
     with pytest.raises(ConfigError) as caught:
         envfile.read(envfile.files_for(network, ENV_DIR)[1])
-    assert len(str(caught.value)) < 500
-    assert str(caught.value).isprintable()
+    message = str(caught.value)
+    assert len(message) < 500
+    assert message.isprintable()
 
 
 PLAIN = string.ascii_letters + string.digits + "_.,:/@%+=^-"
@@ -241,10 +241,9 @@ def is_accepted(text: str) -> bool:
 def assert_shells_agree(text: str, tmp_path: Path) -> None:
     """Every shell reads the text as parse does."""
     (tmp_path / "f.env").write_text(text, encoding="ascii")
+    expected = [envfile.parse(text, "f")]
     for shell in SHELLS:
-        assert read_by_shell(shell, [tmp_path / "f.env"], tmp_path / "cwd") == [
-            envfile.parse(text, "f")
-        ], shell
+        assert read_by_shell(shell, [tmp_path / "f.env"], tmp_path / "cwd") == expected, shell
 
 
 def test_shells_read_each_accepted_character_literally(tmp_path: Path) -> None:
@@ -267,10 +266,9 @@ def test_shells_read_each_accepted_character_literally(tmp_path: Path) -> None:
 def test_shells_read_the_shipped_files_as_python_does(tmp_path: Path) -> None:
     files = sorted(ENV_DIR.glob("*.env"))
     assert {path.stem for path in files} == SHIPPED
+    expected = [envfile.read(path) for path in files]
     for shell in SHELLS:
-        assert read_by_shell(shell, files, tmp_path / "cwd") == [
-            envfile.read(path) for path in files
-        ]
+        assert read_by_shell(shell, files, tmp_path / "cwd") == expected
 
 
 def test_the_readme_of_env_lists_every_fabric() -> None:

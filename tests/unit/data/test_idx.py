@@ -72,6 +72,7 @@ def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> N
         (folder / name).write_bytes(b"x")
     with pytest.raises(InputError) as caught:
         find_files(MNIST, str(data_dir))
-    assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in str(caught.value)
-    assert f"python -m recipes.prepare mnist data_dir='{data_dir}'" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in message
+    assert f"python -m recipes.prepare mnist data_dir='{data_dir}'" in message
+    assert "\n" not in message

@@ -90,12 +90,10 @@ def far_apart(image: Any, other: Any) -> int:
 
 def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -> None:
     index = json.loads((unbroken / "index.json").read_bytes())
-    assert [index[name] for name in ("format", "version", "encoding", "size")] == [
-        "packed images",
-        1,
-        "jpeg",
-        24,
-    ]
+    assert index["format"] == "packed images"
+    assert index["version"] == 1
+    assert index["encoding"] == "jpeg"
+    assert index["size"] == 24
     assert index["quality"] == 90
     assert index["classes"] == ["n00", "n01", "n02"]
     shards = [shard["file"] for split in index["splits"].values() for shard in split["shards"]]
@@ -122,14 +120,20 @@ def test_a_resized_image_has_the_quality_and_no_comment_or_profile() -> None:
     image = picture(1, 90, 60, 3)
     content = encoded(image, quality=100, comment=b"spam" * 1000, icc_profile=b"spam" * 1000)
     payload, *_ = pillow.encode(content, 24, 30)
-    tables = [
-        Image.open(io.BytesIO(data)).quantization for data in (payload, encoded(image, quality=30))
-    ]  # type: ignore[attr-defined]
-    assert tables[0] == tables[1]
+    again: Any = Image.open(io.BytesIO(payload))
+    expected: Any = Image.open(io.BytesIO(encoded(image, quality=30)))
+    assert again.quantization == expected.quantization
     assert b"spam" not in payload
 
 
-@pytest.mark.parametrize(("width", "height"), [(24, 60), (20, 20), (60, 24)])
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [
+        (24, 60),
+        (20, 20),
+        (60, 24),
+    ],
+)
 def test_a_small_jpeg_is_stored_unchanged(width: int, height: int) -> None:
     content = encoded(
         picture(1, width, height, 3), quality=50, comment=b"kept", progressive=width == 60
@@ -194,9 +198,8 @@ def test_file_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
     write.pack(tmp_path / "in", tmp_path / "out", **OPTIONS)
     index = json.loads((tmp_path / "out/index.json").read_bytes())
     assert os.fsencode(index["classes"][0]) == b"caf\xe9"
-    assert (
-        os.fsencode(index["splits"]["train"]["skipped"][0]["file"]) == b"train/caf\xe9/\xff\n2.jpg"
-    )
+    [skipped] = index["splits"]["train"]["skipped"]
+    assert os.fsencode(skipped["file"]) == b"train/caf\xe9/\xff\n2.jpg"
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
@@ -337,10 +340,9 @@ def test_a_disk_that_fills_up_is_reported(tmp_path: Path) -> None:
     with helpers.small_disk(tmp_path / "small", "64k") as small:
         with pytest.raises(MachineError) as caught:
             write.pack(tmp_path / "in", small, **OPTIONS | {"size": 64})
-        assert f"data_dir='{small}': cannot be written (No space left on device" in str(
-            caught.value
-        )
-        assert "\n" not in str(caught.value)
+        message = str(caught.value)
+        assert f"data_dir='{small}': cannot be written (No space left on device" in message
+        assert "\n" not in message
         assert list(small.glob(".*")) == []
 
 
@@ -363,10 +365,8 @@ def test_prepare_names_skipped_images_and_the_next_command(
         assert err == ""
         assert "val: 1 images skipped; index.json names them" in out.splitlines()
         assert ("imagenet: a packed copy exists already; verifying it" in out) is not first
-        assert (
-            out.splitlines()[-1]
-            == f"next: python launch.py recipe=imagenet data_dir='{tmp_path}/a b'"
-        )
+        *_, last = out.splitlines()
+        assert last == f"next: python launch.py recipe=imagenet data_dir='{tmp_path}/a b'"
     index = json.loads((tmp_path / "a b/index.json").read_bytes())
     assert index["size"] == 24
     assert index["quality"] == 80

@@ -80,7 +80,13 @@ def test_files_are_fetched_once_and_then_verified(run: Run, server: Server, tmp_
     assert server.requests == [f"/data/{IMAGES}.gz", f"/data/{LABELS}.gz"]
 
 
-@pytest.mark.parametrize(("below", "suffix"), [("", ""), ("MNIST/raw", ".gz")])
+@pytest.mark.parametrize(
+    ("below", "suffix"),
+    [
+        ("", ""),
+        ("MNIST/raw", ".gz"),
+    ],
+)
 def test_files_are_taken_from_a_folder(run: Run, tmp_path: Path, below: str, suffix: str) -> None:
     folder = tmp_path / "source" / below
     folder.mkdir(parents=True)
@@ -172,9 +178,8 @@ def test_a_download_says_how_far_it_is(
     server.answers["large"] = content(data)
     assert prepare.download(url) == data
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(", about")[0] for line in lines[1:3]] == [
-        f"{url}: {n} of 2 MiB" for n in (1, 2)
-    ]
+    for n in (1, 2):
+        assert lines[n].startswith(f"{url}: {n} of 2 MiB, about")
 
 
 def test_offline_the_reason_and_the_fix_are_named(run: Run) -> None:

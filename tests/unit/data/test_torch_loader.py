@@ -100,9 +100,8 @@ def of_stream(part: GlobalBatches, workers: int) -> StreamLoader:
 def rows(loader: TorchLoader | StreamLoader, epoch: int, first_batch: int = 0) -> Found:
     """Epoch, batch, sample and its random numbers, of each sample."""
     shards = list(loader.epoch(epoch, first_batch))
-    assert [shard.indices.tolist() for shard in shards] == [
-        shard.data["i"].tolist() for shard in shards
-    ]
+    for shard in shards:
+        assert shard.indices.tolist() == shard.data["i"].tolist()
     return [
         (shard.epoch, shard.batch, int(i), [float(value[n]) for value in shard.data["drawn"]])
         for shard in shards
@@ -111,7 +110,13 @@ def rows(loader: TorchLoader | StreamLoader, epoch: int, first_batch: int = 0) -
 
 
 @pytest.mark.parametrize("make", [of_set, of_stream])
-@pytest.mark.parametrize(("ranks", "workers"), [(3, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [
+        (3, 0),
+        (2, 2),
+    ],
+)
 def test_samples_and_their_random_numbers_are_those_of_one_rank(
     make: Any, ranks: int, workers: int
 ) -> None:
@@ -171,16 +176,13 @@ def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_evaluations_of_two_sets_read_each_its_own(workers: int) -> None:
     loader = of_set(batches(), workers)
-    sets = {"all": Numbers(), "doubled": Doubled(), "all again": Numbers()}
-    numbers = {
-        name: [b["i"].tolist() for b in loader.in_order(dataset, slice(4), 2)]
-        for name, dataset in sets.items()
-    }
-    assert numbers == {
-        "all": [[0, 1], [2, 3]],
-        "doubled": [[0, 2], [4, 6]],
-        "all again": [[0, 1], [2, 3]],
-    }
+    for dataset, expected in (
+        (Numbers(), [[0, 1], [2, 3]]),
+        (Doubled(), [[0, 2], [4, 6]]),
+        (Numbers(), [[0, 1], [2, 3]]),
+    ):
+        batches_of_set = loader.in_order(dataset, slice(4), 2)
+        assert [batch["i"].tolist() for batch in batches_of_set] == expected
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -114,7 +114,12 @@ def test_nodes_that_answered_and_are_good_measure_bandwidth(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "expected"), [((2, 3), ("nccl", 2)), ((2, 0), ("gloo", 1)), ((0, 0), ("gloo", 1))]
+    ("gpus", "expected"),
+    [
+        ((2, 3), ("nccl", 2)),
+        ((2, 0), ("gloo", 1)),
+        ((0, 0), ("gloo", 1)),
+    ],
 )
 def test_nccl_is_measured_with_the_gpus_that_each_node_has(
     gpus: tuple[int, int], expected: tuple[str, int]
@@ -125,7 +130,11 @@ def test_nccl_is_measured_with_the_gpus_that_each_node_has(
 
 @pytest.mark.parametrize(
     ("gpus", "status", "exclude"),
-    [((8, 8, 8), 0, []), ((8, 8, 7), 3, ["node2"]), ((7, 8, 8), 3, ["node0"])],
+    [
+        ((8, 8, 8), 0, []),
+        ((8, 8, 7), 3, ["node2"]),
+        ((7, 8, 8), 3, ["node0"]),
+    ],
 )
 def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     tmp_path: Path,
@@ -317,4 +326,5 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
     }
     numbers = ("1", "3", "[0, 3, 5]", "4", "n0", "99")
     assert asked == [(["nccl", "7"], numbers, (7,))]
-    assert _measure(members, place(4, 6), -1, 0) == _measure({}, place(3, 6), -1, 0) == {}
+    assert _measure(members, place(4, 6), -1, 0) == {}
+    assert _measure({}, place(3, 6), -1, 0) == {}

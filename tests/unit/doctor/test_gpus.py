@@ -72,21 +72,25 @@ def test_healthy_gpus_are_no_finding() -> None:
     assert findings([card(0)], CUDA_VISIBLE_DEVICES="3") == []  # each task may have its own
 
 
-@pytest.mark.parametrize(("granted", "count"), [("8", None), ("4", None), ("", 8)])
+@pytest.mark.parametrize(
+    ("granted", "count"),
+    [
+        ("8", None),
+        ("4", None),
+        ("", 8),
+    ],
+)
 def test_the_numbers_of_granted_gpus_may_differ_between_nodes(
     monkeypatch: pytest.MonkeyPatch, granted: str, count: int | None
 ) -> None:
     """Numbers that are reported must be equal on all nodes."""
-    monkeypatch.setattr(
-        commands,
-        "run",
-        lambda command, timeout_s: (
-            ("", "") if command[0] == "nvidia-smi" else (json.dumps(EIGHT), "")
-        ),
-    )
-    facts, _ = probes._run(
-        probes.gpus, Surroundings({"SLURM_GPUS_ON_NODE": granted}, info(), Path())
-    )
+
+    def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+        return "" if command[0] == "nvidia-smi" else json.dumps(EIGHT), ""
+
+    monkeypatch.setattr(commands, "run", ask)
+    here = Surroundings({"SLURM_GPUS_ON_NODE": granted}, info(), Path())
+    facts, _ = probes._run(probes.gpus, here)
     assert facts["count"] == count
 
 

@@ -90,7 +90,13 @@ def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs
     assert described["root"] == str(helpers.ROOT)
 
 
-@pytest.mark.parametrize(("umask", "mode"), [("077", 0o600), ("027", 0o640)])
+@pytest.mark.parametrize(
+    ("umask", "mode"),
+    [
+        ("077", 0o600),
+        ("027", 0o640),
+    ],
+)
 def test_the_log_of_a_job_follows_the_umask_of_the_run(
     tmp_path: Path, stubs: Stubs, umask: str, mode: int
 ) -> None:
@@ -111,7 +117,11 @@ def test_the_log_of_a_job_follows_the_umask_of_the_run(
 
 @pytest.mark.parametrize(
     ("age_s", "restarts", "is_refused"),
-    [(7200.0, "0", True), (7200.0, "1", False), (600.0, "0", False)],
+    [
+        (7200.0, "0", True),
+        (7200.0, "1", False),
+        (600.0, "0", False),
+    ],
 )
 def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
     tmp_path: Path,
@@ -144,7 +154,11 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
 
 @pytest.mark.parametrize(
     ("limit", "words", "expected"),
-    [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)],
+    [
+        ("2:00", (), True),
+        ("8:00", (), False),
+        ("2:00", ("stop_before_s=0",), False),
+    ],
 )
 def test_a_job_of_a_few_minutes_stops_by_the_clock(
     tmp_path: Path, stubs: Stubs, limit: str, words: Sequence[str], expected: bool
@@ -280,7 +294,13 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
     assert next_of(preempted) == next_word
 
 
-@pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), "")])
+@pytest.mark.parametrize(
+    ("words", "restarts"),
+    [
+        ((), "20"),
+        (("max_requeues=0",), ""),
+    ],
+)
 def test_max_requeues_limits_the_requeues(
     preempted: Path,
     stubs: Stubs,
@@ -455,9 +475,8 @@ def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
     of_program = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK", "program=script"}
     assert not of_program & set(begin(tmp_path))
-    assert of_program <= set(
-        begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script")
-    )
+    lines = begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script")
+    assert of_program <= set(lines)
 
 
 @pytest.mark.parametrize(
@@ -595,7 +614,13 @@ def test_a_run_that_never_began_ends_with_sruns_status(
     assert capfd.readouterr() == ("", line)
 
 
-@pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1)])
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        ("done", 0),
+        ("failed", 1),
+    ],
+)
 def test_a_log_on_a_full_disk_does_not_change_the_exit_status(
     tmp_path: Path, state: str, status: int
 ) -> None:

@@ -12,14 +12,15 @@ from recipes.core.run.dryrun import Request
 
 
 def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
+    of_jobs = {
         "RANK",
         "SLURM_JOB_ID",
         "PMI_RANK",
         "MASTER_ADDR",
         "RECIPES_BATCH",
         "PYTHONSAFEPATH",
-    ):
+    }
+    for name in of_jobs:
         monkeypatch.setenv(name, "5")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("RECIPES_DATA", "/d")
@@ -32,23 +33,14 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
     ]
     settings = command_line.parse([*words, "sweep.lr=0.5,0.1"], environ={})
     environ = checks.environment(settings, Request("/f", 16))
-    assert not {
-        "RANK",
-        "SLURM_JOB_ID",
-        "PMI_RANK",
-        "MASTER_ADDR",
-        "RECIPES_BATCH",
-        "PYTHONSAFEPATH",
-    } & set(environ)
+    assert not of_jobs & set(environ)
     asked = dryrun.asked(environ)
     assert environ["RECIPES_DATA"] == "/d"
     assert environ["RECIPES_CLUSTER"] == "example"
     assert asked == Request("/f", 16)
-    changed = [
-        environ[name]
-        for name in ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    ]
-    assert changed == ["", "lo", "lo"]
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert checks.arguments(settings, Path("/t/run"), Path("/base")) == {
         "lr": "0.5",
         "stage_dir": "",

@@ -44,9 +44,9 @@ def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
     (folder / "job.yaml").write_text("{}")
     (folder / "summary.json").write_text(json.dumps({**summary, **changed}))
     row = {"attempt": 0, "samples_per_second": speed, "rank_step_s": [0.5, 0.3]}
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps({**row, "step": n}) + "\n" for n in (1, 2))
-    )
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in (1, 2):
+            print(json.dumps({**row, "step": step}), file=file)
     return folder
 
 

@@ -229,6 +229,7 @@ IN_SCRIPT = {
 
 
 def test_every_job_key_reaches_slurm() -> None:
+    in_script = {word.split("=")[0] for word in IN_SCRIPT}
     for field in dataclasses.fields(JobKeys):
         options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
         expectations = [
@@ -238,11 +239,7 @@ def test_every_job_key_reaches_slurm() -> None:
             if word.split("=")[0].endswith(field.name)
         ]
         known = options and any(asked.get(option) for asked in expectations for option in options)
-        assert known or field.name in {
-            "extra",
-            "gpu_memory_gb",
-            *(w.split("=")[0] for w in IN_SCRIPT),
-        }, field.name
+        assert known or field.name in {"extra", "gpu_memory_gb", *in_script}, field.name
     for word, line in IN_SCRIPT.items():
         job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
         assert line in jobs.sbatch_script(job), word

@@ -231,6 +231,5 @@ def test_variables_that_are_set_are_not_changed() -> None:
     )
     environ = helpers.clean_environment(NCCL_SOCKET_IFNAME="ib", RANK="0", WORLD_SIZE="1")
     words = ["--local-rank=0", "debug=true"]  # the first is of torch.distributed.launch
-    assert (
-        helpers.run([sys.executable, "-c", code, *words], environ=environ).out == "ib lo DETAIL\n"
-    )
+    ended = helpers.run([sys.executable, "-c", code, *words], environ=environ)
+    assert ended.out == "ib lo DETAIL\n"

@@ -8,6 +8,7 @@ import pytest
 
 from recipes.core.errors import ConfigError, shown
 from recipes.core.launch import local
+from recipes.core.place.hostlist import expand_counts
 from recipes.core.place.ranks import RankInfo, detect, port_for
 
 
@@ -28,9 +29,7 @@ def step(
     """What a task of srun sees on Slurm 22.05, in a job on node1 and node2; `tasks` is as in
     SLURM_TASKS_PER_NODE.
     """
-    counts = {"2,1": (2, 1), "1,2": (1, 2), "2(x2)": (2, 2), "1(x2)": (1, 1), "8,2": (8, 2)}.get(
-        tasks
-    ) or (int(tasks),)
+    counts = expand_counts(tasks)
     nodes = "node[1-2]" if len(counts) == 2 else "node1"
     return env(
         f"SLURM_JOB_ID={job} SLURM_JOB_NODELIST=node[1-2] SLURM_JOB_NUM_NODES=2 "
@@ -338,10 +337,12 @@ def test_ranks_of_the_local_launcher_have_the_places_that_it_gave_them() -> None
     infos = [
         detect(local.rank_environment(layouts[node], rank, 29400, {})) for node, rank in places
     ]
-    assert [(i.rank, i.node_rank, i.local_rank) for i in infos] == [
-        (n, *place) for n, place in enumerate(places)
-    ]
-    assert [i.local_world_size for i in infos] == [counts[node] for node, _ in places]
-    assert {(i.world_size, i.num_nodes, i.master_addr, i.master_port) for i in infos} == {
-        (6, 3, "h", 29400)
-    }
+    assert [detected.rank for detected in infos] == list(range(6))
+    for (node, local_rank), detected in zip(places, infos, strict=True):
+        assert detected.node_rank == node
+        assert detected.local_rank == local_rank
+        assert detected.local_world_size == counts[node]
+        assert detected.world_size == 6
+        assert detected.num_nodes == 3
+        assert detected.master_addr == "h"
+        assert detected.master_port == 29400

@@ -208,7 +208,13 @@ def test_a_forked_worker_does_not_count_without_the_hook(start: Start, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("options", "protects"), [("-I", False), ("-E", False), ("-S", False), ("-s -u", True)]
+    ("options", "protects"),
+    [
+        ("-I", False),
+        ("-E", False),
+        ("-S", False),
+        ("-s -u", True),
+    ],
 )
 def test_a_program_that_python_isolates_does_not_protect_its_workers(
     start: Start, node: Node, options: str, protects: bool

@@ -88,7 +88,13 @@ def output(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize(("kind", "ends"), [("daemon", signal.SIGKILL), ("rank", signal.SIGUSR2)])
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [
+        ("daemon", signal.SIGKILL),
+        ("rank", signal.SIGUSR2),
+    ],
+)
 def test_only_daemonic_processes_outlive_a_signal_to_all(
     tmp_path: Path, method: str, kind: str, ends: signal.Signals
 ) -> None:

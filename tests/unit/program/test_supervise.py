@@ -204,7 +204,14 @@ def test_a_request_that_reached_no_program_is_not_the_moment_of_the_stop(
     assert moment > between
 
 
-@pytest.mark.parametrize(("early_s", "expected"), [(60.0, []), (0.3, [USR1]), (-60.0, [USR1])])
+@pytest.mark.parametrize(
+    ("early_s", "expected"),
+    [
+        (60.0, []),
+        (0.3, [USR1]),
+        (-60.0, [USR1]),
+    ],
+)
 def test_a_stop_note_is_acted_on_at_its_moment(
     program: Callable[..., Program], early_s: float, expected: list[int]
 ) -> None:
@@ -228,7 +235,14 @@ def test_a_request_that_comes_too_late_is_the_reason_of_a_kill_at_the_limit(
     assert run.supervisor.stop == "SIGUSR2"
 
 
-@pytest.mark.parametrize("numbers", [(TERM,), ()], ids=["ignores its signal", "catches none"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (TERM,),
+        (),
+    ],
+    ids=["ignores its signal", "catches none"],
+)
 def test_a_program_that_has_not_ended_at_the_time_limit_is_killed(
     program: Callable[..., Program], numbers: tuple[int, ...]
 ) -> None:
@@ -246,7 +260,13 @@ def test_a_program_that_has_not_ended_at_the_time_limit_is_killed(
     assert run.supervisor.was_killed is True
 
 
-@pytest.mark.parametrize(("numbers", "received"), [((USR1, TERM), [TERM]), ((), [])])
+@pytest.mark.parametrize(
+    ("numbers", "received"),
+    [
+        ((USR1, TERM), [TERM]),
+        ((), []),
+    ],
+)
 def test_a_program_that_has_asked_for_a_requeue_is_ended(
     program: Callable[..., Program],
     monkeypatch: pytest.MonkeyPatch,

@@ -46,6 +46,5 @@ def test_the_users_number_of_threads_is_kept(
     settings = SimpleNamespace(run=SimpleNamespace(cpu_threads=cpu_threads))
     start: Any = SimpleNamespace(ranks=ranks.detect(world), settings=settings)
     launch: Any = SimpleNamespace(through="rank", on_cpu=False)
-    assert (
-        script.variables(start, Attempt(Path("/run"), 0), launch).get("OMP_NUM_THREADS") == expected
-    )
+    variables = script.variables(start, Attempt(Path("/run"), 0), launch)
+    assert variables.get("OMP_NUM_THREADS") == expected

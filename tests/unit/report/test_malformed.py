@@ -73,7 +73,12 @@ def make(run: Path, state: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("command", "state"),
-    [("explain", "failed"), ("report", "failed"), ("html", "done"), ("export", "done")],
+    [
+        ("explain", "failed"),
+        ("report", "failed"),
+        ("html", "done"),
+        ("export", "done"),
+    ],
 )
 def test_a_malformed_file_of_a_run_costs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, state: str

@@ -95,10 +95,12 @@ def make(
 ) -> Path:
     """A run with one attempt, on two hosts."""
     helpers.attempt(folder, job="12", hosts=("node1", "node2"))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
-    (folder / "config.yaml").write_text(
-        "".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in keys.items())
-    )
+    with open(folder / "metrics.jsonl", "w") as file:
+        for entry in rows:
+            print(json.dumps(entry), file=file)
+    with open(folder / "config.yaml", "w") as file:
+        for name, value in keys.items():
+            print(f"{json.dumps(name)}: {json.dumps(value)}", file=file)
     directory.write_status(folder, state, attempt=0, step=rows[-1]["step"] if rows else 0)
     if state == "done":
         files.write_json(folder / "summary.json", summary or {"recipe": "mnist", "val_top1": 0.5})
@@ -222,10 +224,8 @@ def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
 
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     losses = [1.0, math.nan, 3.0, 4.0, math.inf, 1e300, math.nan, 5.0]
-    folder = make(
-        tmp_path / "run",
-        [row(0, step, loss, val_f1=math.nan) for step, loss in enumerate(losses, 1)],
-    )
+    rows = [row(0, step, loss, val_f1=math.nan) for step, loss in enumerate(losses, 1)]
+    folder = make(tmp_path / "run", rows)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "loss": null, "lr": "x"}\n{"step": 10, "lo')
     shown = page(tmp_path, folder)
@@ -354,7 +354,12 @@ def test_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "ends"), [([0.0], (0, 1)), ([0.0, 0.0], (0, 1)), ([2.0, 2.0], (1.8, 2.2))]
+    ("values", "ends"),
+    [
+        ([0.0], (0, 1)),
+        ([0.0, 0.0], (0, 1)),
+        ([2.0, 2.0], (1.8, 2.2)),
+    ],
 )
 def test_equal_values_have_an_axis_of_the_same_sign(
     values: list[float], ends: tuple[float, float]
@@ -393,10 +398,8 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         [sys.executable, "-m", "recipes.report", str(tmp_path), f"html={tmp_path}/none/out.html"]
     ).expect(3)
     assert len(ended.lines) == 1
-    assert (
-        f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)"
-        in ended.lines[0]
-    )
+    line = f"html='{tmp_path}/none/out.html': cannot be written (No such file or directory)"
+    assert line in ended.lines[0]
 
 
 def test_seconds_per_step_have_the_hosts_of_their_attempt(tmp_path: Path) -> None:

@@ -58,11 +58,8 @@ def test_next_is_added_to_the_status_of_the_same_attempt(tmp_path: Path) -> None
 
 
 def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_path: Path) -> None:
-    assert (
-        directory.inside(tmp_path, directory.DOCTOR)
-        == directory.inside(tmp_path, directory.EVALUATION)
-        == tmp_path
-    )
+    for name in (directory.DOCTOR, directory.EVALUATION):
+        assert directory.inside(tmp_path, name) == tmp_path
     (tmp_path / "config.yaml").touch()
     assert directory.inside(tmp_path, directory.DOCTOR) == tmp_path / "doctor"
     assert directory.inside(tmp_path, directory.EVALUATION) == tmp_path / "evaluation"

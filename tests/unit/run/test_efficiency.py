@@ -134,8 +134,10 @@ def attempt(run_dir: Path, number: int, at: float, step: int | None) -> None:
 
 
 def write(run_dir: Path, *steps: tuple[int, int, float]) -> None:
-    text = "".join(json.dumps({"attempt": a, "step": s, "time": t}) + "\n" for a, s, t in steps)
-    (run_dir / "metrics.jsonl").write_text(text + '{"attempt": 1, "st')
+    with open(run_dir / "metrics.jsonl", "w") as file:
+        for number, step, moment in steps:
+            print(json.dumps({"attempt": number, "step": step, "time": moment}), file=file)
+        file.write('{"attempt": 1, "st')
 
 
 def test_time_of_all_attempts_by_what_it_was_spent_on(tmp_path: Path) -> None:

@@ -65,7 +65,13 @@ def test_a_running_process_uses_the_run(
     assert not look(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "value"), [("pid", 2**22), ("started", "1")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pid", 2**22),
+        ("started", "1"),
+    ],
+)
 def test_ended_or_other_processes_do_not_count(
     tmp_path: Path, other: dict[str, Any], name: str, value: object
 ) -> None:

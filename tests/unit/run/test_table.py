@@ -118,7 +118,11 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
 
 @pytest.mark.parametrize(
     ("word", "state"),
-    [(Next.cancelled, "cancelled"), (Next.requeued, "preempted"), (None, "preempted")],
+    [
+        (Next.cancelled, "cancelled"),
+        (Next.requeued, "preempted"),
+        (None, "preempted"),
+    ],
 )
 def test_a_run_that_was_cancelled_is_called_so(
     tmp_path: Path, word: Next | None, state: str
