@@ -160,9 +160,11 @@ def _is_trusted_group(group: int) -> bool:
         return False
 
 
-def resolved(path: Path) -> Path:
+def resolved(path: Path, to_same_owner: bool = False) -> Path:
     """``path`` without links. Raises MachineError if one of them belongs to another user, who could
     lead a run into any folder.
+
+    to_same_owner: such a link is followed if what it leads to belongs to its owner.
     """
     for _ in range(MOST_LINKS):
         path = Path(os.path.abspath(path))
@@ -170,10 +172,27 @@ def resolved(path: Path) -> Path:
         if not links:
             break
         link = links[-1]
-        if not is_own(link, follow_symlinks=False):
-            raise MachineError(f"{link}: is a link of another user; give the folder itself")
-        path = link.parent / os.readlink(link) / path.relative_to(link)
+        target = link.parent / os.readlink(link)
+        is_followed = is_own(link, follow_symlinks=False)
+        if not is_followed and to_same_owner:
+            is_followed = link.lstat().st_uid == target.lstat().st_uid
+        if not is_followed:
+            fix = "copy the file or folder" if to_same_owner else "give the folder itself"
+            raise MachineError(f"{link}: is a link of another user; {fix}")
+        path = target / path.relative_to(link)
     return path  # links in a circle: what makes the folder says what is wrong
+
+
+def without_links_of_others(path: str, flags: int) -> int:
+    """For ``opener=`` of open(), of data that is copied: raises MachineError if another user's link
+    leads to a file of a third, or of this user. Others could read this file in the copy.
+    """
+    real = resolved(Path(path), to_same_owner=True)
+    descriptor = files.without_links(str(real), flags)
+    if os.readlink(f"/proc/self/fd/{descriptor}") != str(real):  # a folder was exchanged meanwhile
+        os.close(descriptor)
+        raise MachineError(f"{path}: was replaced by a link while it was opened")
+    return descriptor
 
 
 def is_own(path: Path, follow_symlinks: bool = True) -> bool:

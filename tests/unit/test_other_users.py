@@ -709,6 +709,28 @@ HEAD = 12346
 GROUP = 12345
 
 
+@as_root
+def test_copied_data_has_no_file_behind_a_link_of_another_user(tmp_path: Path) -> None:
+    """Else `recipes.prepare` copies a file that only this user can read into a shared folder."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a secret")
+    source = tmp_path / "source"
+    (source / "own").mkdir(parents=True)
+    (source / "own/a.txt").write_text("a text")
+    (source / "file.txt").symlink_to(secret)
+    (source / "folder").symlink_to(tmp_path)
+    (source / "to_own.txt").symlink_to("own/a.txt")
+    for path in (source, *source.rglob("*")):
+        os.lchown(path, STRANGER, STRANGER)
+
+    for name in ("file.txt", "folder/secret.txt"):
+        with pytest.raises(MachineError, match="is a link of another user"):
+            list(text._documents(source / name))
+        with pytest.raises(MachineError, match="is a link of another user"):
+            pillow.read_file(source / name, trust.without_links_of_others)
+    assert list(text._documents(source / "to_own.txt")) == ["a text"]
+
+
 @contextlib.contextmanager
 def account(user: int) -> Iterator[None]:
     """This process has the rights of a member of GROUP, without those of root."""

@@ -8,7 +8,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.data import classfolder, datasets, pillow
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX
@@ -125,7 +125,7 @@ def _from_listing(listing: Listing) -> Images:
     for i in range(len(listing)):
         path = listing.folder / listing.name(i)
         try:
-            image = pillow.decode(pillow.read_file(path))
+            image = pillow.decode(pillow.read_file(path, trust.without_links_of_others))
         except pillow.Unreadable as error:
             raise InputError(f"source=: {str(path)!r} {error}: repair or remove it") from None
         for band in ImageOps.fit(image, (32, 32), Image.Resampling.LANCZOS).split():

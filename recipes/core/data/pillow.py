@@ -6,6 +6,7 @@ Pillow is imported inside the functions: `python -m recipes.prepare` must start 
 
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,12 @@ class Unreadable(Exception):
     """An image that is skipped. The message is a clause that follows its name."""
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, opener: Callable[[str, int], int] = files.without_waiting) -> bytes:
     """The file's bytes. Raises Unreadable, also for a named pipe or a device in another user's
     folder.
     """
     try:
-        return files.read_bounded(path, LARGEST)
+        return files.read_bounded(path, LARGEST, opener)
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror})") from None
     except ValueError as error:

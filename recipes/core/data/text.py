@@ -9,6 +9,7 @@ index.json   the same of all shards, tokenizer, dtype, end of text and vocabular
 import bisect
 import glob
 import hashlib
+import io
 import itertools
 import json
 import multiprocessing
@@ -263,18 +264,19 @@ def _documents(path: Path) -> Iterator[str]:
     kind = path.suffix.lower()
     number = 0
     try:
-        if kind == ".txt":
-            yield from filter(str.strip, _string(path.read_bytes()).split(END_OF_TEXT))
-            return
-        if kind == ".parquet":
-            from pyarrow import parquet
+        with open(path, "rb", opener=trust.without_links_of_others) as file:
+            if kind == ".txt":
+                yield from filter(str.strip, _string(file.read()).split(END_OF_TEXT))
+                return
+            if kind == ".parquet":
+                from pyarrow import parquet
 
-            for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
-                values = (value for value in batch["text"].to_pylist() if value is not None)
-                yield from filter(None, map(_string, values))
-            return
-        with open(path, encoding="utf-8-sig") as file:
-            for number, text in enumerate(file, 1):  # noqa: B007 (in the message)
+                for batch in parquet.ParquetFile(file).iter_batches(columns=["text"]):
+                    values = (value for value in batch["text"].to_pylist() if value is not None)
+                    yield from filter(None, map(_string, values))
+                return
+            lines = io.TextIOWrapper(file, "utf-8-sig")
+            for number, text in enumerate(lines, 1):  # noqa: B007 (in the message)
                 if text.strip():
                     yield _string(json.loads(text)["text"])
     except ModuleNotFoundError:

@@ -163,7 +163,8 @@ def _write_shard(
                 raise CancelledError
             name = listing.name(i)
             try:
-                payload, height, width = encode(pillow.read_file(listing.folder / name))
+                data = pillow.read_file(listing.folder / name, trust.without_links_of_others)
+                payload, height, width = encode(data)
             except Unreadable as error:
                 skipped.append({"file": f"{split}/{name}", "why": str(error)})
                 continue
