@@ -42,8 +42,10 @@ def main(argv: list[str]) -> int:
     from recipes.core.train import trained  # it imports torch
 
     os.umask(0o077)
+    place = Path(run) if Path(run).is_dir() else Path(".")
+    if not more:
+        trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
     model = trained.load(run)
-    place = model.path.parents[1] if Path(run).is_dir() else Path(".")
     out = Path(more[0].removeprefix("out=") or "out=") if more else place / f"model.{kind}"
     content, difference = to_onnx(model) if kind == "onnx" else (to_safetensors(model), "")
     files.write_bytes(out, content)

@@ -731,6 +731,19 @@ def test_copied_data_has_no_file_behind_a_link_of_another_user(tmp_path: Path) -
     assert list(text._documents(source / "to_own.txt")) == ["a text"]
 
 
+@as_root
+def test_a_model_is_not_written_into_a_run_of_another_user(tmp_path: Path) -> None:
+    """Its owner could replace it by a link to a run of this user while the model is loaded."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    os.chown(tmp_path / "run", STRANGER, STRANGER)
+    os.lchown(tmp_path / "link", STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="run belongs to another user; give another out="):
+        export.main([str(tmp_path / "run"), "safetensors"])
+    with pytest.raises(MachineError, match="link: is a link of another user"):
+        export.main([str(tmp_path / "link"), "safetensors"])
+
+
 @contextlib.contextmanager
 def account(user: int) -> Iterator[None]:
     """This process has the rights of a member of GROUP, without those of root."""
