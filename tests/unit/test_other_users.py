@@ -744,6 +744,21 @@ def test_a_model_is_not_written_into_a_run_of_another_user(tmp_path: Path) -> No
         export.main([str(tmp_path / "link"), "safetensors"])
 
 
+@as_root
+@pytest.mark.parametrize("key", ["run_dir: mine", "umask: '022'", "force: true"])
+def test_keys_of_another_user_choose_no_run_and_no_readers(tmp_path: Path, key: str) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"epochs: 3\n{key}\n")
+    words = [f"config={keys}"]
+    command_line.parse(words, recipe="toy")
+    os.chown(keys, STRANGER, STRANGER)
+    with pytest.raises(ConfigError, match="which only your own file may set"):
+        command_line.parse(words, recipe="toy")
+
+    keys.write_text("epochs: 3\n")
+    assert command_line.parse(words, recipe="toy").config.epochs == 3
+
+
 @contextlib.contextmanager
 def account(user: int) -> Iterator[None]:
     """This process has the rights of a member of GROUP, without those of root."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.core import files
-from recipes.core.errors import ConfigError, shown
+from recipes.core import files, trust
+from recipes.core.errors import ConfigError, MachineError, shown
 
 # A config= file is often another user's, and holds keys of an experiment.
 NOT_IN_FILE = {
@@ -24,6 +24,8 @@ NOT_IN_FILE = {
     "extra",
     "cluster",
 }
+# It may be another user's, who does not decide which files are written and who reads them.
+ONLY_IN_OWN_FILE = {"run_dir", "force", "umask"}
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
 
@@ -35,7 +37,7 @@ def read(argv: Sequence[str]) -> dict[str, str]:
     if "config" not in words:
         return words
     file = words.pop("config")
-    from_file = read_yaml(Path(os.path.expanduser(file)), f"config={shown(file)}")
+    from_file = _from_file(Path(os.path.expanduser(file)), f"config={shown(file)}")
     if "config" in from_file:
         raise ConfigError(
             f"config={shown(from_file['config'])}: a config= file must not contain the key config; "
@@ -47,6 +49,26 @@ def read(argv: Sequence[str]) -> dict[str, str]:
             f"remove it, and give {chooses[0]}= itself"
         )
     return {**from_file, **words}
+
+
+def _from_file(file: Path, given: str) -> dict[str, str]:
+    """The keys of a ``config=`` file. Raises ConfigError, also for a key that only the user's own
+    file may set.
+    """
+    words = read_yaml(file, given)
+    own_only = sorted(ONLY_IN_OWN_FILE & words.keys())
+    if not own_only:
+        return words
+    try:
+        with trust.open_own(Path(os.path.realpath(file))) as own:
+            # the file that was checked, also if another one takes its name meanwhile
+            return read_yaml(Path(f"/proc/self/fd/{own.fileno()}"), given)
+    except (OSError, MachineError) as error:
+        name = own_only[0]
+        raise ConfigError(
+            f"{given}: sets {name}, which only your own file may set ({shown(error, 300)}); "
+            f"remove it, and give {name}= itself"
+        ) from None
 
 
 def read_yaml(file: Path, given: str) -> dict[str, str]:
