@@ -29,7 +29,7 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data import labelled, pillow, text
 from recipes.core.doctor import explain
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.launch import jobs, runs, snapshot
+from recipes.core.launch import checks, jobs, runs, snapshot
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, entry, logs, resumed, rows, table
 from recipes.core.train import checkpoint, resume, session, trained
@@ -757,6 +757,18 @@ def test_keys_of_another_user_choose_no_run_and_no_readers(tmp_path: Path, key: 
 
     keys.write_text("epochs: 3\n")
     assert command_line.parse(words, recipe="toy").config.epochs == 3
+
+
+def test_check_copies_no_file_without_an_end(tmp_path: Path) -> None:
+    """Else `launch.py check run_dir=` fills the temporary folder."""
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "status.json").symlink_to("/dev/null")
+    (run_dir / "config.yaml").touch()
+    os.truncate(run_dir / "config.yaml", 4 << 20)
+    place = tmp_path / "place"
+    checks._show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
+    assert [path.name for path in place.iterdir()] == ["checkpoints"]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ findings (`Found`) and exits.
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from recipes.core.place import durations, processes
 from recipes.core.run import dryrun, queue
 from recipes.core.run.dryrun import Found, Request
 
+LARGEST = 1 << 20  # bytes of a file that describes a run
 START_S = 300.0  # timeout for the recipe to reach its first step
 SLURM_S = 120.0  # timeout for Slurm's answer
 # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being
@@ -269,8 +269,9 @@ def _show_checkpoints(real: Path, place: Path) -> None:
     for path in real.glob("[!.]*"):  # hidden folders hold checkpoints that are being written
         (place / path.name).symlink_to(path)
     for name in ("config.yaml", "status.json"):  # the keys of the run, and whether it has finished
-        with contextlib.suppress(OSError):
-            shutil.copy(real.parent / name, place.parent)
+        with contextlib.suppress(OSError, ValueError):  # another user's file may have no end
+            content = files.read_bounded(real.parent / name, LARGEST, files.without_links)
+            files.write_bytes(place.parent / name, content)
 
 
 def arguments(settings: Settings, place: Path, base: Path) -> dict[str, str]:
