@@ -771,6 +771,18 @@ def test_check_copies_no_file_without_an_end(tmp_path: Path) -> None:
     assert [path.name for path in place.iterdir()] == ["checkpoints"]
 
 
+def test_a_loaded_model_has_a_private_compile_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's exporter reads files in this folder. Its default is a name that others can create."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(InputError, match="has no checkpoint"):
+        trained.load(tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/recipes-{os.getuid()}"
+
+
 @contextlib.contextmanager
 def account(user: int) -> Iterator[None]:
     """This process has the rights of a member of GROUP, without those of root."""

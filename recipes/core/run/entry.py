@@ -119,17 +119,22 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     if settings.run.debug:
         # torch reads this variable when it is imported
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        try:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
-        except MachineError as error:
-            _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
-    # else g++ reads headers of others from /tmp
-    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+    try:
+        set_compile_cache()
+    except MachineError as error:
+        _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
     if settings.config.deterministic:
         # without it, torch refuses cuBLAS
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
+
+
+def set_compile_cache() -> None:
+    """Sets the folder of torch's compiled code, unless the user has set it. Raises MachineError."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
+    # else g++ reads headers of others from /tmp
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 
 def _cache_of_compiled_code() -> Path:

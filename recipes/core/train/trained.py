@@ -15,6 +15,7 @@ from recipes.core.config import declare, recipe_conf
 from recipes.core.data import pillow
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line, shown
+from recipes.core.run import entry
 from recipes.core.train import checkpoint, sharding
 from recipes.core.train.optimisation import heads
 
@@ -65,6 +66,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     ``transforms(cfg)``, as finetune has. The averaged weights are used if there are any. Raises
     InputError.
     """
+    entry.set_compile_cache()  # torch.onnx, too, reads it
     path = _checkpoint_of(Path(run))
     content = checkpoint.read(path)
     about = content["meta"].get("about")
