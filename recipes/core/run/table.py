@@ -94,9 +94,11 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     if any((folder / name).exists() for name in ("attempts", "attempt.json", "job.yaml")):
         yield folder
     elif depth:
-        inside = [path for path in folder.iterdir() if path.is_dir() and path.name not in INSIDE]
-        for path in sorted(inside, key=lambda path: path.stat().st_mtime):
-            is_link = path.is_symlink()  # as in runs/jobs
+        with os.scandir(folder) as entries:  # knows which are folders without a call for each
+            inside = [entry for entry in entries if entry.is_dir() and entry.name not in INSIDE]
+        for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
+            path = Path(entry.path)
+            is_link = entry.is_symlink()  # as in runs/jobs
             # another user's link could lead to any run of this user
             if is_link and not trust.is_own(path, follow_symlinks=False):
                 continue

@@ -169,8 +169,8 @@ def _exchange_hosts(
             missing = [str(i) for i, name in enumerate(names) if not store.check([name])]
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             late = f"rank {', '.join(missing[:8])}{more} of {info.world_size} did not connect"
-            late = f"{late} within {timeout_s:g} s (timeout_s)"
-            raise MachineError(f"{socket.gethostname()}: {late}")
+            limit = f"within {timeout_s:g} s (timeout_s)"
+            raise MachineError(f"{socket.gethostname()}: {late} {limit}")
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
     return tuple(shown(text.decode(errors="replace")) for text in store.multi_get(names))

@@ -235,8 +235,8 @@ def introduce(run: Run, start: Start) -> None:
         run.say(f"keys from the resumed run: {keys}")
     size = run.settings.from_run.get("shard_size", "0")
     if size != "0" and run.settings.config.shard_size == 0:
-        problem = f"shard_size={size} of the resumed run does not divide {run.ranks} ranks"
-        run.say(f"{problem}: this run uses shard_size=0, all ranks")
+        replaced = f"shard_size={size} of the resumed run does not divide {run.ranks} ranks"
+        run.say(f"{replaced}: this run uses shard_size=0, all ranks")
     dropped = world.rank == 0 and resumed.own_env_file(run.settings)
     if dropped:
         unread = f"network={shown(dropped, 4096)} of the resumed run is a file and was not read"

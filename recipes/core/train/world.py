@@ -199,7 +199,9 @@ class World:
         """Makes all ranks raise ``error``, or the error that another rank has published before.
         Returns it.
         """
-        mine = f"{type(error).__name__} {error}"
+        kinds: dict[str, type[Exception]] = {"Stopped": Stopped, "InputError": InputError}
+        names = [kind for kind in kinds if isinstance(error, kinds[kind])]
+        mine = f"{names[0] if names else 'MachineError'} {error}"
         first = self.store.compare_set(f"{name}/error", "", mine).decode(errors="replace")
         # Rank 0 waits until the other ranks have read it, since the store ends with rank 0.
         read = self.store.add(f"{name}/read", 1)
@@ -209,9 +211,8 @@ class World:
             read = self.store.add(f"{name}/read", 0)
         if first == mine:
             return error
-        name, _, text = first.partition(" ")
-        kinds: dict[str, type[Exception]] = {"Stopped": Stopped, "InputError": InputError}
-        return kinds.get(name, MachineError)(shown(text, LONGEST))
+        kind, _, text = first.partition(" ")
+        return kinds.get(kind, MachineError)(shown(text, LONGEST))
 
     def _await_all(self, name: str) -> None:
         """Waits until all ranks have done their work. Raises the error of a rank, or MachineError
@@ -230,12 +231,12 @@ class World:
                 since = self.clock.now()
                 self.pulse.beat(watchdog.START)
             elif self.clock.now() - since > self.timeout_s:
-                rank = 0
-                while self.store.check([f"{name}/{rank}"]):
-                    rank += 1
-                late = f"rank {rank} made no progress with {name} in {self.timeout_s:g} s"
-                late = f"{self.hosts[rank]}: {late} (timeout_s)"
-                raise self._error_of_all(name, MachineError(late))
+                missing = [n for n in range(self.size) if not self.store.check([f"{name}/{n}"])]
+                if missing:  # else the last one has just ended
+                    late = f"rank {missing[0]} made no progress with {name}"
+                    limit = f"in {self.timeout_s:g} s (timeout_s)"
+                    error = MachineError(f"{self.hosts[missing[0]]}: {late} {limit}")
+                    raise self._error_of_all(name, error)
             time.sleep(POLL_S)
 
     @contextlib.contextmanager

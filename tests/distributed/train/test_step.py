@@ -192,3 +192,19 @@ def test_all_ranks_end_if_one_fails(tmp_path: Path, work: str, words: str) -> No
     assert ended.status != 0
     said = [line for line in ended.lines if words.replace("HOST", socket.gethostname()) in line]
     assert len(said) >= 1, ended.out
+
+
+def test_a_recipes_own_kind_of_input_error_is_an_input_error_on_all_ranks(tmp_path: Path) -> None:
+    code = """
+    class Unlabelled(InputError): pass
+    def work(beat):
+        if world.rank: raise Unlabelled('no label')
+    try:
+        world.together('slow', work)
+    except InputError:
+        print(f'rank {world.rank}: input', flush=True)
+    """
+    ended = run_ranks(
+        tmp_path, IMPATIENT.format(timeout_s=5) + textwrap.dedent(code), "timeout_s=100"
+    )
+    assert {"rank 0: input", "rank 1: input"} <= {line.strip() for line in ended.lines}, ended.out
