@@ -1,10 +1,12 @@
-"""Submits a recipe to Slurm, runs it on this machine, or prints the sbatch script: ``python
-launch.py recipe=mnist nodes=2``.
+"""Submits a recipe to Slurm, runs it on this machine, or prints the sbatch script.
+
+    python launch.py recipe=mnist nodes=2           # submits a job
+    python launch.py check recipe=mnist nodes=2     # validates it without submitting it
+    python launch.py --help                         # lists the keys
 
 ``launcher=slurm`` (default) submits through submitit and does not wait; ``launcher=local`` starts
-the ranks on this machine; ``launcher=print`` prints the sbatch script. ``python launch.py check
-recipe=mnist …`` validates a job without submitting it. ``python launch.py --help`` lists the keys.
-Exit status: 0 done or submitted; 2 invalid keys; 3 this machine, or Slurm, cannot run it.
+the ranks on this machine; ``launcher=print`` prints the sbatch script. Exit status: 0 done or
+submitted; 2 invalid keys; 3 this machine, or Slurm, cannot run it.
 
 This file only starts the Python environment that sbatch/job.sh chooses; recipes/core/launch/cli.py
 does the work. Python 3.6, the oldest on login nodes, can read this file.

@@ -1,5 +1,6 @@
-"""Batch recipes for training on Slurm clusters: one experiment per file. `load` gives a trained
-model.
+"""Batch recipes for training on Slurm clusters: one experiment per file.
+
+`load` returns a trained model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """MNIST: data-parallel training of a small CNN. Copy this recipe to write your own.
 
-    # one process, no download; two ranks on this machine; two nodes of eight GPUs
+    # one process, without a download
     python -m recipes.mnist dataset=digits
+    # two ranks on this machine
     python launch.py recipe=mnist launcher=local ranks_per_node=2 device=cpu
+    # two nodes of eight GPUs
     sbatch sbatch/mnist_2x8.sh data_dir=/data
 
 Expected test accuracy with `dataset=mnist`: 99.4 % after 4 epochs (mean of 5 seeds, 99.37 to 99.46

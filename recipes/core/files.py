@@ -109,8 +109,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_bounded(
     path: Path, limit: int, opener: Callable[[str, int], int] = without_waiting
 ) -> bytes:
-    """The content of an ordinary file of at most ``limit`` bytes. Raises OSError, and ValueError
-    with the reason in words.
+    """The content of an ordinary file of at most ``limit`` bytes. Raises OSError; ValueError for
+    another kind of file, or a larger one.
     """
     # a given size saves a call for each file
     with open(path, "rb", buffering=1 << 16, opener=opener) as file:

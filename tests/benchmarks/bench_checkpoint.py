@@ -1,5 +1,5 @@
-"""How long training stands still for a checkpoint of 100 MB: written beside it from a copy, against
-torch.save in its place.
+"""How long a checkpoint of 100 MB blocks training: written by a thread from a copy, compared with
+torch.save between two steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def figures(size: Size) -> list[Figure]:
     )
     return [
         Figure(
-            "checkpoint, training stands still",
+            "checkpoint, time that training is blocked",
             "s",
             "written beside it",
             "torch.save",

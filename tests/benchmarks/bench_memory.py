@@ -132,8 +132,8 @@ def grow(which: str, folder: Path, answers: SimpleQueue[float]) -> None:
 
 
 def measured_apart(folder: Path, wanted: list[str]) -> list[float]:
-    """Each loader in a process of its own, which has all libraries loaded already and nothing
-    else.
+    """Memory of each loader in MB. Each runs in a separate process, a fork that has loaded all
+    libraries and nothing else.
     """
     torch.set_num_threads(1)
     decode.make_decoder("opencv")

@@ -88,8 +88,8 @@ def hang(run: Run) -> float:
 
 
 def start_slowly(run: Run) -> float:
-    """As if gigabytes of data were brought to the node first. It ends when the run is told to
-    stop.
+    """Waits, as a recipe does that first copies gigabytes of data to the node. Returns when the run
+    is asked to stop.
     """
     reach(run)
     deadline = time.monotonic() + WAIT_S

@@ -298,7 +298,7 @@ def test_a_rank_that_exceeds_the_memory_of_its_job_is_named(
     assert log_lines(job.log)[-1].startswith(f"broken: failed: {reason}")
 
 
-# --- the job is not to go round for ever
+# --- a job must not be requeued without end
 # ------------------------------------------------------------------------------
 
 

@@ -5,9 +5,9 @@ trying things out.
     eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"
     sudo python tests/slurm/cluster.py down
 
-Each node is a host of its own as far as programs can see: it has its own network, host name,
-process, mount, IPC and cgroup namespaces, its own /etc/hosts, /etc/slurm, /sys and /dev/shm. The
-file system is otherwise shared, as a cluster's parallel file system would be. GPUs are device nodes
+For programs, each node is a separate host: it has its own network, host name, process, mount, IPC
+and cgroup namespaces, and its own /etc/hosts, /etc/slurm, /sys and /dev/shm. The nodes share the
+rest of the file system, as nodes of a cluster share a parallel file system. GPUs are device nodes
 without a driver: Slurm hands them out, nothing can compute on them. Jobs are tracked and confined
 by cgroups, as at most sites: to their cores, their memory and their GPUs. A node poses as one of
 CPUS cores. Slurm maps them to the cores that this machine has, so several jobs may have the same
@@ -84,7 +84,7 @@ CONTROLLERS = (
 )
 DOCKER0 = "172.17.0.1/16"
 UP_TIMEOUT_S = 30.0
-# for a process to be gone that was killed: a large one wants CPU time of its own for it
+# time for a killed process to end: a large one needs CPU time to release its memory
 KILLED_S = 30.0
 FINAL_STATES = frozenset(
     [
@@ -151,8 +151,8 @@ class Process:
 
 
 def missing() -> str | None:
-    """None when a cluster can be brought up here, else one line with what is missing and how to
-    mend it.
+    """None if a cluster can be started here, else one line with what is missing and how to fix
+    it.
     """
     if not sys.platform.startswith("linux"):
         return f"a Slurm cluster on one machine needs Linux's namespaces, this is {sys.platform}"
@@ -764,8 +764,8 @@ class _Keeper:
             file.chmod(0o600 if file.name == "slurmdbd.conf" else 0o644)
 
     def make_cgroups(self) -> None:
-        """A cgroup of its own for each node, which shows it as the root: all clusters here have a
-        node of the same name.
+        """Makes one cgroup for each node, which the node sees as the root. Clusters that run at the
+        same time have nodes of the same names.
         """
         for cgroup in itertools.chain(*self.cgroups.values()):
             cgroup.mkdir()

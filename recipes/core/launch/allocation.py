@@ -56,8 +56,8 @@ def all_gpus(fields: Mapping[str, str]) -> str:
     """The value of ``--gpus`` that gives a step all GPUs of a job that requested them per task; ""
     for any other job.
 
-    Without this option, a step with fewer tasks has only the GPUs of its own tasks (seen with Slurm
-    22.05, 24.11 and 26.05).
+    Without this option, a step with fewer tasks than the job gets only the GPUs of those tasks
+    (seen with Slurm 22.05, 24.11 and 26.05).
     """
     tasks = fields.get("NumTasks", "")
     if not tasks.isdecimal():

@@ -401,7 +401,7 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
         "strategy",
         "shard_size",
     }
-    # also where a recipe has a default of its own
+    # a recipe's own default changes nothing
     assert declare.may_change(mnist.Config) == of_all
     of_imagenet = {"val_batch_size", "stage_dir", "weights"}
     assert declare.may_change(imagenet.Config) == of_all | of_imagenet
