@@ -1,7 +1,7 @@
 """Fine-tuning: trains a pretrained classifier on your own images.
 
-    # copies this recipe
-    python launch.py new NAME from=finetune
+To copy this recipe, type ``python launch.py new NAME from=finetune``.
+
     # once, on a machine with internet
     python -m recipes.prepare weights arch=resnet50
     python launch.py recipe=finetune launcher=local ranks_per_node=2 device=cpu dataset=fake

@@ -274,16 +274,18 @@ def test_a_program_that_has_asked_for_a_requeue_is_ended(
     received: list[int],
 ) -> None:
     """It gets SIGTERM, as after a real requeue, and SIGKILL if it continues."""
-    monkeypatch.setattr(supervise, "END_S", 0.2)
     run = program(*numbers)
     run.view.note = StopNote(reason="scontrol", at=time.time(), ends=True)
     run.supervisor.look()
     monkeypatch.setattr(run.supervisor, "_next_look_at", 0.0)
     run.supervisor.look()
     assert run.process.poll() is None or not numbers
-    time.sleep(0.25)
+    told = [int(run.process.stdout.readline()) for _ in received]
+    assert told == received
+    assert not run.supervisor.was_killed
+    monkeypatch.setattr(run.supervisor, "_kill_at", time.monotonic())  # END_S later
     run.supervisor.look()
-    assert run.end() == received
+    assert run.end() == []
     assert run.supervisor.stop == "scontrol"
     assert run.process.returncode == (-signal.SIGKILL if numbers else -TERM)
 
