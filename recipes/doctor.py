@@ -30,8 +30,9 @@ from recipes.core.doctor import commands, examine, explain
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports
 from recipes.core.files import ROOT
-from recipes.core.place import hostlist, ranks
+from recipes.core.place import ranks
 from recipes.core.run import command_line, directory, source
+from recipes.core.slurm import environment
 
 OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even if it hangs itself
 
@@ -70,7 +71,7 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT)
     trust.own_folder(run_dir)
     if command == "judge":
-        hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
+        hosts = environment.nodes_of_job(os.environ) or [socket.gethostname()]
         return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
     data_dir = cfg.data_dir or os.environ.get("RECIPES_DATA", "")
     here = Surroundings(os.environ, info, run_dir, data_dir, settings.run.device is Device.cpu)

@@ -34,6 +34,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, in_use, logs, signals, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
+from recipes.core.slurm import environment
 
 # The exception at the end of a traceback or, for a SyntaxError, of a place. torch writes "[rank0]:
 # " before each line. A progress bar may stand before the first line.
@@ -66,8 +67,8 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
         environ |= launchers.variables_of_node(info, environ)
     else:
         environ |= of_rank
-    if launch.through == "rank" and "SLURM_NTASKS" in environ:  # Lightning requires it
-        environ.setdefault("SLURM_NTASKS_PER_NODE", str(info.local_world_size))
+    if launch.through == "rank":
+        environ = environment.with_tasks_per_node(environ, info.local_world_size)
     return {
         **launchers.with_hook(environ),
         "RECIPES_RUN_DIR": str(attempt.run_dir),

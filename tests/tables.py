@@ -79,7 +79,7 @@ def commented(source: str, pattern: str) -> list[list[str]]:
 
 
 def tables() -> Iterator[tuple[str, str]]:
-    yield "job-keys", keys(JobKeys, more="sbatch")
+    yield "job-keys", keys(JobKeys, more="instead")
     yield "run-keys", keys(RunKeys)
     yield "training-keys", keys(TrainKeys)
     for recipe in sorted(path.stem for path in (ROOT / "recipes/conf").glob("[a-z]*.py")):

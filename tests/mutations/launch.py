@@ -57,29 +57,29 @@ MUTATIONS = [
         "tests/unit/launch/test_jobs.py::test_each_run_of_a_sweep_has_its_own_folder",
     ),
     Mutation(
-        "recipes/core/launch/jobs.py",
-        'SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")',
-        'SRUN_OPTIONS = ("--export=ALL", "--wait=60", "--mem=0")',
+        "recipes/core/slurm/script.py",
+        'STEP_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")',
+        'STEP_OPTIONS = ("--export=ALL", "--wait=60", "--mem=0")',
         "after the death of one rank, the others wait until the time limit",
         "tests/unit/launch/test_scripts.py::test_a_finished_script",
     ),
     Mutation(
-        "recipes/core/launch/allocation.py",
+        "recipes/core/slurm/environment.py",
         "    return {\n        name: value\n        for name, value in environ.items()\n        if "
         "name in kept or not OF_LAUNCHERS.fullmatch(name)\n    }",
         "    return {name: value for name, value in environ.items() if not "
         "OF_LAUNCHERS.fullmatch(name)}",
         "SLURM_CONF and SBATCH_ACCOUNT are removed, and sbatch finds no cluster or the wrong "
         "account",
-        "tests/unit/launch/test_allocation.py::"
+        "tests/unit/slurm/test_environment.py::"
         "test_clean_environment_keeps_the_variables_of_users_and_sites",
     ),
     Mutation(
-        "recipes/core/launch/allocation.py",
+        "recipes/core/slurm/environment.py",
         "kept = {name for name, option in SET_FOR_SBATCH.items() if option not in options}",
         "kept = set(SET_FOR_SBATCH)",
         "an exported SBATCH_PARTITION overrides partition=",
-        "tests/unit/launch/test_allocation.py::test_an_option_of_the_job_removes_its_variable",
+        "tests/unit/slurm/test_environment.py::test_an_option_of_the_job_removes_its_variable",
     ),
     Mutation(
         "recipes/core/launch/submit.py",
@@ -98,7 +98,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        '    """\n    job_id = str(directory.job_id(environ))',
+        '    """\n    job_id = str(environment.job_id(environ))',
         '    """\n    job_id = environ["SLURM_JOB_ID"]',
         "an array task requeues another task of its array",
         "tests/unit/launch/test_batch.py::test_an_array_task_requeues_only_itself",

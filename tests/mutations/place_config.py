@@ -4,14 +4,14 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
-        "recipes/core/place/ranks.py",
+        "recipes/core/slurm/environment.py",
         'world_size = number(environ, "SLURM_STEP_NUM_TASKS"',
         'world_size = number(environ, "SLURM_NTASKS"',
         "a small step in a larger job waits for ranks that do not exist",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
+        "recipes/core/slurm/environment.py",
         'environ.get("SLURM_STEP_NODELIST", "")',
         'environ.get("SLURM_JOB_NODELIST", "")',
         "a step on the second node of a job looks for rank 0 on the first node",
@@ -19,20 +19,20 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/ranks.py",
-        "    local_size = counts[node_rank]\n",
-        "    local_size = counts[0]\n",
+        "    of_node = tasks[node_rank]\n",
+        "    of_node = tasks[0]\n",
         "on uneven nodes, a rank has the number of ranks of the first node",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),
     Mutation(
         "recipes/core/place/ranks.py",
         '    if "RANK" in environ:\n        return _from_env(environ)\n',
-        '    if "RANK" in environ and not in_step(environ):\n        return _from_env(environ)\n',
+        '    if "RANK" in environ and not environment.in_step(environ):\n        return _from_env(environ)\n',
         "under torchrun inside srun, all ranks have the number of their srun task",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
+        "recipes/core/slurm/environment.py",
         'if "SLURM_STEP_ID" not in environ or step_id(environ) == _BATCH_STEP:',
         "if False:",
         "a recipe in the batch shell without srun trains alone, on one of eight GPUs",
@@ -40,13 +40,13 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/ranks.py",
-        "port_for(job_id(environ), step_id(environ), restart_count(environ))",
-        "port_for(job_id(environ), step_id(environ), 0)",
+        "port_for(environment.job_number(environ), step, restart_count(environ))",
+        "port_for(environment.job_number(environ), step, 0)",
         "a requeued job uses its old port, which is in TIME_WAIT",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
+        "recipes/core/slurm/environment.py",
         "job = f\"{number(environ, 'SLURM_ARRAY_JOB_ID')}_{number(environ, "
         "'SLURM_ARRAY_TASK_ID')}\"",
         'job = str(number(environ, "SLURM_ARRAY_JOB_ID"))',
@@ -54,18 +54,18 @@ MUTATIONS = [
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),
     Mutation(
-        "recipes/core/place/hostlist.py",
+        "recipes/core/slurm/hostlist.py",
         'f"{n:0{len(low)}d}" for n',
         'f"{n}" for n',
         "n[008-011] is read as n8 to n11, which do not resolve",
-        "tests/unit/place/test_hostlist.py",
+        "tests/unit/slurm/test_hostlist.py",
     ),
     Mutation(
-        "recipes/core/place/hostlist.py",
+        "recipes/core/slurm/hostlist.py",
         "for item in items for host",
         "for item in sorted(items) for host",
         "the hosts are sorted, and the ranks look for rank 0 on another node",
-        "tests/unit/place/test_hostlist.py",
+        "tests/unit/slurm/test_hostlist.py",
     ),
     Mutation(
         "recipes/core/place/network.py",
@@ -136,11 +136,11 @@ MUTATIONS = [
         "tests/unit/test_bad_input.py::test_launch_refuses_each_invalid_key_in_one_line",
     ),
     Mutation(
-        "recipes/core/place/durations.py",
+        "recipes/core/slurm/durations.py",
         "(int(days or 0) * 24 + hours) * 60",
         "(int(days or 0) * 12 + hours) * 60",
         "time=2-0 requests one day, not two",
-        "tests/unit/place/test_durations.py::test_a_time_limit_is_read_in_each_form_of_slurm",
+        "tests/unit/slurm/test_durations.py::test_a_time_limit_is_read_in_each_form_of_slurm",
     ),
     Mutation(
         "recipes/core/config/envfile.py",

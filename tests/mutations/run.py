@@ -11,11 +11,11 @@ MUTATIONS = [
         "tests/unit/run/test_watchdog.py::test_beats_that_are_slower_than_the_polls_are_progress",
     ),
     Mutation(
-        "recipes/core/run/queue.py",
+        "recipes/core/slurm/client.py",
         "if not OF_COMMANDS.match(name)",
         "if name",
         "with SQUEUE_PARTITION in a user's shell, a running job is submitted twice",
-        "tests/unit/run/test_queue.py",
+        "tests/unit/slurm/test_client.py",
     ),
     Mutation(
         "recipes/core/place/memory.py",
@@ -40,11 +40,11 @@ MUTATIONS = [
         "tests/unit/run/test_signals.py",
     ),
     Mutation(
-        "recipes/core/run/queue.py",
-        "else limit - run_s",
-        "else limit",
+        "recipes/core/slurm/client.py",
+        "return self.limit_s - self.run_s",
+        "return self.limit_s",
         "the time left is read as the whole time limit, and the job ends without a checkpoint",
-        "tests/unit/run/test_queue.py::"
+        "tests/unit/slurm/test_client.py::"
         "test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment",
     ),
     Mutation(
@@ -55,14 +55,14 @@ MUTATIONS = [
         "tests/unit/run/test_signals.py",
     ),
     Mutation(
-        "recipes/core/run/queue.py",
+        "recipes/core/slurm/client.py",
         'if array and task else fields.get("JobId", "")',
         'if False else fields.get("JobId", "")',
         "an array task has an id that scancel does not know",
-        "tests/unit/run/test_queue.py::test_each_job_that_scontrol_prints_is_parsed",
+        "tests/unit/slurm/test_client.py::test_each_job_that_scontrol_prints_is_parsed",
     ),
     Mutation(
-        "recipes/core/run/queue.py",
+        "recipes/core/slurm/client.py",
         "if self.waiting or self.restarts > restarts:",
         "if self.waiting:",
         "a job that Slurm requeues counts as cancelled",

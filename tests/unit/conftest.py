@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.run import queue
+from recipes.core.slurm import client
 from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import Bench, Stubs
@@ -12,7 +12,7 @@ from tests.unit.launch.stand_ins import Bench, Stubs
 
 @pytest.fixture(autouse=True)
 def _no_pause_between_calls_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(client, "AGAIN_S", (0.0, 0.0))
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 from recipes import doctor
 from recipes.conf.doctor import Config as DoctorKeys
 from recipes.core.config.run_keys import RunKeys
-from recipes.core.run import efficiency, queue, watchdog
+from recipes.core.run import efficiency, watchdog
+from recipes.core.slurm import client
 from tests.faults import table
 from tests.gpu import checks
 from tests.helpers import ROOT
@@ -136,7 +137,7 @@ FIGURES = [
         f"(`stop_before_s={USUAL.stop_before_s:.0f}`)",
     ),
     ("docs/resume-and-failures.md", f"`timeout_s` + {watchdog.MARGIN_S:.0f} s"),
-    ("docs/resume-and-failures.md", f"less than {queue.SHORT_S / 60:.0f} minutes"),
+    ("docs/resume-and-failures.md", f"less than {client.SHORT_S / 60:.0f} minutes"),
     (
         "docs/doctor.md",
         f"`seconds=` (default {DoctorKeys().seconds:.0f}); it ends at most {doctor.OVER_S:.0f} s",

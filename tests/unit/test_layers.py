@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +23,13 @@ class Room(NamedTuple):
 
 # The direction of imports. A room is a folder, or one module. An import that the table does not
 # allow fails the test.
-BASE = "errors files trust place"
+BASE = "errors files trust place slurm"
 ROOMS = {
     "recipes.core.errors": Room(BASE),
     "recipes.core.files": Room(BASE),
     "recipes.core.trust": Room(BASE),
     "recipes.core.place": Room(BASE),
+    "recipes.core.slurm": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),
     "recipes.core.run": Room(f"{BASE} config", "omegaconf"),
     "recipes.core.program": Room(f"{BASE} run"),
@@ -193,3 +195,33 @@ def test_a_recipe_imports_only_entry_before_it_begins() -> None:
         "mnist",
         "toy",
     ]
+
+
+OF_SLURM = re.compile(r"S(LURM|BATCH|RUN)_|\b(scontrol|squeue|sbatch|srun|scancel|sinfo|sacct)\b")
+
+
+def words_of_slurm(path: Path) -> list[str]:
+    """The texts in a file's code that name a variable or a command of Slurm. A text with a space is
+    a message; docstrings do not count.
+    """
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    apart = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = []
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            parts = [part for part in node.values if isinstance(part, ast.Constant)]
+            apart |= {id(part) for part in parts}
+            texts.append("".join(str(part.value) for part in parts))
+    texts += [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart
+    ]
+    return [text for text in texts if OF_SLURM.search(text) and " " not in text.strip()]
+
+
+def test_only_one_package_knows_slurms_variables_and_commands() -> None:
+    names = {module: words_of_slurm(path) for module, path in FILES.items()}
+    assert sum(map(bool, names.values())) > 2
+    outside = {module: words for module, words in names.items() if words}
+    assert {room_of(module) for module in outside} == {"recipes.core.slurm"}, outside

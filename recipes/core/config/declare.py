@@ -55,7 +55,7 @@ def key(
     path: bool = False,
     may_change: bool = False,
     not_inherited: bool = False,
-    sbatch: str = "",
+    instead: str = "",
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
 
@@ -63,7 +63,8 @@ def key(
     text, which may be empty if the default is. form: describes the pattern in a message, after
     "must be". values: the only valid texts. path: the value is a path, which becomes absolute when
     a job is submitted. may_change: a resumed run may have another value (so may paths).
-    not_inherited: a resumed run does not inherit the value. sbatch: the same option of sbatch.
+    not_inherited: a resumed run does not inherit the value. instead: what to give to sbatch
+    instead of this key.
     """
     meta = {
         "help": help,
@@ -75,7 +76,7 @@ def key(
         "path": path,
         "may_change": may_change,
         "not_inherited": not_inherited,
-        "sbatch": sbatch,
+        "instead": instead,
     }
     return dataclasses.field(default=default, metadata=meta)
 

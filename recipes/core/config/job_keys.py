@@ -10,7 +10,7 @@ from enum import Enum
 from recipes.core.config import declare
 from recipes.core.config.declare import NAME, NAMES, key
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place import durations
+from recipes.core.slurm import durations
 
 IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
 
@@ -40,20 +40,20 @@ class JobKeys:
         "number of nodes; default: 1; with gpus=, Slurm chooses it",
         low=1,
         high=65536,
-        sbatch="--nodes",
+        instead="--nodes",
     )
     gpus_per_node: int | None = key(
         None,
         "GPUs per node, one rank per GPU; default: the profile's value, else 1",
         low=0,
         high=1024,
-        sbatch="--ntasks-per-node and --gpus-per-node",
+        instead="--ntasks-per-node and --gpus-per-node",
     )
     gpu_type: str = key(
         "",
         "type of GPU, if the site has several, such as a100",
         pattern=NAME,
-        sbatch="--gpus-per-node=TYPE:NUMBER",
+        instead="--gpus-per-node=TYPE:NUMBER",
     )
     gpu_memory_gb: float = key(
         0.0,
@@ -66,7 +66,7 @@ class JobKeys:
         "ranks per node, with device=cpu; default: 1",
         low=1,
         high=1024,
-        sbatch="--ntasks-per-node",
+        instead="--ntasks-per-node",
     )
     cpus_per_rank: int | None = key(
         None,
@@ -74,7 +74,7 @@ class JobKeys:
         "device=cpu the sum of cpu_threads= (0 counts as 1) and num_workers= (-1 counts as 6)",
         low=1,
         high=4096,
-        sbatch="--cpus-per-task",
+        instead="--cpus-per-task",
     )
     gpus: str = key(
         "",
@@ -82,70 +82,70 @@ class JobKeys:
         "with launcher=local on several machines: GPUs of each machine, such as 8,2",
         pattern=r"\d{1,4}(,\d{1,4})*",
         form="a whole number, or several separated by commas, such as 8,2",
-        sbatch="--ntasks and --gpus-per-task=1",
+        instead="--ntasks and --gpus-per-task=1",
     )
     node_rank: int = key(
         0,
         "index of this machine in gpus=, from 0, for launcher=local on several machines",
         low=0,
-        sbatch="leave it out under srun",
+        instead="leave it out under srun",
     )
     master: str = key(
         "",
         "HOST:PORT of the first machine, for launcher=local on several machines",
         pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
         form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400",
-        sbatch="leave it out under srun",
+        instead="leave it out under srun",
     )
     time: str = key(
-        "01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time"
+        "01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, instead="--time"
     )
-    partition: str = key("", "Slurm partition(s)", pattern=NAMES, sbatch="--partition")
-    account: str = key("", "Slurm account", pattern=NAME, sbatch="--account")
-    qos: str = key("", "Slurm quality of service", pattern=NAME, sbatch="--qos")
+    partition: str = key("", "Slurm partition(s)", pattern=NAMES, instead="--partition")
+    account: str = key("", "Slurm account", pattern=NAME, instead="--account")
+    qos: str = key("", "Slurm quality of service", pattern=NAME, instead="--qos")
     constraint: str = key(
         "",
         "node features",
         pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}",
         form="node features, combined with & | , * ( ) [ ]",
-        sbatch="--constraint",
+        instead="--constraint",
     )
     exclude: str = key(
         "",
         "nodes to exclude, such as node[3-4],node7",
         pattern=r"([A-Za-z0-9_.,-]|\[[0-9,-]+\])+",
         form="nodes such as node[3-4],node7",
-        sbatch="--exclude",
+        instead="--exclude",
     )
-    reservation: str = key("", "Slurm reservation", pattern=NAMES, sbatch="--reservation")
+    reservation: str = key("", "Slurm reservation", pattern=NAMES, instead="--reservation")
     dependency: str = key(
         "",
         "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton",
         pattern=DEPENDENCY,
         form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are separated by commas (all) or ? (any)",
-        sbatch="--dependency",
+        instead="--dependency",
     )
     mail: str = key(
         "",
         "address that Slurm notifies when the job ends, fails or is requeued",
         pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
         form="an address or a user name",
-        sbatch="--mail-user",
+        instead="--mail-user",
     )
     extra: str = key(
         "",
         "further options of sbatch, such as extra='--mem=0 --switches=1'",
-        sbatch="give these options to sbatch",
+        instead="give these options to sbatch",
     )
     name: str = key(
-        "", "name of the job; default: the recipe's name", pattern=NAME, sbatch="--job-name"
+        "", "name of the job; default: the recipe's name", pattern=NAME, instead="--job-name"
     )
     cluster: str = key(
         "",
         "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
         pattern=r"[A-Za-z0-9_-]{1,64}",
         form="letters, digits, _ and - only",
-        sbatch="export RECIPES_CLUSTER",
+        instead="export RECIPES_CLUSTER",
     )
     container: str = key(
         "",
@@ -153,13 +153,13 @@ class JobKeys:
         "downloads, such as docker://…",
         pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}",
         form="a path or an address of letters, digits and _ . / : # @ + ~ -",
-        sbatch="export RECIPES_CONTAINER",
+        instead="export RECIPES_CONTAINER",
     )
     container_runtime: Runtime = key(
         Runtime.auto,
         "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), "
         "apptainer, singularity or pyxis",
-        sbatch="export RECIPES_CONTAINER_RUNTIME",
+        instead="export RECIPES_CONTAINER_RUNTIME",
     )
     container_mounts: str = key(
         "",
@@ -167,7 +167,7 @@ class JobKeys:
         "the repository and the paths of the run are always mounted",
         pattern=MOUNT + f"(,{MOUNT})*",
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
-        sbatch="export RECIPES_CONTAINER_MOUNTS",
+        instead="export RECIPES_CONTAINER_MOUNTS",
     )
     snapshot: bool = key(
         True, "run a copy of the code, made at submission; false: run the repository's own files"
@@ -177,7 +177,7 @@ class JobKeys:
         "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
         low=0,
         high=100000,
-        sbatch="--array=…%N",
+        instead="--array=…%N",
     )
     doctor: bool = key(
         False, "examine the nodes first; if some are bad, requeue the job without them"
@@ -238,7 +238,7 @@ def extra_options(text: str) -> dict[str, str]:
     """
     given = f"extra={shown(text)}"
     options = {
-        f.name: re.findall(r"--([a-z-]+)", f.metadata.get("sbatch", ""))
+        f.name: re.findall(r"--([a-z-]+)", f.metadata.get("instead", ""))
         for f in dataclasses.fields(JobKeys)
     }
     ours = {option: f"give {name}=" for name, own in options.items() for option in own}

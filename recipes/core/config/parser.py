@@ -165,7 +165,7 @@ def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
 
 def _misplaced(name: str, value: str) -> str:
     """Why a recipe refuses a job key, and what to give instead."""
-    options = {field.name: field.metadata["sbatch"] for field in dataclasses.fields(JobKeys)}[name]
+    options = {field.name: field.metadata["instead"] for field in dataclasses.fields(JobKeys)}[name]
     given = f"{name}={shown(value)}"
     if not options:
         return f"{given}: is a key of launch.py: python launch.py {given} …"

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,11 @@ from recipes.core.doctor import commands, judge, probes, reach, verdict
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import POLL_S, Reports, Stage, stage_of
 from recipes.core.files import write_json
-from recipes.core.place import network, ranks
+from recipes.core.place import network
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
+from recipes.core.slurm import client, environment
 
 # Shares of ``seconds`` after which each part is abandoned.
 CHECKS = 0.4
@@ -205,19 +205,14 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
             directory.write_status(run_dir, "done", attempt=attempt.number, step=0)
     print("\n".join(verdict.lines(judged)), flush=True)
     reports.remove()
-    if code and len(hosts) > 1 and ranks.in_step(os.environ):
+    if code and len(hosts) > 1 and environment.in_step(os.environ):
         # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others
         # and reports their status.
         time.sleep(LEAVE_S)
         if any(stage_of(collected.get(node)) < Stage.final for node in range(len(hosts))):
             # Slurm ends this step one second later. Otherwise srun waits forever for a process that
             # hangs.
-            step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-            with contextlib.suppress(OSError):
-                subprocess.Popen(
-                    ["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step],
-                    start_new_session=True,
-                )
+            client.kill_step_later(os.environ)
     return code
 
 

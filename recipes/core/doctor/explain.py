@@ -16,8 +16,8 @@ from recipes.core.doctor.patterns import PATTERNS, Pattern
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT, read_json
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use, judge, source, table
-from recipes.core.run import queue as slurm_queue
+from recipes.core.run import directory, in_use, judge, outlook, source, table
+from recipes.core.slurm import client
 
 # if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so
 # long
@@ -85,13 +85,13 @@ def _sections(path: Path) -> Sequence[Section]:
         if is_job:
             job = None
             with contextlib.suppress(MachineError):
-                job = slurm_queue.find(path.name)
-            log = slurm_queue.early_log(job, path.name, every.parent)
+                job = client.find(path.name)
+            log = outlook.early_log(job, path.name, every.parent)
             if log:
                 lines = ["its job ended before it had a run directory", *of_logs(log)]
                 return [(str(path), lines)]
             if job:
-                lines = [f"it has no run directory yet: {slurm_queue.describe(job)}"]
+                lines = [f"it has no run directory yet: {client.describe(job)}"]
                 return [(str(path), lines)]
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -119,8 +119,8 @@ def of_run(run_dir: Path) -> list[str]:
     if state == "done":
         return ["status.json says done: nothing failed"]
     if state == "preempted":
-        return _shown(slurm_queue.after_stop(run_dir, status))
-    slurm = slurm_queue.of_run(run_dir)
+        return _shown(outlook.after_stop(run_dir, status))
+    slurm = outlook.of_run(run_dir)
     has_job = slurm.job is not None and not slurm.job.ended
     reason, rank = _judgement(run_dir, status)
     # since the run last updated its status
@@ -155,13 +155,13 @@ def _judgement(run_dir: Path, status: Mapping[str, Any]) -> tuple[str, int | Non
     return outcome.reason, (outcome.first or {}).get("rank")
 
 
-def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool:
+def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
     """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its
     status.
 
     An interactive job (salloc) outlives its steps.
     """
-    is_batch = slurm.job is not None and slurm.job.fields.get("BatchFlag") != "0"
+    is_batch = slurm.job is not None and slurm.job.has_script
     if slurm.asked and (is_batch or not slurm.is_active):
         return slurm.is_active
     if in_use.is_running(attempts.facts(run_dir)) is False:
@@ -171,7 +171,7 @@ def _is_alive(run_dir: Path, slurm: slurm_queue.Outlook, quiet_s: float) -> bool
     return min(quiet_s, time.time() - beat) < QUIET_S
 
 
-def batch_logs(run_dir: Path, slurm: slurm_queue.Outlook) -> list[Path]:
+def batch_logs(run_dir: Path, slurm: outlook.Outlook) -> list[Path]:
     """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm,
     which no rank's log has.
 
@@ -180,7 +180,7 @@ def batch_logs(run_dir: Path, slurm: slurm_queue.Outlook) -> list[Path]:
     """
     described = read_json(run_dir / "job.yaml") or {}
     named = [described.get("log")] if slurm.id and described.get("job_id") == slurm.id else []
-    named += [slurm.job.fields.get("StdErr")] if slurm.job else []
+    named += [slurm.job.error_log] if slurm.job else []
     return [Path(name) for name in named if name and Path(name).is_file()]
 
 

@@ -19,8 +19,9 @@ from recipes.core.doctor import commands, variables
 from recipes.core.doctor.verdict import Finding
 from recipes.core.errors import one_line
 from recipes.core.place import network
-from recipes.core.place.gpus import granted_gpus, shortage
+from recipes.core.place.gpus import shortage
 from recipes.core.place.ranks import RankInfo
+from recipes.core.slurm import environment
 
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 LOCKED_BYTES = 1 << 30  # of memory that RDMA may lock
@@ -253,7 +254,7 @@ def gpus(here: Surroundings, facts: Facts) -> Iterator[Finding]:
     """What `gpucheck.gpus` finds on the GPUs that this process may use."""
     if here.on_cpu:
         return
-    granted = granted_gpus(here.environ)
+    granted = environment.gpus_on_node(here.environ)
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], 60)
     if why and granted:
         fix = f"run {sys.executable} -m recipes.core.doctor.gpucheck gpus on that node"

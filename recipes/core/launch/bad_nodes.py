@@ -10,7 +10,7 @@ from pathlib import Path
 from recipes.core import files
 from recipes.core.errors import MachineError, shown
 from recipes.core.launch.jobs import Job
-from recipes.core.run import queue
+from recipes.core.slurm import client
 
 FILE = "runs/bad-nodes.json"  # in the repository
 KEPT_S = 24 * 3600.0
@@ -40,7 +40,7 @@ def _write(root: Path, cluster: str, nodes: dict[str, float]) -> None:
 
 def forget(root: Path, node: str) -> None:
     """Removes ``node``; ``all`` removes every node of this cluster. Raises MachineError."""
-    cluster = queue.cluster_name()
+    cluster = client.cluster_name()
     times = {name: at for name, at in known(root, cluster).items() if node not in ("all", name)}
     try:
         _write(root, cluster, times)
@@ -55,9 +55,9 @@ def exclude(job: Job) -> Job:
     """``job`` without the bad nodes, except those that forget= names. Prints a line that names
     them.
     """
-    times = known(job.root, queue.cluster_name()) if (job.root / FILE).exists() else {}
+    times = known(job.root, client.cluster_name()) if (job.root / FILE).exists() else {}
     # Slurm refuses to exclude a node that has left the cluster
-    nodes = queue.nodes() if times else set()
+    nodes = client.nodes() if times else set()
     bad = sorted(node for node in nodes & times.keys() if job.keys.forget not in ("all", node))
     if not bad:
         return job

@@ -33,13 +33,24 @@ from recipes.core.errors import (
     Next,
 )
 from recipes.core.files import ROOT
-from recipes.core.launch import allocation, container, examination, jobs, snapshot
+from recipes.core.launch import container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, in_use, judge, queue, saves, source, stop_note
+from recipes.core.run import (
+    command_line,
+    directory,
+    in_use,
+    judge,
+    outlook,
+    saves,
+    source,
+    stop_note,
+)
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.logs import say
 from recipes.core.run.stop_note import StopNote
+from recipes.core.slurm import client, environment
+from recipes.core.slurm.client import Job
 
 SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
 UNSAVED_REQUEUES = 2
@@ -55,8 +66,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     command prefix of the ranks. Returns 0. Raises ConfigError if a key is invalid or the job is
     refused, MachineError if the run directory cannot be written.
     """
-    fields = allocation.fields_of_job(environ)
-    left_over = allocation.left_over(environ, fields)
+    job = client.own(environ)
+    left_over = environment.left_over(
+        environ,
+        is_array=not job or job.is_array,
+        is_first_start=job is not None and not job.restarts,
+    )
     environ = {name: value for name, value in environ.items() if name not in left_over}
     repository = source.home(ROOT)
     jobs.require_printable(ROOT, repository)
@@ -66,15 +81,15 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     image = container.of_job(settings, typed, environ)
     umask = int(settings.run.umask, 8)
     os.umask(umask)
-    _restrict_log(fields, umask)
+    _restrict_log(job, umask)
 
-    job_id = directory.job_id(environ)
+    job_id = environment.job_id(environ)
     code = ROOT
     attempt = None
     lines = [f"unset {attempts.VARIABLE}"]
     if job_id:
         run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
-        attempt = _open_attempt(settings, run_dir, fields, environ)
+        attempt = _open_attempt(settings, run_dir, job, environ)
         code = _code(environ, attempt.run_dir)
         script = environ.get("RECIPES_SCRIPT")
         # the recipe reports a run directory that cannot be written
@@ -88,13 +103,13 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
                     arguments,
                     root=str(repository),
                     code=str(code),
-                    log=fields.get("StdOut"),
-                    options=jobs.options_of(fields),
+                    log=job.log if job else None,
+                    options=jobs.options_of(job),
                 )
         lines = [f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}"]
 
     lines += [f"cd {shlex.quote(str(code))} || exit", shlex.join(["set", "--", *arguments])]
-    lines += _clock_lines(settings, fields)
+    lines += _clock_lines(settings, job)
     # bash cannot hold others
     lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
     if image:
@@ -102,14 +117,14 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         lines += container.exports(image)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     if attempt and jobs.is_program(settings):
-        lines += _program_lines(settings, attempt, fields)
+        lines += _program_lines(settings, attempt, job)
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return EXIT_DONE
 
 
 def _open_attempt(
-    settings: Settings, run_dir: Path, fields: Mapping[str, str], environ: Mapping[str, str]
+    settings: Settings, run_dir: Path, job: Job | None, environ: Mapping[str, str]
 ) -> Attempt:
     """Opens the attempt of this start of the job. Raises ConfigError if the job may not use the run
     directory.
@@ -120,12 +135,14 @@ def _open_attempt(
     attempt = attempts.open_next(folder, settings.recipe, environ)
     repository = source.home(ROOT)
     problem = ""
-    if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
+    if not attempt.number and snapshot.was_begun(
+        repository, environment.allocation_id(environ), folder
+    ):
         problem = (
             f"run_dir={folder}: this job was started before, but this folder does not have its "
             "files: give a folder that all nodes share"
         )
-    elif not settings.run.run_dir and _is_of_earlier_job(attempt, fields, environ):
+    elif not settings.run.run_dir and _is_of_earlier_job(attempt, job, environ):
         problem = (
             f"run_dir={folder}: holds the run of an earlier job with this ID, or a copy of one: "
             "give run_dir="
@@ -139,48 +156,43 @@ def _open_attempt(
     return attempt
 
 
-def _is_of_earlier_job(
-    attempt: Attempt, fields: Mapping[str, str], environ: Mapping[str, str]
-) -> bool:
+def _is_of_earlier_job(attempt: Attempt, job: Job | None, environ: Mapping[str, str]) -> bool:
     """Whether the attempts before this one are older than this job: its ID was used before, and it
     was never requeued.
     """
-    started = fields.get("StartTime", "")
-    was_requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if not attempt.number or was_requeued or not started[:1].isdecimal():
+    if not attempt.number or environment.restarts(environ) or not job or not job.start:
         return False
     first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
-    return float(first) < time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S")) - SKEW_S
+    return float(first) < time.mktime(time.strptime(job.start, "%Y-%m-%dT%H:%M:%S")) - SKEW_S
 
 
-def _restrict_log(fields: Mapping[str, str], umask: int) -> None:
+def _restrict_log(job: Job | None, umask: int) -> None:
     """Applies the umask to the log of the job, which Slurm has made with the umask of the user's
     shell.
     """
-    for name in ("StdOut", "StdErr"):
-        path = Path(fields.get(name, ""))
+    for path in map(Path, (job.log, job.error_log) if job else ()):
         with contextlib.suppress(OSError):
             if path.is_file():  # not /dev/null
                 path.chmod(path.stat().st_mode & ~umask)
 
 
-def _program_lines(settings: Settings, attempt: Attempt, fields: Mapping[str, str]) -> list[str]:
+def _program_lines(settings: Settings, attempt: Attempt, job: Job | None) -> list[str]:
     """Lines for the shell of a program's job, whose ranks need not end together. Writes the stop
     note and what is saved.
 
     Raises ConfigError if the keys do not fit the tasks.
     """
     through = jobs.through(settings)
-    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
-    # a ready script may start several tasks per node
-    if through and per_node.isdecimal() and int(per_node) > 1:
+    per_node = job.options.get("ntasks-per-node", "1") if job else "1"
+    if through and per_node != "1":  # a ready script may start several tasks per node
         raise ConfigError(
             f"through={through}: starts one task per node, but this job has {per_node} tasks per "
             "node: submit it with --ntasks-per-node=1 before the script, and --cpus-per-task= for "
             "all ranks of a node"
         )
     with files.writing_to(attempt.run_dir, "run_dir"):
-        stop_note.write(attempt, StopNote(before_s=jobs.notice_s(settings, queue.limit_s(fields))))
+        before_s = jobs.notice_s(settings, job.limit_s if job else None)
+        stop_note.write(attempt, StopNote(before_s=before_s))
         saves.note(attempt, settings.config.saves)
     return ["step+=(--wait=0)", f"program={settings.recipe}"]
 
@@ -199,7 +211,7 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     if not jobs.signal_s(settings):
         say(f"{recipe}: SIG{name} is ignored, since stop_before_s=0 is given", 1)
         return EXIT_DONE
-    left_s = queue.seconds_left(environ)
+    left_s = client.seconds_left(environ)
     notice_s = stop_note.read(attempt).before_s or 0.0
     early_s = (left_s or 0.0) - notice_s
     is_of_limit = SEEN_S < early_s <= jobs.signal_s(settings) - notice_s + EARLY_S
@@ -209,13 +221,14 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     return EXIT_DONE
 
 
-def _clock_lines(settings: Settings, fields: Mapping[str, str]) -> list[str]:
+def _clock_lines(settings: Settings, job: Job | None) -> list[str]:
     """Lines for the shell: whether the ranks stop by the clock. The script's signal would stop a
     job of a few minutes at its start.
 
     A program of the user receives that signal itself.
     """
-    if not settings.run.stop_before_s or not queue.is_short(fields) or jobs.is_program(settings):
+    is_short = job is not None and job.is_short
+    if not settings.run.stop_before_s or not is_short or jobs.is_program(settings):
         return ["unset RECIPES_BY_CLOCK"]
     say(
         f"{settings.recipe}: this job has only a few minutes: it ignores SIGUSR2, which comes too "
@@ -223,7 +236,7 @@ def _clock_lines(settings: Settings, fields: Mapping[str, str]) -> list[str]:
         1,
     )
     lines = ["export RECIPES_BY_CLOCK=1"]
-    left_s = queue.time_left_s(fields)
+    left_s = job.left_s if job else None
     if left_s:  # the ranks cannot ask Slurm inside a container
         lines.append(f"export SLURM_JOB_END_TIME={int(time.time() + left_s)}")
     return lines
@@ -237,7 +250,7 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
         return ROOT
     try:
         code = ROOT if source.stamp(ROOT) else snapshot.take(ROOT)
-        snapshot.keep_for(code, environ["SLURM_JOB_ID"], run_dir)
+        snapshot.keep_for(code, environment.allocation_id(environ), run_dir)
     except MachineError as error:
         say(f"{error}; the job runs the repository itself, so later edits affect it")
         return ROOT
@@ -260,16 +273,16 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     opened = attempts.given(environ)
     if not opened:  # only in a script of your own that does not call begin
         return srun_status
-    job_id = str(directory.job_id(environ))
+    job_id = str(environment.job_id(environ))
     run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
     # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
     by_slurm = None
     with contextlib.suppress(MachineError):
-        job = None if attempt.has_begun else queue.find(job_id)
+        job = None if attempt.has_begun else client.find(job_id)
         if job:
-            by_slurm = job.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
+            by_slurm = job.after_start(environment.restarts(environ))
 
     outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
     if outcome.state == "done":
@@ -280,7 +293,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         line = requeue(attempt, outcome.step, most, environ)
         say(f"{recipe}: {how}; {line}; run directory {run_dir}", 1)
     elif outcome.kind is Kind.stopped and by_slurm:
-        after = queue.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value} by Slurm")
+        after = outlook.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value} by Slurm")
         say(f"{recipe}: {outcome.line}; {after}")
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
         say(f"{recipe}: {outcome.line}")
@@ -308,15 +321,15 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     already decided, the function does not requeue: a cancelled job stays cancelled, and Slurm
     itself requeues a preempted job.
     """
-    job_id = str(directory.job_id(environ))
-    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    job_id = str(environment.job_id(environ))
+    restarts = environment.restarts(environ)
     facts = attempt.facts()
     if facts.get("of_program"):  # it counts no steps
         has_progress = saves.has_changed(attempt) is not False
     else:
         has_progress = step > facts.get("step", step)
     try:
-        job = queue.find(job_id)
+        job = client.find(job_id)
         if not job:
             raise MachineError(f"Slurm does not know job {job_id}")
         decided = None if job.is_over_time else job.after_start(restarts)
@@ -328,14 +341,14 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
         # begin a moment later.
         directory.note_next(attempt.run_dir, decided or Next.requeued, attempt.number)
         if not decided:
-            queue.requeue(job_id, restarts)
+            client.requeue(job_id, restarts)
             return f"requeued (restart {restarts + 1} of at most {max_requeues})"
     except (MachineError, OSError, subprocess.SubprocessError) as error:
         directory.note_next(attempt.run_dir, Next.requeue_failed, attempt.number)
-        return f"not requeued ({queue.said(error)}): {queue.HOW_TO_RESUME}"
+        return f"not requeued ({client.said(error)}): {outlook.HOW_TO_RESUME}"
     if decided is Next.held:
-        return f"requeued, but {queue.describe(job)}"
-    return queue.NOT_REQUEUED.get(decided, "requeued by Slurm")
+        return f"requeued, but {client.describe(job)}"
+    return outlook.NOT_REQUEUED.get(decided, "requeued by Slurm")
 
 
 def main(argv: list[str]) -> int:

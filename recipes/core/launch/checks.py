@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ from recipes.core.errors import (
     MachineError,
     RunError,
 )
-from recipes.core.launch import allocation, jobs, submit
+from recipes.core.launch import jobs
 from recipes.core.launch.jobs import Job
-from recipes.core.place import durations, processes
-from recipes.core.run import dryrun, queue
+from recipes.core.place import processes
+from recipes.core.run import dryrun
 from recipes.core.run.dryrun import Found, Request
+from recipes.core.slurm import client, durations, environment
 
 LARGEST = 1 << 20  # bytes of a file that describes a run
 START_S = 300.0  # timeout for the recipe to reach its first step
@@ -93,7 +94,7 @@ def start(
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
         request = Request(str(found_file), ranks)
         words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
-        environ = environment(settings, request)
+        environ = environment_of_dry_run(settings, request)
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
         stderr = folder / "stderr"  # a pipe would stay open as long as a process of the recipe runs
         try:
@@ -222,41 +223,32 @@ def expected_start(job: Job) -> str:
 
     ``sbatch --test-only`` counts only the nodes that are up now.
     """
-    answer = subprocess.run(
-        ["sbatch", "--test-only"],
-        input=jobs.sbatch_script(job),
-        env=allocation.clean_environment(os.environ, job.directives),
-        cwd=job.root,
-        capture_output=True,
-        text=True,
-        timeout=SLURM_S,
-    )
-    if answer.returncode != 0:
-        raise MachineError(submit.refusal(answer.stderr))
-    partition = job.directives.get("partition") or os.environ.get("SBATCH_PARTITION", "")
-    if "," not in partition:  # of several, one may be enough
-        require_within(job, queue.partition(partition))
-    return submit.one_line(answer.stderr)
+    try:
+        answer = client.try_script(jobs.sbatch_script(job), names=job.directives, cwd=job.root)
+    except subprocess.CalledProcessError as error:
+        raise MachineError(client.refusal(error.stderr)) from None
+    name = job.directives.get("partition") or environment.partition_of_sbatch(os.environ)
+    partition = None if "," in name else client.partition(name)  # of several, one may be enough
+    if partition:
+        require_within(job, partition)
+    return answer
 
 
-def require_within(job: Job, partition: Mapping[str, str]) -> None:
+def require_within(job: Job, partition: client.Partition) -> None:
     """Raises MachineError if a partition never starts the job. ``sbatch --test-only`` accepts such
     a job at some sites.
-
-    partition: its fields, see `queue.partition`.
     """
     time = job.directives["time"]
     time_s = durations.seconds(time)
-    most_s = durations.seconds(partition.get("MaxTime", ""))
-    most_nodes = partition.get("MaxNodes", "")
+    most_s = durations.seconds(partition.max_time)
     if time_s and most_s and time_s > most_s:
-        problem = f"time={time}: is more than the {partition['MaxTime']}"
-    elif most_nodes.isdecimal() and (job.keys.nodes or 1) > int(most_nodes):
-        problem = f"nodes={job.keys.nodes}: are more than the {most_nodes}"
+        problem = f"time={time}: is more than the {partition.max_time}"
+    elif partition.max_nodes is not None and (job.keys.nodes or 1) > partition.max_nodes:
+        problem = f"nodes={job.keys.nodes}: are more than the {partition.max_nodes}"
     else:
         return
     raise MachineError(
-        f"{problem} of partition {partition.get('PartitionName', '')}, so the job would never "
+        f"{problem} of partition {partition.name}, so the job would never "
         "start: give a smaller value, or another partition="
     )
 
@@ -289,13 +281,13 @@ def arguments(settings: Settings, place: Path, base: Path) -> dict[str, str]:
     return words
 
 
-def environment(settings: Settings, request: Request) -> dict[str, str]:
+def environment_of_dry_run(settings: Settings, request: Request) -> dict[str, str]:
     """This process's environment without the variables of a rank or a job, without GPUs, and with
     loopback.
 
     The network interface of the nodes may not exist on this machine.
     """
-    kept = allocation.clean_environment(os.environ)
+    kept = environment.clean(os.environ)
     kept.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, the repository
     if settings.job.cluster:
         kept["RECIPES_CLUSTER"] = settings.job.cluster

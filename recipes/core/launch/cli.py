@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import command_line, directory, source
+from recipes.core.slurm import client, environment
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -77,9 +77,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
         inherited = settings.words_from_run()
         if inherited:
             print(f"keys from the run {settings.resumes}: {inherited}", file=sys.stderr, flush=True)
-        # the other commands of Slurm read SLURM_CLUSTERS
-        if os.environ.get("SBATCH_CLUSTERS"):
-            os.environ.setdefault("SLURM_CLUSTERS", os.environ["SBATCH_CLUSTERS"])
+        environment.use_cluster_of_sbatch(os.environ)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(os.environ["RECIPES_DATA"])
         if checked:
@@ -140,7 +138,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
         )
     keep = settings.run.keep_checkpoints
     disk, _ = checks.part(parts, "disk", lambda: checks.disk_space(place, keep, findings))
-    if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
+    if job and settings.job.launcher is Launcher.print and not client.can_submit():
         print("slurm:  not checked: there is no sbatch on this machine", flush=True)
     elif job:
         slurm, _ = checks.part(parts, "slurm", lambda: checks.expected_start(job))

@@ -12,25 +12,18 @@ from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.errors import EXIT_DONE, EXIT_MACHINE
 from recipes.core.files import ROOT
-from recipes.core.launch import allocation, bad_nodes, container
+from recipes.core.launch import bad_nodes, container
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, queue, source
+from recipes.core.run import command_line, directory, source
 from recipes.core.run.logs import say
+from recipes.core.slurm import client, environment
 
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
 # Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they
 # are in no script.
-OPTIONS = {
-    "qos": "QOS",
-    "constraint": "Features",
-    "time": "TimeLimit",
-    "nodes": "NumNodes",
-    "partition": "Partition",
-    "account": "Account",
-    "reservation": "Reservation",
-}
+OPTIONS = ("qos", "constraint", "time", "nodes", "partition", "account", "reservation")
 # in the run directory: how often the job was requeued without bad nodes
 COUNT = "doctor/requeues.json"
 
@@ -42,7 +35,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     healthy; else 3, after requeueing the job without the bad nodes if it may.
     """
     settings = command_line.parse(words, recipe=recipe, to_start=False)
-    run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
+    run_dir = directory.choose(settings.run.run_dir, recipe, environment.job_id(environ), ROOT)
     folder = run_dir / "doctor"
     # an older verdict is not valid for these nodes
     (folder / "doctor.json").unlink(missing_ok=True)
@@ -59,9 +52,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     else:
         bad = ",".join(verdict["exclude"])
         with contextlib.suppress(OSError):
-            bad_nodes.remember(
-                source.home(ROOT), environ.get("SLURM_CLUSTER_NAME", ""), verdict["exclude"]
-            )
+            bad_nodes.remember(source.home(ROOT), environment.cluster(environ), verdict["exclude"])
         line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
     attempts.refuse(environ, EXIT_MACHINE, line)
     say(f"{recipe}: {line}")
@@ -72,14 +63,7 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
     """Runs the doctor with one task on each node of the job, with the keys of the run that concern
     the nodes.
     """
-    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
-    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    command += ["--export=ALL", "--wait=60", "--mem=0"]
-    command.append(f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}")
-    # each task tests all GPUs of its node
-    gpus = allocation.all_gpus(allocation.fields_of_job(environ))
-    if gpus:
-        command.append(f"--gpus={gpus}")
+    command = client.on_each_node(environ)
     inside = [sys.executable]
     image = container.of_job(settings, settings.typed, environ)
     if image:
@@ -101,7 +85,7 @@ def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
     these requeues.
     """
     noted = files.read_json(run_dir / COUNT) or {}
-    return noted["count"] if noted.get("job_id") == str(directory.job_id(environ)) else 0
+    return noted["count"] if noted.get("job_id") == str(environment.job_id(environ)) else 0
 
 
 def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, str]) -> str:
@@ -111,42 +95,34 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
     Slurm accepts another list of excluded nodes only for a pending job. It does not start the job
     before this process has ended. The requeue sends SIGTERM to this process, which ignores it.
     """
-    job = str(directory.job_id(environ))
+    job_id = str(environment.job_id(environ))
     count = requeues(run_dir, environ)
-    fields = allocation.fields_of_job(environ)
-    before = fields.get("ExcNodeList", "(null)")
-    excluded = bad if before == "(null)" else f"{before},{bad}"
+    job = client.own(environ)
+    options = job.options if job else {}
+    excluded = ",".join(filter(None, (options.get("exclude"), bad)))
     by_hand = f"submit the job with exclude={excluded} (sbatch: --exclude={excluded})"
     if count >= most:
         return f"not requeued, since max_resubmits= is reached: {by_hand}"
     try:
-        _require_other_nodes(run_dir / "job.sh", excluded, fields, environ)
-        files.write_json(run_dir / COUNT, {"job_id": job, "count": count + 1})
-        queue.requeue(job, int(environ.get("SLURM_RESTART_COUNT") or 0))
-        queue.change("update", f"JobId={job}", f"ExcNodeList={excluded}")
+        _require_other_nodes(run_dir / "job.sh", excluded, options)
+        files.write_json(run_dir / COUNT, {"job_id": job_id, "count": count + 1})
+        client.requeue(job_id, environment.restarts(environ))
+        client.exclude(job_id, excluded)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"a requeue that excludes them failed ({queue.said(error)}): {by_hand}"
+        return f"a requeue that excludes them failed ({client.said(error)}): {by_hand}"
     return f"requeued without them (requeues left: {most - count - 1})"
 
 
-def _require_other_nodes(
-    script: Path, excluded: str, fields: Mapping[str, str], environ: Mapping[str, str]
-) -> None:
+def _require_other_nodes(script: Path, excluded: str, options: Mapping[str, str]) -> None:
     """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job
     would stay pending.
 
-    fields: the fields of this job, by scontrol's names. Raises OSError or SubprocessError.
+    options: those of this job, by their long names. Raises OSError or SubprocessError.
     """
     # it was met
     text = re.sub(r"^#SBATCH --dependency=.*\n", "", script.read_text(), flags=re.MULTILINE)
-    command = ["sbatch", "--test-only"]
-    for name, field in OPTIONS.items():
-        # Slurm may choose another number of nodes
-        is_range = name == "nodes" and re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE)
-        if fields.get(field, "N/A") not in ("(null)", "N/A") and not is_range:
-            command.append(f"--{name}={fields[field]}")
-    command.append(f"--exclude={excluded}")
-    clean = allocation.clean_environment(environ)
-    subprocess.run(
-        command, input=text, env=clean, capture_output=True, text=True, timeout=120, check=True
-    )
+    # Slurm may choose another number of nodes
+    is_range = re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE)
+    names = [name for name in OPTIONS if name in options and not (is_range and name == "nodes")]
+    same = [f"--{name}={options[name]}" for name in names]
+    client.try_script(text, [*same, f"--exclude={excluded}"])

@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
-from recipes.core.run import queue
+from recipes.core.slurm import client, script
 
 GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
@@ -28,10 +27,18 @@ CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
 # most SIGNAL_SHARE of the time limit. Slurm may send the signal up to 60 s early.
 SIGNAL_S = 120
 SIGNAL_SHARE = 0.25
-# --kill-on-bad-exit=1: one failed rank ends the step. --export=ALL: the ranks have the environment
-# of the script, even if the site's sbatch exports nothing. --mem=0: the step has all memory of the
-# job, whatever variables an outer allocation has left.
-SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
+# The options of sbatch that a ready script is submitted again with.
+OF_SUBMISSION = (
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "gpus-per-node",
+    "cpus-per-task",
+    "time",
+    "partition",
+    "account",
+    "qos",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Job:
 
 
 def record(
-    run_dir: Path, script: bytes, job_id: str, recipe: str, arguments: Sequence[str], **more: object
+    run_dir: Path, text: bytes, job_id: str, recipe: str, arguments: Sequence[str], **more: object
 ) -> None:
     """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises
     OSError, and MachineError if the run directory is another user's.
@@ -62,7 +69,7 @@ def record(
     """
     trust.own_folder(run_dir)
     # The atomic rename replaces a symbolic link that another user may have planted.
-    trust.write_own(run_dir / "job.sh", script)
+    trust.write_own(run_dir / "job.sh", text)
     real = os.path.realpath(run_dir)
     write_description(
         run_dir,
@@ -83,29 +90,15 @@ def write_description(run_dir: Path, description: Mapping[str, object]) -> None:
     trust.write_own(run_dir / "job.yaml", json.dumps(description, indent=1).encode() + b"\n")
 
 
-def options_of(fields: Mapping[str, str]) -> list[str]:
-    """Options of sbatch that submit a ready script again as this job, from `queue.Job.fields`: its
-    size, time and partition.
+def options_of(job: client.Job | None) -> list[str]:
+    """Options of sbatch that submit a ready script again as this job: its size, time and partition.
 
-    [] for a job of launch.py, whose script has them.
+    [] for a job of launch.py, whose script has them, and if the job is not known.
     """
-    if Path(fields.get("Command", "").split(" ")[0]).parent.name == "submitit":
+    if not job or Path(job.script).parent.name == "submitit":
         return []
-    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
-    is_total = per_node == "0"
-    options = {
-        "nodes": fields.get("NumNodes"),
-        "ntasks": fields.get("NumTasks") if is_total else "",
-        "ntasks-per-node": "" if is_total else per_node,
-        "gpus-per-node": queue.gpus(fields.get("TresPerNode", "")) or "0",
-        "cpus-per-task": fields.get("CPUs/Task"),
-        "time": fields.get("TimeLimit"),
-        "partition": fields.get("Partition"),
-        "account": fields.get("Account"),
-        "qos": fields.get("QOS"),
-    }
-    unset = (None, "", "(null)", "N/A")
-    return [f"--{name}={value}" for name, value in options.items() if value not in unset]
+    options = {"gpus-per-node": "0", **job.options}
+    return [f"--{name}={options[name]}" for name in OF_SUBMISSION if name in options]
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -308,46 +301,12 @@ def notice_s(settings: Settings, limit_s: float | None) -> float | None:
 
 
 def sbatch_script(job: Job) -> str:
-    """The sbatch script of ``job``, as launcher=print shows it. sbatch/job.sh has what all scripts
-    share.
-    """
-    # The log is in the folder in which the job starts. A job whose log folder is missing fails
-    # without a message (sbatch, 0:53).
-    options = {**job.directives, "output": "%x-%A_%a.out" if job.elements else "%x-%j.out"}
-    lines = [
-        "#!/bin/bash",
-        "# Made by launch.py. Options of sbatch before the script's name override these.",
-    ]
-    for name, value in options.items():
-        lines.append(f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}")
-    lines.append("")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
+    """The sbatch script of ``job``, as launcher=print shows it."""
+    doctor = f"examine {job.recipe} {job.keys.max_resubmits}" if job.keys.doctor else ""
     code = job.variables.get("RECIPES_CODE", str(job.root))
-    lines.append(f". {shlex.quote(code + '/sbatch/job.sh')} || exit")
-    if job.arguments:
-        lines.append(f'set -- {shlex.join(job.arguments)} "$@"')
-    if job.elements:  # the arguments of this element of the array
-        lines.append("case ${SLURM_ARRAY_TASK_ID:-} in")
-        for number, arguments in enumerate(job.elements):
-            lines.append(f'    {number}) set -- "$@" {shlex.join(arguments)} ;;')
-        lines.append(
-            f'    *) echo "{job.recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; '
-            "exit 2 ;;"
-        )
-        lines.append("esac")
-    lines.append(f'begin {job.recipe} "$@"')
-    if job.keys.doctor:
-        lines.append(f"examine {job.recipe} {job.keys.max_resubmits}")
-    of_srun = " ".join(SRUN_OPTIONS)
-    if "gpus-per-task" in job.directives:
-        # If each task saw only its own GPU, NCCL could not copy directly between GPUs of a node.
-        of_srun += " --gpu-bind=none"
-    lines += [
-        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {of_srun} "${{step[@]}}" \\',
-        f'    "${{inside[@]}}" -u -m recipes.{job.recipe} "${{words[@]}}"',
-        f"finish {job.recipe} $?",
-    ]
-    return "\n".join(lines) + "\n"
+    return script.render(
+        job.recipe, code, job.directives, job.variables, job.arguments, job.elements, doctor
+    )
 
 
 def require_printable(*folders: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recipes.core.config import recipe_conf
 from recipes.core.errors import ConfigError, EXIT_DONE, shown
+from recipes.core.slurm import script
 
 # The parts that are specific to a recipe: its classes, its functions except main, and the
 # evaluation in main.
@@ -51,7 +52,7 @@ def new(words: Sequence[str], root: Path) -> int:
             f"from={source}: does not train; give from=finetune, gpt, mnist, cifar, imagenet or toy"
         )
     old = [root / f"recipes/{source}.py", root / f"recipes/conf/{source}.py"]
-    old += sorted((root / "sbatch").glob(f"{source}_*.sh"))[:1]
+    old += sorted((root / script.FOLDER).glob(f"{source}_*.sh"))[:1]
     texts = {}
     for path in old:
         new_path = path.with_name(path.name.replace(source, name, 1))

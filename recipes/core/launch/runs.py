@@ -30,11 +30,20 @@ from recipes.core.errors import (
     printable,
     shown,
 )
-from recipes.core.launch import allocation
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, efficiency, in_use, judge, queue, rows, table
-from recipes.core.run.queue import Line
+from recipes.core.run import (
+    command_line,
+    directory,
+    efficiency,
+    in_use,
+    judge,
+    outlook,
+    rows,
+    table,
+)
+from recipes.core.slurm import client
+from recipes.core.slurm.client import Line
 
 LOG_BYTES = 1 << 16  # of another user's log, from its end
 WATCH_S = 5.0  # between two tables of `runs watch`
@@ -84,16 +93,16 @@ def word(
     """
     state = status.get("state")
     reason = str(status.get("reason") or "")
-    if job and job.state in queue.WAITING:
+    if job and job.state in client.WAITING:
         start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
-        note = "; ".join(filter(None, (queue.with_advice(job.reason), start)))
+        note = "; ".join(filter(None, (client.with_advice(job.reason), start)))
         if job.held:
             return "held", note
         return ("requeued" if state else "pending"), note
     active = "running" if state == "running" else "starting"
-    if job and job.state not in queue.ENDED:
+    if job and job.state not in client.ENDED:
         # the run is being saved, or its job has not ended yet
-        is_ending = is_of_newest and (job.state == queue.COMPLETING or not status.get("next"))
+        is_ending = is_of_newest and (job.state == client.COMPLETING or not status.get("next"))
         return ("running" if is_ending else active), job.nodes
     if state == "done":
         return "done", ""
@@ -143,7 +152,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
     if elsewhere and elsewhere != cluster:
         jobs = None
     lines = {job_id: jobs[job_id] for job_id in ids if jobs and job_id in jobs}
-    job_id = queue.newest(ids, {key: line.state in queue.ENDED for key, line in lines.items()})
+    job_id = outlook.newest(ids, {key: line.state in client.ENDED for key, line in lines.items()})
     job = lines.get(job_id)
     refused = "" if done else judge.why_not_begun(folder)
     alive = False if is_copy else in_use.is_running(facts)
@@ -227,12 +236,12 @@ def _why_none(word: str, root: Path) -> str:
     if word.replace("_", "").isdecimal():
         job = None
         with contextlib.suppress(MachineError):  # without Slurm
-            job = queue.find(word, timeout_s=1.0)
-        log = queue.early_log(job, word, root)
+            job = client.find(word, timeout_s=1.0)
+        log = outlook.early_log(job, word, root)
         if log:
             return f"{word}: this job ended before it had a run directory: read its log, {log}"
         if job:
-            why = f"has no run directory yet: {queue.describe(job)}"
+            why = f"has no run directory yet: {client.describe(job)}"
     return f"{shown(word) or repr(word)}: {why}: give a run directory, a job ID, or {table.LAST}"
 
 
@@ -258,7 +267,7 @@ def command(argv: Sequence[str], root: Path) -> int:
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     # an answer that is missing would leave a job running, or submit it twice
-    jobs = queue.mine(queue.ANSWER_S)
+    jobs = client.mine(client.ANSWER_S)
     of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
     runs = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
     if name == "cancel":
@@ -291,7 +300,7 @@ def show(words: Sequence[str], root: Path) -> int:
     fields = Run.__dataclass_fields__
     if sort and sort not in fields:
         raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(fields)}")
-    jobs = queue.mine()
+    jobs = client.mine()
     cluster = _cluster(jobs)
     while True:
         of_run = functools.partial(read, jobs=jobs, cluster=cluster)
@@ -309,12 +318,12 @@ def show(words: Sequence[str], root: Path) -> int:
             return EXIT_DONE
         print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
         time.sleep(WATCH_S)
-        jobs = queue.mine()
+        jobs = client.mine()
 
 
 def _cluster(jobs: Mapping[str, Line] | None) -> str:
-    """The name of this cluster; "" if Slurm is not there or does not answer. jobs: `queue.mine`."""
-    return "" if jobs is None else queue.cluster_name()
+    """The name of this cluster; "" if Slurm is not there or does not answer. jobs: `client.mine`."""
+    return "" if jobs is None else client.cluster_name()
 
 
 def _sortable(value: Any) -> tuple[bool, Any]:
@@ -435,9 +444,9 @@ def cancel(run: Run) -> str:
         os.kill(pid, signal.SIGTERM)
         return f"process {pid} was asked to save and end"
     try:
-        queue.cancel(run.job)
+        client.cancel(run.job)
     except (OSError, subprocess.SubprocessError) as error:
-        raise MachineError(f"scancel {run.job} failed: {queue.said(error)}") from None
+        raise MachineError(f"scancel {run.job} failed: {client.said(error)}") from None
     return f"job {run.job} was cancelled"
 
 
@@ -492,25 +501,17 @@ def resume(run: Run, arguments: Sequence[str]) -> str:
             options = [*described.get("options", ())]
             if element:
                 options.append(f"--array={element}")
-            done = subprocess.run(
-                ["sbatch", "--parsable", *options, f"/proc/self/fd/{script.fileno()}", *arguments],
-                cwd=str(described.get("root")),
-                env=allocation.clean_environment(os.environ),
-                capture_output=True,
-                text=True,
-                check=True,
-                pass_fds=[script.fileno()],
-            )
+            root = str(described.get("root"))
+            job_id = client.submit_open_file(script.fileno(), arguments, options, root)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        raise MachineError(f"sbatch refuses {_short(run.folder)}: {queue.said(error)}") from None
+        raise MachineError(f"sbatch refuses {_short(run.folder)}: {client.said(error)}") from None
 
-    job_id = done.stdout.strip().partition(";")[0]
     if element:
         job_id = f"{job_id}_{element}"
     log = ""
     with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
-        job = queue.find(job_id, timeout_s=queue.OWN_JOB_S)
-        log = job.fields.get("StdOut", "") if job else ""
+        job = client.find(job_id, timeout_s=client.OWN_JOB_S)
+        log = job.log if job else ""
     # the job has not begun
     if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):
         try:

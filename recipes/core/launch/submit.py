@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -23,10 +22,11 @@ from typing import Any
 
 from recipes.core import files, trust
 from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_MACHINE, MachineError
-from recipes.core.launch import allocation, jobs
+from recipes.core.launch import jobs
 from recipes.core.launch.jobs import Job
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, queue
+from recipes.core.run import directory
+from recipes.core.slurm import client, environment
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     path = folder / f"{mark}.sh"
     script = jobs.sbatch_script(job).encode()
     # submitit starts sbatch with the environment of this process
-    clean = allocation.clean_environment(os.environ, job.directives)
+    clean = environment.clean(os.environ, job.directives)
     for name in os.environ.keys() - clean.keys():
         del os.environ[name]
     # submitit prints the errors that it raises.
@@ -75,16 +75,16 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
             try:
                 accepted = executor.map_array(os.execvp, programs, arguments)
             except failed:
-                known = queue.find_by_comment(mark)
+                known = client.find_by_comment(mark)
                 if not known:
                     raise
                 # sbatch failed, for example by a timeout, after the controller had accepted the
                 # job. submitit has left no files for it.
                 with contextlib.suppress(OSError, subprocess.SubprocessError):
-                    queue.cancel(known)
+                    client.cancel(known)
                 accepted = executor.map_array(os.execvp, programs, arguments)
         except failed as error:
-            raise MachineError(refusal(str(error))) from None
+            raise MachineError(client.refusal(str(error))) from None
         except OSError as error:
             raise MachineError(
                 f"{folder}: cannot be written ({error.strerror}): free some space there"
@@ -94,16 +94,6 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
         of_run = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
         runs.append(_describe(job, words, element, of_run, script))
     return runs
-
-
-def refusal(output: str) -> str:
-    """One line on why Slurm refuses a job. output: the stderr of sbatch."""
-    return f"Slurm refuses this job: {one_line(output)[:300] or 'sbatch gave no reason'}"
-
-
-def one_line(output: str) -> str:
-    """The output of sbatch in one line, without its prefixes."""
-    return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
 def _executor(job: Job, python: str) -> Any:
@@ -122,12 +112,7 @@ def _executor(job: Job, python: str) -> Any:
             line = lines[-1] if lines else text
             return str(submitit.SlurmExecutor._get_job_id_from_submission_command(line))
 
-    for program in ("sbatch", "srun"):
-        if shutil.which(program) is None:
-            raise MachineError(
-                f"{program} is not on the PATH: use a login node of the cluster, "
-                "or launcher=local to run on this machine"
-            )
+    client.require_commands()
     options = {name.replace("-", "_"): value or True for name, value in job.directives.items()}
     del options["open_mode"]  # submitit writes it too
     executor = Executor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
@@ -190,7 +175,7 @@ def _wait(submitted: Submitted, show: bool) -> int:
     job = _wait_for_end(job_id, submitted.log if show else None)
     if job and job.never_starts:
         print(
-            f"job {job_id} never starts: its dependency {job.fields.get('Dependency')} cannot be "
+            f"job {job_id} never starts: its dependency {job.options.get('dependency')} cannot be "
             f"met; cancel the job: scancel {job_id}",
             file=sys.stderr,
         )
@@ -209,7 +194,7 @@ def _wait(submitted: Submitted, show: bool) -> int:
     return directory.exit_code(status, code) or EXIT_CRASH
 
 
-def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
+def _wait_for_end(job_id: str, log: Path | None) -> client.Job | None:
     """Waits until the job has ended or can never start. Returns it; None if Slurm no longer knows
     it. log: a file to print meanwhile.
     """
@@ -221,14 +206,14 @@ def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
         job = None
         is_over = False
         try:
-            job = queue.find(job_id)
+            job = client.find(job_id)
             silent = False
             is_over = job is None or job.ended or job.never_starts
         except MachineError as error:
             if not silent:
                 print(f"{error}; the job is not affected; asking Slurm again", file=sys.stderr)
             silent = True
-        line = queue.describe(job) if log and job and job.waiting else said
+        line = client.describe(job) if log and job and job.waiting else said
         if line != said:
             said = line
             print(line, flush=True)

@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
+from recipes.core.slurm import environment
+
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -12,7 +14,7 @@ def shortage(environ: Mapping[str, str], seen: int) -> str:
     that were granted or named.
     """
     source = "Slurm granted"
-    expected = granted_gpus(environ)
+    expected = environment.gpus_on_node(environ)
     named = named_gpus(environ)
     if named:
         source = f"{named[0]} names"
@@ -27,18 +29,12 @@ def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
     False if Slurm granted the node fewer GPUs than ranks.
     """
     named = named_gpus(environ)
-    granted = granted_gpus(environ)
+    granted = environment.gpus_on_node(environ)
     listed = environ.get("CUDA_VISIBLE_DEVICES", "")
     # of several MIG slices, CUDA shows a process only the first
     if listed.startswith("MIG-") and "," in listed:
         return False
     return granted >= ranks or (granted == 0 and named is not None and named[1] == 1)
-
-
-def granted_gpus(environ: Mapping[str, str]) -> int:
-    """Number of GPUs that Slurm granted on this node; 0 if unknown."""
-    granted = environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(granted) if granted.isdecimal() else 0
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:

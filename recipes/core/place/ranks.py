@@ -4,20 +4,11 @@ environment to a RankInfo.
 
 import re
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place.hostlist import expand, expand_counts
-
-Environ = Mapping[str, str]
-
-# slurm.h: step ids from this value on are not steps of srun. Slurm up to 25.11 sets no step id in a
-# batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script, -6 in the shell
-# that salloc starts on a node.
-_FIRST_RESERVED_STEP = 0xFFFFFFF0
-_BATCH_STEP = 0xFFFFFFFB
-FIX_SLURM = "start the ranks with srun, and unset SLURM_* variables that an outer shell left"
+from recipes.core.place.variables import Environ, number, require_equal
+from recipes.core.slurm import environment
 
 # Names of torchrun's variables with those of Open MPI (docs.open-mpi.org, "Environment variables
 # set for MPI applications").
@@ -74,20 +65,21 @@ def detect(environ: Environ) -> RankInfo:
     if _OPEN_MPI["RANK"] in environ:
         return _from_env(_of_open_mpi(environ))
     # equal under srun --mpi=pmi2
-    if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):
+    if "PMI_RANK" in environ and environ["PMI_RANK"] != environment.task(environ):
         raise ConfigError(
             f"PMI_RANK={shown(environ['PMI_RANK'])}: mpiexec is not supported: "
             "start the ranks with srun"
         )
-    if in_step(environ):
-        layout = _slurm_layout(environ)
+    if environment.in_step(environ):
+        layout = _of_step(environ)
         if layout.rank == 0 and layout.node_rank and not environ.get("MASTER_ADDR"):
             raise ConfigError(
                 f"SLURM_NODEID={layout.node_rank}: rank 0 must be on the first node of the step, "
                 "where the others look for it: "
                 "remove -m arbitrary and SLURM_HOSTFILE, or set MASTER_ADDR on every rank"
             )
-        port = port_for(job_id(environ), step_id(environ), restart_count(environ))
+        step = environment.step_id(environ)
+        port = port_for(environment.job_number(environ), step, restart_count(environ))
         return _info(environ, layout, layout.nodes[0], port)
     return _alone(environ)
 
@@ -117,8 +109,8 @@ def _from_env(environ: Environ) -> RankInfo:
 
 
 def _env_layout(environ: Environ, rank: int, world_size: int) -> RankInfo:
-    if in_step(environ) and not {"GROUP_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
-        return _slurm_layout(environ)
+    if environment.in_step(environ) and not {"GROUP_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
+        return _of_step(environ)
     at_most = ("1 + WORLD_SIZE", 1 + world_size)
     local_size = number(
         environ,
@@ -164,8 +156,9 @@ def _of_open_mpi(environ: Environ) -> Environ:
     # The ranks are not all in the same Slurm step: those of the first node are in the shell that
     # called mpirun, the others in the step of its daemons. Open MPI's namespace is the same for all
     # ranks of one mpirun, and only for them.
-    rest = {name: value for name, value in environ.items() if name != "SLURM_STEP_ID"}
-    run = job_id(environ) + zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode(errors="replace"))
+    rest = environment.without_step(environ)
+    namespace = environ.get("PMIX_NAMESPACE", "").encode(errors="replace")
+    run = environment.job_number(environ) + zlib.crc32(namespace)
     master = {"MASTER_PORT": str(port_for(run, 0, restart_count(environ)))}
     if of_mpi.get("WORLD_SIZE") == of_mpi.get("LOCAL_WORLD_SIZE"):
         master["MASTER_ADDR"] = "127.0.0.1"
@@ -173,17 +166,7 @@ def _of_open_mpi(environ: Environ) -> Environ:
 
 
 def _alone(environ: Environ) -> RankInfo:
-    if "SLURM_PROCID" in environ:
-        if "SLURM_JOB_ID" not in environ:
-            raise ConfigError(
-                f"SLURM_PROCID={shown(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: "
-                f"{FIX_SLURM}"
-            )
-        if "SLURM_STEP_ID" not in environ or step_id(environ) == _BATCH_STEP:
-            raise ConfigError(
-                f"this process was started in the batch shell of job {job_id(environ)} without "
-                "srun, so no other rank can join it: put `srun` in front of the command"
-            )
+    environment.refuse_batch_shell(environ)
     return _info(environ, RankInfo(0, 0, 0, 1, 1, num_nodes=1, nodes=()))
 
 
@@ -212,128 +195,21 @@ def _info(
         layout,
         master_addr=master_addr,
         master_port=master_port,
-        in_slurm="SLURM_JOB_ID" in environ,
-        run_id=_run_id(environ),
+        in_slurm=environment.is_in_job(environ),
+        run_id=environment.run_id(environ),
         restart_count=restart_count(environ),
     )
 
 
-def _run_id(environ: Environ) -> str | None:
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    job = str(job_id(environ))
-    if "SLURM_ARRAY_TASK_ID" in environ:
-        job = f"{number(environ, 'SLURM_ARRAY_JOB_ID')}_{number(environ, 'SLURM_ARRAY_TASK_ID')}"
-    step = step_id(environ) if in_step(environ) else 0
-    return f"{job}.{step}" if step else job
-
-
-def in_step(environ: Environ) -> bool:
-    """Whether this is a numbered step of srun, and not the batch shell or the shell that salloc
-    starts on a node.
-    """
-    is_step = {"SLURM_JOB_ID", "SLURM_STEP_ID"} <= environ.keys()
-    return is_step and step_id(environ) < _FIRST_RESERVED_STEP
-
-
-def _slurm_layout(environ: Environ) -> RankInfo:
-    """The step's layout from the variables of srun. `-m cyclic` and `-m arbitrary` scatter the
-    ranks, but the counts are valid.
-    """
-    world_size = number(environ, "SLURM_STEP_NUM_TASKS", minimum=1, fix=FIX_SLURM)
-    rank = number(
-        environ, "SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", world_size), fix=FIX_SLURM
-    )
-    nodes_text = environ.get("SLURM_STEP_NODELIST", "")
-    counts_text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    try:
-        nodes = expand(nodes_text)
-        counts = expand_counts(counts_text)
-    except ConfigError as error:
-        raise ConfigError(
-            f"SLURM_STEP_NODELIST={shown(nodes_text)} "
-            f"SLURM_STEP_TASKS_PER_NODE={shown(counts_text)}: {error}: {FIX_SLURM}"
-        ) from None
-    counts_name = "SLURM_STEP_TASKS_PER_NODE"
-    if sum(counts) != world_size:
-        raise _contradiction(environ, counts_name, f"{sum(counts)} tasks", "SLURM_STEP_NUM_TASKS")
-    if len(counts) != len(nodes):
-        raise _contradiction(environ, counts_name, f"{len(counts)} nodes", "SLURM_STEP_NODELIST")
-
-    below = ("the number of nodes", len(nodes))
-    node_rank = number(environ, "SLURM_NODEID", below=below, fix=FIX_SLURM)
-    node = nodes[node_rank]
-    if environ.get("SLURMD_NODENAME", node) != node:
-        raise _contradiction(environ, "SLURM_NODEID", node, "SLURMD_NODENAME")
-    local_size = counts[node_rank]
-    below = (f"SLURM_STEP_TASKS_PER_NODE of node {node_rank}", local_size)
-    local_rank = number(environ, "SLURM_LOCALID", below=below, fix=FIX_SLURM)
-    return RankInfo(rank, local_rank, node_rank, world_size, local_size, len(nodes), tuple(nodes))
-
-
-def _contradiction(environ: Environ, name: str, means: str, other: str) -> ConfigError:
-    return ConfigError(
-        f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: "
-        f"{FIX_SLURM}"
-    )
-
-
-def step_id(environ: Environ) -> int:
-    """SLURM_STEP_ID unsigned, as in slurm.h: 4294967291 for the -5 of Slurm 26.05. Raises
-    ConfigError if it is invalid.
-    """
-    if re.fullmatch("-([1-9]|1[0-6])", environ.get("SLURM_STEP_ID", "")):
-        return int(environ["SLURM_STEP_ID"]) % 2**32
-    return number(environ, "SLURM_STEP_ID")
-
-
-def job_id(environ: Environ) -> int:
-    return number(environ, "SLURM_JOB_ID", default=0)
+def _of_step(environ: Environ) -> RankInfo:
+    rank, local_rank, node_rank, tasks, nodes = environment.layout(environ)
+    of_node = tasks[node_rank]
+    return RankInfo(rank, local_rank, node_rank, sum(tasks), of_node, len(nodes), nodes)
 
 
 def restart_count(environ: Environ) -> int:
     """Sum of both launchers' restart counts: torchrun may restart its ranks inside a job that was
     itself requeued.
     """
-    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    return sum(number(environ, name, default=0) for name in names)
-
-
-def number(
-    environ: Environ,
-    name: str,
-    *,
-    default: int | None = None,
-    minimum: int = 0,
-    below: tuple[str, int] | None = None,
-    fix: str = "correct it or unset it",
-) -> int:
-    """The value of a variable as a whole number.
-
-    below: what the number must be less than, in words and as a number. fix: ends each message.
-    Raises ConfigError if the variable is not set and has no default, is not a plain decimal number,
-    or is out of range.
-    """
-    if name not in environ:
-        if default is None:
-            raise ConfigError(f"{name} is not set: {fix}")
-        return default
-    text = environ[name]
-    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
-        raise ConfigError(
-            f"{name}={shown(text)}: must be a whole number of at least {minimum}: {fix}"
-        )
-    if below and int(text) >= below[1]:
-        raise ConfigError(f"{name}={text}: must be less than {below[1]} ({below[0]}): {fix}")
-    return int(text)
-
-
-def require_equal(environ: Environ, name: str, value: int) -> None:
-    """Raises ConfigError if a variable is set to another number than ``value``, which follows from
-    the launcher.
-    """
-    if name in environ and number(environ, name) != value:
-        raise ConfigError(
-            f"{name}={environ[name]}: must be {value} here: unset it, "
-            "or start the ranks with srun or torchrun"
-        )
+    of_torchrun = number(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
+    return environment.checked_restarts(environ) + of_torchrun

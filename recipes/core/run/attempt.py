@@ -23,6 +23,7 @@ from recipes.core import files, trust
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
 from recipes.core.place import processes
 from recipes.core.run import directory
+from recipes.core.slurm import environment
 
 # in the folder of an attempt: the stop signals that a user's program catches
 CATCHES = "catches.json"
@@ -154,22 +155,21 @@ def describe(
     """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are
     known. Raises OSError.
     """
-    job = directory.job_id(environ)
+    job = environment.job_id(environ)
     pid = os.getpid()
     path = attempt.folder / "opened.json"
     opened = files.read_json(path) or {}
-    requested = {"cpus": "SLURM_CPUS_ON_NODE", "memory_mb": "SLURM_MEM_PER_NODE"}
+    requested = {
+        "cpus": environment.cpus_on_node(environ),
+        "memory_mb": environment.memory_mb(environ),
+    }
     content = {
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
         "launch": directory.launch_id(environ),
         "job": job,
-        "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,  # None: outside Slurm
-        **{
-            name: int(environ[variable])
-            for name, variable in requested.items()
-            if job and environ.get(variable, "").isdecimal()
-        },
+        "cluster": environment.cluster(environ) if job else None,  # None: outside Slurm
+        **{name: value for name, value in requested.items() if job and value is not None},
         "process": {
             "host": socket.gethostname(),
             "pid": pid,

@@ -13,27 +13,20 @@ from typing import Any
 from recipes.core import files, trust
 from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, Next
 from recipes.core.run import source
+from recipes.core.slurm import environment
 
 # folders in a run directory
 EVALUATION = "evaluation"
 DOCTOR = "doctor"
 
 
-def job_id(environ: Mapping[str, str]) -> str | None:
-    """``<job>``, or ``<array>_<task>`` in an array; None outside Slurm."""
-    array = environ.get("SLURM_ARRAY_JOB_ID")
-    task = environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
-
-
 def launch_id(environ: Mapping[str, str]) -> str:
     """An ID that differs for each launch of a run: the launcher's own ID, else Slurm's
     ``<job>.<restart>``, else "".
     """
-    job = job_id(environ)
-    return environ.get("RECIPES_LAUNCH") or (
-        f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
-    )
+    job = environment.job_id(environ)
+    of_job = f"{job}.{environment.restarts(environ)}" if job else ""
+    return environ.get("RECIPES_LAUNCH") or of_job
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:

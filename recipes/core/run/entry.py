@@ -29,6 +29,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, dryrun, source
 from recipes.core.run.dryrun import Request
 from recipes.core.run.watchdog import Pulse
+from recipes.core.slurm import environment
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,9 @@ def _rank_unchecked() -> str:
     """The rank of this process as its launcher gives it. It selects the rank that prints before
     ranks are detected.
     """
-    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    return next((os.environ[name] for name in names if name in os.environ), "0")
+    of_mpi = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))
+    ranks = (os.environ.get("RANK"), environment.task(os.environ), *of_mpi)
+    return next((rank for rank in ranks if rank is not None), "0")
 
 
 def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:

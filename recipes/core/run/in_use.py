@@ -14,8 +14,9 @@ from typing import Any
 from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, queue
+from recipes.core.run import directory
 from recipes.core.run.attempt import Attempt
+from recipes.core.slurm import client, environment
 
 ENDING_S = 60.0  # how long to wait for a job that Slurm is ending
 HEARTBEAT_S = 5.0  # time between two heartbeats of a run
@@ -42,7 +43,7 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     """Checks whether the job or the process of one attempt still runs."""
     run_dir = attempt.run_dir
     facts = attempt.facts()
-    own_job = directory.job_id(environ)
+    own_job = environment.job_id(environ)
     job = facts.get("job")
     status = directory.read_status(run_dir) or {}
     own_status = status if status.get("attempt") == attempt.number else {}
@@ -60,7 +61,7 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
             return _used(run_dir, who, "wait for its end")
         return ""
     cluster = facts.get("cluster")
-    own_cluster = environ.get("SLURM_CLUSTER_NAME", "")
+    own_cluster = environment.cluster(environ)
     if cluster is not None and (not own_cluster or cluster in ("", own_cluster)):
         with contextlib.suppress(MachineError):
             return _check_by_slurm(str(job), run_dir, patience_s, is_saved)
@@ -88,13 +89,13 @@ def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> 
     again. Raises MachineError.
     """
     deadline = time.monotonic() + patience_s
-    while (other := queue.find(job, ASK_S)) and other.state == queue.COMPLETING:
+    while (other := client.find(job, ASK_S)) and other.state == client.COMPLETING:
         if time.monotonic() >= deadline:
             break
         time.sleep(1.0)
-    if not other or other.ended or (other.state == queue.COMPLETING and not patience_s):
+    if not other or other.ended or (other.state == client.COMPLETING and not patience_s):
         return ""
-    if saved and other.fields.get("BatchFlag") == "0":
+    if saved and not other.has_script:
         return ""
     return _used(run_dir, f"job {job} ({other.state.lower()})", f"cancel it (scancel {job})")
 

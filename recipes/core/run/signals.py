@@ -98,7 +98,7 @@ def stop_flag(
 
     A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called
     once, in a separate thread, with the name of the first signal. by_clock: whether SIGUSR2 is
-    ignored, see `queue.is_short`.
+    ignored, see `client.Job.is_short`.
     """
     flag = StopFlag()
     read_end, write_end = os.pipe()
@@ -162,7 +162,7 @@ def watch_the_end(
     """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left, at most a
     quarter of the time left now.
 
-    For sites that send no signal. left: `queue.seconds_left`. tell: called with the reason, unless
+    For sites that send no signal. left: `client.seconds_left`. tell: called with the reason, unless
     the flag has one already.
     """
 

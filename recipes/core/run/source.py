@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core.files import read_json, sha256
+from recipes.core.slurm import script
 
 # file in a snapshot of the code: the path of the repository, and the commit
 STAMP = "snapshot.json"
@@ -25,7 +26,7 @@ LEFT_OUT = {
     "runs",
     "data",
     "tests",
-    "sbatch",
+    script.FOLDER,
     "build",
 }
 GIT_S = 20.0  # timeout for git
@@ -44,7 +45,7 @@ def code_files(root: Path) -> Iterator[Path]:
         top.name for top in tops if any(top.glob("*.py")) or any(top.glob("*/__init__.py"))
     )
     of_packages = [f"{glob.escape(name)}/**" for name in packages]
-    for pattern in ("*.py", "sbatch/job.sh", "env/**", *of_packages):
+    for pattern in ("*.py", script.SHARED, "env/**", *of_packages):
         for name in sorted(glob.glob(pattern, root_dir=root, recursive=True)):
             if "__pycache__" not in name and (root / name).is_file():
                 yield root / name

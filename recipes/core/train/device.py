@@ -13,6 +13,7 @@ from recipes.core.config.run_keys import Backend, Device
 from recipes.core.errors import MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
+from recipes.core.slurm import environment
 
 MIG_NCCL = (2, 31)  # from this version on, ranks may use several MIG slices of one GPU
 
@@ -29,7 +30,7 @@ def resolve_device(
     if device is Device.cpu:
         return torch.device("cpu")
     host = socket.gethostname()
-    on_node = gpus.granted_gpus(environ)
+    on_node = environment.gpus_on_node(environ)
     few = gpus.shortage(environ, seen)
     if few:
         fix = f"check nvidia-smi -L there, or exclude the node: sbatch --exclude={host}"

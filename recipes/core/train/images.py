@@ -9,6 +9,7 @@ from recipes.core.data.image_sets import Images
 from recipes.core.data.packed import stage
 from recipes.core.errors import InputError, Stopped
 from recipes.core.train.run import Run
+from recipes.core.slurm import environment
 
 MOST_WORKERS = 16
 
@@ -20,8 +21,8 @@ def workers(run: Run, num_workers: int) -> int:
     if num_workers >= 0:
         return num_workers
     allowed = len(os.sched_getaffinity(0))
-    of_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    share = int(of_task) if of_task.isdecimal() else allowed // run.world.ranks.local_world_size
+    of_task = environment.cpus_per_task(os.environ)
+    share = of_task or allowed // run.world.ranks.local_world_size
     return max(1, min(allowed, share, MOST_WORKERS + 1) - 1)
 
 

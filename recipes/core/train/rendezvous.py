@@ -21,6 +21,7 @@ from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import check_mig, choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import TEARDOWN_S, TORCH_TIMEOUT, World
+from recipes.core.slurm import environment
 
 # the other ranks wait less than rank 0 by this, but at least this share
 EARLIER_S = 10.0
@@ -71,9 +72,8 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     their names. So rank 0 may not be on the first node of the list. It writes its host into the
     folder of the attempt that the batch script has opened.
     """
-    by_name = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "node") == "node"
     if (
-        by_name
+        environment.orders_by_name(os.environ)
         or info.num_nodes == 1
         or info.master_addr not in info.nodes[:1]
         or "MASTER_ADDR" in os.environ
@@ -89,7 +89,7 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
             raise MachineError(f"{node}: has rank 0, but is not the first node of this job: {fix}")
         return info.master_addr
 
-    path = attempt.folder / f"rank0-{os.environ.get('SLURM_STEP_ID')}.json"
+    path = attempt.folder / f"rank0-{environment.step_id(os.environ)}.json"
     if info.rank == 0:
         files.write_json(path, {"host": node})
         return node

@@ -27,7 +27,7 @@ from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.place import processes
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, entry, in_use, logs, queue, resumed, signals, watchdog
+from recipes.core.run import directory, entry, in_use, logs, resumed, signals, watchdog
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
@@ -36,6 +36,7 @@ from recipes.core.train.device import resolve_device
 from recipes.core.train.rendezvous import process_group
 from recipes.core.train.run import Run
 from recipes.core.train.world import World
+from recipes.core.slurm import client, environment
 
 
 def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
@@ -81,7 +82,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop,
         ):
             if info.rank == 0 and info.in_slurm and keys.stop_before_s:
-                left = functools.partial(queue.seconds_left, os.environ)
+                left = functools.partial(client.seconds_left, os.environ)
                 signals.watch_the_end(stop, keys.stop_before_s, left, tell)
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
@@ -160,7 +161,7 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     """
     # In a batch script the run belongs to the job, whatever the number of the step (another srun
     # may have run before).
-    run_id = directory.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+    run_id = environment.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
     choose = functools.partial(
         directory.choose, start.settings.run.run_dir, start.settings.recipe, base=ROOT
     )

@@ -213,7 +213,7 @@ def test_the_value_of_one_swept_key_is_named_once() -> None:
 
 
 def test_a_job_key_for_a_recipe_is_refused_with_the_option_of_sbatch() -> None:
-    options = {f.name: f.metadata["sbatch"] for f in dataclasses.fields(JobKeys)}
+    options = {f.name: f.metadata["instead"] for f in dataclasses.fields(JobKeys)}
     assert sum(bool(o) for o in options.values()) > 10
     for name, option in options.items():
         message = refusal(f"{name}=1", recipe="mnist")

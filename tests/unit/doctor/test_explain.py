@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,8 +13,9 @@ from recipes.core import files
 from recipes.core.doctor import explain as explaining
 from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, queue, source
-from recipes.core.run.queue import Job
+from recipes.core.run import directory, source
+from recipes.core.slurm import client
+from recipes.core.slurm.client import Job
 from tests import helpers
 
 Answers = dict[str, Job | None]
@@ -33,7 +34,7 @@ def asking(
         return answers[job_id]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue, "find", find)
+        patch.setattr(client, "find", find)
         return call(argument)
 
 
@@ -143,15 +144,15 @@ def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     assert of_run(run, NO_SLURM) == ["status.json says done: nothing failed"]
 
 
-def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
-    return Job("1", state, reason, 0, restarts, fields)
+def job(state: str, reason: str = "", restarts: int = 0, **more: Any) -> Job:
+    return Job("1", state, reason, restarts=restarts, **more)
 
 
 @pytest.mark.parametrize(
     ("answer", "noted", "words"),
     [
         (
-            job("PENDING", "BeginTime", 1, StartTime="2026-11-23T13:25:32"),
+            job("PENDING", "BeginTime", 1, start="2026-11-23T13:25:32"),
             Next.requeued,
             "job 1 is pending (BeginTime), expected to start at 2026-11-23T13:25:32",
         ),
@@ -169,7 +170,7 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
             "to resume, start the run again with the same run_dir=",
         ),
         (
-            job("RUNNING", BatchFlag="0"),
+            job("RUNNING", has_script=False),
             None,
             "job 1 is running; to resume, start the run again with the same run_dir=",
         ),
@@ -224,7 +225,7 @@ def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Pat
 def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running")
     grow_old(run)
-    of_salloc = Answers({"1": job("RUNNING", BatchFlag="0")})
+    of_salloc = Answers({"1": job("RUNNING", has_script=False)})
     for answers in (NO_SLURM, of_salloc):
         assert "it ended without a final status" in of_run(run, answers)[0]
     attempts.heartbeat(attempts.Attempt(run, 0))
@@ -310,7 +311,7 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     ]
     files.write_json(run / "job.yaml", {"job_id": "1"})
     # Slurm names it too
-    assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", StdErr=str(log))}))
+    assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", error_log=str(log))}))
 
 
 def test_a_job_without_a_run_directory_is_explained_by_its_log(
@@ -319,14 +320,14 @@ def test_a_job_without_a_run_directory_is_explained_by_its_log(
     monkeypatch.setattr(explaining.source, "home", lambda root: tmp_path)
     log = tmp_path / "mnist-7.out"
     log.write_text("no Python environment: activate yours before sbatch\n")
-    for answer in (job("FAILED", StdOut=str(log)), None):
+    for answer in (job("FAILED", log=str(log)), None):
         assert explain([Path("7")], Answers({"7": answer})) == [
             "its job ended before it had a run directory",
             "no known cause in 1 file",
             f"{log} ends:",
             "  | no Python environment: activate yours before sbatch",
         ]
-    pending = explain([Path("7")], Answers({"7": job("PENDING", StdOut=str(log))}))
+    pending = explain([Path("7")], Answers({"7": job("PENDING", log=str(log))}))
     assert pending == ["it has no run directory yet: job 1 is pending"]
 
 

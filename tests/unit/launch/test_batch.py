@@ -141,7 +141,7 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
     now = time.time()
     files.write_json(earlier.folder / "opened.json", {**earlier.facts(), "time": now - age_s})
     started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - 3600))
-    stub_scontrol(stubs, f"{RUNNING} StartTime={started}")
+    stub_scontrol(stubs, f"{RUNNING} StartTime={started} Restarts={restarts}")
     environ = of_job(restarts)
     if is_refused:
         with pytest.raises(
@@ -452,7 +452,7 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
     """
     attempt = helpers.attempt(tmp_path)
     stop_note.write(attempt, StopNote(before_s=before_s))
-    monkeypatch.setattr(batch.queue, "seconds_left", lambda environ: left_s)
+    monkeypatch.setattr(batch.client, "seconds_left", lambda environ: left_s)
     now = time.time()
     environ = {attempts.VARIABLE: str(attempt.folder)}
     assert batch.ask_to_stop("script", "USR1", [PROGRAM, *words], environ) == 0

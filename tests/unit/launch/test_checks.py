@@ -32,7 +32,7 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         "resume=c.pt",
     ]
     settings = command_line.parse([*words, "sweep.lr=0.5,0.1"], environ={})
-    environ = checks.environment(settings, Request("/f", 16))
+    environ = checks.environment_of_dry_run(settings, Request("/f", 16))
     assert not of_jobs & set(environ)
     asked = dryrun.asked(environ)
     assert environ["RECIPES_DATA"] == "/d"

@@ -16,6 +16,7 @@ from recipes.core import errors
 from recipes.core.config import profiles
 from recipes.core.launch import jobs
 from recipes.core.run import directory, source
+from recipes.core.slurm.script import STEP_OPTIONS
 from tests import helpers
 from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe, executable
 
@@ -36,7 +37,7 @@ def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
     assert status == errors.EXIT_CRASH
     assert bench.srun == [
         "--cpus-per-task=5",
-        *jobs.SRUN_OPTIONS,
+        *STEP_OPTIONS,
         f"{bench.folder}/bin/python",
         "-u",
         "-m",

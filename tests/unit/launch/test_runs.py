@@ -19,8 +19,9 @@ from recipes.core import files
 from recipes.core.errors import ConfigError, InputError, MachineError, Next
 from recipes.core.launch import jobs, runs
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, queue
-from recipes.core.run.queue import Line
+from recipes.core.run import directory
+from recipes.core.slurm import client
+from recipes.core.slurm.client import Line
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
@@ -440,17 +441,19 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
    Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
    Command=/r/sbatch/mnist_2x8.sh lr=1
    TresPerNode=gres:gpu:2"""
-    (job,) = queue.parse(text)
+    (job,) = client.parse(text)
     of_nodes = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
-    assert jobs.options_of(job.fields) == [
+    assert jobs.options_of(job) == [
         *of_nodes,
         "--cpus-per-task=4",
         "--time=00:30:00",
         "--partition=gpu",
     ]
-    of_job = jobs.options_of({**job.fields, "NtasksPerN:B:S:C": "0:0:*:*", "TresPerNode": "(null)"})
+    (total,) = client.parse(text.replace("S:C=2:0", "S:C=0:0").replace("gres:gpu:2", "(null)"))
+    of_job = jobs.options_of(total)
     assert of_job[1:3] == ["--ntasks=4", "--gpus-per-node=0"]
-    assert jobs.options_of({**job.fields, "Command": "/r/runs/submitit/7_submission.sh"}) == []
+    (submitted,) = client.parse(text.replace("/r/sbatch/mnist_2x8.sh", "/r/runs/submitit/7.sh"))
+    assert jobs.options_of(submitted) == []
 
 
 @pytest.mark.parametrize("value", ["fast", [1], 10**400, float("nan"), {}])

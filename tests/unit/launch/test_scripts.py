@@ -231,7 +231,7 @@ IN_SCRIPT = {
 def test_every_job_key_reaches_slurm() -> None:
     in_script = {word.split("=")[0] for word in IN_SCRIPT}
     for field in dataclasses.fields(JobKeys):
-        options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
+        options = set(re.findall(r"--[a-z-]+", field.metadata["instead"]))
         expectations = [
             asked
             for words, asked in ASKED

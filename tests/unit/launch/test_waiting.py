@@ -6,7 +6,8 @@ import pytest
 
 from recipes.core.errors import MachineError
 from recipes.core.launch import submit
-from recipes.core.run import directory, queue
+from recipes.core.run import directory
+from recipes.core.slurm import client
 from tests import helpers
 
 
@@ -35,14 +36,14 @@ def test_waiting_returns_the_jobs_exit_status(
 ) -> None:
     states = iter([("PENDING", 0), None, None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
-    def ask(job: str) -> queue.Job | None:
+    def ask(job: str) -> client.Job | None:
         answer = next(states)
         if answer is None:
             raise MachineError("a controller that is started again does not answer")
         word, status = answer
-        return queue.Job(job, word, "", status, 0) if word else None
+        return client.Job(job, word, "", status, 0) if word else None
 
-    monkeypatch.setattr(queue, "find", ask)
+    monkeypatch.setattr(client, "find", ask)
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)
     job = "7" if left else "71"  # its run directory may hold an older run's end
     run_dir = tmp_path if state else tmp_path / directory.EVALUATION
@@ -60,10 +61,9 @@ def test_an_unmet_dependency_ends_the_wait(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Slurm does not remove such a job from the queue."""
-    job = queue.Job(
-        "7", "PENDING", "DependencyNeverSatisfied", 0, 0, {"Dependency": "afterok:6(failed)"}
-    )
-    monkeypatch.setattr(queue, "find", lambda job_id: job)
+    options = {"dependency": "afterok:6(failed)"}
+    job = client.Job("7", "PENDING", "DependencyNeverSatisfied", options=options)
+    monkeypatch.setattr(client, "find", lambda job_id: job)
     assert submit.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
     line = (
         "job 7 never starts: its dependency afterok:6(failed) cannot be met; "

@@ -8,8 +8,8 @@ import pytest
 
 from recipes.core.errors import ConfigError, shown
 from recipes.core.launch import local
-from recipes.core.place.hostlist import expand_counts
 from recipes.core.place.ranks import RankInfo, detect, port_for
+from recipes.core.slurm.hostlist import expand_counts
 
 
 def env(text: str) -> dict[str, str]:

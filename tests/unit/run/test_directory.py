@@ -8,6 +8,7 @@ import pytest
 
 from recipes.core.errors import Next
 from recipes.core.run import directory
+from recipes.core.slurm import environment
 
 
 def test_the_run_directory_is_given_or_named_by_job_or_time(
@@ -27,8 +28,8 @@ def test_the_run_directory_is_given_or_named_by_job_or_time(
 
 
 def test_each_job_or_array_task_and_each_launch_of_it_has_its_own_id() -> None:
-    assert [directory.job_id(job) for job in ({}, {"SLURM_JOB_ID": ""})] == [None, None]
-    assert directory.job_id({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12"}) == "14"
+    assert [environment.job_id(job) for job in ({}, {"SLURM_JOB_ID": ""})] == [None, None]
+    assert environment.job_id({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12"}) == "14"
     job = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
     assert directory.launch_id({}) == ""
     assert directory.launch_id(job) == "12_0.0"

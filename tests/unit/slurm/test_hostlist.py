@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.errors import ConfigError
-from recipes.core.place.hostlist import expand, expand_counts
+from recipes.core.slurm.hostlist import expand, expand_counts
 from tests import helpers
 
 LISTS = {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from recipes.core.place import durations
+from recipes.core.slurm import durations
 
 
 @pytest.mark.parametrize(

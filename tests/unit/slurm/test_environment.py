@@ -1,55 +1,44 @@
-"""Variables that an outer allocation left, and requests for all GPUs of a job."""
+"""Variables that an outer allocation left."""
 
 import pytest
 
-from recipes.core.launch import allocation
+from recipes.core.slurm import environment
 from tests.unit.launch.stand_ins import describe
 
 
 def assignments(text: str) -> dict[str, str]:
-    """The variables or fields in words such as ``NAME=value``."""
+    """The variables in words such as ``NAME=value``."""
     return dict(word.split("=", 1) for word in text.split())
 
 
 # Variables of another job in which job 7 was submitted, recorded with Slurm 22.05.
 @pytest.mark.parametrize(
-    ("fields", "environ", "unset"),
+    ("is_array", "is_first_start", "environ", "unset"),
     [
         (
-            "Restarts=0",
+            False,
+            True,
             "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4",
             "SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",
         ),
-        ("ArrayJobId=5 ArrayTaskId=4 Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", ""),
-        ("Restarts=0", "SLURM_RESTART_COUNT=1", "SLURM_RESTART_COUNT"),
-        ("Restarts=1", "SLURM_RESTART_COUNT=1", ""),
-        ("Restarts=0", "SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=7", ""),  # its own
-        ("", "SLURM_ARRAY_JOB_ID=5 SLURM_RESTART_COUNT=1", ""),  # the controller does not answer
+        (True, True, "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", ""),
+        (False, True, "SLURM_RESTART_COUNT=1", "SLURM_RESTART_COUNT"),
+        (False, False, "SLURM_RESTART_COUNT=1", ""),
+        (False, True, "SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=7", ""),  # its own
         (
-            "Restarts=0",
+            False,
+            True,
             "SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=5 SLURM_NTASKS_HET_GROUP_1=1",
             "SLURM_HET_SIZE SLURM_JOB_ID_HET_GROUP_0 SLURM_NTASKS_HET_GROUP_1",
         ),
     ],
 )
-def test_variables_of_the_outer_job_are_unset(fields: str, environ: str, unset: str) -> None:
-    names = allocation.left_over({"SLURM_JOB_ID": "7", **assignments(environ)}, assignments(fields))
+def test_variables_of_the_outer_job_are_unset(
+    is_array: bool, is_first_start: bool, environ: str, unset: str
+) -> None:
+    own = {"SLURM_JOB_ID": "7", **assignments(environ)}
+    names = environment.left_over(own, is_array, is_first_start)
     assert sorted(names) == sorted(unset.split())
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ("NumTasks=10 TresPerTask=gres:gpu:1", "10"),
-        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu=2", "8"),
-        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", "a100:4"),
-        ("NumTasks=5 TresPerTask=cpu=2 NtasksPerTRES=2", "3"),
-        ("NumTasks=4 TresPerTask=cpu=2 TresPerNode=gres/gpu:2", ""),
-        ("", ""),
-    ],
-)
-def test_a_step_requests_all_gpus_that_were_requested_per_task(fields: str, expected: str) -> None:
-    assert allocation.all_gpus(assignments(fields)) == expected
 
 
 def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
@@ -107,10 +96,10 @@ def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
             )
         },
     }
-    assert allocation.clean_environment({**kept, **scrubbed}) == kept
+    assert environment.clean({**kept, **scrubbed}) == kept
 
 
 def test_an_option_of_the_job_removes_its_variable() -> None:
     environ = {"SBATCH_PARTITION": "p", "SBATCH_ACCOUNT": "a", "SBATCH_MEM_PER_NODE": "1G"}
     job = describe("partition=q", "extra=--mem=0")
-    assert allocation.clean_environment(environ, job.directives) == {"SBATCH_ACCOUNT": "a"}
+    assert environment.clean(environ, job.directives) == {"SBATCH_ACCOUNT": "a"}

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from recipes.core.errors import MachineError, Next
-from recipes.core.run import queue
+from recipes.core.slurm import client
 from tests.unit.launch.stand_ins import Stubs
 
 # Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
@@ -32,17 +32,19 @@ JobId=13 JobName=b
 
 
 def test_each_job_that_scontrol_prints_is_parsed() -> None:
-    task, plain = queue.parse(PRINTED)
+    task, plain = client.parse(PRINTED)
     assert task.id == "11_0"
     assert task.state == "CANCELLED"
     assert task.reason == "BeginTime"
     assert task.restarts == 2
     assert task.ended is True
     assert task.exit_status == 137
-    assert task.fields["JobName"] == "a b JobState=DONE"
-    assert task.fields["Command"] == "/home/me/my jobs/x=1.sh"
-    assert task.fields["StdErr"] == ""
+    assert task.number == "12"
+    assert task.is_array
+    assert task.log == "/home/me/my jobs/log"
+    assert task.error_log == ""
     assert plain.id == "13"
+    assert not plain.is_array
     assert plain.state == "RUNNING"
     assert plain.reason == ""
     assert plain.ended is False
@@ -51,7 +53,7 @@ def test_each_job_that_scontrol_prints_is_parsed() -> None:
 
 def test_what_slurm_does_after_a_start_follows_from_the_state() -> None:
     def after(states: str) -> set[object]:
-        return {queue.Job("7", state, "", 0, 0).after_start(0) for state in states.split()}
+        return {client.Job("7", state, "", 0, 0).after_start(0) for state in states.split()}
 
     assert after(
         "BOOT_FAIL COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
@@ -67,10 +69,10 @@ def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(
         "squeue": "5\n\n6 abcd\n7 abc\n",
         "scontrol": "MyClusterName=x\nClusterName             = here\n",
     }
-    monkeypatch.setattr(queue, "_answer", lambda *command: said[command[0]])
-    assert queue.find_by_comment("abc") == "7"
-    assert queue.find_by_comment("ab") == ""
-    assert queue.cluster_name() == "here"
+    monkeypatch.setattr(client, "_answer", lambda *command: said[command[0]])
+    assert client.find_by_comment("abc") == "7"
+    assert client.find_by_comment("ab") == ""
+    assert client.cluster_name() == "here"
 
 
 @pytest.mark.parametrize(
@@ -96,10 +98,10 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
         stubs.add("scontrol", script)
     monkeypatch.setenv("PATH", f"{stubs.folder}/stubs")
     if expected is None:
-        assert queue.find("7") is None
+        assert client.find("7") is None
     else:
         with pytest.raises(MachineError, match=expected):
-            queue.show("7", timeout_s=0.5 if "sleep" in script else queue.ANSWER_S)
+            client.show("7", timeout_s=0.5 if "sleep" in script else client.ANSWER_S)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +117,14 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
     ],
 )
 def test_a_pending_reason_is_explained(reason: str, means: str) -> None:
-    line = queue.describe(queue.Job("7", "PENDING", reason, 0, 0))
+    line = client.describe(client.Job("7", "PENDING", reason, 0, 0))
     assert line.startswith(f"job 7 is pending ({reason}{': ' if means else ')'}")
     assert means in line
 
 
 def test_a_job_name_that_is_not_utf8_is_parsed(stubs: Stubs) -> None:
     stubs.add("scontrol", r"printf 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING\n'")
-    assert [job.state for job in queue.show("7")] == ["RUNNING"]
+    assert [job.state for job in client.show("7")] == ["RUNNING"]
 
 
 def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
@@ -132,13 +134,13 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
         monkeypatch.setenv(name, value)
     for told, left_s in (("TimeLimit=00:03:00 RunTime=00:01:00", 120), ("TimeLimit=NOT_SET", 1000)):
         stubs.add("scontrol", f"echo JobId=7 {told}")
-        assert queue.seconds_left(os.environ) == pytest.approx(left_s, abs=5)
+        assert client.seconds_left(os.environ) == pytest.approx(left_s, abs=5)
     monkeypatch.setenv("PATH", "/nosuch")
-    assert queue.seconds_left(os.environ) == pytest.approx(1000, abs=5)
+    assert client.seconds_left(os.environ) == pytest.approx(1000, abs=5)
     monkeypatch.delenv("SLURM_JOB_END_TIME")
-    assert queue.seconds_left(os.environ) is None
+    assert client.seconds_left(os.environ) is None
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert queue.seconds_left(os.environ) is None
+    assert client.seconds_left(os.environ) is None
 
 
 @pytest.mark.parametrize(
@@ -160,9 +162,9 @@ def test_a_users_defaults_for_slurms_commands_have_no_effect(
         stubs.add(
             command, f"[ -z \"${{{name}:-}}\" ] || exit 1; echo '7|RUNNING|N/A|node1|1:00|1|None'"
         )
-    assert queue.mine() is not None
-    assert queue.nodes()
-    queue.cancel("7")
+    assert client.mine() is not None
+    assert client.nodes()
+    client.cancel("7")
 
 
 def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
@@ -171,23 +173,39 @@ def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
         "scontrol",
         "[ $(wc -l < $NOTES/scontrol.calls) -gt 2 ] || exit 1; echo JobId=7 JobState=RUNNING",
     )
-    assert queue.find("7").state == "RUNNING"
+    assert client.find("7").state == "RUNNING"
     (stubs.folder / "scontrol.calls").unlink()
-    queue.change("requeue", "7")
+    client.exclude("7", "node1")
     assert len(stubs.calls("scontrol")) == 3
 
 
 def test_a_requeue_whose_answer_is_lost_counts_as_done(stubs: Stubs) -> None:
     stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=PENDING Restarts=1")
-    queue.requeue("7", 0)
+    client.requeue("7", 0)
     stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING")
     with pytest.raises(subprocess.CalledProcessError):
-        queue.requeue("7", 0)
+        client.requeue("7", 0)
 
 
 def test_a_slow_controller_does_not_keep_a_user_waiting(
     stubs: Stubs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stubs.add("squeue", "exec sleep 60")
-    assert queue.mine(timeout_s=1.0) is None
+    assert client.mine(timeout_s=1.0) is None
     assert "Slurm has not answered within 1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("NumTasks=10 TresPerTask=gres:gpu:1", "10"),
+        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu=2", "8"),
+        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", "a100:4"),
+        ("NumTasks=5 TresPerTask=cpu=2 NtasksPerTRES=2", "3"),
+        ("NumTasks=4 TresPerTask=cpu=2 TresPerNode=gres/gpu:2", ""),
+        ("", ""),
+    ],
+)
+def test_a_step_requests_all_gpus_that_were_requested_per_task(fields: str, expected: str) -> None:
+    (job,) = client.parse(f"JobId=7 {fields}")
+    assert job.all_gpus == expected

@@ -1,27 +1,24 @@
-"""Asks Slurm about jobs: their state, their time limit, and what happens to them next. Standard
+"""Asks Slurm about jobs, nodes and partitions, and submits, requeues and cancels jobs. Standard
 library only.
 
-No other module calls ``scontrol``. A call that fails is repeated, since a busy controller may not
-answer.
+No other module calls a command of Slurm. A question that fails is repeated, since a busy controller
+may not answer.
 """
 
 import contextlib
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from recipes.core import files
-from recipes.core.errors import MachineError, Next, next_of, shown
-from recipes.core.place import durations
-from recipes.core.run import attempt as attempts
-from recipes.core.run import directory
+from recipes.core.errors import MachineError, Next, shown
+from recipes.core.slurm import durations, environment
 
 # States after which a job does not start again. REVOKED is not one of them: in a federation,
 # another cluster runs that job.
@@ -43,18 +40,8 @@ ANSWER_S = 60.0
 # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
 SHORT_S = 480.0
 AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
+TRY_S = 120.0  # timeout for sbatch --test-only
 OWN_JOB_S = 10.0  # timeout if a job that may have little time left, or a user, waits for the answer
-HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
-# Why nothing starts the run again, for each outcome without a requeue.
-NOT_REQUEUED: dict[Next | None, str] = {
-    Next.cancelled: f"the job was cancelled: {HOW_TO_RESUME}",
-    Next.max_requeues: f"not requeued, since max_requeues= is reached: {HOW_TO_RESUME}",
-    Next.no_progress: (
-        f"not requeued, since its last start completed no step or saved no file: {HOW_TO_RESUME}"
-    ),
-    Next.requeue_failed: f"not requeued, since scontrol requeue failed: {HOW_TO_RESUME}",
-    Next.not_requeued: f"not requeued by Slurm: {HOW_TO_RESUME}",
-}
 # Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a
 # line.
 _TEXT_FIELD = re.compile(
@@ -100,16 +87,34 @@ class Job:
 
     id: ``<job>`` or ``<array>_<task>``. state: Slurm's name of the state (PENDING, RUNNING, …).
     reason: why the job is pending or has ended; "" if there is none. exit_status: 0 while the job
-    runs; 128 + N for a job that signal N ended. restarts: how often the job was requeued. fields:
-    all fields that ``scontrol`` printed, by their names.
+    runs; 128 + N for a job that signal N ended. restarts: how often the job was requeued. start:
+    when it started or is expected to start, as YYYY-MM-DDTHH:MM:SS; "" if unknown. limit_s: its
+    time limit; inf means no limit, None means unknown. run_s: how long it has run. log, error_log:
+    the files of its output; "" if unknown. script: the file that was submitted. number: its own number, also
+    for an array task. all_gpus: the value
+    of ``--gpus`` that gives a step all GPUs of a job that requested them per task; "" for any other
+    job. options: the options of sbatch that describe its size, time and nodes, by their long names
+    without dashes, as far as they are set.
     """
 
     id: str
     state: str
-    reason: str
-    exit_status: int
-    restarts: int
-    fields: Mapping[str, str] = field(repr=False, default_factory=dict)
+    reason: str = ""
+    exit_status: int = 0
+    restarts: int = 0
+    start: str = ""
+    limit_s: float | None = None
+    run_s: float | None = None
+    log: str = ""
+    error_log: str = ""
+    script: str = ""
+    number: str = ""
+    all_gpus: str = ""
+    is_array: bool = False
+    has_script: bool = True  # False for a job of salloc
+    is_preempted: bool = False
+    has_no_priority: bool = False
+    options: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @property
     def ended(self) -> bool:
@@ -127,24 +132,31 @@ class Job:
     @property
     def held(self) -> bool:
         """Whether Slurm starts the job only after ``scontrol release``."""
-        return (self.waiting or self.state == COMPLETING) and self.fields.get("Priority") == "0"
+        return (self.waiting or self.state == COMPLETING) and self.has_no_priority
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the time limit of a job that has started. inf means no limit, None means
+        unknown.
+        """
+        if self.limit_s is None or self.run_s is None:
+            return None
+        return self.limit_s - self.run_s
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the time limit is below SHORT_S. The ready scripts' signal, meant for jobs of
+        hours, would then come soon after the start.
+        """
+        return self.limit_s is not None and self.limit_s < SHORT_S
 
     @property
     def is_over_time(self) -> bool:
         """Whether Slurm is ending the job at its time limit. It can still be requeued (seen with
         Slurm 22.05).
         """
-        left_s = time_left_s(self.fields)
-        return (
-            self.state == COMPLETING
-            and not self._is_preempted
-            and left_s is not None
-            and left_s <= 0
-        )
-
-    @property
-    def _is_preempted(self) -> bool:
-        return self.fields.get("PreemptTime", "None") != "None"
+        is_ending = self.state == COMPLETING and not self.is_preempted
+        return is_ending and self.left_s is not None and self.left_s <= 0
 
     def after_start(self, restarts: int) -> Next | None:
         """What Slurm does with the job after the start with this number (from 0). None while that
@@ -157,7 +169,7 @@ class Job:
         if self.waiting or self.restarts > restarts:
             return Next.requeued
         if self.state == COMPLETING:  # Slurm hides the state that follows
-            return Next.not_requeued if self._is_preempted or self.is_over_time else Next.cancelled
+            return Next.not_requeued if self.is_preempted or self.is_over_time else Next.cancelled
         return None
 
 
@@ -218,13 +230,6 @@ def _is_unknown(done: "subprocess.CompletedProcess[str]") -> bool:
     """
     not_found = re.fullmatch(r"Job \S+ not found\s*", done.stdout)
     return "Invalid job id" in done.stderr or not_found is not None
-
-
-def change(*arguments: str) -> None:
-    """Calls ``scontrol`` with ``arguments``, such as requeue and a job ID. Raises OSError and
-    subprocess.SubprocessError.
-    """
-    _call("scontrol", *arguments).check_returncode()
 
 
 def _answer(*command: str) -> str:
@@ -306,7 +311,7 @@ def requeue(job_id: str, restarts: int) -> None:
     unless Slurm has done it anyway.
     """
     try:
-        change("requeue", job_id)
+        _call("scontrol", "requeue", job_id).check_returncode()
     except subprocess.SubprocessError:
         with contextlib.suppress(MachineError):
             job = find(job_id)
@@ -315,23 +320,136 @@ def requeue(job_id: str, restarts: int) -> None:
         raise
 
 
+def exclude(job_id: str, nodes: str) -> None:
+    """Replaces the list of nodes that a pending job does not use. Raises OSError and
+    SubprocessError.
+    """
+    _call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}").check_returncode()
+
+
 def nodes() -> set[str]:
     """The names of all nodes of the cluster."""
     return set(_answer("sinfo", "--noheader", "--Node", "--format=%N").split())
 
 
-def partition(name: str) -> dict[str, str]:
-    """The fields of a partition by their names, such as MaxTime; {} if Slurm does not answer. name:
-    "" for the default one.
+@dataclass(frozen=True)
+class Partition:
+    """What a partition allows. max_time: as Slurm prints it; "" if unknown. max_nodes: None means
+    no limit, or unknown.
     """
-    blocks = _answer("scontrol", "show", "partition", *filter(None, [name])).split("\n\n")
-    partitions = (dict(_WORD.findall(block)) for block in blocks)
-    return next((fields for fields in partitions if name or fields.get("Default") == "YES"), {})
+
+    name: str
+    max_time: str
+    max_nodes: int | None
+
+
+def partition(name: str) -> Partition | None:
+    """The limits of a partition; None if Slurm does not answer. name: "" for the default one."""
+    answer = _answer("scontrol", "show", "partition", *filter(None, [name]))
+    for block in answer.split("\n\n"):
+        fields = dict(_WORD.findall(block))
+        if name or fields.get("Default") == "YES":
+            nodes = fields.get("MaxNodes", "")
+            return Partition(
+                fields.get("PartitionName", ""),
+                fields.get("MaxTime", ""),
+                int(nodes) if nodes.isdecimal() else None,
+            )
+    return None
 
 
 def cancel(job_id: str) -> None:
     """Cancels a job. Raises OSError and subprocess.SubprocessError."""
     _call("scancel", job_id).check_returncode()
+
+
+def kill_step_later(environ: Mapping[str, str]) -> None:
+    """Ends the step of this process one second later, also if this process has ended by then. Does
+    nothing if Slurm cannot be called.
+    """
+    kill = 'sleep 1; exec scancel --signal=KILL "$0"'
+    with contextlib.suppress(OSError):
+        subprocess.Popen(["sh", "-c", kill, environment.step(environ)], start_new_session=True)
+
+
+def can_submit() -> bool:
+    """Whether this machine can submit jobs."""
+    return shutil.which("sbatch") is not None
+
+
+def require_commands() -> None:
+    """Raises MachineError if a command that submits and runs jobs is missing."""
+    for program in ("sbatch", "srun"):
+        if shutil.which(program) is None:
+            raise MachineError(
+                f"{program} is not on the PATH: use a login node of the cluster, "
+                "or launcher=local to run on this machine"
+            )
+
+
+def try_script(
+    text: str, options: Sequence[str] = (), names: Container[str] = (), cwd: Path | None = None
+) -> str:
+    """What Slurm would do with a script, in one line; nothing is submitted. Raises OSError and
+    subprocess.SubprocessError, with `said`.
+
+    names: the options that the script sets itself, as for `environment.clean`. Only nodes that are
+    up now count.
+    """
+    done = subprocess.run(
+        ["sbatch", "--test-only", *options],
+        input=text,
+        env=environment.clean(os.environ, names),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TRY_S,
+        check=True,
+    )
+    return one_line(done.stderr)
+
+
+def submit_open_file(
+    descriptor: int, words: Sequence[str], options: Sequence[str], cwd: str
+) -> str:
+    """Submits the script in an open file, with its arguments ``words``. Returns the ID of the job.
+    Raises OSError and subprocess.SubprocessError.
+    """
+    script = f"/proc/self/fd/{descriptor}"
+    done = subprocess.run(
+        ["sbatch", "--parsable", *options, script, *words],
+        cwd=cwd,
+        env=environment.clean(os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+        pass_fds=[descriptor],
+    )
+    return done.stdout.strip().partition(";")[0]
+
+
+def refusal(output: str) -> str:
+    """One line on why Slurm refuses a job. output: the stderr of sbatch."""
+    return f"Slurm refuses this job: {one_line(output)[:300] or 'sbatch gave no reason'}"
+
+
+def one_line(output: str) -> str:
+    """The output of sbatch in one line, without its prefixes."""
+    return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
+
+
+def on_each_node(environ: Mapping[str, str]) -> list[str]:
+    """The beginning of a command that starts one task on each node of the job, with all GPUs of the
+    node. The command of the task follows.
+    """
+    nodes = environment.num_nodes(environ)
+    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    command += ["--export=ALL", "--wait=60", "--mem=0"]
+    command.append(f"--cpus-per-task={environment.cpus_per_task(environ) or 1}")
+    job = own(environ)
+    if job and job.all_gpus:
+        command.append(f"--gpus={job.all_gpus}")
+    return command
 
 
 def cluster_name() -> str:
@@ -351,22 +469,8 @@ def describe(job: Job) -> str:
     reason = f" ({with_advice(job.reason)})" if job.reason else ""
     if job.held:
         return f"job {job.id} is held{reason}: scontrol release {job.id} lets it start"
-    start = job.fields.get("StartTime", "")
-    when = f", expected to start at {start}" if job.waiting and start[:1].isdecimal() else ""
+    when = f", expected to start at {job.start}" if job.waiting and job.start else ""
     return f"job {job.id} is {job.state.lower()}{reason}{when}"
-
-
-def early_log(job: Job | None, job_id: str, root: Path) -> Path | None:
-    """The log of a job that ended before it had a run directory; None if it has not ended, or if
-    the log is not known.
-
-    job: None if Slurm does not know it any more. Then the log is looked for in the repository
-    ``root``, by the name that the ready scripts choose.
-    """
-    if job and not job.ended:
-        return None
-    logs = [Path(job.fields.get("StdOut", ""))] if job else root.glob(f"*-{job_id}.out")
-    return next((log for log in logs if log.is_file()), None)
 
 
 def with_advice(reason: str) -> str:
@@ -382,7 +486,7 @@ def parse(text: str) -> list[Job]:
     return [_job(block) for block in re.split(r"\n\s*\n", text) if "JobId=" in block]
 
 
-def gpus(tres: str) -> str:
+def _gpus(tres: str) -> str:
     """The GPUs in a list of resources, in the format of sbatch's options: ``2`` or ``a100:2``; ""
     if there are none.
 
@@ -403,36 +507,78 @@ def _job(block: str) -> Job:
     array = fields.get("ArrayJobId")
     task = fields.get("ArrayTaskId")
     status, number = map(int, fields.get("ExitCode", "0:0").split(":"))
+    start = fields.get("StartTime", "")
     return Job(
         id=f"{array}_{task}" if array and task else fields.get("JobId", ""),
         state=fields.get("JobState", ""),
         reason=_reason(fields.get("Reason", "")),
         exit_status=status or (number and 128 + number),
         restarts=int(fields.get("Restarts", "0")),
-        fields=fields,
+        start=start if start[:1].isdecimal() else "",
+        limit_s=durations.seconds(fields.get("TimeLimit", "")),
+        run_s=durations.seconds(fields.get("RunTime", "")),
+        log=fields.get("StdOut", ""),
+        error_log=fields.get("StdErr", ""),
+        script=fields.get("Command", "").split(" ")[0],
+        number=fields.get("JobId", ""),
+        all_gpus=_all_gpus(fields),
+        is_array=bool(array),
+        has_script=fields.get("BatchFlag") != "0",
+        is_preempted=fields.get("PreemptTime", "None") != "None",
+        has_no_priority=fields.get("Priority") == "0",
+        options=_options(fields),
     )
 
 
-def time_left_s(fields: Mapping[str, str]) -> float | None:
-    """Seconds until the time limit of a job that has started, from `Job.fields`. inf means no
-    limit, None means unknown.
+def _options(fields: Mapping[str, str]) -> dict[str, str]:
+    """The options of sbatch that describe a job, from the fields that scontrol printed."""
+    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
+    is_total = per_node == "0"
+    options = {
+        "nodes": fields.get("NumNodes"),
+        "ntasks": fields.get("NumTasks") if is_total else "",
+        "ntasks-per-node": "" if is_total else per_node,
+        "gpus-per-node": _gpus(fields.get("TresPerNode", "")),
+        "cpus-per-task": fields.get("CPUs/Task"),
+        "time": fields.get("TimeLimit"),
+        "partition": fields.get("Partition"),
+        "account": fields.get("Account"),
+        "qos": fields.get("QOS"),
+        "constraint": fields.get("Features"),
+        "reservation": fields.get("Reservation"),
+        "exclude": fields.get("ExcNodeList"),
+        "dependency": fields.get("Dependency"),
+    }
+    unset = ("", "(null)", "N/A")
+    return {name: value for name, value in options.items() if value and value not in unset}
+
+
+def _all_gpus(fields: Mapping[str, str]) -> str:
+    """`Job.all_gpus`. Without this option, a step with fewer tasks than the job gets only the GPUs
+    of those tasks (seen with Slurm 22.05, 24.11 and 26.05).
     """
-    limit = limit_s(fields)
-    run_s = durations.seconds(fields.get("RunTime", ""))
-    return None if limit is None or run_s is None else limit - run_s
+    tasks = fields.get("NumTasks", "")
+    if not tasks.isdecimal():
+        return ""
+    gpus = []
+    for request in _gpus(fields.get("TresPerTask", "")).split(","):
+        kind, colon, count = request.rpartition(":")
+        if count.isdecimal():
+            gpus.append(f"{kind}{colon}{int(count) * int(tasks)}")
+    tasks_per_gpu = fields.get("NtasksPerTRES", "")
+    if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
+        return str(math.ceil(int(tasks) / int(tasks_per_gpu)))
+    return ",".join(gpus)
 
 
-def is_short(fields: Mapping[str, str]) -> bool:
-    """Whether the time limit is below SHORT_S. The ready scripts' signal, meant for jobs of hours,
-    would then come soon after the start.
-    """
-    seconds = limit_s(fields)
-    return seconds is not None and seconds < SHORT_S
-
-
-def limit_s(fields: Mapping[str, str]) -> float | None:
-    """The time limit of a job, from `Job.fields`. inf means no limit, None means unknown."""
-    return durations.seconds(fields.get("TimeLimit", ""))
+def own(environ: Mapping[str, str]) -> Job | None:
+    """The job of this process; None outside a job, or if the controller does not answer."""
+    job_id = environment.allocation_id(environ)
+    if job_id:
+        with contextlib.suppress(MachineError):
+            # by its own number, since the variables of an array may belong to another job
+            return next((job for job in show(job_id) if job.number == job_id), None)
+    return None
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
@@ -442,84 +588,12 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
     The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job
     began.
     """
-    job_id = directory.job_id(environ)
+    job_id = environment.job_id(environ)
     if not job_id:
         return None
     with contextlib.suppress(MachineError):
         job = find(job_id, OWN_JOB_S)
-        left_s = time_left_s(job.fields) if job else None
-        if left_s is not None:
-            return left_s
-    end = environ.get("SLURM_JOB_END_TIME", "")
-    return int(end) - time.time() if end.isdecimal() else None
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """The job of a run. id: "" outside Slurm. job: None if it is unknown. asked: whether Slurm
-    answered. line: one line about the job.
-    """
-
-    id: str
-    job: Job | None
-    asked: bool
-    line: str
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the job has processes now, according to Slurm."""
-        return self.job is not None and not self.job.ended and not self.job.waiting
-
-
-def of_run(run_dir: Path) -> Outlook:
-    """The job that was submitted last, or the job that started the run last if only that one has
-    not ended.
-    """
-    attempt = attempts.facts(run_dir)
-    described = files.read_json(run_dir / "job.yaml") or {}
-    of_attempt = attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0]
-    ids = [
-        job_id
-        for job_id in (str(described.get("job_id")), str(of_attempt))
-        if re.fullmatch(r"\d+(_\d+)?", job_id)
-    ]
-    if not ids:
-        return Outlook("", None, False, "it is not a Slurm job")
-    try:
-        jobs = {job_id: job for job_id in ids if (job := find(job_id, timeout_s=OWN_JOB_S))}
-    except MachineError as error:
-        return Outlook(ids[0], None, False, str(error))
-    chosen = newest(ids, {job_id: job.ended for job_id, job in jobs.items()})
-    if not jobs:
-        return Outlook(chosen, None, True, f"Slurm no longer knows job {chosen}")
-    return Outlook(chosen, jobs[chosen], True, describe(jobs[chosen]))
-
-
-def newest(ids: Sequence[str], ended: Mapping[str, bool]) -> str:
-    """Of the job that was submitted last, and the one that started the run last: the first that has
-    not ended, else the first that Slurm knows, else the last. "" if there are no ``ids``. ended: of
-    those that Slurm knows.
-    """
-    active = [job_id for job_id in ids if not ended.get(job_id, True)]
-    known = [job_id for job_id in ids if job_id in ended]
-    return next(iter([*active, *known, *reversed(ids)]), "")
-
-
-def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:
-    """One line on a run that was stopped: what stopped it, the step at which it was saved, and what
-    happens next.
-    """
-    outlook = of_run(run_dir)
-    job = outlook.job
-    why = NOT_REQUEUED.get(next_of(status))
-    line = f"stopped by {status.get('reason') or 'a signal'}"
-    if status.get("step"):
-        line += f", saved at step {status['step']}"
-    if outlook.id:
-        line += f"; {outlook.line}"
-
-    if job and job.ended:
-        why = why or NOT_REQUEUED[job.after_start(0)]
-    elif job and job.fields.get("BatchFlag") != "0" and not (job.state == COMPLETING and why):
-        return line  # the job continues, or its batch script decides
-    return f"{line}; {why or HOW_TO_RESUME}"
+        if job and job.left_s is not None:
+            return job.left_s
+    end = environment.end_time(environ)
+    return None if end is None else end - time.time()
