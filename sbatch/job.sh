@@ -124,12 +124,25 @@ begin() {
     done
     site
     find_python "$repository"
-    local lines # on a separate file descriptor, since on some sites Python prints other lines to stdout
-    lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.launch.batch begin "$recipe" "${words[@]}" 3>&1 >&2) || exit
-    # shellcheck disable=SC2034 # the scripts use these variables
-    step=() inside=("$python")
-    eval "$lines" # changes to the folder of the snapshot, and sets the arguments, with absolute paths
-    words=("$@")
+    # Pairs of a verb and a value, each ended by NUL, on a separate file descriptor, since on some sites Python prints other
+    # lines to stdout. The last pair is the exit status.
+    local verb value status=1 absolute=()
+    step=() inside=()
+    while IFS= read -r -d '' verb && IFS= read -r -d '' value; do
+        case $verb in
+            cd) cd "$value" || exit ;; # the folder of the snapshot
+            export) export "${value?}" ;;
+            unset) unset "$value" ;;
+            word) absolute+=("$value") ;; # an argument, with absolute paths
+            step) step+=("$value") ;;
+            inside) inside+=("$value") ;;
+            program) program=$value ;;
+            status) status=$value ;;
+        esac
+    done < <("$python" -m recipes.core.launch.batch begin "$recipe" "$0" "${words[@]}" 3>&1 >&2; printf 'status\0%s\0' $?)
+    [ "$status" = 0 ] || exit "$status"
+    words=("${absolute[@]}")
+    [ ${#inside[@]} != 0 ] || inside=("$python")
     [ -z "$program" ] || [ -z "$early" ] || ask_to_save "$early"
 }
 

@@ -147,7 +147,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/container.py",
-        'f"export {runtime}_NO_EVAL=1",',
+        '    added[f"{runtime}_NO_EVAL"] = "1"\n',
         "",
         "a shell in the container runs a command that is in the value of a variable",
         "tests/unit/launch/test_container.py",

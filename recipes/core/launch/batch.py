@@ -1,6 +1,6 @@
 """The steps of a batch script before and after srun. Never imports torch.
 
-python -m recipes.core.launch.batch begin RECIPE WORD…               `begin`, before any rank starts
+python -m recipes.core.launch.batch begin RECIPE SCRIPT WORD…        `begin`, before any rank starts
 python -m recipes.core.launch.batch examine RECIPE RESUBMITS WORD…   `examination.examine`, with
                                                                      doctor=true
 python -m recipes.core.launch.batch stop RECIPE SIGNAL WORD…         `ask_to_stop`, when the batch
@@ -13,7 +13,6 @@ import contextlib
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -52,18 +51,22 @@ from recipes.core.run.stop_note import StopNote
 from recipes.core.slurm import client, environment
 from recipes.core.slurm.client import Job
 
+FOR_SHELL = 3  # the file descriptor that the script's shell reads
+# set if the ranks stop by the clock, and not by the script's signal
+BY_CLOCK = "RECIPES_BY_CLOCK"
 SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
 UNSAVED_REQUEUES = 2
 SKEW_S = 60.0  # between the clocks of a node and of the controller
 EARLY_S = 60.0  # Slurm may send the signal before the time limit this much early
 
 
-def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
-    """Checks the keys, records what was submitted, and writes lines for the script's shell to the
-    file descriptor $RECIPES_LINES.
+def begin(
+    recipe: str, script: Path, words: list[str], environ: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Checks the keys, records what was submitted, and opens the attempt.
 
-    These lines change to the folder of the snapshot, and set the words with absolute paths and the
-    command prefix of the ranks. Returns 0. Raises ConfigError if a key is invalid or the job is
+    script: the batch script. Returns what the script's shell does, as pairs of a verb and a value;
+    `begin` in sbatch/job.sh has the verbs. Raises ConfigError if a key is invalid or the job is
     refused, MachineError if the run directory cannot be written.
     """
     job = client.own(environ)
@@ -86,41 +89,44 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     job_id = environment.job_id(environ)
     code = ROOT
     attempt = None
-    lines = [f"unset {attempts.VARIABLE}"]
+    exported: dict[str, str] = {}
     if job_id:
         run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
         attempt = _open_attempt(settings, run_dir, job, environ)
         code = _code(environ, attempt.run_dir)
-        script = environ.get("RECIPES_SCRIPT")
         # the recipe reports a run directory that cannot be written
         with contextlib.suppress(OSError):
-            if script:
-                jobs.record(
-                    run_dir,
-                    Path(script).read_bytes(),
-                    job_id,
-                    recipe,
-                    arguments,
-                    root=str(repository),
-                    code=str(code),
-                    log=job.log if job else None,
-                    options=jobs.options_of(job),
-                )
-        lines = [f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}"]
+            jobs.record(
+                run_dir,
+                script.read_bytes(),
+                job_id,
+                recipe,
+                arguments,
+                root=str(repository),
+                code=str(code),
+                log=job.log if job else None,
+                options=jobs.options_of(job),
+            )
+        exported[attempts.VARIABLE] = str(attempt.folder)
 
-    lines += [f"cd {shlex.quote(str(code))} || exit", shlex.join(["set", "--", *arguments])]
-    lines += _clock_lines(settings, job)
-    # bash cannot hold others
-    lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
+    exported |= _clock(settings, job)
+    step: list[str] = []
+    inside: list[str] = []
     if image:
         step, inside = container.step(image, code, environ)
-        lines += container.exports(image)
-        lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
+        exported |= container.exports(image, {**environ, **exported})
+    # bash cannot hold others
+    unset = [name for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
+    unset += [name for name in (attempts.VARIABLE, BY_CLOCK) if name not in exported]
+    shell = [("unset", name) for name in unset]
+    shell += [("export", f"{name}={value}") for name, value in exported.items()]
+    shell += [("cd", str(code)), *(("word", word) for word in arguments)]
     if attempt and jobs.is_program(settings):
-        lines += _program_lines(settings, attempt, job)
-    with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
-        print("\n".join(lines), file=shell)
-    return EXIT_DONE
+        _prepare_program(settings, attempt, job)
+        step.append("--wait=0")  # its ranks need not end together
+        shell.append(("program", recipe))
+    shell += [("step", option) for option in step]
+    return [*shell, *(("inside", word) for word in inside)]
 
 
 def _open_attempt(
@@ -176,11 +182,9 @@ def _restrict_log(job: Job | None, umask: int) -> None:
                 path.chmod(path.stat().st_mode & ~umask)
 
 
-def _program_lines(settings: Settings, attempt: Attempt, job: Job | None) -> list[str]:
-    """Lines for the shell of a program's job, whose ranks need not end together. Writes the stop
-    note and what is saved.
-
-    Raises ConfigError if the keys do not fit the tasks.
+def _prepare_program(settings: Settings, attempt: Attempt, job: Job | None) -> None:
+    """Writes the stop note of a program's job, and what is saved. Raises ConfigError if the keys do
+    not fit the tasks.
     """
     through = jobs.through(settings)
     per_node = job.options.get("ntasks-per-node", "1") if job else "1"
@@ -194,7 +198,6 @@ def _program_lines(settings: Settings, attempt: Attempt, job: Job | None) -> lis
         before_s = jobs.notice_s(settings, job.limit_s if job else None)
         stop_note.write(attempt, StopNote(before_s=before_s))
         saves.note(attempt, settings.config.saves)
-    return ["step+=(--wait=0)", f"program={settings.recipe}"]
 
 
 def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, str]) -> int:
@@ -221,25 +224,25 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     return EXIT_DONE
 
 
-def _clock_lines(settings: Settings, job: Job | None) -> list[str]:
-    """Lines for the shell: whether the ranks stop by the clock. The script's signal would stop a
-    job of a few minutes at its start.
+def _clock(settings: Settings, job: Job | None) -> dict[str, str]:
+    """The variables with which the ranks stop by the clock, if they do. The script's signal would
+    stop a job of a few minutes at its start.
 
     A program of the user receives that signal itself.
     """
     is_short = job is not None and job.is_short
     if not settings.run.stop_before_s or not is_short or jobs.is_program(settings):
-        return ["unset RECIPES_BY_CLOCK"]
+        return {}
     say(
         f"{settings.recipe}: this job has only a few minutes: it ignores SIGUSR2, which comes too "
         "early, and saves shortly before its time limit",
         1,
     )
-    lines = ["export RECIPES_BY_CLOCK=1"]
+    variables = {BY_CLOCK: "1"}
     left_s = job.left_s if job else None
     if left_s:  # the ranks cannot ask Slurm inside a container
-        lines.append(f"export SLURM_JOB_END_TIME={int(time.time() + left_s)}")
-    return lines
+        variables |= environment.with_end_time(time.time() + left_s)
+    return variables
 
 
 def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
@@ -359,7 +362,10 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         if step == "begin":
-            return begin(recipe, words, os.environ)
+            shell = begin(recipe, Path(words[0]), words[1:], os.environ)
+            with open(FOR_SHELL, "w", errors="surrogateescape") as output:
+                output.write("".join(f"{verb}\0{value}\0" for verb, value in shell))
+            return EXIT_DONE
         if step == "stop":
             return ask_to_stop(recipe, words[0], words[1:], os.environ)
         if step == "examine":

@@ -8,7 +8,7 @@ passed by name.
 """
 
 import os
-import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from recipes.core.config import declare, job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.errors import MachineError
 from recipes.core.files import ROOT
 from recipes.core.run import source
 
@@ -79,30 +80,33 @@ def step(
     return [], [*command, "--pwd", str(code), container.image, PYTHON]
 
 
-def exports(container: Container) -> list[str]:
-    """Lines of bash that give the container's variables, and those of the user, precedence over
+def exports(container: Container, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables to export, so that the container's and those of the user take precedence over
     those of the image.
+
+    environ: of the ranks outside the container. Raises MachineError if this node does not have the
+    runtime.
     """
-    lines = [
-        f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}'
-        for name, value in sorted(container.variables.items())
-    ]
+    added = {name: value for name, value in container.variables.items() if name not in environ}
     if container.runtime == "pyxis":
-        return lines
+        return added
+    if not shutil.which(container.runtime, path=environ.get("PATH")):
+        raise MachineError(
+            f"container=: {os.uname().nodename} has no {container.runtime}: if an environment "
+            "module provides it, list that module under modules: in the profile"
+        )
     runtime = container.runtime.upper()
-    every = [f'"${{!{start}@}}"' for start in PASSED_BY_NAME] + sorted(container.variables)
-    return [
-        *lines,
-        f"for name in {' '.join(every)}; do there={runtime}ENV_$name; "
-        '[ -n "${!there+x}" ] || export "$there=${!name}"; done',
-        # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
-        f"export {runtime}_NO_EVAL=1",
-        # packages of pip in the home folder are for another Python
-        f"export {runtime}ENV_PYTHONNOUSERSITE=1",
-        f"command -v {container.runtime} >/dev/null || "
-        f'stop "container=: $(hostname) has no {container.runtime}: if an environment module '
-        'provides it, list that module under modules: in the profile" 3',
-    ]
+    inside = {
+        f"{runtime}ENV_{name}": value
+        for name, value in {**environ, **added}.items()
+        if name.startswith(PASSED_BY_NAME) or name in container.variables
+    }
+    added |= {name: value for name, value in inside.items() if name not in environ}
+    # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
+    added[f"{runtime}_NO_EVAL"] = "1"
+    # packages of pip in the home folder are for another Python
+    added[f"{runtime}ENV_PYTHONNOUSERSITE"] = "1"
+    return added
 
 
 def of_job(

@@ -102,6 +102,11 @@ def end_time(environ: Environ) -> float | None:
     return _decimal(environ, "SLURM_JOB_END_TIME")
 
 
+def with_end_time(end: float) -> dict[str, str]:
+    """The variable that `end_time` reads, for ranks that cannot ask Slurm inside a container."""
+    return {"SLURM_JOB_END_TIME": str(int(end))}
+
+
 def cpus_per_task(environ: Environ) -> int | None:
     return _decimal(environ, "SLURM_CPUS_PER_TASK")
 

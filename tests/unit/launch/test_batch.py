@@ -41,13 +41,8 @@ def next_of(run_dir: Path) -> str:
 
 
 def of_job(restarts: str) -> dict[str, str]:
-    """The environment of batch.begin in a start of job 7, whose lines nobody reads."""
-    return {
-        "SLURM_JOB_ID": "7",
-        "SLURM_RESTART_COUNT": restarts,
-        "RECIPES_SNAPSHOT": "false",
-        "RECIPES_LINES": "2",
-    }
+    """The environment of batch.begin in a start of job 7."""
+    return {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts, "RECIPES_SNAPSHOT": "false"}
 
 
 def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
@@ -66,22 +61,21 @@ def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> 
 
 
 def begin(folder: Path, *words: str, recipe: str = "mnist", **environ: str) -> list[str]:
-    """The lines that batch.begin writes for the shell of job 7."""
-    with open(folder / "lines", "w") as lines:
-        environ = {**of_job(""), "RECIPES_LINES": str(lines.fileno()), **environ}
-        assert batch.begin(recipe, [f"run_dir={folder}/run", *words], environ) == 0
-    return (folder / "lines").read_text().splitlines()
+    """What batch.begin tells the shell of job 7: a verb and a value."""
+    environ = {**of_job(""), **environ}
+    shell = batch.begin(recipe, Path(__file__), [f"run_dir={folder}/run", *words], environ)
+    return [f"{verb} {value}" for verb, value in shell]
 
 
 def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs) -> None:
-    """And only those that a shell can have reach its lines."""
+    """And only those that a shell can have."""
     stubs.add("scontrol", "printf 'JobId=6 Restarts=1\\n\\nJobId=7 Restarts=0\\n   StdOut=/log\\n'")
     outer = {
         "SLURM_ARRAY_JOB_ID": "5",
         "SLURM_ARRAY_TASK_ID": "4",
         "SLURM_ARRAY_$(touch canary)": "1",
     }
-    lines = begin(tmp_path, SLURM_RESTART_COUNT="1", RECIPES_SCRIPT=__file__, **outer)
+    lines = begin(tmp_path, SLURM_RESTART_COUNT="1", **outer)
     unset = {"unset SLURM_ARRAY_JOB_ID", "unset SLURM_ARRAY_TASK_ID", "unset SLURM_RESTART_COUNT"}
     assert {line for line in lines if "SLURM_" in line} == unset
     described = json.loads((tmp_path / "run/job.yaml").read_text())
@@ -147,9 +141,9 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
         with pytest.raises(
             ConfigError, match=r"runs/mnist/7: holds the run of an earlier job .*: give run_dir=$"
         ):
-            batch.begin("mnist", [], environ)
+            batch.begin("mnist", Path(__file__), [], environ)
     else:
-        assert batch.begin("mnist", [], environ) == errors.EXIT_DONE
+        assert batch.begin("mnist", Path(__file__), [], environ)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +182,14 @@ def test_a_job_that_lost_its_files_is_refused(
         "files: give a folder that all nodes share"
     )
     with pytest.raises(ConfigError, match=f"^{line}$"):
-        batch.begin("mnist", words, environ)
+        batch.begin("mnist", Path(__file__), words, environ)
     assert line.endswith(helpers.failure(tmp_path / "run", 0)["error"])
-    assert batch.begin("mnist", words, environ) == errors.EXIT_DONE
+    assert batch.begin("mnist", Path(__file__), words, environ)
     with pytest.raises(MachineError):
-        batch.begin("mnist", ["run_dir=/dev/null/x"], environ)
+        batch.begin("mnist", Path(__file__), ["run_dir=/dev/null/x"], environ)
     monkeypatch.setattr(batch.in_use, "check", lambda *arguments: "another job uses it")
     with pytest.raises(ConfigError, match="another job uses it"):
-        batch.begin("mnist", words, environ)
+        batch.begin("mnist", Path(__file__), words, environ)
 
 
 def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
@@ -473,7 +467,7 @@ def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(
 ) -> None:
     """srun would end the others 60 s after the first one."""
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
-    of_program = {"step+=(--wait=0)", "unset RECIPES_BY_CLOCK", "program=script"}
+    of_program = {"step --wait=0", "unset RECIPES_BY_CLOCK", "program script"}
     assert not of_program & set(begin(tmp_path))
     lines = begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script")
     assert of_program <= set(lines)
@@ -515,7 +509,7 @@ def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
     stub_scontrol(stubs, f"{RUNNING}\n   NtasksPerN:B:S:C={per_node}:0:*:*")
     words = (PROGRAM, f"through={through}")
     if not is_refused:
-        assert "program=script" in begin(tmp_path, *words, recipe="script")
+        assert "program script" in begin(tmp_path, *words, recipe="script")
         return
     line = (
         f"^through={through}: starts one task per node, but this job has {per_node} tasks per "

@@ -5,15 +5,16 @@ containers.
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from recipes.core.errors import MachineError
 from recipes.core.launch import batch, container
 from recipes.core.run import command_line
 from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import executable
 
 
 @pytest.mark.parametrize(
@@ -75,21 +76,20 @@ def test_begin_starts_ranks_in_the_container(
 ) -> None:
     monkeypatch.delenv("RECIPES_DATA", raising=False)  # it would also be bound
     (tmp_path / "x.sqsh").touch()
+    executable(tmp_path / "bin/apptainer", "")
     for image, option in (
         (f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"),
         ("docker://x", ""),
     ):
-        with open(tmp_path / "lines", "w") as out:
-            environ = {
-                "RECIPES_CONTAINER": image,
-                "RECIPES_CONTAINER_MOUNTS": "/m",
-                "RECIPES_LINES": str(out.fileno()),
-            }
-            assert batch.begin("toy", ["network=ethernet", "device=cpu"], environ) == 0
-        output = (tmp_path / "lines").read_text()
-        assert "export NCCL_IB_DISABLE=1" in output
-        assert (f"step=({option} " if option else "step=()") in output
-        inside = shlex.split(output.partition("inside=(")[2].partition(")\n")[0])
+        environ = {
+            "RECIPES_CONTAINER": image,
+            "RECIPES_CONTAINER_MOUNTS": "/m",
+            "PATH": f"{tmp_path}/bin",
+        }
+        shell = batch.begin("toy", Path(__file__), ["network=ethernet", "device=cpu"], environ)
+        assert ("export", "NCCL_IB_DISABLE=1") in shell
+        assert [value for verb, value in shell if verb == "step"][:1] == [option][: bool(option)]
+        inside = [value for verb, value in shell if verb == "inside"]
         assert inside[-1] == "python3"
         assert "--nv" not in inside
         if not option:
@@ -97,32 +97,32 @@ def test_begin_starts_ranks_in_the_container(
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
-def test_variables_of_the_host_take_precedence_over_the_image(runtime: str) -> None:
+def test_variables_of_the_host_take_precedence_over_the_image(tmp_path: Path, runtime: str) -> None:
     """A value of the user, even an empty one, replaces that of the env file. A value for the inside
     only replaces both.
     """
     prefix = f"{runtime.upper()}ENV_"
     variables = {"NCCL_A": "file", "NCCL_B": "file", "OMP_X": 'a "b" $c'}
-    lines = container.exports(container.Container("x.sif", runtime, variables=variables))
-    shell = "; ".join(["stop() { :; }", *lines, "env"])
+    executable(tmp_path / runtime, "")
     environ = {
         "NCCL_B": "mine",
         "NCCL_C": "mine",
         "UCX_D": "",
         "HOME": "/h",
-        "PATH": "/usr/bin:/bin",
+        "PATH": str(tmp_path),
     }
     environ |= {f"{prefix}NCCL_E": "inside", "NCCL_E": "outside"}
-    output = subprocess.run(
-        ["bash", "-c", shell], env=environ, capture_output=True, text=True, check=True
-    ).stdout
+    image = container.Container("x.sif", runtime, variables=variables)
+    exported = environ | container.exports(image, environ)
     # the shell inside does not expand values
-    assert f"{runtime.upper()}_NO_EVAL=1" in output.splitlines()
-    inside = dict(
-        line.removeprefix(prefix).split("=", 1)
-        for line in output.splitlines()
-        if line.startswith(prefix)
-    )
+    assert exported[f"{runtime.upper()}_NO_EVAL"] == "1"
+    inside = {
+        name.removeprefix(prefix): value
+        for name, value in exported.items()
+        if name.startswith(prefix)
+    }
+    assert exported["NCCL_A"] == "file"
+    assert exported["NCCL_B"] == "mine"
     assert inside == {
         "NCCL_A": "file",
         "NCCL_B": "mine",
@@ -203,13 +203,8 @@ def test_precedence_of_the_container_keys(site: Path) -> None:
 
 
 def test_a_missing_container_runtime_is_reported(tmp_path: Path) -> None:
-    lines = container.exports(container.Container("x.sif", "apptainer"))
-    shell = "; ".join(['stop() { echo "$1"; exit "$2"; }', "hostname() { echo node1; }", *lines])
-    ran = subprocess.run(
-        ["/bin/bash", "-c", shell], env={"PATH": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert ran.returncode == 3, ran
-    assert "container=: node1 has no apptainer" in ran.stdout
+    with pytest.raises(MachineError, match=r"^container=: \S+ has no apptainer: if an environment"):
+        container.exports(container.Container("x.sif", "apptainer"), {"PATH": str(tmp_path)})
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])
@@ -236,8 +231,8 @@ def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(
     settings = command_line.parse([] if gpus else ["device=cpu"], recipe="toy", environ={})
     pyxis = container.of_job(settings, {}, {"RECIPES_CONTAINER": "registry#x"})
     [*_, names] = container.step(pyxis, Path("/c"), {})[0]
-    lines = container.exports(pyxis)
-    assert lines[0].endswith("export NVIDIA_DRIVER_CAPABILITIES=compute,utility") is gpus
-    assert lines[-1].endswith("export NVIDIA_VISIBLE_DEVICES=0")  # of an env file
+    exported = container.exports(pyxis, {})
+    assert exported.get("NVIDIA_DRIVER_CAPABILITIES") == ("compute,utility" if gpus else None)
+    assert exported["NVIDIA_VISIBLE_DEVICES"] == "0"  # of an env file
     capabilities = "NVIDIA_DRIVER_CAPABILITIES," if gpus else ""
     assert names == f"--container-env={capabilities}NVIDIA_VISIBLE_DEVICES"
