@@ -31,7 +31,7 @@ from recipes.core.program.remarks import Remarks
 from recipes.core.program.supervise import Ended, Rules
 from recipes.core.program.watch import Watch
 from recipes.core.run import attempt as attempts
-from recipes.core.run import entry, in_use, logs, signals, stop_note
+from recipes.core.run import entry, in_use, logs, signals, spec, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
 from recipes.core.slurm import environment
@@ -53,7 +53,8 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
     """
     info = start.ranks
     environ = dict(os.environ)
-    environ.pop(attempts.VARIABLE, None)
+    for name in (attempts.VARIABLE, spec.VARIABLE):
+        environ.pop(name, None)
     several = info.world_size > 1 and launch.through != "node"
     threads = start.settings.run.cpu_threads or int(several)
     if threads:

@@ -34,7 +34,7 @@ srun() {
 ask_to_save() {
     signalled=1
     if [ -n "$program" ]; then
-        "$python" -m recipes.core.launch.batch stop "$program" "$1" "${words[@]}"
+        "$python" -m recipes.core.launch.batch stop "$program" "$1"
     elif [ -n "$ranks" ]; then
         kill -s USR1 "$ranks" 2>/dev/null
     else
@@ -58,7 +58,6 @@ unset SLURM_PROLOG SLURM_EPILOG SLURM_TASK_PROLOG SLURM_TASK_EPILOG
 unset SLURM_WORKING_DIR SLURM_TIMELIMIT SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_STDINMODE
 unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
 export PYTHONUTF8=1                             # paths are UTF-8 in every locale
-export RECIPES_BATCH=1                          # all steps of the job share one run directory
 # Slurm's default gives neighbouring ranks CPUs of different sockets, but neighbouring GPUs are on the same socket.
 export SLURM_DISTRIBUTION="${SLURM_DISTRIBUTION-block:block}"
 
@@ -148,13 +147,13 @@ begin() {
 
 # examine RECIPE RESUBMITS: runs the doctor before the ranks start. Requeues or ends the job if a node is bad.
 examine() {
-    "$python" -m recipes.core.launch.batch examine "$1" "$2" "${words[@]}" || exit
+    "$python" -m recipes.core.launch.batch examine "$1" "$2" || exit
 }
 
 # finish RECIPE STATUS: requeues a job that was stopped, and returns the exit status of the run.
 finish() {
     [ -x "$python" ] || stop "$1: ended with status $2 and is not requeued, since $python no longer exists: install it again, then submit with the same run_dir=" "$2"
-    "$python" -m recipes.core.launch.batch finish "$1" "$2" "${words[@]}"
+    "$python" -m recipes.core.launch.batch finish "$1" "$2"
 }
 
 # site: loads the modules of the site's profile, and sets environment to the profile's Python environment.

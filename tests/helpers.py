@@ -24,6 +24,7 @@ import pytest
 
 from recipes.core import files
 from recipes.core.run import attempt as attempts
+from recipes.core.run import command_line, spec
 from recipes.core.run.attempt import Attempt
 from tests import forked
 
@@ -373,12 +374,18 @@ def attempt(
     """A new attempt in ``run_dir``, as a launch leaves it. step: at which it has begun; None if it
     has not. facts: others in opened.json.
     """
-    environ = {"RECIPES_LAUNCH": launch} | ({"SLURM_JOB_ID": job} if job else {})
-    new = attempts.open_next(run_dir, "mnist", environ, hosts)
+    environ = {"SLURM_JOB_ID": job} if job else {}
+    new = attempts.open_next(run_dir, "mnist", environ, hosts, launch)
     files.write_json(new.folder / "opened.json", {**new.facts(), **facts})
     if step is not None:
         attempts.begin(new, step, own=False)
     return new
+
+
+def in_job(recipe: str, words: Sequence[str], **more: Any) -> dict[str, str]:
+    """The variable with which a job of a recipe knows its keys. more: other fields of its Spec."""
+    settings = command_line.parse(words, recipe=recipe)
+    return {spec.VARIABLE: spec.to_text(spec.Spec(settings, tuple(words), {}, **more))}
 
 
 def failure(run_dir: Path, rank: int, number: int = 0) -> dict[str, Any]:

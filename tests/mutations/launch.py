@@ -37,8 +37,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sbatch/job.sh",
-        'batch finish "$1" "$2" "${words[@]}"',
-        'batch finish "$1" 0 "${words[@]}"',
+        'batch finish "$1" "$2"',
+        'batch finish "$1" 0',
         "a job whose step failed before its run began has the state COMPLETED",
         "tests/unit/launch/test_job_sh.py::test_the_batch_status_is_the_runs_status",
     ),

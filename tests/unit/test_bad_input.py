@@ -260,7 +260,7 @@ def test_each_command_refuses_an_invalid_key_in_one_line(
 ) -> None:
     commands: dict[str, Callable[[], int]] = {
         "launch.py: ": lambda: launch.main(["recipe=mnist", "launcher=local", "config=value.yaml"]),
-        "mnist: ": lambda: batch.main(["begin", "mnist", "config=value.yaml"]),
+        "mnist: ": lambda: batch.main(["begin", "mnist", "mnist.sh", "config=value.yaml"]),
         "mnist: lr": lambda: status_of_begin(("config=value.yaml",)),
     }
     for start, command in commands.items():

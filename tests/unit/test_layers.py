@@ -120,7 +120,7 @@ def test_files_do_not_import_each_other_in_a_circle() -> None:
 
 # Commands of a login node; all in one process, each checked after it has run.
 LOGIN = """
-import sys
+import os, sys
 def check(what):
     heavy = sorted({"torch", "torchvision", "numpy", "sklearn", "PIL"} & set(sys.modules))
     assert not heavy, f"{what} loads {heavy}"
@@ -131,7 +131,8 @@ assert launch.main(["check", "recipe=doctor", "launcher=local", "device=cpu"]) =
 check("launch.py check")
 from recipes.core.launch import batch, submit
 from recipes.core.run import entry
-assert batch.main(["begin", "mnist", "epochs=1"]) == 0
+os.dup2(2, 3)  # where the batch shell reads
+assert batch.main(["begin", "mnist", "mnist.sh", "epochs=1"]) == 0
 check("a batch script")
 import submitit
 check("submitting")

@@ -1,15 +1,15 @@
 """The steps of a batch script before and after srun. Never imports torch.
 
-python -m recipes.core.launch.batch begin RECIPE SCRIPT WORD…        `begin`, before any rank starts
-python -m recipes.core.launch.batch examine RECIPE RESUBMITS WORD…   `examination.examine`, with
-                                                                     doctor=true
-python -m recipes.core.launch.batch stop RECIPE SIGNAL WORD…         `ask_to_stop`, when the batch
-                                                                     shell gets a signal
-python -m recipes.core.launch.batch finish RECIPE STATUS WORD…       `finish`, with the status of
-                                                                     srun
+python -m recipes.core.launch.batch begin RECIPE SCRIPT WORD…   `begin`, before any rank starts
+python -m recipes.core.launch.batch examine RECIPE RESUBMITS    `examination.examine`, with
+                                                                doctor=true
+python -m recipes.core.launch.batch stop RECIPE SIGNAL          `ask_to_stop`, when the batch shell
+                                                                gets a signal
+python -m recipes.core.launch.batch finish RECIPE STATUS        `finish`, with the status of srun
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import files
+from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import (
     EXIT_CONFIG,
@@ -44,16 +45,16 @@ from recipes.core.run import (
     source,
     stop_note,
 )
+from recipes.core.run import spec as specs
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.logs import say
+from recipes.core.run.spec import Spec
 from recipes.core.run.stop_note import StopNote
 from recipes.core.slurm import client, environment
 from recipes.core.slurm.client import Job
 
 FOR_SHELL = 3  # the file descriptor that the script's shell reads
-# set if the ranks stop by the clock, and not by the script's signal
-BY_CLOCK = "RECIPES_BY_CLOCK"
 SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
 UNSAVED_REQUEUES = 2
 SKEW_S = 60.0  # between the clocks of a node and of the controller
@@ -109,15 +110,29 @@ def begin(
             )
         exported[attempts.VARIABLE] = str(attempt.folder)
 
-    exported |= _clock(settings, job)
     step: list[str] = []
     inside: list[str] = []
     if image:
         step, inside = container.step(image, code, environ)
+    by_clock = _is_by_clock(settings, job)
+    if by_clock and job and job.left_s:
+        exported |= environment.with_end_time(time.time() + job.left_s)
+    keys = (settings.run.network, settings.job.cluster)
+    exported[specs.VARIABLE] = specs.to_text(
+        Spec(
+            dataclasses.replace(settings, typed=typed),
+            tuple(arguments),
+            profiles.env_variables(*keys),
+            tuple(step),
+            tuple(inside),
+            by_clock,
+        )
+    )
+    if image:
         exported |= container.exports(image, {**environ, **exported})
     # bash cannot hold others
     unset = [name for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
-    unset += [name for name in (attempts.VARIABLE, BY_CLOCK) if name not in exported]
+    unset += [] if job_id else [attempts.VARIABLE]
     shell = [("unset", name) for name in unset]
     shell += [("export", f"{name}={value}") for name, value in exported.items()]
     shell += [("cd", str(code)), *(("word", word) for word in arguments)]
@@ -200,7 +215,7 @@ def _prepare_program(settings: Settings, attempt: Attempt, job: Job | None) -> N
         saves.note(attempt, settings.config.saves)
 
 
-def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, str]) -> int:
+def ask_to_stop(recipe: str, name: str, environ: Mapping[str, str]) -> int:
     """Leaves a stop note for the wrappers of a program, since the batch shell has received a
     signal. name: such as USR2.
 
@@ -208,9 +223,10 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     is time.
     """
     attempt = attempts.given(environ)
-    if not attempt:
+    spec = specs.of_job(environ)
+    if not attempt or not spec:
         return EXIT_DONE
-    settings = command_line.parse(words, recipe=recipe, to_start=False)
+    settings = spec.settings
     if not jobs.signal_s(settings):
         say(f"{recipe}: SIG{name} is ignored, since stop_before_s=0 is given", 1)
         return EXIT_DONE
@@ -224,25 +240,19 @@ def ask_to_stop(recipe: str, name: str, words: list[str], environ: Mapping[str, 
     return EXIT_DONE
 
 
-def _clock(settings: Settings, job: Job | None) -> dict[str, str]:
-    """The variables with which the ranks stop by the clock, if they do. The script's signal would
-    stop a job of a few minutes at its start.
-
-    A program of the user receives that signal itself.
+def _is_by_clock(settings: Settings, job: Job | None) -> bool:
+    """Whether the ranks stop by the clock: the script's signal would stop a job of a few minutes at
+    its start. A program of the user receives that signal itself.
     """
     is_short = job is not None and job.is_short
     if not settings.run.stop_before_s or not is_short or jobs.is_program(settings):
-        return {}
+        return False
     say(
         f"{settings.recipe}: this job has only a few minutes: it ignores SIGUSR2, which comes too "
         "early, and saves shortly before its time limit",
         1,
     )
-    variables = {BY_CLOCK: "1"}
-    left_s = job.left_s if job else None
-    if left_s:  # the ranks cannot ask Slurm inside a container
-        variables |= environment.with_end_time(time.time() + left_s)
-    return variables
+    return True
 
 
 def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
@@ -260,22 +270,18 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
     return code
 
 
-def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
+def finish(recipe: str, srun_status: int, environ: Mapping[str, str]) -> int:
     """Judges the run after its step, prints how it ended, and requeues a preempted job. Returns the
     exit status of the run.
 
     srun_status: may be masked, so the run's own records decide.
     """
-    try:
-        settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except ConfigError as error:
-        # the keys were valid when the job began: an env file was removed since then
-        say(f"{recipe}: ended with status {srun_status} and is not requeued: {error}")
-        return srun_status or EXIT_CONFIG
-    os.umask(int(settings.run.umask, 8))
     opened = attempts.given(environ)
-    if not opened:  # only in a script of your own that does not call begin
+    spec = specs.of_job(environ)
+    if not opened or not spec:  # only in a script of your own that does not call begin
         return srun_status
+    settings = spec.settings
+    os.umask(int(settings.run.umask, 8))
     job_id = str(environment.job_id(environ))
     run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
     # The script may have several steps.
@@ -367,10 +373,10 @@ def main(argv: list[str]) -> int:
                 output.write("".join(f"{verb}\0{value}\0" for verb, value in shell))
             return EXIT_DONE
         if step == "stop":
-            return ask_to_stop(recipe, words[0], words[1:], os.environ)
+            return ask_to_stop(recipe, words[0], os.environ)
         if step == "examine":
-            return examination.examine(recipe, int(words[0]), words[1:], os.environ)
-        return finish(recipe, int(words[0]), words[1:], os.environ)
+            return examination.examine(recipe, int(words[0]), os.environ)
+        return finish(recipe, int(words[0]), os.environ)
     except (ConfigError, MachineError) as error:
         say(f"{recipe}: {error}")
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_MACHINE

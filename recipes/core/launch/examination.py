@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import files
-from recipes.core.config.parser import Settings
-from recipes.core.errors import EXIT_DONE, EXIT_MACHINE
+from recipes.core.errors import EXIT_DONE, EXIT_MACHINE, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import bad_nodes, container
+from recipes.core.launch import bad_nodes
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, source
+from recipes.core.run import directory, source
+from recipes.core.run import spec as specs
 from recipes.core.run.logs import say
+from recipes.core.run.spec import Spec
 from recipes.core.slurm import client, environment
 
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
@@ -28,19 +29,22 @@ OPTIONS = ("qos", "constraint", "time", "nodes", "partition", "account", "reserv
 COUNT = "doctor/requeues.json"
 
 
-def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:
+def examine(recipe: str, resubmits: int, environ: Mapping[str, str]) -> int:
     """Runs the doctor on the nodes of the job.
 
     resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are
     healthy; else 3, after requeueing the job without the bad nodes if it may.
     """
-    settings = command_line.parse(words, recipe=recipe, to_start=False)
+    spec = specs.of_job(environ)
+    if not spec:
+        raise MachineError("doctor=true: the script must call begin first")
+    settings = spec.settings
     run_dir = directory.choose(settings.run.run_dir, recipe, environment.job_id(environ), ROOT)
     folder = run_dir / "doctor"
     # an older verdict is not valid for these nodes
     (folder / "doctor.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "reports", ignore_errors=True)
-    _run_doctor(settings, folder, environ)
+    _run_doctor(spec, folder, environ)
     subprocess.run([*JUDGE, f"run_dir={folder}"], cwd=ROOT, env=environ)
     verdict = files.read_json(folder / "doctor.json")
     if not verdict:
@@ -59,17 +63,14 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     return EXIT_MACHINE
 
 
-def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -> None:
+def _run_doctor(spec: Spec, run_dir: Path, environ: Mapping[str, str]) -> None:
     """Runs the doctor with one task on each node of the job, with the keys of the run that concern
     the nodes.
     """
     command = client.on_each_node(environ)
-    inside = [sys.executable]
-    image = container.of_job(settings, settings.typed, environ)
-    if image:
-        options, inside = container.step(image, ROOT, environ)
-        command += options
-    command += [*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"]
+    settings = spec.settings
+    command += [*spec.step, *(spec.inside or [sys.executable])]
+    command += ["-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"]
     keys = {
         "device": settings.run.device.name,
         "network": settings.run.network,

@@ -17,7 +17,7 @@ from recipes.core.errors import EXIT_CONFIG, EXIT_MACHINE, EXIT_REQUEUE, Kind, M
 from recipes.core.files import ROOT
 from recipes.core.place import network, processes
 from recipes.core.run import attempt as attempts
-from recipes.core.run import judge, signals
+from recipes.core.run import judge, signals, spec
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.logs import say
@@ -87,12 +87,13 @@ def run(
     MachineError if the run directory cannot be written.
     """
     launch = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-    environ = {**environ, "RECIPES_LAUNCH": launch}
+    # of a job in which this is started
+    environ = {name: value for name, value in environ.items() if name != spec.VARIABLE}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
     attempt = None
     if run_dir:
-        attempt = attempts.open_next(run_dir, recipe, environ)
+        attempt = attempts.open_next(run_dir, recipe, environ, launch=launch)
         environ = {**environ, attempts.VARIABLE: str(attempt.folder)}
     ranks: list[Rank] = []
     stop = _Stop()

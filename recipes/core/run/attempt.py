@@ -126,10 +126,14 @@ def given(environ: Mapping[str, str]) -> Attempt | None:
 
 
 def open_next(
-    run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Sequence[str] = ()
+    run_dir: Path,
+    recipe: str,
+    environ: Mapping[str, str],
+    hosts: Sequence[str] = (),
+    launch: str = "",
 ) -> Attempt:
     """Opens an attempt; the last one that has begun still owns the run. hosts: by rank; empty for
-    the parent. Raises MachineError.
+    the parent. launch: a launcher's own ID, in place of Slurm's. Raises MachineError.
     """
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
@@ -145,12 +149,16 @@ def open_next(
                 break
         (new.folder / "failed").mkdir()
         (new.folder / "ranks").mkdir()
-        describe(new, recipe, environ, hosts)
+        describe(new, recipe, environ, hosts, launch)
         return new
 
 
 def describe(
-    attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: Sequence[str]
+    attempt: Attempt,
+    recipe: str,
+    environ: Mapping[str, str],
+    hosts: Sequence[str],
+    launch: str = "",
 ) -> None:
     """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are
     known. Raises OSError.
@@ -166,7 +174,7 @@ def describe(
     content = {
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
-        "launch": directory.launch_id(environ),
+        "launch": opened.get("launch") or launch or directory.launch_id(environ),
         "job": job,
         "cluster": environment.cluster(environ) if job else None,  # None: outside Slurm
         **{name: value for name, value in requested.items() if job and value is not None},

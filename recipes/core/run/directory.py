@@ -21,12 +21,9 @@ DOCTOR = "doctor"
 
 
 def launch_id(environ: Mapping[str, str]) -> str:
-    """An ID that differs for each launch of a run: the launcher's own ID, else Slurm's
-    ``<job>.<restart>``, else "".
-    """
+    """An ID that differs for each start of a job, ``<job>.<restart>``; "" outside Slurm."""
     job = environment.job_id(environ)
-    of_job = f"{job}.{environment.restarts(environ)}" if job else ""
-    return environ.get("RECIPES_LAUNCH") or of_job
+    return f"{job}.{environment.restarts(environ)}" if job else ""
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:

@@ -27,6 +27,7 @@ from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, dryrun, source
+from recipes.core.run import spec as specs
 from recipes.core.run.dryrun import Request
 from recipes.core.run.watchdog import Pulse
 from recipes.core.slurm import environment
@@ -39,7 +40,7 @@ class Start:
     from_files: variables set from the env files. interface: the network interface found by its
     route; None if none was found or the user has set it. pulse: the progress of this rank, which
     the watchdog process monitors. dry_run: the input of the dry run that `launch.py check` started;
-    None in a normal run.
+    None in a normal run. by_clock: whether the ranks stop by the clock, and not by SIGUSR2.
     """
 
     settings: Settings
@@ -48,6 +49,7 @@ class Start:
     interface: network.Choice | None
     pulse: Pulse = field(default_factory=Pulse)
     dry_run: Request | None = None
+    by_clock: bool = False
 
 
 _exit_status: list[int] = []  # the status of `end`, once it was called
@@ -100,14 +102,15 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
             print(help.help_text(recipe))
             sys.exit(errors.EXIT_DONE)
         source.go_home(ROOT)
-        settings = command_line.parse(argv, recipe=recipe)
+        spec = specs.of_ranks(os.environ, recipe, argv)
+        settings = spec.settings if spec else command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
         _refuse(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
     try:
         info = ranks.detect(os.environ)
-        from_files = envfile.apply(
-            profiles.env_variables(settings.run.network, settings.job.cluster), os.environ
-        )
+        keys = (settings.run.network, settings.job.cluster)
+        variables = spec.variables if spec else profiles.env_variables(*keys)
+        from_files = envfile.apply(variables, os.environ)
     except ConfigError as error:
         _refuse(recipe, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
     is_set = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
@@ -127,7 +130,9 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     if settings.config.deterministic:
         # without it, torch refuses cuBLAS
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
+    by_clock = spec is not None and spec.by_clock
+    asked = dryrun.asked(os.environ)
+    return Start(settings, info, from_files, interface, dry_run=asked, by_clock=by_clock)
 
 
 def set_compile_cache() -> None:

@@ -79,7 +79,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         with (
             process_group(start, device) as world,
-            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop,
+            signals.stop_flag(tell, start.by_clock) as stop,
         ):
             if info.rank == 0 and info.in_slurm and keys.stop_before_s:
                 left = functools.partial(client.seconds_left, os.environ)
@@ -161,7 +161,8 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     """
     # In a batch script the run belongs to the job, whatever the number of the step (another srun
     # may have run before).
-    run_id = environment.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+    of_script = attempts.given(os.environ) is not None
+    run_id = environment.job_id(os.environ) if of_script else start.ranks.run_id
     choose = functools.partial(
         directory.choose, start.settings.run.run_dir, start.settings.recipe, base=ROOT
     )

@@ -19,7 +19,9 @@ from recipes.core.errors import ConfigError, Kind, MachineError
 from recipes.core.launch import batch
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, saves, source, stop_note
+from recipes.core.run import spec as specs
 from recipes.core.run.attempt import Attempt
+from recipes.core.run.spec import Spec
 from recipes.core.run.stop_note import StopNote
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
@@ -53,7 +55,8 @@ def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> 
         launch = directory.launch_id(environ)
         files.write_json(attempt.folder / "opened.json", {**attempt.facts(), "launch": launch})
         environ[attempts.VARIABLE] = str(attempt.folder)
-    return batch.finish("mnist", srun_status, [f"run_dir={run_dir}", *words], environ)
+    environ |= helpers.in_job("mnist", [f"run_dir={run_dir}", *words])
+    return batch.finish("mnist", srun_status, environ)
 
 
 def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> None:
@@ -65,6 +68,14 @@ def begin(folder: Path, *words: str, recipe: str = "mnist", **environ: str) -> l
     environ = {**of_job(""), **environ}
     shell = batch.begin(recipe, Path(__file__), [f"run_dir={folder}/run", *words], environ)
     return [f"{verb} {value}" for verb, value in shell]
+
+
+def spec_in(lines: Sequence[str]) -> Spec:
+    """What the ranks of a job read, from the lines of `begin`."""
+    exported = (line.removeprefix("export ").split("=", 1) for line in lines if "export " in line)
+    spec = specs.of_job(dict(exported))
+    assert spec
+    return spec
 
 
 def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs) -> None:
@@ -160,7 +171,7 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     """The signal of its script, 120 s before the time limit, would stop the job at its start."""
     stub_scontrol(stubs, f"{RUNNING} TimeLimit={limit} RunTime=00:00:01")
     lines = begin(tmp_path, *words)
-    assert ("export RECIPES_BY_CLOCK=1" in lines) == expected
+    assert spec_in(lines).by_clock == expected
     start = "export SLURM_JOB_END_TIME="
     ends = [int(line.removeprefix(start)) for line in lines if line.startswith(start)]
     assert len(ends) == expected
@@ -214,7 +225,8 @@ def test_a_doctor_in_a_run_directory_has_its_own_status(
     attempt = helpers.attempt(run_dir / "doctor", launch="7.0", step=None)
     directory.write_status(run_dir / "doctor", "done", attempt=attempt.number, step=0)
     environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(attempt.folder)}
-    assert batch.finish("doctor", 0, [f"run_dir={run_dir}"], environ) == 0
+    environ |= helpers.in_job("doctor", [f"run_dir={run_dir}"])
+    assert batch.finish("doctor", 0, environ) == 0
     assert capfd.readouterr().out == f"doctor: done; run directory {run_dir}/doctor\n"
     assert (directory.read_status(run_dir) or {})["state"] == "failed"
 
@@ -449,7 +461,8 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
     monkeypatch.setattr(batch.client, "seconds_left", lambda environ: left_s)
     now = time.time()
     environ = {attempts.VARIABLE: str(attempt.folder)}
-    assert batch.ask_to_stop("script", "USR1", [PROGRAM, *words], environ) == 0
+    environ |= helpers.in_job("script", [PROGRAM, *words])
+    assert batch.ask_to_stop("script", "USR1", environ) == 0
     note = stop_note.read(attempt)
     assert note.reason == "SIGUSR1"
     assert note.before_s == (before_s or 0.0)
@@ -459,7 +472,7 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
 
 
 def test_a_signal_to_a_batch_shell_without_an_attempt_is_no_error() -> None:
-    assert batch.ask_to_stop("script", "USR1", [PROGRAM], {}) == 0
+    assert batch.ask_to_stop("script", "USR1", {}) == 0
 
 
 def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(
@@ -467,10 +480,11 @@ def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(
 ) -> None:
     """srun would end the others 60 s after the first one."""
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=00:05:00")
-    of_program = {"step --wait=0", "unset RECIPES_BY_CLOCK", "program script"}
+    of_program = {"step --wait=0", "program script"}
     assert not of_program & set(begin(tmp_path))
     lines = begin(tmp_path, f"script={__file__}", "--", "--wait=9", recipe="script")
     assert of_program <= set(lines)
+    assert not spec_in(lines).by_clock
 
 
 @pytest.mark.parametrize(
@@ -587,15 +601,25 @@ def test_finish_of_a_refused_run_keeps_the_status(
     assert (preempted / "status.json").read_bytes() == before
 
 
-def test_a_config_file_that_became_invalid_is_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_files_that_change_after_the_begin_change_no_job_that_has_begun(
+    tmp_path: Path, stubs: Stubs
 ) -> None:
-    (tmp_path / "keys.yaml").write_text("epoch: 3\n")
-    assert finish(tmp_path, f"config={tmp_path}/keys.yaml", srun_status=75) == 75
-    assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == errors.EXIT_CONFIG
-    first, second = capfd.readouterr().err.splitlines()
-    assert "epoch=3" in first
-    assert "is not requeued" in second
+    stub_scontrol(stubs)
+    keys = tmp_path / "keys.yaml"
+    network = tmp_path / "my.env"
+    keys.write_text("epochs: 3\n")
+    network.write_text("NCCL_DEBUG=INFO\n")
+    lines = begin(tmp_path, f"config={keys}", f"network={network}")
+    keys.unlink()
+    network.unlink()
+    spec = spec_in(lines)
+    assert spec.settings.config.epochs == 3
+    assert spec.variables["NCCL_DEBUG"] == "INFO"
+    words = [line.removeprefix("word ") for line in lines if line.startswith("word ")]
+    environ = {specs.VARIABLE: specs.to_text(spec)}
+    assert specs.of_ranks(environ, "mnist", words) == spec
+    for recipe, others in (("cifar", words), ("mnist", [*words, "lr=1"])):
+        assert specs.of_ranks(environ, recipe, others) is None  # another step of the script
 
 
 def test_a_run_that_never_began_ends_with_sruns_status(

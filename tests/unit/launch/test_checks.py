@@ -17,7 +17,7 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         "SLURM_JOB_ID",
         "PMI_RANK",
         "MASTER_ADDR",
-        "RECIPES_BATCH",
+        "RECIPES_SPEC",
         "PYTHONSAFEPATH",
     }
     for name in of_jobs:

@@ -35,11 +35,10 @@ class ScriptJob:
     """A job of two nodes, in which the doctor finds that the nodes n2 and n3 are bad."""
 
     run_dir: Path
-    words: list[str]
     environ: dict[str, str]
 
     def examine(self, resubmits: int = 2, **environ: str) -> int:
-        return examination.examine("mnist", resubmits, self.words, {**self.environ, **environ})
+        return examination.examine("mnist", resubmits, {**self.environ, **environ})
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
         "#SBATCH --nodes=2\n#SBATCH --dependency=afterok:3\n#SBATCH --requeue\n"
     )
     words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
-    return ScriptJob(run_dir, words, environ)
+    return ScriptJob(run_dir, environ | helpers.in_job("mnist", words))
 
 
 def test_a_requeue_leaves_out_bad_nodes(
@@ -159,9 +158,13 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
         "--gpus=4",
     }
     assert {*size, "--export=ALL", "--wait=60", "recipes.doctor"} <= set(call)
-    script_job.examine(RECIPES_CONTAINER="docker://x")
+    of_run = [f"run_dir={script_job.run_dir}"]
+    image = helpers.in_job("mnist", of_run, step=("--x",), inside=("run", "docker://x"))
+    script_job.examine(**image)
     call = stubs.calls("srun")[-1]
-    assert {"docker://x", f"{stubs.folder}:{stubs.folder}", "--gpus=4"} <= set(call)
+    at = call.index("--x")
+    assert call[at : at + 3] == ["--x", "run", "docker://x"]
+    assert "--gpus=4" in call[:at]
     assert "--nv" not in call
 
 

@@ -164,7 +164,7 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     of_step |= {f"SLURM_{name}": "/x" for name in paths.split()}
     bench.run("sbatch/mnist_1x1.sh", bench.run_dir, **cpus, **gpus, **of_profile, **of_step)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
-    assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
+    assert {"SLURM_JOB_ID", "RECIPES_SPEC"} <= names
     assert not names & {*cpus, *gpus, *of_profile, *of_step}
     # Neighbouring ranks are on one socket, unless the user asks for another distribution.
     assert "SLURM_DISTRIBUTION=block:block" in (bench.folder / "env").read_text()

@@ -35,7 +35,6 @@ def test_each_job_or_array_task_and_each_launch_of_it_has_its_own_id() -> None:
     assert directory.launch_id(job) == "12_0.0"
     assert directory.launch_id({**job, "SLURM_RESTART_COUNT": ""}) == "12_0.0"
     assert directory.launch_id({**job, "SLURM_RESTART_COUNT": "2"}) == "12_0.2"
-    assert directory.launch_id({**job, "RECIPES_LAUNCH": "host.7"}) == "host.7"
 
 
 @pytest.mark.parametrize(

@@ -86,13 +86,10 @@ def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
             f"RECIPES_{name}": "1"
             for name in (
                 "ATTEMPT",
-                "BATCH",
-                "BY_CLOCK",
                 "CODE",
-                "LAUNCH",
                 "LISTEN_FD",
                 "PYTHON",
-                "SCRIPT",
+                "SPEC",
             )
         },
     }
