@@ -11,11 +11,11 @@ MUTATIONS = [
         "tests/distributed/train/test_meter.py::test_the_memory_of_a_node_is_the_sum_of_its_ranks",
     ),
     Mutation(
-        "recipes/core/report/trackers.py",
+        "recipes/core/run/trackers.py",
         'max(status.get("step", 0) - 1,',
         'max(status.get("step", 0),',
         "a row whose evaluation was postponed is exported without its results, and never again",
-        "tests/unit/report/test_trackers.py",
+        "tests/unit/run/test_trackers.py",
     ),
     Mutation(
         "recipes/core/train/loop.py",

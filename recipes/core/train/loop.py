@@ -20,8 +20,7 @@ from torch.optim import swa_utils
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
-from recipes.core.report import trackers
-from recipes.core.run import watchdog
+from recipes.core.run import trackers, watchdog
 from recipes.core.train import gradients, lines, metrics
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients

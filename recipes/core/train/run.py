@@ -25,10 +25,9 @@ from recipes.core.data.sampling import Shard, Source
 from recipes.core.errors import InputError, Kind, MachineError, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, rows, signals, source, watchdog
+from recipes.core.run import directory, efficiency, rows, signals, source, trackers, watchdog
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
-from recipes.core.report import trackers
 from recipes.core.train import agreement, checkpoint, metrics, resume, sharding
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import Share, State
