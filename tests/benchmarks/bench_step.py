@@ -186,7 +186,7 @@ def services(run: Run, cfg: Config, train_set: ImageSet, stretches: int) -> Turn
     """
     bare = BareLoop(cfg, train_set, run.world)
     turns = Turns(bare, stretches, len(train_set))
-    run.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
+    run.console.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
     with mock.patch.object(mnist, "GlobalBatches", return_value=turns):
         mnist.main(cfg, run)
     pairs = zip(run.state.model.parameters(), bare.net.parameters(), strict=True)

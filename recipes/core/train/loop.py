@@ -302,7 +302,7 @@ class _StepEnds:
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
             of_step = (step.shard.epoch, self.cfg.epochs, state.step, self.total, self.shown)
-            run.progress(
+            run.console.progress(
                 partial(lines.progress, *of_step, self.meter.speed(), step.shard.global_size)
             )
         if stop or last:

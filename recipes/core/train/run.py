@@ -7,10 +7,10 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed
@@ -31,6 +31,7 @@ from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.train import agreement, checkpoint, metrics, resume, sharding
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import Share, State
+from recipes.core.train.console import Console
 from recipes.core.train.device import device_name
 from recipes.core.train.world import World
 
@@ -49,7 +50,7 @@ class Run:
     world: World
     attempt: Attempt
     stop: signals.StopFlag
-    terminal: TextIO | None
+    console: Console
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
     state: State = None  # type: ignore[assignment]  # set by resume()
     # of each checkpoint; set by resume()
@@ -125,27 +126,11 @@ class Run:
 
     def say(self, text: str) -> None:
         """Prints a line, on rank 0 only."""
-        if self.world.rank == 0:
-            self.progress("")
-            print(text, flush=True)
+        self.console.say(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning from any rank, with its host name."""
-        line = f"warning: rank {self.world.rank} on {self.world.host}: {text}"
-        print(line, file=sys.stderr, flush=True)
-
-    def progress(self, text: str | Callable[[int], str]) -> None:
-        """Rewrites rank 0's progress line in place, on a terminal only. text: may be a function of
-        the terminal's columns.
-        """
-        if self.terminal and self.world.rank == 0:
-            try:
-                columns = os.get_terminal_size(self.terminal.fileno()).columns or 80
-                line = text(columns) if callable(text) else text[: columns - 1]
-                self.terminal.write(f"\r\033[K{line}")
-                self.terminal.flush()
-            except OSError:  # the terminal is closed; the run continues
-                self.terminal = None
+        self.console.warn(text)
 
     def resume(self, state: State, batches: Source[Shard]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
@@ -300,8 +285,7 @@ class Run:
     def _saved(self, path: Path, step: int) -> None:
         attempts.write_status(self.attempt, "running", step)
         self._export()
-        self.progress("")
-        print(f"checkpoint {path}", flush=True)
+        self.say(f"checkpoint {path}")
 
     def _wrote_rows(self, step: int) -> None:
         self.world.store.set(f"rows/{step}/{self.world.rank}", "")

@@ -50,6 +50,7 @@ from recipes.core.train import (
 from recipes.core.train import world as worlds
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
+from recipes.core.train.console import Console
 from recipes.core.train.run import Run
 from tests import helpers
 
@@ -106,7 +107,8 @@ class Trained:
             attempt = helpers.attempt(self.folder, step=None)
             state = State(net, optimizer, scheduler)
             settings = dataclasses.replace(start.settings, config=cfg)
-            run = Run(settings, world, attempt, stop, None, state=state, sampler=batches.order)
+            console = Console(world.rank, world.host)
+            run = Run(settings, world, attempt, stop, console, state=state, sampler=batches.order)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
@@ -544,7 +546,7 @@ def test_an_evaluation_cut_short_elsewhere_does_not_count(
     run.results = {"loss": 9.0, "val_loss": 0.5}
     run.rows = metrics.Rows(tmp_path / "metrics.jsonl")
     # it has been closed
-    run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))
+    run.console.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))
     loop._log_row(run, {**loop.EARLIER_ROW, "epoch": 0, "loss": 1.0, "lr": 0.1})
     last = helpers.rows(tmp_path)[-1]
     assert last["loss"] == 1.0
