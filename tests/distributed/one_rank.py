@@ -125,8 +125,8 @@ def train(
         finally:
             torch.set_num_threads(threads)
             run.close_rows()
-            if run.saver:
-                run.saver.wait()
+            if run.checkpoints.saver:
+                run.checkpoints.saver.wait()
     trained.rows = helpers.rows(folder)
     return trained
 

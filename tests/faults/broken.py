@@ -235,8 +235,9 @@ def misbehave(run: Run, where: str) -> float:
     if not (name and is_here and is_this_rank and is_this_attempt):
         return 1.0
     # or what is to be there afterwards may be lost with this rank
-    if run.saver and name != "hold_save":
-        run.saver.wait()
+    saver = run.checkpoints.saver
+    if saver and name != "hold_save":
+        saver.wait()
     return float(globals()[name](run))
 
 

@@ -98,7 +98,7 @@ MUTATIONS = [
         "tests/distributed/train/test_exact_resume.py",
     ),
     Mutation(
-        "recipes/core/train/run.py",
+        "recipes/core/train/saving.py",
         "1_000_003 + self.world.rank + 1)",
         "1_000_003 + 1)",
         "dropout has the same mask on all ranks",

@@ -240,9 +240,9 @@ class _StepEnds:
         """
         run = self.run
         state = run.state
-        if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
+        if self.cfg.evaluate and run.checkpoints.resumed_from_step is None and not pretrained:
             raise InputError(
-                f"evaluate=true: {run.checkpoints.parent} has no checkpoint: "
+                f"evaluate=true: {run.checkpoints.folder.parent} has no checkpoint: "
                 "give the run_dir= of a run, or resume=PATH of a checkpoint"
             )
         if self.cfg.tensorboard:
@@ -342,7 +342,7 @@ class _StepEnds:
 
         now = run.world.clock.now()
         every = AGREE_EVERY_S * steps / (now - self.agreed_s) if run.world.size > 1 else 1.0
-        self.sums = Agreement(run.world, run.stop, self.losses, run.save_is_due(), every)
+        self.sums = Agreement(run.world, run.stop, self.losses, run.checkpoints.is_due(), every)
         self.losses = []
         self.agreed_at = run.step
         self.agreed_s = now
@@ -386,10 +386,10 @@ class _StepEnds:
         try:
             best = run.is_best() and run.keys.keep_best
         except InputError:  # on all ranks: the epoch is not lost
-            run.save(wait=True)
+            run.checkpoints.save(wait=True)
             raise
-        if run.saver:
-            run.saver.check()
+        if run.checkpoints.saver:
+            run.checkpoints.saver.check()
         _log_row(run, row, self.cfg.global_batch_size)
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
         if ends_epoch and run.step < self.total and self.has_stalled():
@@ -397,7 +397,7 @@ class _StepEnds:
             self.total = run.step
         last = run.step == self.total
         if save or stop or last or best:
-            run.save(best=best, wait=last or bool(stop))
+            run.checkpoints.save(best=best, wait=last or bool(stop))
         self.meter.lap()
         return stop
 
@@ -434,7 +434,7 @@ class _StepEnds:
             _log_row(run, {**EARLIER_ROW, **run.state.meta["unevaluated"]})
             run.state.meta["unevaluated"] = None
             if run.is_best() and run.keys.keep_best:
-                run.save(best=True, wait=True)
+                run.checkpoints.save(best=True, wait=True)
 
 
 def _unhidden_s(model: nn.Module) -> float:

@@ -2,41 +2,37 @@
 
 import contextlib
 import math
-import os
 import platform
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 import yaml
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Mode, RunKeys, TrainKeys
 from recipes.core.data.sampling import Shard, Source
-from recipes.core.errors import InputError, Kind, MachineError, RunError
+from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, rows, signals, source, trackers, watchdog
+from recipes.core.run import directory, efficiency, rows, signals, source, watchdog
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
-from recipes.core.train import agreement, checkpoint, metrics, resume, sharding
+from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.checkpoint import Share, State
+from recipes.core.train.checkpoint import State
 from recipes.core.train.console import Console
-from recipes.core.train.device import device_name
+from recipes.core.train.saving import Checkpoints
 from recipes.core.train.world import World
 
-ROWS_S = 0.05  # between two questions whether other ranks have written their rows of a checkpoint
-ID_BYTES = 8  # of the random ID of a checkpoint
 STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
 
@@ -52,14 +48,8 @@ class Run:
     stop: signals.StopFlag
     console: Console
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
-    state: State = None  # type: ignore[assignment]  # set by resume()
-    # of each checkpoint; set by resume()
-    sampler: Mapping[str, Any] = field(default_factory=dict)
-    resumed_from_step: int | None = None
-    resumed_from: Path | None = None
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
-    saver: checkpoint.Saver | None = None  # on the first `shared_by` ranks
     begun: bool = False
     stopping: str = ""
     # of the last evaluation; set by loop.steps
@@ -74,23 +64,8 @@ class Run:
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.failing = threading.Lock()  # held to record why this rank ends
-        self._saved_at = self.world.clock.now()
-        # folder that resume= uses; for an evaluation of a run, that of the run
-        trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
-        self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
-
-        count = self.shared_by
-        if self.world.rank < count:
-            self.saver = checkpoint.Saver(
-                self.dir / "checkpoints",
-                self.attempt.staging,
-                self._saved,
-                self.keys.keep_checkpoints,
-                self.keys.keep_every_steps,
-                Share(
-                    self.world.rank, count, self.attempt.number, self._wrote_rows, self._await_rows
-                ),
-            )
+        shared = (self.settings, self.world, self.attempt, self.console)
+        self.checkpoints = Checkpoints(*shared, self.shared_by)
 
     @property
     def dir(self) -> Path:
@@ -100,6 +75,11 @@ class Run:
     @property
     def keys(self) -> RunKeys:
         return self.settings.run
+
+    @property
+    def state(self) -> State:
+        """None until `resume` has set it."""
+        return self.checkpoints.state
 
     @property
     def step(self) -> int:
@@ -149,35 +129,12 @@ class Run:
             raise RunError(
                 "State(): give it the network itself, not the result of world.parallel()"
             )
-        cfg = self.settings.config
-        self.state = state
-        self.sampler = batches.order
-        state.meta = {
-            "recipe": self.settings.recipe,
-            "config": _plain(self.settings),
-            "world_size": self.world.size,
-            "torch": str(torch.__version__),
-            "cpu_threads": torch.get_num_threads(),
-            "device": device_name(self.world.device),
-            "about": dict(state.about),
-            # rank 0 saves and compares it
-            "code": {} if self.world.rank else source.loaded(ROOT),
-            "best": None,  # best evaluation so far: best_metric's value, and its step
-            # the row of an epoch's last step if a stop has postponed its evaluation
-            "unevaluated": None,
-        }
-        torch.manual_seed((cfg.seed * 1_000_003 + self.world.rank + 1) % 2**63)
-        resume.compare_keys(self.world, self.settings, state.meta["config"] | batches.order)
-        chosen = self.world.from_rank_0("checkpoint", lambda: resume.choose(self))
-        if chosen:
-            self.resumed_from = resume.at(self, *chosen)
-            resume.load(self, self.resumed_from, state, self.sampler)
-            self.resumed_from_step = state.step
+        self.checkpoints.resume(state, batches)
         self._begin()
 
     def begin(self) -> None:
         """Begins a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
-        resume.compare_keys(self.world, self.settings, _plain(self.settings))
+        resume.compare_keys(self.world, self.settings, {})
         self.end_dry_run()
         self._begin()
 
@@ -188,14 +145,17 @@ class Run:
         if not self.dry_run:
             return
         evaluates = self.settings.config.evaluate
-        facts: dict[str, Any] = {"resumed_from_step": self.resumed_from_step}
+        facts: dict[str, Any] = {"resumed_from_step": self.checkpoints.resumed_from_step}
         if self.state:
             parameters = list(self.state.model.parameters())
             facts |= {"parameters": sum(p.numel() for p in parameters), "evaluates": evaluates}
         if self.state and not evaluates:
             size = checkpoint.size_in_training(self.state)
             gradients = checkpoint.size_of([p for p in parameters if p.requires_grad])
-            facts |= {"samples": self.sampler.get("num_samples"), "checkpoint_bytes": size}
+            facts |= {
+                "samples": self.checkpoints.order.get("num_samples"),
+                "checkpoint_bytes": size,
+            }
             facts["rank_bytes"] = (size + gradients) // self.shared_by
         files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
         raise DryRunEnd
@@ -203,7 +163,7 @@ class Run:
     def _begin(self) -> None:
         if self.world.rank == 0:
             attempts.check_owner(self.attempt)
-            files.remove_temporary(self.dir / "checkpoints")
+            files.remove_temporary(self.checkpoints.own)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
                 files.write_bytes(self.dir / "config.yaml", text.encode())
@@ -213,8 +173,8 @@ class Run:
             for folder in (self.dir, self.attempt.folder) if diff else ():
                 files.write_bytes(folder / source.DIFF, diff)
 
-            path = self.resumed_from
-            is_own = path is not None and path.parent == self.dir / "checkpoints"
+            path = self.checkpoints.resumed_from
+            is_own = path is not None and path.parent == self.checkpoints.own
             if path and is_own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 # the run may have been resumed from an earlier step
                 checkpoint.point(path, "latest")
@@ -246,75 +206,6 @@ class Run:
         with self.world.meeting():
             _, reason, _, _ = Agreement(self.world, self.stop).read()
         return reason
-
-    def save_is_due(self) -> bool:
-        """Whether rank 0 requests a checkpoint by checkpoint_every_s=. It requests each one once;
-        all ranks save it up to a step later.
-        """
-        now = self.world.clock.now()
-        every_s = self.keys.checkpoint_every_s
-        due = self.world.rank == 0 and 0 < every_s <= now - self._saved_at
-        if due:
-            self._saved_at = now
-        return due
-
-    def save(self, *, best: bool = False, wait: bool = False) -> None:
-        """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless
-        ``wait``. Called by all ranks.
-
-        best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or
-        the previous one cannot be written.
-        """
-        self._saved_at = self.world.clock.now()
-        self.world.pulse.beat(watchdog.WAITING)
-        gathered = self.world.gather(os.urandom(ID_BYTES) + checkpoint.rng_state(self.world.device))
-        checkpoint_id = gathered[0][:ID_BYTES].hex()
-        self.world.pulse.beat(watchdog.SAVING)
-        if isinstance(self.state.model, FSDPModule):
-            sharding.reshard(self.state.model)
-        if self.saver:
-            rng = [part[ID_BYTES:] for part in gathered]
-            content = checkpoint.content_of(self.state, self.sampler, rng)
-            self.saver.save(content, best, checkpoint_id)
-            if wait:
-                self.saver.wait()
-        if wait:
-            self.world.pulse.beat(watchdog.WAITING)
-            torch.distributed.barrier()
-
-    def _saved(self, path: Path, step: int) -> None:
-        attempts.write_status(self.attempt, "running", step)
-        self._export()
-        self.say(f"checkpoint {path}")
-
-    def _wrote_rows(self, step: int) -> None:
-        self.world.store.set(f"rows/{step}/{self.world.rank}", "")
-
-    def _await_rows(self, step: int) -> None:
-        """Waits until the other ranks that share the model have written their rows. Called in the
-        thread of rank 0's saver.
-        """
-        end = time.monotonic() + self.keys.timeout_s
-        for rank in range(1, self.shared_by):
-            while not self.world.store.check([f"rows/{step}/{rank}"]):
-                if time.monotonic() > end:
-                    host = self.world.hosts[rank]
-                    raise MachineError(
-                        f"rank {rank} on {host} has not written its part of the checkpoint "
-                        f"of step {step} within {self.keys.timeout_s:g} s (timeout_s)"
-                    )
-                time.sleep(ROWS_S)
-
-    def _export(self) -> None:
-        """tensorboard=true: adds the rows up to the newest checkpoint to TensorBoard's events. A
-        failure is a warning.
-        """
-        if getattr(self.settings.config, "tensorboard", False):
-            try:
-                with files.locked(self.dir / trackers.LOCK):
-                    trackers.export(self.dir, "tensorboard", "")
-            except (InputError, MachineError, OSError) as error:
-                self.warn(f"tensorboard=true: {error}")
 
     def is_best(self) -> bool:
         """Whether ``results`` are the best so far. If they are, ``state.meta`` records them. The
@@ -383,7 +274,7 @@ class Run:
                 self.say(f"efficiency: {summary['efficiency']}")
             files.write_json(self.dir / "summary.json", {**summary, **results})
         attempts.write_status(self.attempt, "done", step)
-        self._export()
+        self.checkpoints.export()
         ended = "evaluated" if cfg.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.results(self.dir)}")
 
@@ -400,7 +291,7 @@ class Run:
             "steps": self.step,
             "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
             "wall_seconds": round(time.monotonic() - self.started, 3),
-            "resumed_from_step": self.resumed_from_step,
+            "resumed_from_step": self.checkpoints.resumed_from_step,
             "restarts": self.attempt.number,
             "git_commit": self._commit,
             "versions": {
@@ -424,8 +315,3 @@ class Run:
         if line:
             summary["efficiency"] = line
         return summary
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    """The recipe's keys in the form that a checkpoint holds: texts, numbers and booleans."""
-    return {field.name: settings.saved[field.name] for field in fields(settings.config)}

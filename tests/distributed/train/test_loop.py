@@ -108,7 +108,7 @@ class Trained:
             state = State(net, optimizer, scheduler)
             settings = dataclasses.replace(start.settings, config=cfg)
             console = Console(world.rank, world.host)
-            run = Run(settings, world, attempt, stop, console, state=state, sampler=batches.order)
+            run = Run(settings, world, attempt, stop, console)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
@@ -124,9 +124,11 @@ class Trained:
 
             try:
                 if resumes:
-                    run.resume(run.state, batches)
+                    run.resume(state, batches)
                 else:
                     attempts.begin(attempt, 0, own=False)
+                    run.checkpoints.state = state
+                    run.checkpoints.order = batches.order
                     run.begun = True
                     run.rows = metrics.Rows(self.folder / "metrics.jsonl")
                 for step in loop.steps(run, cfg, net, batches, evaluate):
@@ -147,8 +149,8 @@ class Trained:
                     run.finish(run.results)
             finally:
                 run.close_rows()
-                assert run.saver
-                run.saver.wait()
+                assert run.checkpoints.saver
+                run.checkpoints.saver.wait()
         return dict(run.results), run
 
 
@@ -339,7 +341,7 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
     for pointer, step in (("best", 2), ("latest", 4)):
         again = Trained(tmp_path / pointer, values=[0.1, 0.2])
         _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
-        assert run.resumed_from_step == step
+        assert run.checkpoints.resumed_from_step == step
         assert run.state.step == 6
         # The first run's best checkpoint is in another folder, so this run starts without a best
         # result.
@@ -448,7 +450,7 @@ def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Pa
     trained = Trained(tmp_path, values=[0.9, 0.5])
     trained.run(resumes=True, epochs=1)
     _, run = trained.run(resumes=True, epochs=2)
-    assert run.resumed_from_step == 2
+    assert run.checkpoints.resumed_from_step == 2
     assert run.state.meta["best"] == {"val_top1": 0.9, "step": 2}
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
 
@@ -501,7 +503,7 @@ def test_a_postponed_evaluation_runs_first_on_a_resume(
 
 def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_path: Path) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
-    assert run.saver
+    assert run.checkpoints.saver
     waited: list[int] = []
 
     def save() -> None:
@@ -509,7 +511,7 @@ def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_
         waited.append(1)
         raise MemoryError  # want of memory may well end both
 
-    run.saver._writing = run.saver._pool.submit(save)
+    run.checkpoints.saver._writing = run.checkpoints.saver._pool.submit(save)
     assert failure.fail(run, RuntimeError("this")) == 1
     assert waited == [1]
     assert attempts.records(run.attempt)[0]["error"] == "RuntimeError: this"
@@ -614,11 +616,11 @@ def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
     assert saved == ["step-00000004.pt"]
     _, run = Trained(tmp_path).run(checkpoint_every_s=0.001)
     time.sleep(0.01)
-    assert run.save_is_due()
+    assert run.checkpoints.is_due()
     time.sleep(0.01)
     second = dataclasses.replace(run.world.ranks, rank=1)
-    run.world = dataclasses.replace(run.world, ranks=second)
-    assert not run.save_is_due()
+    run.checkpoints.world = dataclasses.replace(run.world, ranks=second)
+    assert not run.checkpoints.is_due()
 
 
 def test_an_error_names_the_line_of_the_recipe() -> None:

@@ -20,15 +20,16 @@ TOY = ("device=cpu", "log_every_steps=1", "global_batch_size=60")
 # Prints the bytes of weights and optimiser state that each rank holds at the end.
 TOLD = """
 import recipes.toy as toy
-start, save = toy.entry.begin("toy"), toy.Run.save
-def told(run, **how):
-    parts = list(run.state.model.parameters())
-    for state in run.state.optimizer.state.values():
+from recipes.core.train.saving import Checkpoints
+start, save = toy.entry.begin("toy"), Checkpoints.save
+def told(checkpoints, **how):
+    parts = list(checkpoints.state.model.parameters())
+    for state in checkpoints.state.optimizer.state.values():
         parts += state.values()
     held = sum(getattr(part, "_local_tensor", part).nbytes for part in parts)
-    print("bytes", run.world.rank, held, flush=True)
-    save(run, **how)
-toy.Run.save = told
+    print("bytes", checkpoints.world.rank, held, flush=True)
+    save(checkpoints, **how)
+Checkpoints.save = told
 toy.session.run(toy.main, start)
 """
 
