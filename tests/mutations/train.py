@@ -105,7 +105,7 @@ MUTATIONS = [
         "tests/distributed/train/test_exact_resume.py",
     ),
     Mutation(
-        "recipes/core/train/run.py",
+        "recipes/core/train/outcome.py",
         "sign * score <= sign",
         "sign * score >= sign",
         "`best` names the worst evaluation",
@@ -141,8 +141,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/loop.py",
-        "            best = run.is_best() and run.keys.keep_best\n",
-        "            best = run.keys.keep_best and run.is_best()\n",
+        "            best = outcome.is_best(run) and run.keys.keep_best\n",
+        "            best = run.keys.keep_best and outcome.is_best(run)\n",
         "with keep_best=false, patience= never ends a run",
         "tests/distributed/train/test_loop.py::"
         "test_patience_counts_from_the_best_evaluation_if_it_is_not_saved",

@@ -21,7 +21,7 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import trackers, watchdog
-from recipes.core.train import gradients, lines, metrics
+from recipes.core.train import gradients, lines, metrics, outcome
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Flops, Meter, achieved
@@ -219,6 +219,7 @@ class _StepEnds:
         self.meter = Meter(run.world.clock, run.world.device)
         self.first_step = run.step + 1
         self.total = total_steps(self.cfg, self.batches)
+        self.has_stalled = partial(outcome.has_stalled, run, self.batches.per_epoch)
         if self.has_stalled():
             self.total = run.step
         self.sums: Agreement | None = None  # the last sum, until the next step has read it
@@ -313,15 +314,6 @@ class _StepEnds:
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
 
-    def has_stalled(self) -> bool:
-        """Whether ``patience`` epochs have passed since the best evaluation."""
-        meta = self.run.state.meta
-        best = meta.get("best") or {}
-        metric = self.cfg.best_metric or "val_top1"
-        if not self.cfg.patience or meta.get("unevaluated") or metric not in best:
-            return False
-        return bool(self.run.step - best["step"] >= self.cfg.patience * self.batches.per_epoch)
-
     def is_row(self, step: int, ends_epoch: bool) -> bool:
         """Whether metrics.jsonl has a row for the step with this number."""
         return (
@@ -384,7 +376,7 @@ class _StepEnds:
             self._evaluate()
             stop = run.stopping
         try:
-            best = run.is_best() and run.keys.keep_best
+            best = outcome.is_best(run) and run.keys.keep_best
         except InputError:  # on all ranks: the epoch is not lost
             run.checkpoints.save(wait=True)
             raise
@@ -433,7 +425,7 @@ class _StepEnds:
         if self._evaluate():
             _log_row(run, {**EARLIER_ROW, **run.state.meta["unevaluated"]})
             run.state.meta["unevaluated"] = None
-            if run.is_best() and run.keys.keep_best:
+            if outcome.is_best(run) and run.keys.keep_best:
                 run.checkpoints.save(best=True, wait=True)
 
 

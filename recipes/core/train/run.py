@@ -1,9 +1,5 @@
 """What a recipe's ``main`` gets: this rank's part of one attempt of a run."""
 
-import contextlib
-import math
-import platform
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -11,19 +7,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed
 import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Mode, RunKeys, TrainKeys
+from recipes.core.config.run_keys import RunKeys, TrainKeys
 from recipes.core.data.sampling import Shard, Source
-from recipes.core.errors import InputError, Kind, RunError
+from recipes.core.errors import RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, rows, signals, source, watchdog
+from recipes.core.run import signals, source
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.train import agreement, checkpoint, metrics, resume
@@ -59,13 +53,19 @@ class Run:
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
     _store_asked_at: float = 0.0
-    _commit: str | None = None  # git commit of the code, on rank 0
+    commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.failing = threading.Lock()  # held to record why this rank ends
-        shared = (self.settings, self.world, self.attempt, self.console)
-        self.checkpoints = Checkpoints(*shared, self.shared_by)
+        self.say = self.console.say
+        self.warn = self.console.warn
+        cfg = self.settings.config
+        is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp"
+        shared_by = (cfg.shard_size or self.ranks) if is_divided else 1
+        self.checkpoints = Checkpoints(
+            self.settings, self.world, self.attempt, self.console, shared_by
+        )
 
     @property
     def dir(self) -> Path:
@@ -93,24 +93,9 @@ class Run:
         """
         return self.dry_run.ranks if self.dry_run else self.world.size
 
-    @property
-    def shared_by(self) -> int:
-        """Number of ranks that share a copy of the model."""
-        cfg = self.settings.config
-        is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp"
-        return (cfg.shard_size or self.ranks) if is_divided else 1
-
     def close_rows(self) -> None:
         if self.rows:
             self.rows.close()
-
-    def say(self, text: str) -> None:
-        """Prints a line, on rank 0 only."""
-        self.console.say(text)
-
-    def warn(self, text: str) -> None:
-        """Prints a warning from any rank, with its host name."""
-        self.console.warn(text)
 
     def resume(self, state: State, batches: Source[Shard]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
@@ -156,7 +141,7 @@ class Run:
                 "samples": self.checkpoints.order.get("num_samples"),
                 "checkpoint_bytes": size,
             }
-            facts["rank_bytes"] = (size + gradients) // self.shared_by
+            facts["rank_bytes"] = (size + gradients) // self.checkpoints.shared_by
         files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
         raise DryRunEnd
 
@@ -167,7 +152,7 @@ class Run:
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
                 files.write_bytes(self.dir / "config.yaml", text.encode())
-            self._commit = source.commit(ROOT)
+            self.commit = source.commit(ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
             diff = source.difference(ROOT)
             for folder in (self.dir, self.attempt.folder) if diff else ():
@@ -206,112 +191,3 @@ class Run:
         with self.world.meeting():
             _, reason, _, _ = Agreement(self.world, self.stop).read()
         return reason
-
-    def is_best(self) -> bool:
-        """Whether ``results`` are the best so far. If they are, ``state.meta`` records them. The
-        same on all ranks.
-
-        Raises InputError if ``best_metric`` is given and is not one of the results.
-        """
-        cfg = self.settings.config
-        name = cfg.best_metric or "val_top1"
-        score = self.results.get(name)
-        is_needed = self.results and (cfg.best_metric or cfg.patience)
-        if is_needed and not isinstance(score, float | int):
-            numbers = [key for key, value in self.results.items() if isinstance(value, float)]
-            raise InputError(
-                f"best_metric={name}: must be one of the numbers that the evaluation returns "
-                f"({', '.join(numbers) or 'none'})"
-            )
-        if score is None:
-            return False
-        if not math.isfinite(score):
-            problem = f"{name} is {score} at step {self.step}"
-            self.say(f"warning: {problem}: this evaluation cannot be the best")
-            return False
-
-        best = self.state.meta.get("best") or {}
-        sign = 1 if cfg.best_mode is Mode.max else -1
-        if name in best and sign * score <= sign * best[name]:
-            return False
-        self.state.meta["best"] = {name: float(score), "step": self.step}
-        return True
-
-    def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the
-        run was stopped before its end.
-
-        Raises RunError if the recipe has left the loop over `loop.steps` early, or if ``results``
-        cannot be written.
-        """
-        if self.state and not self.complete:
-            raise RunError(
-                "main() has left the loop over loop.steps() before its end: "
-                "remove the break or return, and give max_steps= instead"
-            )
-        results = metrics.require_results("main()", results)
-        self.world.pulse.beat(watchdog.OUTSIDE)
-        if self.world.rank:
-            return
-
-        attempts.check_owner(self.attempt)
-        cfg = self.settings.config
-        with contextlib.suppress(OSError):
-            self.attempt.staging.rmdir()  # it is empty: everything is saved
-        step = self.step
-        if self.stopping:
-            why = {"reason": self.stopping, "kind": Kind.stopped}
-            attempts.write_status(self.attempt, "preempted", step, **why)
-            place = f"at step {step}, saved in {self.dir}"
-            if cfg.evaluate:
-                place = "before the evaluation's end"
-            self.say(f"stopped by {self.stopping} {place}")
-            return
-
-        if results or not (self.dir / "summary.json").exists():
-            summary = self._summary()
-            if "efficiency" in summary:
-                self.say(f"efficiency: {summary['efficiency']}")
-            files.write_json(self.dir / "summary.json", {**summary, **results})
-        attempts.write_status(self.attempt, "done", step)
-        self.checkpoints.export()
-        ended = "evaluated" if cfg.evaluate else "finished at"
-        self.say(f"{ended} step {step}{directory.results(self.dir)}")
-
-    def _summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``, without the results."""
-        cfg = self.settings.config
-        summary = {
-            "recipe": self.settings.recipe,
-            "world_size": self.world.size,
-            "num_nodes": self.world.ranks.num_nodes,
-            "device": self.world.device.type,
-            "backend": self.world.backend,
-            "epochs": cfg.epochs,
-            "steps": self.step,
-            "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
-            "wall_seconds": round(time.monotonic() - self.started, 3),
-            "resumed_from_step": self.checkpoints.resumed_from_step,
-            "restarts": self.attempt.number,
-            "git_commit": self._commit,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                # If the recipe uses it.
-                "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),
-                "cuda": torch.version.cuda,
-            },
-        }
-        if self.state:
-            trained = (p.numel() for p in self.state.model.parameters() if p.requires_grad)
-            summary["parameters"] = sum(trained)
-            summary["global_batch_size"] = cfg.global_batch_size
-            summary["strategy"] = cfg.strategy
-            if self.state.meta["best"]:
-                summary["best"] = self.state.meta["best"]
-
-        facts = self.attempt.facts()
-        line = efficiency.verdict(rows.rows(self.dir), facts, self.settings.saved)
-        if line:
-            summary["efficiency"] = line
-        return summary

@@ -31,7 +31,7 @@ from recipes.core.run import directory, entry, in_use, logs, queue, resumed, sig
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
-from recipes.core.train import failure, torch_errors
+from recipes.core.train import failure, outcome, torch_errors
 from recipes.core.train.console import Console
 from recipes.core.train.device import resolve_device
 from recipes.core.train.rendezvous import process_group
@@ -141,7 +141,7 @@ def _attempt(
             introduce(current, start)
             check_shared(current)
             world.pulse.beat(watchdog.OUTSIDE)
-            current.finish(main(start.settings.config, current))
+            outcome.finish(current, main(start.settings.config, current))
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
             return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE

@@ -41,6 +41,7 @@ from recipes.core.train import (
     loop,
     metrics,
     optimisation,
+    outcome,
     rendezvous,
     resume,
     scores,
@@ -146,7 +147,7 @@ class Trained:
                     if run.step + 1 == self.leave_at:
                         break
                 if resumes:
-                    run.finish(run.results)
+                    outcome.finish(run, run.results)
             finally:
                 run.close_rows()
                 assert run.checkpoints.saver
