@@ -237,9 +237,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     evaluate = partial(scores.accuracy, run, answers)
     run.resume(State(net, optimizer, scheduler, ema), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
-        for shard in step.shards:
-            augmented.draw(cfg.seed, shard.epoch)
-            indices = shard.indices.to(world.device, non_blocking=True)
+        for part in step.parts:
+            augmented.draw(cfg.seed, part.epoch)
+            indices = part.indices.to(world.device, non_blocking=True)
             x = in_memory.normalise(augmented.take(indices), mean, std)
             with autocast:
                 logits = model(x).float()

@@ -165,9 +165,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     evaluate = partial(metrics, run, answers, len(classes))
     run.resume(State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate):
-        for shard in step.shards:
-            images, labels = shard.data
-            x, labels = mixed(cfg, images, labels, len(classes), shard.epoch, shard.batch)
+        for part in step.parts:
+            images, labels = part.data
+            x, labels = mixed(cfg, images, labels, len(classes), part.epoch, part.batch)
             with autocast:
                 logits = model(x).float()
             step.backward(losses(logits, labels))

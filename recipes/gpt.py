@@ -217,9 +217,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     run.resume(State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
-        for shard in step.shards:
+        for part in step.parts:
             with autocast:
-                losses = model(sequences(shard.indices))
+                losses = model(sequences(part.indices))
             step.backward(losses)
         optimizer.step()
         scheduler.step()

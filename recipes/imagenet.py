@@ -148,10 +148,10 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     run.resume(State(net, optimizer, scheduler, ema, about), loader)
     has_weights = bool(cfg.pretrained or cfg.weights)
     for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=has_weights):
-        for shard in step.shards:
-            crops, labels = shard.data
+        for part in step.parts:
+            crops, labels = part.data
             x = in_memory.normalise(crops, mean, std)
-            x, others, share = mixed(cfg, x, labels, shard.epoch, shard.batch)
+            x, others, share = mixed(cfg, x, labels, part.epoch, part.batch)
             with autocast:
                 logits = model(x).float()
             loss = losses(logits, labels)

@@ -125,9 +125,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     evaluate = partial(scores.accuracy, run, answers)
     run.resume(State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
-        for shard in step.shards:
-            shifted.draw(cfg.seed, shard.epoch)
-            indices = shard.indices.to(world.device, non_blocking=True)
+        for part in step.parts:
+            shifted.draw(cfg.seed, part.epoch)
+            indices = part.indices.to(world.device, non_blocking=True)
             with autocast:
                 logits = model(normalise(shifted.take(indices))).float()
             step.backward(losses(logits, train_set.labels[indices]))

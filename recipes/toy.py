@@ -72,8 +72,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     # notified to stop: then all ranks stop at the same step and save. After each step it sums the
     # losses over the ranks, writes metrics, evaluates and saves.
     for step in loop.steps(run, cfg, model, batches, mean_loss):
-        for shard in step.shards:  # this rank's part of the batch; with accumulate=, in pieces
-            indices = shard.indices.to(world.device)
+        for part in step.parts:  # this rank's part of the batch; with accumulate=, in pieces
+            indices = part.indices.to(world.device)
             with autocast:
                 outputs = model(inputs[indices]).float()
             # One loss per sample. DDP averages gradients over ranks; `backward` scales them to the
@@ -81,7 +81,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             step.backward(F.mse_loss(outputs, targets[indices], reduction="none").squeeze(1))
         optimizer.step()
         scheduler.step()
-        step.save = step.ends_epoch and (step.shard.epoch + 1) % cfg.save_every == 0
+        step.save = step.ends_epoch and (step.part.epoch + 1) % cfg.save_every == 0
     return run.results
 
 

@@ -36,7 +36,7 @@ from recipes.core.errors import Stopped
 from recipes.core.train import checkpoint, loop, optimisation, scores, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Part
 from recipes.core.train.run import Run
 
 WAIT_S = 120.0  # for what no test waits for so long
@@ -264,15 +264,15 @@ class Loaded:
     def order(self) -> dict[str, Any]:
         return self.batches.order
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
-        shards = list(self.batches.epoch(epoch, first_batch))
-        order = [shard.indices.tolist() for shard in shards]
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Part]:
+        parts = list(self.batches.epoch(epoch, first_batch))
+        order = [part.indices.tolist() for part in parts]
         loader = torch.utils.data.DataLoader(
             Numbers(), batch_sampler=order, num_workers=2, multiprocessing_context=self.method
         )
-        for shard, indices in zip(shards, loader, strict=True):
-            assert torch.equal(shard.indices, indices)
-            yield shard
+        for part, indices in zip(parts, loader, strict=True):
+            assert torch.equal(part.indices, indices)
+            yield part
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
@@ -310,10 +310,10 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     run.resume(State(net, optimizer, scheduler, ema), batches)
     source = Loaded(batches, cfg.workers) if cfg.workers else batches
     for step in loop.steps(run, cfg, model, source, evaluate):
-        for shard in step.shards:
+        for part in step.parts:
             time.sleep(cfg.pace_s)
             factor = misbehave(run, str(run.step + 1))
-            indices = shard.indices.to(world.device)
+            indices = part.indices.to(world.device)
             step.backward(
                 F.cross_entropy(model(inputs[indices]), labels[indices], reduction="none") * factor
             )

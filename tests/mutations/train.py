@@ -193,8 +193,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/loop.py",
-        "(loss * (self._scale * world.size / self.shard.global_size))",
-        "(loss / self.shard.global_size)",
+        "(loss * (self._scale * world.size / self.part.global_size))",
+        "(loss / self.part.global_size)",
         "with more ranks, the gradients are smaller",
         "tests/distributed/train/test_arithmetic.py::test_a_step_of_toy_equals_the_formula",
     ),

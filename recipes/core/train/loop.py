@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.data.sampling import S, Shard, Source
+from recipes.core.data.sampling import S, Part, Source
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import trackers, watchdog
 from recipes.core.train import gradients, lines, metrics, outcome
@@ -36,7 +36,7 @@ EARLIER_ROW = {"total_steps": 0, "samples_per_second": 0.0}  # of a checkpoint o
 Evaluate = Callable[[], Mapping[str, Any]]
 
 
-def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
+def total_steps(cfg: TrainKeys, batches: Source[Part]) -> int:
     """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
@@ -44,15 +44,15 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
 
 @dataclass
 class Step(Generic[S]):
-    """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's
+    """One optimiser step, from `steps`. part: this rank's part of the global batch. lr: the step's
     learning rate.
 
-    ends_epoch: whether the shard is of the last batch of its epoch. save: set it to True, on all
+    ends_epoch: whether the part is of the last batch of its epoch. save: set it to True, on all
     ranks, to save after this step.
     """
 
     _ends: "_StepEnds"
-    shard: S
+    part: S
     ends_epoch: bool
     _scale: float
     save: bool = False
@@ -62,16 +62,16 @@ class Step(Generic[S]):
         scheduler = ends.run.state.scheduler
         self.lr = float(scheduler.get_last_lr()[0])
         self._scheduled = scheduler.last_epoch
-        # Under FSDP each part is a collective, so all ranks have the same number of them.
+        # Under FSDP each piece is a collective, so all ranks have the same number of them.
         is_divided = isinstance(ends.model, FSDPModule)
-        self._pieces = self.shard.pieces(ends.cfg.accumulate, empty=is_divided)
+        self._pieces = self.part.pieces(ends.cfg.accumulate, empty=is_divided)
         self._begun = 0
         self._losses: list[Tensor] = []
         ends.calls.clear()
 
     @property
-    def shards(self) -> Iterator[S]:
-        """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients
+    def parts(self) -> Iterator[S]:
+        """The rank's part, or its ``accumulate`` pieces. The last backward pass averages gradients
         over the ranks.
         """
         pulse = self._ends.run.world.pulse
@@ -86,20 +86,20 @@ class Step(Generic[S]):
                 yield piece
 
     def backward(self, losses: Tensor) -> None:
-        """Computes the gradients of a shard. Call it once for each shard of `shards`.
+        """Computes the gradients of a part. Call it once for each part of `parts`.
 
         losses: the loss of each sample, (B,), also for B = 0. DDP averages gradients over the
         ranks, so the sum is multiplied by ``world_size / global_size``: the gradient is that of the
-        mean over the global batch, whatever the sizes of the ranks' shards. Raises RunError if the
-        shape is another one, if it is called twice for a shard, or if the forward pass has bypassed
+        mean over the global batch, whatever the sizes of the ranks' parts. Raises RunError if the
+        shape is another one, if it is called twice for a part, or if the forward pass has bypassed
         DDP.
         """
         world = self._ends.run.world
         done = len(self._losses)
         if done != self._begun - 1:
             raise RunError(
-                "step.backward(): called again for the same shard: "
-                "call it once in the loop over step.shards"
+                "step.backward(): called again for the same part: "
+                "call it once in the loop over step.parts"
             )
         expected = (len(self._pieces[done].indices),)
         shape = tuple(losses.shape)
@@ -115,7 +115,7 @@ class Step(Generic[S]):
             )
         world.pulse.beat(watchdog.BACKWARD)
         loss = losses.sum()
-        (loss * (self._scale * world.size / self.shard.global_size)).backward()
+        (loss * (self._scale * world.size / self.part.global_size)).backward()
         self._losses.append(loss.detach())
         self._ends.meter.mark("forward_backward")
 
@@ -126,8 +126,8 @@ class Step(Generic[S]):
         backward = len(self._losses)
         steps = self._ends.calls["step"]
         for call, made, due, place in (
-            ("step.backward()", backward, len(self._pieces), "for each shard of step.shards"),
-            ("optimizer.step()", steps, 1, "in each step, after the loop over step.shards"),
+            ("step.backward()", backward, len(self._pieces), "for each part of step.parts"),
+            ("optimizer.step()", steps, 1, "in each step, after the loop over step.parts"),
             ("scheduler.step()", moved, 1, "in each step, after optimizer.step()"),
         ):
             if made != due:
@@ -156,7 +156,7 @@ def steps(
     With evaluate=true there are no steps: it evaluates the loaded checkpoint, or with
     ``pretrained`` the weights without one.
 
-    The body of the loop calls ``step.backward`` for each shard, then ``optimizer.step()`` and
+    The body of the loop calls ``step.backward`` for each part, then ``optimizer.step()`` and
     ``scheduler.step()`` once, which first clips the gradients (clip_grad_norm=) and removes
     float16's loss scale. What follows a step happens here: averaged weights, the sum over ranks,
     the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss is
@@ -179,18 +179,18 @@ def steps(
             epoch, first_batch = divmod(state.step, batches.per_epoch)
             pulse.beat(watchdog.DATA, state.step)
             meter.mark("loop")
-            for shard in batches.epoch(epoch, first_batch):
-                ends_epoch = shard.batch == batches.per_epoch - 1
+            for part in batches.epoch(epoch, first_batch):
+                ends_epoch = part.batch == batches.per_epoch - 1
                 if ends.is_row(state.step + 1, ends_epoch):
                     meter.sample()
                 meter.mark("data_wait")
                 state.optimizer.zero_grad(set_to_none=True)
-                step = Step(ends, shard, ends_epoch, scaled.scale)
+                step = Step(ends, part, ends_epoch, scaled.scale)
                 yield step
                 step.check()
                 meter.mark("optimizer")
                 if flops:
-                    ends.flops = flops.stop() / max(1, len(shard.indices))
+                    ends.flops = flops.stop() / max(1, len(part.indices))
                     flops = None
                 if ends.end(step):
                     break
@@ -211,7 +211,7 @@ class _StepEnds:
     run: Run
     cfg: TrainKeys
     model: nn.Module
-    batches: Source[Shard]
+    batches: Source[Part]
     evaluate: Evaluate
 
     def __post_init__(self) -> None:
@@ -249,10 +249,10 @@ class _StepEnds:
         if self.cfg.tensorboard:
             trackers.require("tensorboard.compat.proto.event_pb2")
         run.end_dry_run()
-        part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
-        if run.world.device.type == "cuda" and part < self.cfg.small_part:
+        per_gpu = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
+        if run.world.device.type == "cuda" and per_gpu < self.cfg.small_part:
             run.say(
-                f"warning: global_batch_size={self.cfg.global_batch_size} leaves {part:g} per GPU "
+                f"warning: global_batch_size={self.cfg.global_batch_size} leaves {per_gpu:g} per GPU "
                 "and forward pass, so the GPUs mostly wait for the CPU: "
                 "use a larger batch size, or fewer GPUs"
             )
@@ -284,7 +284,7 @@ class _StepEnds:
         if isinstance(state.ema, swa_utils.AveragedModel):
             state.ema.update_parameters(state.model)
         state.step += 1
-        self.meter.step_ends(step.shard.global_size)
+        self.meter.step_ends(step.part.global_size)
         run.world.pulse.beat(watchdog.WAITING, state.step)
         self.losses.append(step.loss)
         # The ranks decide by the sums of an earlier step, so that no step waits for them. Only a
@@ -302,9 +302,9 @@ class _StepEnds:
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
-            of_step = (step.shard.epoch, self.cfg.epochs, state.step, self.total, self.shown)
+            of_step = (step.part.epoch, self.cfg.epochs, state.step, self.total, self.shown)
             run.console.progress(
-                partial(lines.progress, *of_step, self.meter.speed(), step.shard.global_size)
+                partial(lines.progress, *of_step, self.meter.speed(), step.part.global_size)
             )
         if stop or last:
             # After the last step the run is complete: only an evaluation that was cut short still
@@ -357,12 +357,12 @@ class _StepEnds:
         if it does not.
         """
         run = self.run
-        shard = step.shard
+        part = step.part
         measured = self.meter.lap(_unhidden_s(self.model))
         row = {
             "total_steps": self.total,
-            "epoch": shard.epoch,
-            "loss": loss / shard.global_size,
+            "epoch": part.epoch,
+            "loss": loss / part.global_size,
             "lr": step.lr,
             **measured,
         }
@@ -406,8 +406,8 @@ class _StepEnds:
         try:
             results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
         except Exception:
-            # After a stop, a metric may fail on the part that was evaluated. Its error is ignored,
-            # as the results of that part are.
+            # After a stop, a metric may fail on the samples that were evaluated. Its error
+            # is ignored, as their results are.
             if not run.stop_is_near(at_once=True):
                 raise
             results = {}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys, TrainKeys
-from recipes.core.data.sampling import Shard, Source
+from recipes.core.data.sampling import Part, Source
 from recipes.core.errors import RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
@@ -97,7 +97,7 @@ class Run:
         if self.rows:
             self.rows.close()
 
-    def resume(self, state: State, batches: Source[Shard]) -> None:
+    def resume(self, state: State, batches: Source[Part]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
         there is one.
 

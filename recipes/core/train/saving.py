@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.data.sampling import Shard, Source
+from recipes.core.data.sampling import Part, Source
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
@@ -71,7 +71,7 @@ class Checkpoints:
                 Share(rank, self.shared_by, number, self._wrote_rows, self._await_rows),
             )
 
-    def resume(self, state: State, batches: Source[Shard]) -> None:
+    def resume(self, state: State, batches: Source[Part]) -> None:
         """Takes ``state``, and loads into it the checkpoint that ``resume=`` selects, if there is
         one. As `Run.resume`, which calls it.
         """

@@ -325,7 +325,7 @@ class World:
             return model
         with self.meeting():  # DDP's constructor compares the ranks' parameters
             if cfg and cfg.strategy == "fsdp":
-                sharding.shard(model, self.device, self.size, cfg.shard_size)
+                sharding.divide(model, self.device, self.size, cfg.shard_size)
             else:
                 parallel = DistributedDataParallel(
                     model,

@@ -28,7 +28,7 @@ from torch.optim import swa_utils
 from recipes.conf.mnist import Config
 from recipes.core import errors
 from recipes.core.config.run_keys import Dtype, Mode
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Part
 from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
@@ -136,8 +136,8 @@ class Trained:
                     self.now += 2.0
                     if run.step + 1 == self.stop_at:
                         os.kill(os.getpid(), signal.SIGUSR2)
-                    for shard in step.shards:
-                        losses = net(torch.ones(len(shard.indices), 1))
+                    for part in step.parts:
+                        losses = net(torch.ones(len(part.indices), 1))
                         for _ in range(self.calls["backward"]):
                             step.backward(self.reduction(losses))
                     for _ in range(self.calls["optimizer"]):
@@ -267,11 +267,11 @@ def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: 
             "backward",
             0,
             (
-                r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of "
-                r"step\.shards$"
+                r"^step\.backward\(\): called 0 times in step 1: call it once for each part of "
+                r"step\.parts$"
             ),
         ),
-        ("backward", 2, r"^step\.backward\(\): called again for the same shard: call it once "),
+        ("backward", 2, r"^step\.backward\(\): called again for the same part: call it once "),
         (
             "optimizer",
             0,
@@ -411,10 +411,10 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(
     begin = time.monotonic()
     epoch = GlobalBatches.epoch
 
-    def slow(batches: GlobalBatches, number: int, first_batch: int = 0) -> Iterator[Shard]:
-        for shard in epoch(batches, number, first_batch):
+    def slow(batches: GlobalBatches, number: int, first_batch: int = 0) -> Iterator[Part]:
+        for part in epoch(batches, number, first_batch):
             trained.now += 0.5
-            yield shard
+            yield part
 
     monkeypatch.setattr(watchdog.RunningClock, "now", lambda clock: trained.now)
     monkeypatch.setattr(GlobalBatches, "epoch", slow)

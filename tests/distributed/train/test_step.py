@@ -36,14 +36,14 @@ def main(cfg, run):
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     calls = []
-    def losses_of(shard):
-        return (model(x[shard.indices]) - y[shard.indices]).square()[:, 0]
+    def losses_of(part):
+        return (model(x[part.indices]) - y[part.indices]).square()[:, 0]
     def train(evaluate, ema=None, losses=losses_of):
         run.resume(State(net, optimizer, scheduler, ema), batches)
         for step in loop.steps(run, cfg, model, batches, evaluate):
-            for shard in step.shards:
-                calls.append(len(shard.indices))
-                step.backward(losses(shard))
+            for part in step.parts:
+                calls.append(len(part.indices))
+                step.backward(losses(part))
             optimizer.step()
             scheduler.step()
         return run.results
@@ -112,7 +112,7 @@ def test_accumulation_gives_the_same_weights(tmp_path: Path) -> None:
 
 def test_a_forward_pass_that_bypasses_ddp_ends_all_ranks(tmp_path: Path) -> None:
     ended = run_ranks(
-        tmp_path, "return train(dict, losses=lambda shard: net(x[shard.indices])[:, 0])"
+        tmp_path, "return train(dict, losses=lambda part: net(x[part.indices])[:, 0])"
     ).expect(1)
     line = (
         "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
