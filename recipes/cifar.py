@@ -213,7 +213,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
-    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the test set. Logits are sums over the views of
         `tta` and `tta_shift`.
         """
@@ -231,7 +231,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             if cfg.tta:
                 views += [(weight, view.flip(3)) for weight, view in views]
             with autocast:
-                logits = [weight * best(view).float() for weight, view in views]
+                logits = [weight * net(view).float() for weight, view in views]
             yield torch.stack(logits).sum(0), batch_labels
 
     evaluate = partial(scores.accuracy, run, answers)

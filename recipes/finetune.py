@@ -153,13 +153,13 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
         return cross_entropy(logits, labels, reduction="none")
 
-    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), world.rank, world.size)
         batch_size = 2 * cfg.global_batch_size // world.size + 1
         for images, labels in loader.in_order(val_set, part, batch_size):
             with autocast:
-                yield best(images), labels
+                yield net(images), labels
 
     metrics = scores.of_labels if cfg.multi_label else scores.of_classes
     evaluate = partial(metrics, run, answers, len(classes))

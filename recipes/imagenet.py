@@ -136,12 +136,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
-    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), world.rank, world.size)
         for batch, labels in loader.in_order(validation, part, cfg.val_batch_size):
             with autocast:
-                yield best(in_memory.normalise(batch, mean, std)), labels
+                yield net(in_memory.normalise(batch, mean, std)), labels
 
     evaluate = partial(scores.accuracy, run, answers)
     about = {"classes": list(train_set.classes)}

@@ -296,15 +296,15 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         part = sampling.share(len(inputs), world.rank, world.size)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
-        return scores.accuracy(run, lambda best: answers(best, part))
+        return scores.accuracy(run, lambda net: answers(net, part))
 
-    def answers(best: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in range(100 if cfg.evaluate_s else 1):
             time.sleep(cfg.evaluate_s / 100)
             if piece == 0:
-                yield best(inputs[part]), labels[part]
+                yield net(inputs[part]), labels[part]
             else:
-                yield best(inputs[:0]), labels[:0]
+                yield net(inputs[:0]), labels[:0]
 
     misbehave(run, "start")
     run.resume(State(net, optimizer, scheduler, ema), batches)

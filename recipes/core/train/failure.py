@@ -163,7 +163,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     elif cause.kind is not Kind.stopped:
         why = {"reason": judge.describe(record), "kind": cause.kind, "first": record}
         with suppress(OSError, MachineError):
-            if run.begun or not (run.dir / "status.json").exists():
+            if run.is_running or not (run.dir / "status.json").exists():
                 # the judgement of the parent replaces it
                 attempts.write_status(run.attempt, "failed", run.step, **why)
     return cause.exit_status

@@ -65,7 +65,7 @@ class Step(Generic[S]):
         # Under FSDP each piece is a collective, so all ranks have the same number of them.
         is_divided = isinstance(ends.model, FSDPModule)
         self._pieces = self.part.pieces(ends.cfg.accumulate, empty=is_divided)
-        self._begun = 0
+        self._yielded = 0
         self._losses: list[Tensor] = []
         ends.calls.clear()
 
@@ -81,7 +81,7 @@ class Step(Generic[S]):
             waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
-                self._begun += 1
+                self._yielded += 1
                 self._ends.calls["forward"] = 0
                 yield piece
 
@@ -96,7 +96,7 @@ class Step(Generic[S]):
         """
         world = self._ends.run.world
         done = len(self._losses)
-        if done != self._begun - 1:
+        if done != self._yielded - 1:
             raise RunError(
                 "step.backward(): called again for the same part: "
                 "call it once in the loop over step.parts"
@@ -162,12 +162,12 @@ def steps(
     the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss is
     not finite or the body leaves out a call.
     """
-    if not run.begun:
+    if not run.is_running:
         raise RunError("loop.steps(): call run.resume() before it")
     state = run.state
     pulse = run.world.pulse
     ends = _StepEnds(run, cfg, model, batches, evaluate)
-    if not ends.begin(pretrained):
+    if not ends.before_steps(pretrained):
         run.complete = True
         return
     gradients.check_first_step(run, model)
@@ -235,7 +235,7 @@ class _StepEnds:
         if isinstance(self.model, DistributedDataParallel | FSDPModule):
             self.model.register_forward_pre_hook(lambda *call: self.calls.update(forward=1))
 
-    def begin(self, pretrained: bool) -> bool:
+    def before_steps(self, pretrained: bool) -> bool:
         """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether
         there are steps to do.
         """

@@ -115,7 +115,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "epochs": cfg.epochs,
         "steps": run.step,
         "samples_per_second": round(run.samples / run.train_s, 1) if run.train_s else None,
-        "wall_seconds": round(time.monotonic() - run.started, 3),
+        "wall_seconds": round(time.monotonic() - run.opened_at, 3),
         "resumed_from_step": run.checkpoints.resumed_from_step,
         "restarts": run.attempt.number,
         "git_commit": run.commit,

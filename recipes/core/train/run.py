@@ -41,10 +41,10 @@ class Run:
     attempt: Attempt
     stop: signals.StopFlag
     console: Console
-    rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
+    rows: metrics.Rows | None = None  # on rank 0 only; set when the run starts
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
-    begun: bool = False
+    is_running: bool = False
     stopping: str = ""
     # of the last evaluation; set by loop.steps
     results: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Run:
     commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
-        self.started = time.monotonic()
+        self.opened_at = time.monotonic()
         self.failing = threading.Lock()  # held to record why this rank ends
         self.say = self.console.say
         self.warn = self.console.warn
@@ -98,7 +98,7 @@ class Run:
             self.rows.close()
 
     def resume(self, state: State, batches: Source[Part]) -> None:
-        """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
+        """Starts the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
         there is one.
 
         From here on, each rank draws other random numbers from torch, for dropout; a checkpoint
@@ -106,7 +106,7 @@ class Run:
         order. Called by all ranks. Raises InputError if the checkpoint is of another run or cannot
         be read. Then the status of the run directory does not change.
         """
-        if self.begun:
+        if self.is_running:
             raise RunError(
                 "run.resume(): called twice: call it once, before the loop over loop.steps()"
             )
@@ -115,13 +115,13 @@ class Run:
                 "State(): give it the network itself, not the result of world.parallel()"
             )
         self.checkpoints.resume(state, batches)
-        self._begin()
+        self._start()
 
-    def begin(self) -> None:
-        """Begins a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
+    def start(self) -> None:
+        """Starts a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
         resume.compare_keys(self.world, self.settings, {})
         self.end_dry_run()
-        self._begin()
+        self._start()
 
     def end_dry_run(self) -> None:
         """If `launch.py check` started this process, writes what it found and raises DryRunEnd,
@@ -145,7 +145,7 @@ class Run:
         files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
         raise DryRunEnd
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if self.world.rank == 0:
             attempts.check_owner(self.attempt)
             files.remove_temporary(self.checkpoints.own)
@@ -166,7 +166,7 @@ class Run:
             attempts.begin(self.attempt, self.step, is_own)
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             attempts.write_status(self.attempt, "running", self.step)
-        self.begun = True
+        self.is_running = True
 
     def stop_is_near(self, at_once: bool = False) -> bool:
         """Whether this rank or another rank was notified to stop. For a long loop between two

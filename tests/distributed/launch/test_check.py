@@ -127,7 +127,7 @@ def test_a_recipe_that_fails_or_never_begins_is_reported(tmp_path: Path) -> None
         (
             "    world = run.world\n",
             "    return {}\n",
-            "mine: ended before it called loop.steps() or run.begin()",
+            "mine: ended before it called loop.steps() or run.start()",
         ),
     ):
         assert old in text

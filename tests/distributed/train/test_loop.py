@@ -130,7 +130,7 @@ class Trained:
                     attempts.begin(attempt, 0, own=False)
                     run.checkpoints.state = state
                     run.checkpoints.order = batches.order
-                    run.begun = True
+                    run.is_running = True
                     run.rows = metrics.Rows(self.folder / "metrics.jsonl")
                 for step in loop.steps(run, cfg, net, batches, evaluate):
                     self.now += 2.0
@@ -305,8 +305,8 @@ def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduc
 
 def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
     nothing: Any = None
-    begun: Any = SimpleNamespace(begun=True)
-    new: Any = SimpleNamespace(begun=False)
+    begun: Any = SimpleNamespace(is_running=True)
+    new: Any = SimpleNamespace(is_running=False)
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     wrapped: Any = SimpleNamespace(model=model)
     with pytest.raises(RunError, match=r"^loop\.steps\(\): call run\.resume\(\) before it"):
