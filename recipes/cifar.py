@@ -194,9 +194,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     digests = train_set.digest(), test_set.digest()
-    batches = GlobalBatches(
-        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
-    )
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
     batches.require_full(run.ranks, cfg.accumulate)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     net = make_net(cfg, run, in_memory.normalise(train_set.images[:5000], mean, std))
@@ -217,7 +215,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         """Logits and labels of this rank's part of the test set. Logits are sums over the views of
         `tta` and `tta_shift`.
         """
-        part = sampling.share(len(test_set), world.rank, world.size)
+        part = sampling.share(len(test_set), *world.data)
         shift = cfg.tta_shift if cfg.tta else 0
         images = test_set.images[part].split(EVAL_BATCH)
         labels = test_set.labels[part].split(EVAL_BATCH)

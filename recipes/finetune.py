@@ -122,9 +122,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             some = f"{len(empty)} of {len(classes)} classes, such as {errors.shown(empty[0])}"
             run.say(f"warning: no validation image in {some}")
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(
-        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
-    )
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
     batches.require_full(run.ranks, cfg.accumulate)
     loader = TorchLoader(
         train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
@@ -155,8 +153,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
-        part = sampling.share(len(val_set), world.rank, world.size)
-        batch_size = 2 * cfg.global_batch_size // world.size + 1
+        part = sampling.share(len(val_set), *world.data)
+        batch_size = 2 * cfg.global_batch_size // world.data.size + 1
         for images, labels in loader.in_order(val_set, part, batch_size):
             with autocast:
                 yield net(images), labels

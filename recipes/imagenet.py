@@ -108,9 +108,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
     validation = Crops(val_set, cfg.decoder.name, partial(validation_crop, cfg))
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(
-        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
-    )
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
     batches.require_full(run.ranks, cfg.accumulate)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
@@ -138,7 +136,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
-        part = sampling.share(len(val_set), world.rank, world.size)
+        part = sampling.share(len(val_set), *world.data)
         for batch, labels in loader.in_order(validation, part, cfg.val_batch_size):
             with autocast:
                 yield net(in_memory.normalise(batch, mean, std)), labels

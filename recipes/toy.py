@@ -56,13 +56,13 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net, cfg)  # DistributedDataParallel, if there is more than one rank
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, *world.data)
     autocast = optimisation.autocast(run, cfg)
 
     @torch.inference_mode()
     def mean_loss() -> dict[str, float]:
         """The mean loss over the whole set. Each rank evaluates its share. Called by all ranks."""
-        part = sampling.share(cfg.samples, world.rank, world.size)
+        part = sampling.share(cfg.samples, *world.data)
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
         return {"val_loss": world.sum(total).item() / cfg.samples}
 

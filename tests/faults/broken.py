@@ -287,13 +287,13 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     ).to(world.device)
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
-    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    batches.require_full(world.size, cfg.accumulate)
+    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, *world.data)
+    batches.require_full(world.data.size, cfg.accumulate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
     ema = optimisation.averaged(run, net, 0.9, 0, batches)
 
     def evaluate() -> dict[str, Any]:
-        part = sampling.share(len(inputs), world.rank, world.size)
+        part = sampling.share(len(inputs), *world.data)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
         return scores.accuracy(run, lambda net: answers(net, part))

@@ -193,7 +193,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/loop.py",
-        "(loss * (self._scale * world.size / self.part.global_size))",
+        "(loss * (self._scale * world.data.size / self.part.global_size))",
         "(loss / self.part.global_size)",
         "with more ranks, the gradients are smaller",
         "tests/distributed/train/test_arithmetic.py::test_a_step_of_toy_equals_the_formula",
@@ -208,10 +208,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "    batches = GlobalBatches(\n        len(train_set), cfg.global_batch_size, cfg.seed, "
-        "world.rank, world.size, *digests\n    )",
-        "    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, "
-        "world.size)",
+        "cfg.seed, *world.data, *digests)",
+        "cfg.seed, *world.data)",
         "cifar: a resumed run continues with other images",
         "tests/distributed/recipes/test_cifar.py::test_a_run_is_not_resumed_with_different_images",
     ),

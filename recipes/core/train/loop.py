@@ -115,7 +115,7 @@ class Step(Generic[S]):
             )
         world.pulse.beat(watchdog.BACKWARD)
         loss = losses.sum()
-        (loss * (self._scale * world.size / self.part.global_size)).backward()
+        (loss * (self._scale * world.data.size / self.part.global_size)).backward()
         self._losses.append(loss.detach())
         self._ends.meter.mark("forward_backward")
 
@@ -249,7 +249,7 @@ class _StepEnds:
         if self.cfg.tensorboard:
             trackers.require("tensorboard.compat.proto.event_pb2")
         run.end_dry_run()
-        per_gpu = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
+        per_gpu = self.cfg.global_batch_size / (run.world.data.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and per_gpu < self.cfg.small_part:
             run.say(
                 f"warning: global_batch_size={self.cfg.global_batch_size} leaves {per_gpu:g} per GPU "
@@ -366,7 +366,7 @@ class _StepEnds:
             "lr": step.lr,
             **measured,
         }
-        speed = self.flops * measured["samples_per_second"] / run.world.size
+        speed = self.flops * measured["samples_per_second"] / run.world.data.size
         if speed:
             row |= achieved(speed, run.world.device)
         self.shown = row["loss"]

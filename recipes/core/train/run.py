@@ -88,10 +88,10 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the run. Under `launch.py check`, which runs as one process, the
-        number of ranks of the job.
+        """Number of ranks that see different samples. Under `launch.py check`, which runs as one
+        process, the number of ranks of the job.
         """
-        return self.dry_run.ranks if self.dry_run else self.world.size
+        return self.dry_run.ranks if self.dry_run else self.world.data.size
 
     def close_rows(self) -> None:
         if self.rows:

@@ -27,7 +27,7 @@ from recipes.core.errors import InputError, MachineError
 def main(cfg, run):
     world = run.world
     torch.manual_seed(0)
-    batches = GlobalBatches(24, cfg.global_batch_size, 0, world.rank, world.size)
+    batches = GlobalBatches(24, cfg.global_batch_size, 0, *world.data)
     x = torch.randn(24, 3)
     y = x @ torch.tensor([[1.0], [2.0], [3.0]])
     norms = [nn.BatchNorm1d(3)] if NORM else []
