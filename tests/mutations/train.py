@@ -4,13 +4,6 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
-        "recipes/core/train/meter.py",
-        "memory[host] += size",
-        "memory[host] = size",
-        "the memory of a node is that of its last rank",
-        "tests/distributed/train/test_meter.py::test_the_memory_of_a_node_is_the_sum_of_its_ranks",
-    ),
-    Mutation(
         "recipes/core/run/trackers.py",
         'max(status.get("step", 0) - 1,',
         'max(status.get("step", 0),',
@@ -197,6 +190,14 @@ MUTATIONS = [
         "(loss / self.part.global_size)",
         "with more ranks, the gradients are smaller",
         "tests/distributed/train/test_arithmetic.py::test_a_step_of_toy_equals_the_formula",
+    ),
+    Mutation(
+        "recipes/core/train/loop.py",
+        "run.world.sum(torch.stack(self._weights).sum().double())",
+        "run.world.data.size * torch.stack(self._weights).sum().double()",
+        "each rank divides by its own tokens: the loss is a mean of means",
+        "tests/distributed/train/test_step.py::"
+        "test_weights_give_the_mean_over_all_tokens_of_the_batch",
     ),
     Mutation(
         "recipes/mnist.py",

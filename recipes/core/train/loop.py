@@ -67,6 +67,7 @@ class Step(Generic[S]):
         self._pieces = self.part.pieces(ends.cfg.accumulate, empty=is_divided)
         self._yielded = 0
         self._losses: list[Tensor] = []
+        self._weights: list[Tensor] = []
         ends.calls.clear()
 
     @property
@@ -85,14 +86,19 @@ class Step(Generic[S]):
                 self._ends.calls["forward"] = 0
                 yield piece
 
-    def backward(self, losses: Tensor) -> None:
+    def backward(self, losses: Tensor, weights: Tensor | None = None) -> None:
         """Computes the gradients of a part. Call it once for each part of `parts`.
 
         losses: the loss of each sample, (B,), also for B = 0. DDP averages gradients over the
         ranks, so the sum is multiplied by ``world_size / global_size``: the gradient is that of the
-        mean over the global batch, whatever the sizes of the ranks' parts. Raises RunError if the
-        shape is another one, if it is called twice for a part, or if the forward pass has bypassed
-        DDP.
+        mean over the global batch, whatever the sizes of the ranks' parts.
+
+        weights: (B,), if a loss is itself a mean, such as over the tokens of its sample: their
+        number. The mean over the global batch is then the weighted one. On all ranks, a step has
+        weights for each part or for none; with them, its last call contains a collective.
+
+        Raises RunError if the shape is another one, if it is called twice for a part, or if the
+        forward pass has bypassed DDP.
         """
         world = self._ends.run.world
         done = len(self._losses)
@@ -108,16 +114,41 @@ class Step(Generic[S]):
                 f"step.backward(): losses of shape {shape}, not {expected}: "
                 'give one loss per sample, reduction="none"'
             )
+        if weights is not None and weights.shape != losses.shape:
+            shape = tuple(weights.shape)
+            raise RunError(
+                f"step.backward(): weights of shape {shape}, not {expected}: "
+                "give one weight per sample"
+            )
+        if done and (weights is None) == bool(self._weights):
+            raise RunError("step.backward(): give weights for each part of a step, or for none")
         if world.size > 1 and not self._ends.calls["forward"]:
             raise RunError(
                 "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
                 "and pass the same model to loop.steps()"
             )
         world.pulse.beat(watchdog.BACKWARD)
-        loss = losses.sum()
+        loss = losses.sum() if weights is None else (losses * weights).sum()
         (loss * (self._scale * world.data.size / self.part.global_size)).backward()
         self._losses.append(loss.detach())
+        if weights is not None:
+            self._weights.append(weights.sum())
+            if len(self._weights) == len(self._pieces):
+                self._divide_by_weights()
         self._ends.meter.mark("forward_backward")
+
+    def _divide_by_weights(self) -> None:
+        """Replaces the number of samples by the sum of all weights, as the divisor of the gradients
+        and of the loss. A collective.
+
+        The sum is known only after the last part. No part has to be kept until then, since the
+        gradient of a sum is divided as well as the sum.
+        """
+        run = self._ends.run
+        weight = run.world.sum(torch.stack(self._weights).sum().double())
+        factor = self.part.global_size / weight
+        gradients.multiply(run.state.optimizer, factor)
+        self._losses = [loss * factor.to(loss.dtype) for loss in self._losses]
 
     def check(self) -> None:
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
@@ -136,7 +167,9 @@ class Step(Generic[S]):
 
     @property
     def loss(self) -> Tensor:
-        """The sum of the losses of this rank's samples, a scalar, detached."""
+        """The sum of the losses of this rank's samples, a scalar, detached. With weights, its share
+        of their weighted mean, times the samples of the batch.
+        """
         return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
 
 

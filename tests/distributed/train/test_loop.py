@@ -86,6 +86,7 @@ class Trained:
         self.calls = {"backward": 1, "optimizer": 1, "scheduler": 1}
         self.leave_at = 0
         self.reduction: Callable[[Tensor], Tensor] = lambda losses: losses[:, 0]
+        self.weights: Callable[[int], Tensor | None] = lambda samples: None
         vars(self).update(changed)
         for name in ("logs", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ class Trained:
                     for part in step.parts:
                         losses = net(torch.ones(len(part.indices), 1))
                         for _ in range(self.calls["backward"]):
-                            step.backward(self.reduction(losses))
+                            step.backward(self.reduction(losses), self.weights(len(losses)))
                     for _ in range(self.calls["optimizer"]):
                         optimizer.step()
                     for _ in range(self.calls["scheduler"]):
@@ -301,6 +302,32 @@ def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduc
     line = r'losses of shape \(.*\), not \(5,\): give one loss per sample, reduction="none"'
     with pytest.raises(RunError, match=line):
         Trained(tmp_path, reduction=reduction).run()
+
+
+@pytest.mark.parametrize(
+    ("weights", "line"),
+    [
+        (
+            lambda samples: torch.ones(samples, 1),
+            r"weights of shape \(3, 1\), not \(3,\): give one weight per sample$",
+        ),
+        (
+            lambda samples: torch.ones(3) if samples == 3 else None,
+            r"give weights for each part of a step, or for none$",
+        ),
+        (
+            lambda samples: torch.ones(2) if samples == 2 else None,
+            r"give weights for each part of a step, or for none$",
+        ),
+    ],
+    ids=["(B, 1)", "first", "second"],
+)
+def test_weights_other_than_one_for_each_sample_are_refused(
+    tmp_path: Path, weights: Any, line: str
+) -> None:
+    """A batch of 5 has pieces of 3 and 2."""
+    with pytest.raises(RunError, match=r"^step\.backward\(\): " + line):
+        Trained(tmp_path, weights=weights).run(accumulate=2)
 
 
 def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
