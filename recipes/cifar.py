@@ -194,9 +194,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     digests = train_set.digest(), test_set.digest()
-    batches = GlobalBatches(
-        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
-    )
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
     batches.require_full(run.ranks, cfg.accumulate)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     net = make_net(cfg, run, in_memory.normalise(train_set.images[:5000], mean, std))
@@ -213,11 +211,11 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
-    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the test set. Logits are sums over the views of
         `tta` and `tta_shift`.
         """
-        part = sampling.share(len(test_set), world.rank, world.size)
+        part = sampling.share(len(test_set), *world.data)
         shift = cfg.tta_shift if cfg.tta else 0
         images = test_set.images[part].split(EVAL_BATCH)
         labels = test_set.labels[part].split(EVAL_BATCH)
@@ -231,15 +229,15 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             if cfg.tta:
                 views += [(weight, view.flip(3)) for weight, view in views]
             with autocast:
-                logits = [weight * best(view).float() for weight, view in views]
+                logits = [weight * net(view).float() for weight, view in views]
             yield torch.stack(logits).sum(0), batch_labels
 
     evaluate = partial(scores.accuracy, run, answers)
     run.resume(State(net, optimizer, scheduler, ema), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
-        for shard in step.shards:
-            augmented.draw(cfg.seed, shard.epoch)
-            indices = shard.indices.to(world.device, non_blocking=True)
+        for part in step.parts:
+            augmented.draw(cfg.seed, part.epoch)
+            indices = part.indices.to(world.device, non_blocking=True)
             x = in_memory.normalise(augmented.take(indices), mean, std)
             with autocast:
                 logits = model(x).float()

@@ -332,11 +332,11 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
     def batch(repeated: int) -> float:
         dist.barrier()
         synchronize(world)
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(repeated):
             call()
         synchronize(world)
-        return (time.perf_counter() - begin) / repeated
+        return (time.perf_counter() - start_s) / repeated
 
     def slowest(seconds: list[float]) -> list[float]:
         durations = torch.tensor(seconds, dtype=torch.float64, device=world.device)
@@ -360,7 +360,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
     """
     world = run.world
     # GB/s; microseconds of the smallest size
-    best = dict[str, float]()
+    highest = dict[str, float]()
     fastest = dict[str, float]()
     run.say(f"{'operation':<15}{'bytes':>13}{'us':>12}{'algbw':>9}{'busbw':>9}  (GB/s)")
     for operation in cfg.chosen_operations():
@@ -372,16 +372,16 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
             with world.meeting():
                 seconds, algbw, busbw = measure(operation, size, world, cfg.seconds)
             run.say(f"{operation:<15}{size:>13,}{1e6 * seconds:>12,.1f}{algbw:>9.3f}{busbw:>9.3f}")
-            best[operation] = max(round(busbw, 4), best.get(operation, 0.0))
+            highest[operation] = max(round(busbw, 4), highest.get(operation, 0.0))
             fastest[operation] = min(round(1e6 * seconds, 1), fastest.get(operation, math.inf))
             reason = run.agree_to_stop()
             if reason:
                 raise Stopped(reason)
-    return {"busbw": best, "latency_us": fastest}
+    return {"busbw": highest, "latency_us": fastest}
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
-    run.begin()
+    run.start()
     if cfg.mode is Mode.bench:
         return bench(run, cfg)
     learn(run)

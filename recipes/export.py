@@ -20,8 +20,7 @@ from typing import Any
 
 from recipes.core import errors, files, trust
 from recipes.core.errors import InputError
-from recipes.core.report import trackers
-from recipes.core.run import table
+from recipes.core.run import table, trackers
 
 FORMATS = ("onnx", "safetensors")
 TOLERANCE = 1e-5  # of the outputs, relative to the largest

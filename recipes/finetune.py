@@ -122,9 +122,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             some = f"{len(empty)} of {len(classes)} classes, such as {errors.shown(empty[0])}"
             run.say(f"warning: no validation image in {some}")
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(
-        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
-    )
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
     batches.require_full(run.ranks, cfg.accumulate)
     loader = TorchLoader(
         train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
@@ -153,21 +151,21 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
         return cross_entropy(logits, labels, reduction="none")
 
-    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
-        part = sampling.share(len(val_set), world.rank, world.size)
-        batch_size = 2 * cfg.global_batch_size // world.size + 1
+        part = sampling.share(len(val_set), *world.data)
+        batch_size = 2 * cfg.global_batch_size // world.data.size + 1
         for images, labels in loader.in_order(val_set, part, batch_size):
             with autocast:
-                yield best(images), labels
+                yield net(images), labels
 
     metrics = scores.of_labels if cfg.multi_label else scores.of_classes
     evaluate = partial(metrics, run, answers, len(classes))
     run.resume(State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate):
-        for shard in step.shards:
-            images, labels = shard.data
-            x, labels = mixed(cfg, images, labels, len(classes), shard.epoch, shard.batch)
+        for part in step.parts:
+            images, labels = part.data
+            x, labels = mixed(cfg, images, labels, len(classes), part.epoch, part.batch)
             with autocast:
                 logits = model(x).float()
             step.backward(losses(logits, labels))

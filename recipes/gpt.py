@@ -173,7 +173,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     data = sentences.made() if cfg.dataset == "bytes" else text.open_text(cfg.data_dir)
     training, validation = data.split(cfg.seq_len)
     batches = GlobalBatches(
-        len(training), cfg.global_batch_size, cfg.seed, world.rank, world.size, data.digest
+        len(training), cfg.global_batch_size, cfg.seed, *world.data, data.digest
     )
     vocabulary = -(-len(data.vocabulary) // 64) * 64  # for fast matrix products
     net = GPT(vocabulary, cfg.depth, cfg.width, cfg.kv_heads).to(world.device)
@@ -196,7 +196,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Nats and bytes of text of this rank's part of the validation set."""
         parts = torch.tensor(validation).split(EVAL_BATCH)
-        for indices in parts[sampling.share(len(parts), world.rank, world.size)]:
+        for indices in parts[sampling.share(len(parts), *world.data)]:
             tokens = sequences(indices)
             with autocast:
                 losses = net(tokens)
@@ -217,9 +217,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     run.resume(State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
-        for shard in step.shards:
+        for part in step.parts:
             with autocast:
-                losses = model(sequences(shard.indices))
+                losses = model(sequences(part.indices))
             step.backward(losses)
         optimizer.step()
         scheduler.step()

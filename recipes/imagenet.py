@@ -108,9 +108,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
     validation = Crops(val_set, cfg.decoder.name, partial(validation_crop, cfg))
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(
-        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
-    )
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
     batches.require_full(run.ranks, cfg.accumulate)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
@@ -136,22 +134,22 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
-    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
-        part = sampling.share(len(val_set), world.rank, world.size)
+        part = sampling.share(len(val_set), *world.data)
         for batch, labels in loader.in_order(validation, part, cfg.val_batch_size):
             with autocast:
-                yield best(in_memory.normalise(batch, mean, std)), labels
+                yield net(in_memory.normalise(batch, mean, std)), labels
 
     evaluate = partial(scores.accuracy, run, answers)
     about = {"classes": list(train_set.classes)}
     run.resume(State(net, optimizer, scheduler, ema, about), loader)
     has_weights = bool(cfg.pretrained or cfg.weights)
     for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=has_weights):
-        for shard in step.shards:
-            crops, labels = shard.data
+        for part in step.parts:
+            crops, labels = part.data
             x = in_memory.normalise(crops, mean, std)
-            x, others, share = mixed(cfg, x, labels, shard.epoch, shard.batch)
+            x, others, share = mixed(cfg, x, labels, part.epoch, part.batch)
             with autocast:
                 logits = model(x).float()
             loss = losses(logits, labels)

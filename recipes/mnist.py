@@ -104,9 +104,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net)
     digests = train_set.digest(), test_set.digest()
-    batches = GlobalBatches(
-        len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, *digests
-    )
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
     steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
     shifted = AugmentedImages(train_set.images, reach=MAX_SHIFT if cfg.augment else 0)
@@ -115,7 +113,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the test set."""
-        part = sampling.share(len(test_set), world.rank, world.size)
+        part = sampling.share(len(test_set), *world.data)
         images = test_set.images[part].split(1000)
         labels = test_set.labels[part].split(1000)
         for batch, batch_labels in zip(images, labels, strict=True):
@@ -125,9 +123,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     evaluate = partial(scores.accuracy, run, answers)
     run.resume(State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
-        for shard in step.shards:
-            shifted.draw(cfg.seed, shard.epoch)
-            indices = shard.indices.to(world.device, non_blocking=True)
+        for part in step.parts:
+            shifted.draw(cfg.seed, part.epoch)
+            indices = part.indices.to(world.device, non_blocking=True)
             with autocast:
                 logits = model(normalise(shifted.take(indices))).float()
             step.backward(losses(logits, train_set.labels[indices]))

@@ -56,13 +56,13 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net, cfg)  # DistributedDataParallel, if there is more than one rank
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, *world.data)
     autocast = optimisation.autocast(run, cfg)
 
     @torch.inference_mode()
     def mean_loss() -> dict[str, float]:
         """The mean loss over the whole set. Each rank evaluates its share. Called by all ranks."""
-        part = sampling.share(cfg.samples, world.rank, world.size)
+        part = sampling.share(cfg.samples, *world.data)
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
         return {"val_loss": world.sum(total).item() / cfg.samples}
 
@@ -72,8 +72,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     # notified to stop: then all ranks stop at the same step and save. After each step it sums the
     # losses over the ranks, writes metrics, evaluates and saves.
     for step in loop.steps(run, cfg, model, batches, mean_loss):
-        for shard in step.shards:  # this rank's part of the batch; with accumulate=, in pieces
-            indices = shard.indices.to(world.device)
+        for part in step.parts:  # this rank's part of the batch; with accumulate=, in pieces
+            indices = part.indices.to(world.device)
             with autocast:
                 outputs = model(inputs[indices]).float()
             # One loss per sample. DDP averages gradients over ranks; `backward` scales them to the
@@ -81,7 +81,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             step.backward(F.mse_loss(outputs, targets[indices], reduction="none").squeeze(1))
         optimizer.step()
         scheduler.step()
-        step.save = step.ends_epoch and (step.shard.epoch + 1) % cfg.save_every == 0
+        step.save = step.ends_epoch and (step.part.epoch + 1) % cfg.save_every == 0
     return run.results
 
 

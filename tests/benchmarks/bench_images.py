@@ -121,8 +121,8 @@ class OurEpochs:
 
 
 def crops(loader: TorchLoader, epoch: int) -> Iterator[Batch]:
-    for shard in loader.epoch(epoch):
-        yield shard.data
+    for part in loader.epoch(epoch):
+        yield part.data
 
 
 def floats(loader: TorchLoader, epoch: int) -> Iterator[Batch]:

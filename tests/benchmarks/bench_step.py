@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from recipes import mnist
 from recipes.conf.mnist import Config
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
-from recipes.core.data.sampling import Shard
+from recipes.core.data.sampling import Part
 from recipes.core.run import entry
 from recipes.core.train import session
 from recipes.core.train.session import Run
@@ -138,7 +138,7 @@ class Turns:
     def order(self) -> dict[str, Any]:
         return {}
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Part]:
         began = time.perf_counter()
         before = background_ns()
         for turn in range(self.stretches):
@@ -147,17 +147,17 @@ class Turns:
                 start = time.perf_counter()
                 for number in range(turn * STRETCH, (turn + 1) * STRETCH):
                     if side == "recipe":
-                        yield self.shard(number)
+                        yield self.part(number)
                     else:
-                        self.bare.step(self.shard(number).indices)
+                        self.bare.step(self.part(number).indices)
                 self.seconds[side].append(time.perf_counter() - start)
         self.background = (background_ns() - before) / 1e9 / (time.perf_counter() - began)
-        last = self.shard(self.per_epoch - 1)
+        last = self.part(self.per_epoch - 1)
         self.bare.step(last.indices)
         yield last
 
-    def shard(self, number: int) -> Shard:
-        return Shard(0, number, batch(number, self.samples), 2 * BATCH_SIZE)
+    def part(self, number: int) -> Part:
+        return Part(0, number, batch(number, self.samples), 2 * BATCH_SIZE)
 
 
 def batch(number: int, samples: int) -> Tensor:
@@ -186,7 +186,7 @@ def services(run: Run, cfg: Config, train_set: ImageSet, stretches: int) -> Turn
     """
     bare = BareLoop(cfg, train_set, run.world)
     turns = Turns(bare, stretches, len(train_set))
-    run.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
+    run.console.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
     with mock.patch.object(mnist, "GlobalBatches", return_value=turns):
         mnist.main(cfg, run)
     pairs = zip(run.state.model.parameters(), bare.net.parameters(), strict=True)

@@ -81,9 +81,9 @@ def recipe_batches(
     epoch: int,
 ) -> Iterator[Batch]:
     """What a step of a recipe whose set lies in memory, on one rank, is given in ``epoch``."""
-    for shard in GlobalBatches(len(train_set), batch_size, seed, rank=0, world_size=1).epoch(epoch):
+    for part in GlobalBatches(len(train_set), batch_size, seed, rank=0, world_size=1).epoch(epoch):
         images.draw(seed, epoch)
-        yield normalise(images.take(shard.indices)), train_set.labels[shard.indices]
+        yield normalise(images.take(part.indices)), train_set.labels[part.indices]
 
 
 def input_figure(

@@ -24,9 +24,10 @@ from recipes.core.place import ranks
 from recipes.core.run import command_line, signals
 from recipes.core.run.entry import Start
 from recipes.core.train import metrics
+from recipes.core.train.console import Console
 from recipes.core.train.rendezvous import process_group
 from recipes.core.train.run import Run
-from recipes.core.train.world import World
+from recipes.core.train.world import DataPlace, World
 from tests import helpers
 
 CPU = torch.device("cpu")
@@ -90,12 +91,19 @@ def train(
     for part in ("logs", "checkpoints"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     with process_group(start, CPU) as world, monkeypatch.context() as patched:
-        place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
-        world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size, device=DEVICE)
+        place = DataPlace(rank, size)
+        # Two ranks see the same samples: what depends on the samples must not depend on the rank.
+        shared = 2 if size > 1 else 1
+        of_rank = dataclasses.replace(world.ranks, rank=shared * rank, world_size=shared * size)
+        hosts = world.hosts * of_rank.world_size
+        world = dataclasses.replace(world, ranks=of_rank, hosts=hosts, device=DEVICE)
+        patched.setattr(World, "data", place)
         patched.setattr(World, "from_rank_0", lambda self, name, work: work())
-        patched.setattr(World, "gather", lambda self, content: [content] * size)
+        patched.setattr(World, "gather", lambda self, content: [content] * self.size)
         patched.setattr(World, "together", lambda self, name, work: work(lambda progress: None))
-        run = Run(settings, world, helpers.attempt(folder, step=None), signals.StopFlag(), None)
+        console = Console(world.rank, world.host)
+        attempt = helpers.attempt(folder, step=None)
+        run = Run(settings, world, attempt, signals.StopFlag(), console)
         if rank:  # the rows of this rank, which plays another one
             run.rows = metrics.Rows(folder / "metrics.jsonl")
         trained = Trained(run)
@@ -122,8 +130,8 @@ def train(
         finally:
             torch.set_num_threads(threads)
             run.close_rows()
-            if run.saver:
-                run.saver.wait()
+            if run.checkpoints.saver:
+                run.checkpoints.saver.wait()
     trained.rows = helpers.rows(folder)
     return trained
 

@@ -36,7 +36,7 @@ from recipes.core.errors import Stopped
 from recipes.core.train import checkpoint, loop, optimisation, scores, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Part
 from recipes.core.train.run import Run
 
 WAIT_S = 120.0  # for what no test waits for so long
@@ -235,8 +235,9 @@ def misbehave(run: Run, where: str) -> float:
     if not (name and is_here and is_this_rank and is_this_attempt):
         return 1.0
     # or what is to be there afterwards may be lost with this rank
-    if run.saver and name != "hold_save":
-        run.saver.wait()
+    saver = run.checkpoints.saver
+    if saver and name != "hold_save":
+        saver.wait()
     return float(globals()[name](run))
 
 
@@ -263,15 +264,15 @@ class Loaded:
     def order(self) -> dict[str, Any]:
         return self.batches.order
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
-        shards = list(self.batches.epoch(epoch, first_batch))
-        order = [shard.indices.tolist() for shard in shards]
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Part]:
+        parts = list(self.batches.epoch(epoch, first_batch))
+        order = [part.indices.tolist() for part in parts]
         loader = torch.utils.data.DataLoader(
             Numbers(), batch_sampler=order, num_workers=2, multiprocessing_context=self.method
         )
-        for shard, indices in zip(shards, loader, strict=True):
-            assert torch.equal(shard.indices, indices)
-            yield shard
+        for part, indices in zip(parts, loader, strict=True):
+            assert torch.equal(part.indices, indices)
+            yield part
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
@@ -286,33 +287,33 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     ).to(world.device)
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
-    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    batches.require_full(world.size, cfg.accumulate)
+    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, *world.data)
+    batches.require_full(world.data.size, cfg.accumulate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
     ema = optimisation.averaged(run, net, 0.9, 0, batches)
 
     def evaluate() -> dict[str, Any]:
-        part = sampling.share(len(inputs), world.rank, world.size)
+        part = sampling.share(len(inputs), *world.data)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
-        return scores.accuracy(run, lambda best: answers(best, part))
+        return scores.accuracy(run, lambda net: answers(net, part))
 
-    def answers(best: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in range(100 if cfg.evaluate_s else 1):
             time.sleep(cfg.evaluate_s / 100)
             if piece == 0:
-                yield best(inputs[part]), labels[part]
+                yield net(inputs[part]), labels[part]
             else:
-                yield best(inputs[:0]), labels[:0]
+                yield net(inputs[:0]), labels[:0]
 
     misbehave(run, "start")
     run.resume(State(net, optimizer, scheduler, ema), batches)
     source = Loaded(batches, cfg.workers) if cfg.workers else batches
     for step in loop.steps(run, cfg, model, source, evaluate):
-        for shard in step.shards:
+        for part in step.parts:
             time.sleep(cfg.pace_s)
             factor = misbehave(run, str(run.step + 1))
-            indices = shard.indices.to(world.device)
+            indices = part.indices.to(world.device)
             step.backward(
                 F.cross_entropy(model(inputs[indices]), labels[indices], reduction="none") * factor
             )

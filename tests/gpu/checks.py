@@ -412,7 +412,7 @@ def fsdp(place: Place) -> Figures:
         torch.manual_seed(0)
         net = GPT(256, 2, 128, 1).to(place.device)
         if divided:
-            sharding.shard(net, place.device, 1, 0)
+            sharding.divide(net, place.device, 1, 0)
         optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
         random = torch.Generator().manual_seed(0)
         losses.append([])
@@ -487,8 +487,8 @@ def decoding(place: Place) -> Figures:
     decoded = [0]
 
     def read() -> None:
-        for shard in loader.epoch(0):
-            decoded[0] += len(shard.indices)
+        for part in loader.epoch(0):
+            decoded[0] += len(part.indices)
             if over.is_set():
                 return
 

@@ -65,8 +65,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/torch_loader.py",
-        "shard.indices.tolist() or [0])",
-        "sorted(shard.indices.tolist()) or [0])",
+        "part.indices.tolist() or [0])",
+        "sorted(part.indices.tolist()) or [0])",
         "the images of a batch have the labels of other images",
         "tests/unit/data/test_images.py::test_labels_are_the_folders_and_pieces_keep_them",
     ),

@@ -4,18 +4,11 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
-        "recipes/core/train/meter.py",
-        "memory[host] += size",
-        "memory[host] = size",
-        "the memory of a node is that of its last rank",
-        "tests/distributed/train/test_meter.py::test_the_memory_of_a_node_is_the_sum_of_its_ranks",
-    ),
-    Mutation(
-        "recipes/core/report/trackers.py",
+        "recipes/core/run/trackers.py",
         'max(status.get("step", 0) - 1,',
         'max(status.get("step", 0),',
         "a row whose evaluation was postponed is exported without its results, and never again",
-        "tests/unit/report/test_trackers.py",
+        "tests/unit/run/test_trackers.py",
     ),
     Mutation(
         "recipes/core/train/loop.py",
@@ -98,14 +91,14 @@ MUTATIONS = [
         "tests/distributed/train/test_exact_resume.py",
     ),
     Mutation(
-        "recipes/core/train/run.py",
+        "recipes/core/train/saving.py",
         "1_000_003 + self.world.rank + 1)",
         "1_000_003 + 1)",
         "dropout has the same mask on all ranks",
         "tests/distributed/train/test_exact_resume.py",
     ),
     Mutation(
-        "recipes/core/train/run.py",
+        "recipes/core/train/outcome.py",
         "sign * score <= sign",
         "sign * score >= sign",
         "`best` names the worst evaluation",
@@ -141,8 +134,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/loop.py",
-        "            best = run.is_best() and run.keys.keep_best\n",
-        "            best = run.keys.keep_best and run.is_best()\n",
+        "            best = outcome.is_best(run) and run.keys.keep_best\n",
+        "            best = run.keys.keep_best and outcome.is_best(run)\n",
         "with keep_best=false, patience= never ends a run",
         "tests/distributed/train/test_loop.py::"
         "test_patience_counts_from_the_best_evaluation_if_it_is_not_saved",
@@ -193,10 +186,18 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/loop.py",
-        "(loss * (self._scale * world.size / self.shard.global_size))",
-        "(loss / self.shard.global_size)",
+        "(loss * (self._scale * world.data.size / self.part.global_size))",
+        "(loss / self.part.global_size)",
         "with more ranks, the gradients are smaller",
         "tests/distributed/train/test_arithmetic.py::test_a_step_of_toy_equals_the_formula",
+    ),
+    Mutation(
+        "recipes/core/train/loop.py",
+        "run.world.sum(torch.stack(self._weights).sum().double())",
+        "run.world.data.size * torch.stack(self._weights).sum().double()",
+        "each rank divides by its own tokens: the loss is a mean of means",
+        "tests/distributed/train/test_step.py::"
+        "test_weights_give_the_mean_over_all_tokens_of_the_batch",
     ),
     Mutation(
         "recipes/mnist.py",
@@ -208,10 +209,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "    batches = GlobalBatches(\n        len(train_set), cfg.global_batch_size, cfg.seed, "
-        "world.rank, world.size, *digests\n    )",
-        "    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, "
-        "world.size)",
+        "cfg.seed, *world.data, *digests)",
+        "cfg.seed, *world.data)",
         "cifar: a resumed run continues with other images",
         "tests/distributed/recipes/test_cifar.py::test_a_run_is_not_resumed_with_different_images",
     ),

@@ -37,13 +37,13 @@ ROOMS = {
     "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),
     "recipes.core.data.datasets": Room(BASE),  # the login node looks for data
     "recipes.core.data": Room(f"{BASE} config run data.datasets", "*"),
-    "recipes.core.train": Room(f"{BASE} config run report data data.datasets", "*"),
+    "recipes.core.train": Room(f"{BASE} config run data data.datasets", "*"),
     "recipes.core.doctor": Room(f"{BASE} config run", "torch"),
     "recipes.conf": Room("errors config"),
     "recipes.report": Room(f"{BASE} config run report"),
     "recipes.doctor": Room(f"{BASE} config run doctor conf"),
     "launch": Room(f"{BASE} config run launch"),
-    "recipes": Room(f"{BASE} config run program data data.datasets train report conf", "*"),
+    "recipes": Room(f"{BASE} config run program data data.datasets train conf", "*"),
 }
 
 

@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from recipes.core.errors import InputError
 
-S = TypeVar("S", bound="Shard")
-S_co = TypeVar("S_co", bound="Shard", covariant=True)
+S = TypeVar("S", bound="Part")
+S_co = TypeVar("S_co", bound="Part", covariant=True)
 
 
 @dataclass(frozen=True)
-class Shard:
+class Part:
     """One rank's part of one global batch.
 
     epoch, batch: from 0. indices: this rank's samples, int64. global_size: samples of the batch
@@ -29,8 +29,8 @@ class Shard:
     global_size: int
 
     def pieces(self: S, count: int, empty: bool = False) -> list[S]:
-        """The shard in ``count`` parts, for gradient accumulation. If it has fewer samples: one for
-        each, or with ``empty`` also empty parts.
+        """The part in ``count`` pieces, for gradient accumulation. If it has fewer samples: one for
+        each, or with ``empty`` also empty pieces.
         """
         count = count if empty else max(1, min(count, len(self.indices)))
         if count == 1:
@@ -40,12 +40,12 @@ class Shard:
             leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count
             for leaf in leaves
         ]
-        pieces = (tree_unflatten(list(parts), structure) for parts in zip(*cut, strict=True))
+        pieces = (tree_unflatten(list(piece), structure) for piece in zip(*cut, strict=True))
         return [type(self)(**piece) for piece in pieces]
 
 
 class Source(Protocol[S_co]):
-    """This rank's shards of the batches of each epoch, for the step loop: `GlobalBatches`, or a
+    """This rank's parts of the batches of each epoch, for the step loop: `GlobalBatches`, or a
     `TorchLoader` of them.
 
     per_epoch: batches of an epoch. order: the values that determine the order of samples; a
@@ -57,7 +57,7 @@ class Source(Protocol[S_co]):
     @property
     def order(self) -> dict[str, Any]: ...
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[S_co]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
+        """This rank's parts of ``epoch``, from batch ``first_batch`` on."""
         ...
 
 
@@ -123,8 +123,8 @@ class GlobalBatches:
                 f"give at least {2 * least}, or use fewer ranks"
             )
 
-    def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Shard]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on. in_order: without the
+    def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Part]:
+        """This rank's parts of ``epoch``, from batch ``first_batch`` on. in_order: without the
         permutation.
         """
         order = torch.arange(self.num_samples)
@@ -134,8 +134,8 @@ class GlobalBatches:
         for batch in range(self.per_epoch):
             size = self.size(batch)
             if batch >= first_batch:
-                part = share(size, self.rank, self.world_size)
-                yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)
+                mine = share(size, self.rank, self.world_size)
+                yield Part(epoch, batch, order[begin + mine.start : begin + mine.stop], size)
             begin += size
 
 

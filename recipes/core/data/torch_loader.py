@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Part
 from recipes.core.errors import InputError, RunError
 from recipes.core.place import processes
 
@@ -63,15 +63,15 @@ def unchanged(sample: Any) -> Any:  # not a lambda: workers that are spawned unp
 
 
 @dataclass(frozen=True)
-class LoadedBatch(Shard):
-    """A shard with its samples. data: what ``collate`` has made of them, on the rank's device, with
+class LoadedBatch(Part):
+    """A part with its samples. data: what ``collate`` has made of them, on the rank's device, with
     one row for each sample.
     """
 
     data: Any
 
     def pieces(self, count: int, empty: bool = False) -> list["LoadedBatch"]:
-        """As `Shard.pieces`. Raises InputError if ``data`` has anything but tensors and would be
+        """As `Part.pieces`. Raises InputError if ``data`` has anything but tensors and would be
         cut.
         """
         others = {type(leaf) for leaf in tree_leaves(self.data) if not isinstance(leaf, Tensor)}
@@ -103,12 +103,12 @@ class _Loaded:
             why = "too long for the sockets of the worker processes"
             raise InputError(f"TMPDIR={folder}: {why}: {fix}")
 
-    def _loaded(self, shards: Iterable[Shard], batches: Iterable[Any]) -> Iterator[LoadedBatch]:
-        for shard, data in zip(shards, batches, strict=True):
+    def _loaded(self, parts: Iterable[Part], batches: Iterable[Any]) -> Iterator[LoadedBatch]:
+        for part, data in zip(parts, batches, strict=True):
             data = _on(self._device, data)
-            if not len(shard.indices):  # a sample was read for its shape
+            if not len(part.indices):  # a sample was read for its shape
                 data = tree_map_only(Tensor, lambda tensor: tensor[:0], data)
-            yield LoadedBatch(**vars(shard), data=data)
+            yield LoadedBatch(**vars(part), data=data)
 
 
 class TorchLoader(_Loaded):
@@ -155,12 +155,12 @@ class TorchLoader(_Loaded):
         return _Reader(batches, self._workers, self._device)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's shards of ``epoch``, from ``first_batch`` on. Raises InputError: that of a
+        """This rank's parts of ``epoch``, from ``first_batch`` on. Raises InputError: that of a
         sample, or if too many are skipped.
         """
-        shards = list(self._batches.epoch(epoch, first_batch))
-        wanted = ((epoch, shard.indices.tolist() or [0]) for shard in shards)
-        yield from self._loaded(shards, self._read(self._training, wanted))
+        parts = list(self._batches.epoch(epoch, first_batch))
+        wanted = ((epoch, part.indices.tolist() or [0]) for part in parts)
+        yield from self._loaded(parts, self._read(self._training, wanted))
 
     def in_order(self, dataset: Dataset[Any], part: slice, batch_size: int) -> Iterator[Any]:
         """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device.
@@ -224,16 +224,18 @@ class StreamLoader(_Loaded):
         self._transform = transform
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on. Raises InputError if the
+        """This rank's parts of ``epoch``, from batch ``first_batch`` on. Raises InputError if the
         stream ends early.
         """
-        shards = list(self._batches.epoch(epoch, first_batch, in_order=True))
-        part = _Part(self, epoch, [shard.indices.tolist() for shard in shards])
-        yield from self._loaded(shards, _results(_whole_batches(part, self._workers, self._device)))
+        parts = list(self._batches.epoch(epoch, first_batch, in_order=True))
+        dataset = _OfRank(self, epoch, [part.indices.tolist() for part in parts])
+        yield from self._loaded(
+            parts, _results(_whole_batches(dataset, self._workers, self._device))
+        )
 
 
 @dataclass
-class _Part(IterableDataset[Any]):
+class _OfRank(IterableDataset[Any]):
     """This rank's batches of one epoch of a stream. With n workers, each makes every n-th batch,
     and `DataLoader` takes them in turn.
 

@@ -123,7 +123,7 @@ def start(
     if records:
         line = f"{recipe}: {records[0]['error']}".replace(str(place), str(run_dir))
     elif not code:
-        line = f"{recipe}: ended before it called loop.steps() or run.begin()"
+        line = f"{recipe}: ended before it called loop.steps() or run.start()"
     else:
         line = lines[-1] if lines else f"{recipe}: ended with status {code}"
     classes = {EXIT_MACHINE: MachineError, EXIT_CONFIG: InputError}

@@ -1,3 +1,1 @@
-"""What is shown of runs outside the terminal: an HTML page, and series for experiment trackers.
-Never imports torch.
-"""
+"""What is shown of runs outside the terminal: an HTML page. Never imports torch."""

@@ -1,3 +1,3 @@
-"""One run without torch: its settings, run directory, status, logs, signals, watchdog, and its job
-in Slurm's queue.
+"""One run without torch: its settings, run directory, status, logs, signals, watchdog, series for
+experiment trackers, and its job in Slurm's queue.
 """

@@ -149,9 +149,10 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     elif cause.kind is Kind.peer_lost:
         # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
         run.world.silent.set()
-    if run.saver:
+    saver = run.checkpoints.saver
+    if saver:
         with suppress(Exception):  # a failed save is not the reason why this rank ends
-            run.saver.wait(LAST_SAVE_S)
+            saver.wait(LAST_SAVE_S)
     record["behind"] = behind
     with suppress(OSError):
         attempts.record(run.attempt, **record)  # a full disk may have space again
@@ -162,7 +163,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     elif cause.kind is not Kind.stopped:
         why = {"reason": judge.describe(record), "kind": cause.kind, "first": record}
         with suppress(OSError, MachineError):
-            if run.begun or not (run.dir / "status.json").exists():
+            if run.is_running or not (run.dir / "status.json").exists():
                 # the judgement of the parent replaces it
                 attempts.write_status(run.attempt, "failed", run.step, **why)
     return cause.exit_status

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import RunError
@@ -44,6 +44,17 @@ def check_first_step(run: Run, model: nn.Module) -> None:
     run.state.optimizer.register_step_pre_hook(check)
 
 
+def multiply(optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
+    """Multiplies all gradients by ``factor``, a scalar on their device."""
+    gradients = [p.grad for p in _trained(optimizer) if p.grad is not None]
+    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters that have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 class Gradients:
     """From now on, each ``optimizer.step()`` of ``state`` removes the loss scale from the gradients
     and clips their norm.
@@ -70,9 +81,7 @@ class Gradients:
 
     @torch.no_grad()
     def _prepare(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        trained = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        trained = _trained(optimizer)
         gradients = [p.grad for p in trained if p.grad is not None]
         if not gradients:
             return

@@ -43,7 +43,7 @@ def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Im
             if run.stop:
                 raise Stopped(run.stop.reason)
             report(done)
-            run.progress(f"copied to {place}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+            run.console.progress(f"copied to {place}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         if place:
             folder = stage.to_local_disk(folder, Path(place), copied)

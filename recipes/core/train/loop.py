@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.data.sampling import S, Shard, Source
+from recipes.core.data.sampling import S, Part, Source
 from recipes.core.errors import InputError, RunError
-from recipes.core.report import trackers
-from recipes.core.run import watchdog
-from recipes.core.train import gradients, lines, metrics
+from recipes.core.run import trackers, watchdog
+from recipes.core.train import gradients, lines, metrics, outcome
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Flops, Meter, achieved
@@ -37,7 +36,7 @@ EARLIER_ROW = {"total_steps": 0, "samples_per_second": 0.0}  # of a checkpoint o
 Evaluate = Callable[[], Mapping[str, Any]]
 
 
-def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
+def total_steps(cfg: TrainKeys, batches: Source[Part]) -> int:
     """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
@@ -45,15 +44,15 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
 
 @dataclass
 class Step(Generic[S]):
-    """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's
+    """One optimiser step, from `steps`. part: this rank's part of the global batch. lr: the step's
     learning rate.
 
-    ends_epoch: whether the shard is of the last batch of its epoch. save: set it to True, on all
+    ends_epoch: whether the part is of the last batch of its epoch. save: set it to True, on all
     ranks, to save after this step.
     """
 
     _ends: "_StepEnds"
-    shard: S
+    part: S
     ends_epoch: bool
     _scale: float
     save: bool = False
@@ -63,16 +62,17 @@ class Step(Generic[S]):
         scheduler = ends.run.state.scheduler
         self.lr = float(scheduler.get_last_lr()[0])
         self._scheduled = scheduler.last_epoch
-        # Under FSDP each part is a collective, so all ranks have the same number of them.
+        # Under FSDP each piece is a collective, so all ranks have the same number of them.
         is_divided = isinstance(ends.model, FSDPModule)
-        self._pieces = self.shard.pieces(ends.cfg.accumulate, empty=is_divided)
-        self._begun = 0
+        self._pieces = self.part.pieces(ends.cfg.accumulate, empty=is_divided)
+        self._yielded = 0
         self._losses: list[Tensor] = []
+        self._weights: list[Tensor] = []
         ends.calls.clear()
 
     @property
-    def shards(self) -> Iterator[S]:
-        """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients
+    def parts(self) -> Iterator[S]:
+        """The rank's part, or its ``accumulate`` pieces. The last backward pass averages gradients
         over the ranks.
         """
         pulse = self._ends.run.world.pulse
@@ -82,25 +82,30 @@ class Step(Generic[S]):
             waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
-                self._begun += 1
+                self._yielded += 1
                 self._ends.calls["forward"] = 0
                 yield piece
 
-    def backward(self, losses: Tensor) -> None:
-        """Computes the gradients of a shard. Call it once for each shard of `shards`.
+    def backward(self, losses: Tensor, weights: Tensor | None = None) -> None:
+        """Computes the gradients of a part. Call it once for each part of `parts`.
 
         losses: the loss of each sample, (B,), also for B = 0. DDP averages gradients over the
         ranks, so the sum is multiplied by ``world_size / global_size``: the gradient is that of the
-        mean over the global batch, whatever the sizes of the ranks' shards. Raises RunError if the
-        shape is another one, if it is called twice for a shard, or if the forward pass has bypassed
-        DDP.
+        mean over the global batch, whatever the sizes of the ranks' parts.
+
+        weights: (B,), if a loss is itself a mean, such as over the tokens of its sample: their
+        number. The mean over the global batch is then the weighted one. On all ranks, a step has
+        weights for each part or for none; with them, its last call contains a collective.
+
+        Raises RunError if the shape is another one, if it is called twice for a part, or if the
+        forward pass has bypassed DDP.
         """
         world = self._ends.run.world
         done = len(self._losses)
-        if done != self._begun - 1:
+        if done != self._yielded - 1:
             raise RunError(
-                "step.backward(): called again for the same shard: "
-                "call it once in the loop over step.shards"
+                "step.backward(): called again for the same part: "
+                "call it once in the loop over step.parts"
             )
         expected = (len(self._pieces[done].indices),)
         shape = tuple(losses.shape)
@@ -109,16 +114,41 @@ class Step(Generic[S]):
                 f"step.backward(): losses of shape {shape}, not {expected}: "
                 'give one loss per sample, reduction="none"'
             )
+        if weights is not None and weights.shape != losses.shape:
+            shape = tuple(weights.shape)
+            raise RunError(
+                f"step.backward(): weights of shape {shape}, not {expected}: "
+                "give one weight per sample"
+            )
+        if done and (weights is None) == bool(self._weights):
+            raise RunError("step.backward(): give weights for each part of a step, or for none")
         if world.size > 1 and not self._ends.calls["forward"]:
             raise RunError(
                 "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
                 "and pass the same model to loop.steps()"
             )
         world.pulse.beat(watchdog.BACKWARD)
-        loss = losses.sum()
-        (loss * (self._scale * world.size / self.shard.global_size)).backward()
+        loss = losses.sum() if weights is None else (losses * weights).sum()
+        (loss * (self._scale * world.data.size / self.part.global_size)).backward()
         self._losses.append(loss.detach())
+        if weights is not None:
+            self._weights.append(weights.sum())
+            if len(self._weights) == len(self._pieces):
+                self._divide_by_weights()
         self._ends.meter.mark("forward_backward")
+
+    def _divide_by_weights(self) -> None:
+        """Replaces the number of samples by the sum of all weights, as the divisor of the gradients
+        and of the loss. A collective.
+
+        The sum is known only after the last part. No part has to be kept until then, since the
+        gradient of a sum is divided as well as the sum.
+        """
+        run = self._ends.run
+        weight = run.world.sum(torch.stack(self._weights).sum().double())
+        factor = self.part.global_size / weight
+        gradients.multiply(run.state.optimizer, factor)
+        self._losses = [loss * factor.to(loss.dtype) for loss in self._losses]
 
     def check(self) -> None:
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
@@ -127,8 +157,8 @@ class Step(Generic[S]):
         backward = len(self._losses)
         steps = self._ends.calls["step"]
         for call, made, due, place in (
-            ("step.backward()", backward, len(self._pieces), "for each shard of step.shards"),
-            ("optimizer.step()", steps, 1, "in each step, after the loop over step.shards"),
+            ("step.backward()", backward, len(self._pieces), "for each part of step.parts"),
+            ("optimizer.step()", steps, 1, "in each step, after the loop over step.parts"),
             ("scheduler.step()", moved, 1, "in each step, after optimizer.step()"),
         ):
             if made != due:
@@ -137,7 +167,9 @@ class Step(Generic[S]):
 
     @property
     def loss(self) -> Tensor:
-        """The sum of the losses of this rank's samples, a scalar, detached."""
+        """The sum of the losses of this rank's samples, a scalar, detached. With weights, its share
+        of their weighted mean, times the samples of the batch.
+        """
         return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
 
 
@@ -157,18 +189,18 @@ def steps(
     With evaluate=true there are no steps: it evaluates the loaded checkpoint, or with
     ``pretrained`` the weights without one.
 
-    The body of the loop calls ``step.backward`` for each shard, then ``optimizer.step()`` and
+    The body of the loop calls ``step.backward`` for each part, then ``optimizer.step()`` and
     ``scheduler.step()`` once, which first clips the gradients (clip_grad_norm=) and removes
     float16's loss scale. What follows a step happens here: averaged weights, the sum over ranks,
     the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss is
     not finite or the body leaves out a call.
     """
-    if not run.begun:
+    if not run.is_running:
         raise RunError("loop.steps(): call run.resume() before it")
     state = run.state
     pulse = run.world.pulse
     ends = _StepEnds(run, cfg, model, batches, evaluate)
-    if not ends.begin(pretrained):
+    if not ends.before_steps(pretrained):
         run.complete = True
         return
     gradients.check_first_step(run, model)
@@ -180,18 +212,18 @@ def steps(
             epoch, first_batch = divmod(state.step, batches.per_epoch)
             pulse.beat(watchdog.DATA, state.step)
             meter.mark("loop")
-            for shard in batches.epoch(epoch, first_batch):
-                ends_epoch = shard.batch == batches.per_epoch - 1
+            for part in batches.epoch(epoch, first_batch):
+                ends_epoch = part.batch == batches.per_epoch - 1
                 if ends.is_row(state.step + 1, ends_epoch):
                     meter.sample()
                 meter.mark("data_wait")
                 state.optimizer.zero_grad(set_to_none=True)
-                step = Step(ends, shard, ends_epoch, scaled.scale)
+                step = Step(ends, part, ends_epoch, scaled.scale)
                 yield step
                 step.check()
                 meter.mark("optimizer")
                 if flops:
-                    ends.flops = flops.stop() / max(1, len(shard.indices))
+                    ends.flops = flops.stop() / max(1, len(part.indices))
                     flops = None
                 if ends.end(step):
                     break
@@ -212,7 +244,7 @@ class _StepEnds:
     run: Run
     cfg: TrainKeys
     model: nn.Module
-    batches: Source[Shard]
+    batches: Source[Part]
     evaluate: Evaluate
 
     def __post_init__(self) -> None:
@@ -220,6 +252,7 @@ class _StepEnds:
         self.meter = Meter(run.world.clock, run.world.device)
         self.first_step = run.step + 1
         self.total = total_steps(self.cfg, self.batches)
+        self.has_stalled = partial(outcome.has_stalled, run, self.batches.per_epoch)
         if self.has_stalled():
             self.total = run.step
         self.sums: Agreement | None = None  # the last sum, until the next step has read it
@@ -235,24 +268,24 @@ class _StepEnds:
         if isinstance(self.model, DistributedDataParallel | FSDPModule):
             self.model.register_forward_pre_hook(lambda *call: self.calls.update(forward=1))
 
-    def begin(self, pretrained: bool) -> bool:
+    def before_steps(self, pretrained: bool) -> bool:
         """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether
         there are steps to do.
         """
         run = self.run
         state = run.state
-        if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
+        if self.cfg.evaluate and run.checkpoints.resumed_from_step is None and not pretrained:
             raise InputError(
-                f"evaluate=true: {run.checkpoints.parent} has no checkpoint: "
+                f"evaluate=true: {run.checkpoints.folder.parent} has no checkpoint: "
                 "give the run_dir= of a run, or resume=PATH of a checkpoint"
             )
         if self.cfg.tensorboard:
             trackers.require("tensorboard.compat.proto.event_pb2")
         run.end_dry_run()
-        part = self.cfg.global_batch_size / (run.world.size * self.cfg.accumulate)
-        if run.world.device.type == "cuda" and part < self.cfg.small_part:
+        per_gpu = self.cfg.global_batch_size / (run.world.data.size * self.cfg.accumulate)
+        if run.world.device.type == "cuda" and per_gpu < self.cfg.small_part:
             run.say(
-                f"warning: global_batch_size={self.cfg.global_batch_size} leaves {part:g} per GPU "
+                f"warning: global_batch_size={self.cfg.global_batch_size} leaves {per_gpu:g} per GPU "
                 "and forward pass, so the GPUs mostly wait for the CPU: "
                 "use a larger batch size, or fewer GPUs"
             )
@@ -284,7 +317,7 @@ class _StepEnds:
         if isinstance(state.ema, swa_utils.AveragedModel):
             state.ema.update_parameters(state.model)
         state.step += 1
-        self.meter.step_ends(step.shard.global_size)
+        self.meter.step_ends(step.part.global_size)
         run.world.pulse.beat(watchdog.WAITING, state.step)
         self.losses.append(step.loss)
         # The ranks decide by the sums of an earlier step, so that no step waits for them. Only a
@@ -302,9 +335,9 @@ class _StepEnds:
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
-            of_step = (step.shard.epoch, self.cfg.epochs, state.step, self.total, self.shown)
-            run.progress(
-                partial(lines.progress, *of_step, self.meter.speed(), step.shard.global_size)
+            of_step = (step.part.epoch, self.cfg.epochs, state.step, self.total, self.shown)
+            run.console.progress(
+                partial(lines.progress, *of_step, self.meter.speed(), step.part.global_size)
             )
         if stop or last:
             # After the last step the run is complete: only an evaluation that was cut short still
@@ -313,15 +346,6 @@ class _StepEnds:
                 run.stopping = stop
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
-
-    def has_stalled(self) -> bool:
-        """Whether ``patience`` epochs have passed since the best evaluation."""
-        meta = self.run.state.meta
-        best = meta.get("best") or {}
-        metric = self.cfg.best_metric or "val_top1"
-        if not self.cfg.patience or meta.get("unevaluated") or metric not in best:
-            return False
-        return bool(self.run.step - best["step"] >= self.cfg.patience * self.batches.per_epoch)
 
     def is_row(self, step: int, ends_epoch: bool) -> bool:
         """Whether metrics.jsonl has a row for the step with this number."""
@@ -343,7 +367,7 @@ class _StepEnds:
 
         now = run.world.clock.now()
         every = AGREE_EVERY_S * steps / (now - self.agreed_s) if run.world.size > 1 else 1.0
-        self.sums = Agreement(run.world, run.stop, self.losses, run.save_is_due(), every)
+        self.sums = Agreement(run.world, run.stop, self.losses, run.checkpoints.is_due(), every)
         self.losses = []
         self.agreed_at = run.step
         self.agreed_s = now
@@ -366,16 +390,16 @@ class _StepEnds:
         if it does not.
         """
         run = self.run
-        shard = step.shard
+        part = step.part
         measured = self.meter.lap(_unhidden_s(self.model))
         row = {
             "total_steps": self.total,
-            "epoch": shard.epoch,
-            "loss": loss / shard.global_size,
+            "epoch": part.epoch,
+            "loss": loss / part.global_size,
             "lr": step.lr,
             **measured,
         }
-        speed = self.flops * measured["samples_per_second"] / run.world.size
+        speed = self.flops * measured["samples_per_second"] / run.world.data.size
         if speed:
             row |= achieved(speed, run.world.device)
         self.shown = row["loss"]
@@ -385,12 +409,12 @@ class _StepEnds:
             self._evaluate()
             stop = run.stopping
         try:
-            best = run.is_best() and run.keys.keep_best
+            best = outcome.is_best(run) and run.keys.keep_best
         except InputError:  # on all ranks: the epoch is not lost
-            run.save(wait=True)
+            run.checkpoints.save(wait=True)
             raise
-        if run.saver:
-            run.saver.check()
+        if run.checkpoints.saver:
+            run.checkpoints.saver.check()
         _log_row(run, row, self.cfg.global_batch_size)
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
         if ends_epoch and run.step < self.total and self.has_stalled():
@@ -398,7 +422,7 @@ class _StepEnds:
             self.total = run.step
         last = run.step == self.total
         if save or stop or last or best:
-            run.save(best=best, wait=last or bool(stop))
+            run.checkpoints.save(best=best, wait=last or bool(stop))
         self.meter.lap()
         return stop
 
@@ -415,8 +439,8 @@ class _StepEnds:
         try:
             results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
         except Exception:
-            # After a stop, a metric may fail on the part that was evaluated. Its error is ignored,
-            # as the results of that part are.
+            # After a stop, a metric may fail on the samples that were evaluated. Its error
+            # is ignored, as their results are.
             if not run.stop_is_near(at_once=True):
                 raise
             results = {}
@@ -434,8 +458,8 @@ class _StepEnds:
         if self._evaluate():
             _log_row(run, {**EARLIER_ROW, **run.state.meta["unevaluated"]})
             run.state.meta["unevaluated"] = None
-            if run.is_best() and run.keys.keep_best:
-                run.save(best=True, wait=True)
+            if outcome.is_best(run) and run.keys.keep_best:
+                run.checkpoints.save(best=True, wait=True)
 
 
 def _unhidden_s(model: nn.Module) -> float:

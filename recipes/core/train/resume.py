@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from recipes.core.run import directory, resumed
 from recipes.core.run.attempt import Attempt
 from recipes.core.train import checkpoint
 from recipes.core.train.checkpoint import State
+from recipes.core.train.console import Console
 from recipes.core.train.world import World
 
 # Keys of a run that control when all ranks save together.
@@ -25,58 +27,56 @@ OF_THE_BITS = {"torch", "world_size", "cpu_threads", "device"}
 
 
 class Context(Protocol):
-    """The part of `Run` that this module uses."""
+    """The part of `saving.Checkpoints` that this module uses."""
 
     settings: Settings
     world: World
     attempt: Attempt
-    checkpoints: Path
-
-    def say(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
+    console: Console
+    folder: Path
 
 
-def places(run: Context) -> list[Path]:
+def places(context: Context) -> list[Path]:
     """The folders that may hold the checkpoint, by this rank's own keys."""
-    if run.settings.run.resume in RESUME_WORDS:
-        return [run.checkpoints]
-    wanted = _wanted(run)
-    return [run.checkpoints, wanted / "checkpoints", wanted, wanted.parent]
+    if context.settings.run.resume in RESUME_WORDS:
+        return [context.folder]
+    wanted = _wanted(context)
+    return [context.folder, wanted / "checkpoints", wanted, wanted.parent]
 
 
-def _wanted(run: Context) -> Path:
-    return Path(os.path.realpath(Path(run.settings.run.resume).expanduser()))
+def _wanted(context: Context) -> Path:
+    return Path(os.path.realpath(Path(context.settings.run.resume).expanduser()))
 
 
-def at(run: Context, place: int, name: str) -> Path:
+def at(context: Context, place: int, name: str) -> Path:
     """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name.
     Raises InputError.
     """
-    if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
+    if not checkpoint.NAME.fullmatch(name) and name != _wanted(context).name:
         raise InputError(
             f"rank 0's port sent {shown(name)}, which is not a checkpoint to resume from: "
             "give the same resume= on all ranks, "
             "or, if another program uses this port, set another MASTER_PORT"
         )
-    return places(run)[place] / name
+    return places(context)[place] / name
 
 
-def choose(run: Context) -> tuple[int, str] | None:
+def choose(context: Context) -> tuple[int, str] | None:
     """The checkpoint to resume from, for `at`; None for none. Only rank 0 calls it. Raises
     InputError.
     """
-    path = _choose(run)
-    return (places(run).index(path.parent), path.name) if path else None
+    path = _choose(context)
+    return (places(context).index(path.parent), path.name) if path else None
 
 
-def _choose(run: Context) -> Path | None:
-    wanted = run.settings.run.resume
-    candidates = checkpoint.candidates(run.checkpoints)
-    if candidates and _has_saved_before_requeue(run):
+def _choose(context: Context) -> Path | None:
+    wanted = context.settings.run.resume
+    candidates = checkpoint.candidates(context.folder)
+    if candidates and _has_saved_before_requeue(context):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
         is_pointer = wanted in RESUME_WORDS
-        path = run.checkpoints / wanted if is_pointer else _wanted(run)
+        path = context.folder / wanted if is_pointer else _wanted(context)
         name = path.name in ("best", "latest") and checkpoint.named(path.parent, path.name)
         if name:
             path = path.with_name(name)
@@ -86,7 +86,7 @@ def _choose(run: Context) -> Path | None:
             path.stat()
         except OSError as error:
             raise InputError(
-                f"resume={wanted}: {error.strerror} on {run.world.host}: give another resume="
+                f"resume={wanted}: {error.strerror} on {context.world.host}: give another resume="
             ) from None
         if not path.is_dir():
             return path
@@ -99,7 +99,7 @@ def _choose(run: Context) -> Path | None:
     if not candidates:
         return None
     if wanted == "never":
-        problem = f"{run.attempt.run_dir} has a checkpoint ({candidates[0].name})"
+        problem = f"{context.attempt.run_dir} has a checkpoint ({candidates[0].name})"
         raise InputError(f"resume=never: {problem}: give another run_dir, or resume=auto")
 
     for path in candidates:
@@ -108,30 +108,30 @@ def _choose(run: Context) -> Path | None:
             return path
         except InputError as error:
             next_step = "" if path == candidates[-1] else "; using the previous checkpoint"
-            run.warn(f"{error}{next_step}")
+            context.console.warn(f"{error}{next_step}")
     raise InputError(
         f"{candidates[0].parent}: no checkpoint can be read: "
         "to start from step 0, move the checkpoints to another folder"
     )
 
 
-def _has_saved_before_requeue(run: Context) -> bool:
+def _has_saved_before_requeue(context: Context) -> bool:
     """Whether this job was requeued and a checkpoint of its earlier training exists."""
-    if run.settings.config.evaluate or not run.world.ranks.restart_count:
+    if context.settings.config.evaluate or not context.world.ranks.restart_count:
         return False
-    before = attempts.owner(run.attempt.run_dir)  # this attempt has not begun yet
+    before = attempts.owner(context.attempt.run_dir)  # this attempt has not begun yet
     if not before:
         return False
     facts = before.facts()
-    if facts.get("job") != run.attempt.facts().get("job"):
+    if facts.get("job") != context.attempt.facts().get("job"):
         return False
     if facts.get("own"):
         return True
-    status = directory.read_status(run.attempt.run_dir) or {"attempt": None}
+    status = directory.read_status(context.attempt.run_dir) or {"attempt": None}
     return bool(status["attempt"] == before.number and status["step"] > facts.get("step", 0))
 
 
-def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> None:
+def load(context: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> None:
     """Loads the checkpoint into ``state``, if the run's keys allow that, and logs it. Called by all
     ranks.
 
@@ -139,42 +139,43 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     differs that may not, or if the checkpoint cannot be read. Raises MachineError if this node does
     not see it.
     """
-    world = run.world
+    world = context.world
     problem = f"{world.host}: does not see {path}, which rank 0 on {world.hosts[0]} has chosen"
     world.await_seen(path.exists, path.parent, problem)
     content = checkpoint.read(path)
     meta = content["meta"]
-    evaluate = run.settings.config.evaluate
-    _check_keys(run, path, content, sampler, state.meta["config"])
+    evaluate = context.settings.config.evaluate
+    _check_keys(context, path, content, sampler, state.meta["config"])
     checkpoint.restore(path, state, content, to_train=not evaluate)
     if len(content["rng"]) == world.size:
         checkpoint.set_rng_state(content["rng"][world.rank], world.device)
     # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no
     # postponed evaluation.
-    if path.parent == run.checkpoints:
+    if path.parent == context.folder:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
     if not evaluate and "loss_scale" in meta:
         state.meta["loss_scale"] = meta["loss_scale"]
-    run.say(f"resumed from {path}, step {state.step}")
+    context.console.say(f"resumed from {path}, step {state.step}")
     before = meta.get("code") or {}
     now = state.meta["code"]
     changed = ", ".join(name for name in now if before.get(name, now[name]) != now[name])
     if changed:
-        run.say(f"warning: the code has changed since this checkpoint was saved: {changed}")
+        problem = "the code has changed since this checkpoint was saved"
+        context.console.say(f"warning: {problem}: {changed}")
 
     saved = {**state.meta, **meta}  # earlier versions saved no device
     other = resumed.differences(saved, state.meta, saved.keys() - OF_THE_BITS)
-    if world.device.type == "cuda" and not run.settings.config.deterministic:
+    if world.device.type == "cuda" and not context.settings.config.deterministic:
         other.append("deterministic=false")
     if other and not evaluate:
-        run.say(
+        context.console.say(
             "samples and order are unchanged, but results will not be bitwise identical "
             f"({'; '.join(other)})"
         )
 
 
 def _check_keys(
-    run: Context,
+    context: Context,
     path: Path,
     content: Mapping[str, Any],
     sampler: Mapping[str, Any],
@@ -185,16 +186,17 @@ def _check_keys(
     """
     recipe = content["meta"].get("recipe")
     before = content["meta"]["config"]
-    if recipe != run.settings.recipe:
+    if recipe != context.settings.recipe:
         raise InputError(
-            f"checkpoint {path}: is of recipe {recipe}, not {run.settings.recipe}: use that recipe"
+            f"checkpoint {path}: is of recipe {recipe}, not {context.settings.recipe}: "
+            "use that recipe"
         )
-    if run.settings.config.evaluate:
+    if context.settings.config.evaluate:
         changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & now.keys()))
     else:
-        may_change = declare.may_change(type(run.settings.config))
+        may_change = declare.may_change(type(context.settings.config))
         # Without the run's config.yaml, its length was not compared before.
-        if not (run.settings.resumes or run.settings.run.force):
+        if not (context.settings.resumes or context.settings.run.force):
             may_change -= set(resumed.LENGTH)
         changed = resumed.differences(before, now, may_change)
         # Earlier versions saved no digest of the validation set.
@@ -208,14 +210,20 @@ def _check_keys(
         )
 
 
-def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None:
+def plain(settings: Settings) -> dict[str, Any]:
+    """The recipe's keys in the form that a checkpoint holds: texts, numbers and booleans."""
+    return {field.name: settings.saved[field.name] for field in fields(settings.config)}
+
+
+def compare_keys(world: World, settings: Settings, order: Mapping[str, Any]) -> None:
     """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks
     are started by hand.
 
-    keys: the recipe's, and what determines the order of samples. The keys of the run that control
-    when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
+    order: what determines the order of samples. The recipe's keys are compared, and the keys of the
+    run that control when all ranks save (`OF_ALL_RANKS`). Called by all ranks.
     """
-    keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
+    of_saving = {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
+    keys = {**plain(settings), **order, **of_saving}
     first = world.from_rank_0("keys", lambda: keys)
     paths = declare.declared(type(settings.config), "path")
     other = [

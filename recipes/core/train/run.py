@@ -1,42 +1,32 @@
 """What a recipe's ``main`` gets: this rank's part of one attempt of a run."""
 
-import contextlib
-import math
-import os
-import platform
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import torch
-import torch.distributed
 import yaml
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Mode, RunKeys, TrainKeys
-from recipes.core.data.sampling import Shard, Source
-from recipes.core.errors import InputError, Kind, MachineError, RunError
+from recipes.core.config.run_keys import RunKeys, TrainKeys
+from recipes.core.data.sampling import Part, Source
+from recipes.core.errors import RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, rows, signals, source, watchdog
+from recipes.core.run import signals, source
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
-from recipes.core.report import trackers
-from recipes.core.train import agreement, checkpoint, metrics, resume, sharding
+from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.checkpoint import Share, State
-from recipes.core.train.device import device_name
+from recipes.core.train.checkpoint import State
+from recipes.core.train.console import Console
+from recipes.core.train.saving import Checkpoints
 from recipes.core.train.world import World
 
-ROWS_S = 0.05  # between two questions whether other ranks have written their rows of a checkpoint
-ID_BYTES = 8  # of the random ID of a checkpoint
 STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
 
@@ -50,17 +40,11 @@ class Run:
     world: World
     attempt: Attempt
     stop: signals.StopFlag
-    terminal: TextIO | None
-    rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
-    state: State = None  # type: ignore[assignment]  # set by resume()
-    # of each checkpoint; set by resume()
-    sampler: Mapping[str, Any] = field(default_factory=dict)
-    resumed_from_step: int | None = None
-    resumed_from: Path | None = None
+    console: Console
+    rows: metrics.Rows | None = None  # on rank 0 only; set when the run starts
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
-    saver: checkpoint.Saver | None = None  # on the first `shared_by` ranks
-    begun: bool = False
+    is_running: bool = False
     stopping: str = ""
     # of the last evaluation; set by loop.steps
     results: Mapping[str, Any] = field(default_factory=dict)
@@ -69,28 +53,19 @@ class Run:
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
     _store_asked_at: float = 0.0
-    _commit: str | None = None  # git commit of the code, on rank 0
+    commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
-        self.started = time.monotonic()
+        self.opened_at = time.monotonic()
         self.failing = threading.Lock()  # held to record why this rank ends
-        self._saved_at = self.world.clock.now()
-        # folder that resume= uses; for an evaluation of a run, that of the run
-        trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
-        self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
-
-        count = self.shared_by
-        if self.world.rank < count:
-            self.saver = checkpoint.Saver(
-                self.dir / "checkpoints",
-                self.attempt.staging,
-                self._saved,
-                self.keys.keep_checkpoints,
-                self.keys.keep_every_steps,
-                Share(
-                    self.world.rank, count, self.attempt.number, self._wrote_rows, self._await_rows
-                ),
-            )
+        self.say = self.console.say
+        self.warn = self.console.warn
+        cfg = self.settings.config
+        is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp"
+        shared_by = (cfg.shard_size or self.ranks) if is_divided else 1
+        self.checkpoints = Checkpoints(
+            self.settings, self.world, self.attempt, self.console, shared_by
+        )
 
     @property
     def dir(self) -> Path:
@@ -102,54 +77,28 @@ class Run:
         return self.settings.run
 
     @property
+    def state(self) -> State:
+        """None until `resume` has set it."""
+        return self.checkpoints.state
+
+    @property
     def step(self) -> int:
         """Completed optimiser steps."""
         return self.state.step if self.state else 0
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the run. Under `launch.py check`, which runs as one process, the
-        number of ranks of the job.
+        """Number of ranks that see different samples. Under `launch.py check`, which runs as one
+        process, the number of ranks of the job.
         """
-        return self.dry_run.ranks if self.dry_run else self.world.size
-
-    @property
-    def shared_by(self) -> int:
-        """Number of ranks that share a copy of the model."""
-        cfg = self.settings.config
-        is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp"
-        return (cfg.shard_size or self.ranks) if is_divided else 1
+        return self.dry_run.ranks if self.dry_run else self.world.data.size
 
     def close_rows(self) -> None:
         if self.rows:
             self.rows.close()
 
-    def say(self, text: str) -> None:
-        """Prints a line, on rank 0 only."""
-        if self.world.rank == 0:
-            self.progress("")
-            print(text, flush=True)
-
-    def warn(self, text: str) -> None:
-        """Prints a warning from any rank, with its host name."""
-        line = f"warning: rank {self.world.rank} on {self.world.host}: {text}"
-        print(line, file=sys.stderr, flush=True)
-
-    def progress(self, text: str | Callable[[int], str]) -> None:
-        """Rewrites rank 0's progress line in place, on a terminal only. text: may be a function of
-        the terminal's columns.
-        """
-        if self.terminal and self.world.rank == 0:
-            try:
-                columns = os.get_terminal_size(self.terminal.fileno()).columns or 80
-                line = text(columns) if callable(text) else text[: columns - 1]
-                self.terminal.write(f"\r\033[K{line}")
-                self.terminal.flush()
-            except OSError:  # the terminal is closed; the run continues
-                self.terminal = None
-
-    def resume(self, state: State, batches: Source[Shard]) -> None:
-        """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
+    def resume(self, state: State, batches: Source[Part]) -> None:
+        """Starts the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
         there is one.
 
         From here on, each rank draws other random numbers from torch, for dropout; a checkpoint
@@ -157,7 +106,7 @@ class Run:
         order. Called by all ranks. Raises InputError if the checkpoint is of another run or cannot
         be read. Then the status of the run directory does not change.
         """
-        if self.begun:
+        if self.is_running:
             raise RunError(
                 "run.resume(): called twice: call it once, before the loop over loop.steps()"
             )
@@ -165,37 +114,14 @@ class Run:
             raise RunError(
                 "State(): give it the network itself, not the result of world.parallel()"
             )
-        cfg = self.settings.config
-        self.state = state
-        self.sampler = batches.order
-        state.meta = {
-            "recipe": self.settings.recipe,
-            "config": _plain(self.settings),
-            "world_size": self.world.size,
-            "torch": str(torch.__version__),
-            "cpu_threads": torch.get_num_threads(),
-            "device": device_name(self.world.device),
-            "about": dict(state.about),
-            # rank 0 saves and compares it
-            "code": {} if self.world.rank else source.loaded(ROOT),
-            "best": None,  # best evaluation so far: best_metric's value, and its step
-            # the row of an epoch's last step if a stop has postponed its evaluation
-            "unevaluated": None,
-        }
-        torch.manual_seed((cfg.seed * 1_000_003 + self.world.rank + 1) % 2**63)
-        resume.compare_keys(self.world, self.settings, state.meta["config"] | batches.order)
-        chosen = self.world.from_rank_0("checkpoint", lambda: resume.choose(self))
-        if chosen:
-            self.resumed_from = resume.at(self, *chosen)
-            resume.load(self, self.resumed_from, state, self.sampler)
-            self.resumed_from_step = state.step
-        self._begin()
+        self.checkpoints.resume(state, batches)
+        self._start()
 
-    def begin(self) -> None:
-        """Begins a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
-        resume.compare_keys(self.world, self.settings, _plain(self.settings))
+    def start(self) -> None:
+        """Starts a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
+        resume.compare_keys(self.world, self.settings, {})
         self.end_dry_run()
-        self._begin()
+        self._start()
 
     def end_dry_run(self) -> None:
         """If `launch.py check` started this process, writes what it found and raises DryRunEnd,
@@ -204,40 +130,43 @@ class Run:
         if not self.dry_run:
             return
         evaluates = self.settings.config.evaluate
-        facts: dict[str, Any] = {"resumed_from_step": self.resumed_from_step}
+        facts: dict[str, Any] = {"resumed_from_step": self.checkpoints.resumed_from_step}
         if self.state:
             parameters = list(self.state.model.parameters())
             facts |= {"parameters": sum(p.numel() for p in parameters), "evaluates": evaluates}
         if self.state and not evaluates:
             size = checkpoint.size_in_training(self.state)
             gradients = checkpoint.size_of([p for p in parameters if p.requires_grad])
-            facts |= {"samples": self.sampler.get("num_samples"), "checkpoint_bytes": size}
-            facts["rank_bytes"] = (size + gradients) // self.shared_by
+            facts |= {
+                "samples": self.checkpoints.order.get("num_samples"),
+                "checkpoint_bytes": size,
+            }
+            facts["rank_bytes"] = (size + gradients) // self.checkpoints.shared_by
         files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
         raise DryRunEnd
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if self.world.rank == 0:
             attempts.check_owner(self.attempt)
-            files.remove_temporary(self.dir / "checkpoints")
+            files.remove_temporary(self.checkpoints.own)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
                 files.write_bytes(self.dir / "config.yaml", text.encode())
-            self._commit = source.commit(ROOT)
+            self.commit = source.commit(ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
             diff = source.difference(ROOT)
             for folder in (self.dir, self.attempt.folder) if diff else ():
                 files.write_bytes(folder / source.DIFF, diff)
 
-            path = self.resumed_from
-            is_own = path is not None and path.parent == self.dir / "checkpoints"
+            path = self.checkpoints.resumed_from
+            is_own = path is not None and path.parent == self.checkpoints.own
             if path and is_own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 # the run may have been resumed from an earlier step
                 checkpoint.point(path, "latest")
             attempts.begin(self.attempt, self.step, is_own)
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             attempts.write_status(self.attempt, "running", self.step)
-        self.begun = True
+        self.is_running = True
 
     def stop_is_near(self, at_once: bool = False) -> bool:
         """Whether this rank or another rank was notified to stop. For a long loop between two
@@ -262,187 +191,3 @@ class Run:
         with self.world.meeting():
             _, reason, _, _ = Agreement(self.world, self.stop).read()
         return reason
-
-    def save_is_due(self) -> bool:
-        """Whether rank 0 requests a checkpoint by checkpoint_every_s=. It requests each one once;
-        all ranks save it up to a step later.
-        """
-        now = self.world.clock.now()
-        every_s = self.keys.checkpoint_every_s
-        due = self.world.rank == 0 and 0 < every_s <= now - self._saved_at
-        if due:
-            self._saved_at = now
-        return due
-
-    def save(self, *, best: bool = False, wait: bool = False) -> None:
-        """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless
-        ``wait``. Called by all ranks.
-
-        best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or
-        the previous one cannot be written.
-        """
-        self._saved_at = self.world.clock.now()
-        self.world.pulse.beat(watchdog.WAITING)
-        gathered = self.world.gather(os.urandom(ID_BYTES) + checkpoint.rng_state(self.world.device))
-        checkpoint_id = gathered[0][:ID_BYTES].hex()
-        self.world.pulse.beat(watchdog.SAVING)
-        if isinstance(self.state.model, FSDPModule):
-            sharding.reshard(self.state.model)
-        if self.saver:
-            rng = [part[ID_BYTES:] for part in gathered]
-            content = checkpoint.content_of(self.state, self.sampler, rng)
-            self.saver.save(content, best, checkpoint_id)
-            if wait:
-                self.saver.wait()
-        if wait:
-            self.world.pulse.beat(watchdog.WAITING)
-            torch.distributed.barrier()
-
-    def _saved(self, path: Path, step: int) -> None:
-        attempts.write_status(self.attempt, "running", step)
-        self._export()
-        self.progress("")
-        print(f"checkpoint {path}", flush=True)
-
-    def _wrote_rows(self, step: int) -> None:
-        self.world.store.set(f"rows/{step}/{self.world.rank}", "")
-
-    def _await_rows(self, step: int) -> None:
-        """Waits until the other ranks that share the model have written their rows. Called in the
-        thread of rank 0's saver.
-        """
-        end = time.monotonic() + self.keys.timeout_s
-        for rank in range(1, self.shared_by):
-            while not self.world.store.check([f"rows/{step}/{rank}"]):
-                if time.monotonic() > end:
-                    host = self.world.hosts[rank]
-                    raise MachineError(
-                        f"rank {rank} on {host} has not written its part of the checkpoint "
-                        f"of step {step} within {self.keys.timeout_s:g} s (timeout_s)"
-                    )
-                time.sleep(ROWS_S)
-
-    def _export(self) -> None:
-        """tensorboard=true: adds the rows up to the newest checkpoint to TensorBoard's events. A
-        failure is a warning.
-        """
-        if getattr(self.settings.config, "tensorboard", False):
-            try:
-                with files.locked(self.dir / trackers.LOCK):
-                    trackers.export(self.dir, "tensorboard", "")
-            except (InputError, MachineError, OSError) as error:
-                self.warn(f"tensorboard=true: {error}")
-
-    def is_best(self) -> bool:
-        """Whether ``results`` are the best so far. If they are, ``state.meta`` records them. The
-        same on all ranks.
-
-        Raises InputError if ``best_metric`` is given and is not one of the results.
-        """
-        cfg = self.settings.config
-        name = cfg.best_metric or "val_top1"
-        score = self.results.get(name)
-        is_needed = self.results and (cfg.best_metric or cfg.patience)
-        if is_needed and not isinstance(score, float | int):
-            numbers = [key for key, value in self.results.items() if isinstance(value, float)]
-            raise InputError(
-                f"best_metric={name}: must be one of the numbers that the evaluation returns "
-                f"({', '.join(numbers) or 'none'})"
-            )
-        if score is None:
-            return False
-        if not math.isfinite(score):
-            problem = f"{name} is {score} at step {self.step}"
-            self.say(f"warning: {problem}: this evaluation cannot be the best")
-            return False
-
-        best = self.state.meta.get("best") or {}
-        sign = 1 if cfg.best_mode is Mode.max else -1
-        if name in best and sign * score <= sign * best[name]:
-            return False
-        self.state.meta["best"] = {name: float(score), "step": self.step}
-        return True
-
-    def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the
-        run was stopped before its end.
-
-        Raises RunError if the recipe has left the loop over `loop.steps` early, or if ``results``
-        cannot be written.
-        """
-        if self.state and not self.complete:
-            raise RunError(
-                "main() has left the loop over loop.steps() before its end: "
-                "remove the break or return, and give max_steps= instead"
-            )
-        results = metrics.require_results("main()", results)
-        self.world.pulse.beat(watchdog.OUTSIDE)
-        if self.world.rank:
-            return
-
-        attempts.check_owner(self.attempt)
-        cfg = self.settings.config
-        with contextlib.suppress(OSError):
-            self.attempt.staging.rmdir()  # it is empty: everything is saved
-        step = self.step
-        if self.stopping:
-            why = {"reason": self.stopping, "kind": Kind.stopped}
-            attempts.write_status(self.attempt, "preempted", step, **why)
-            place = f"at step {step}, saved in {self.dir}"
-            if cfg.evaluate:
-                place = "before the evaluation's end"
-            self.say(f"stopped by {self.stopping} {place}")
-            return
-
-        if results or not (self.dir / "summary.json").exists():
-            summary = self._summary()
-            if "efficiency" in summary:
-                self.say(f"efficiency: {summary['efficiency']}")
-            files.write_json(self.dir / "summary.json", {**summary, **results})
-        attempts.write_status(self.attempt, "done", step)
-        self._export()
-        ended = "evaluated" if cfg.evaluate else "finished at"
-        self.say(f"{ended} step {step}{directory.results(self.dir)}")
-
-    def _summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``, without the results."""
-        cfg = self.settings.config
-        summary = {
-            "recipe": self.settings.recipe,
-            "world_size": self.world.size,
-            "num_nodes": self.world.ranks.num_nodes,
-            "device": self.world.device.type,
-            "backend": self.world.backend,
-            "epochs": cfg.epochs,
-            "steps": self.step,
-            "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
-            "wall_seconds": round(time.monotonic() - self.started, 3),
-            "resumed_from_step": self.resumed_from_step,
-            "restarts": self.attempt.number,
-            "git_commit": self._commit,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                # If the recipe uses it.
-                "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),
-                "cuda": torch.version.cuda,
-            },
-        }
-        if self.state:
-            trained = (p.numel() for p in self.state.model.parameters() if p.requires_grad)
-            summary["parameters"] = sum(trained)
-            summary["global_batch_size"] = cfg.global_batch_size
-            summary["strategy"] = cfg.strategy
-            if self.state.meta["best"]:
-                summary["best"] = self.state.meta["best"]
-
-        facts = self.attempt.facts()
-        line = efficiency.verdict(rows.rows(self.dir), facts, self.settings.saved)
-        if line:
-            summary["efficiency"] = line
-        return summary
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    """The recipe's keys in the form that a checkpoint holds: texts, numbers and booleans."""
-    return {field.name: settings.saved[field.name] for field in fields(settings.config)}

@@ -31,7 +31,8 @@ from recipes.core.run import directory, entry, in_use, logs, resumed, signals, w
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
-from recipes.core.train import failure, torch_errors
+from recipes.core.train import failure, outcome, torch_errors
+from recipes.core.train.console import Console
 from recipes.core.train.device import resolve_device
 from recipes.core.train.rendezvous import process_group
 from recipes.core.train.run import Run
@@ -117,8 +118,9 @@ def _attempt(
     log = attempt.run_dir / "logs" / f"rank{world.rank}.log"
     failure.task_memory()
     with logs.copied_to(log) as terminal, contextlib.ExitStack() as stack:
+        console = Console(world.rank, world.host, terminal)
         current = Run(
-            start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run
+            start.settings, world, attempt, stop, console, was_done=was_done, dry_run=start.dry_run
         )
         stack.callback(current.close_rows)
         world.pulse.tell(
@@ -140,7 +142,7 @@ def _attempt(
             introduce(current, start)
             check_shared(current)
             world.pulse.beat(watchdog.OUTSIDE)
-            current.finish(main(start.settings.config, current))
+            outcome.finish(current, main(start.settings.config, current))
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
             return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
@@ -148,7 +150,7 @@ def _attempt(
             return errors.EXIT_DONE
         except BaseException as error:
             current.failing.acquire()  # never released: nothing else may record an error
-            current.progress("")
+            console.progress("")
             return failure.fail(current, error)
 
 

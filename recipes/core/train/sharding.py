@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 NUMBER = "divided tensor"  # key of a dictionary that stands for a divided tensor in a checkpoint
 
 
-def shard(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -> None:
+def divide(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -> None:
     """Divides ``model`` in place: each element of its lists of blocks on its own, then the rest. A
     collective.
 

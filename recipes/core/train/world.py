@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,13 @@ MOST_SHAPES = 64  # beyond torch's own limit, 8, the model would run uncompiled
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
 
 
+class DataPlace(NamedTuple):
+    """A rank's place among the ranks that see different samples."""
+
+    rank: int
+    size: int
+
+
 @dataclass(frozen=True)
 class World:
     """This rank among all ranks.
@@ -68,6 +75,13 @@ class World:
     @property
     def size(self) -> int:
         return self.ranks.world_size
+
+    @property
+    def data(self) -> DataPlace:
+        """This rank's place among the ranks that see different samples. These are all ranks, as
+        each has a whole sample for its model.
+        """
+        return DataPlace(self.rank, self.size)
 
     @property
     def host(self) -> str:
@@ -325,7 +339,7 @@ class World:
             return model
         with self.meeting():  # DDP's constructor compares the ranks' parameters
             if cfg and cfg.strategy == "fsdp":
-                sharding.shard(model, self.device, self.size, cfg.shard_size)
+                sharding.divide(model, self.device, self.size, cfg.shard_size)
             else:
                 parallel = DistributedDataParallel(
                     model,

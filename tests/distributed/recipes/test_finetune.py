@@ -64,7 +64,8 @@ def test_the_images_are_those_of_the_folder_normalised(train: Any, photographs: 
     brightest = seen.mean((2, 3)).amax(1) * 255
     colors = sorted(round(value / 10) for value in brightest.tolist())
     assert colors == [20] * 8 + [22] * 16  # green, blue and red
-    assert trained.run.sampler["validation_data"] not in ("", trained.run.sampler["data"])
+    order = trained.run.checkpoints.order
+    assert order["validation_data"] not in ("", order["data"])
     assert trained.run.state.about == {"classes": ["blue", "green", "red"]}
     results = trained.results
     assert sum(map(sum, results["val_confusion"])) == results["val_samples"] == 6

@@ -122,7 +122,7 @@ def test_half_of_the_crops_are_flipped_and_the_loss_is_that_of_their_labels(trai
 
 def test_an_evaluation_starts_from_the_weights_of_a_run(train: Train, tmp_path: Path) -> None:
     trained = train("max_steps=2")
-    run_dir = trained.run.checkpoints.parent.rename(tmp_path / "before")
+    run_dir = trained.run.dir.rename(tmp_path / "before")
     assert train("evaluate=true", f"weights={run_dir}").results == trained.results
     with pytest.raises(ConfigError, match="cannot be used with pretrained=true"):
         train("pretrained=true", f"weights={run_dir}")
@@ -141,7 +141,7 @@ def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path
     expected = {f"val_top{k}": one_rank.top(outputs, labels, k) for k in (1, 5)}
     assert trained.results == {**expected, "val_samples": 13, "skipped_samples": 0}
     # as in test_mnist
-    assert trained.run.sampler["data"] == classfolder.scan(slopes / "train").digest()
+    assert trained.run.checkpoints.order["data"] == classfolder.scan(slopes / "train").digest()
 
 
 def test_pretrained_weights_are_evaluated_without_a_checkpoint(train: Train) -> None:

@@ -73,7 +73,7 @@ def test_test_images_are_unchanged_and_counted_by_their_labels(train: Train) -> 
         pixels = one_rank.unnormalised(batch.inputs, MEAN, STD)
         seen |= {image.numpy().tobytes() for image in pixels}
     assert seen == {image.numpy().tobytes() for image in TRAIN.images}  # augment=false
-    assert trained.run.sampler["data"] == TRAIN.digest()  # a run is not resumed with other images
+    assert trained.run.checkpoints.order["data"] == TRAIN.digest()  # not resumed with other images
     [forward] = trained.evaluation
     assert torch.equal(one_rank.unnormalised(forward.inputs, MEAN, STD), TEST.images)
     expected = {f"val_top{k}": one_rank.top(forward.outputs, TEST.labels, k) for k in (1, 5)}

@@ -20,7 +20,7 @@ from recipes import cifar, imagenet, mnist, toy
 from recipes.core.data.in_memory import ImageSet
 from recipes.core.train import loop, optimisation
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.run import Run
+from recipes.core.train.saving import Checkpoints
 from tests.distributed import one_rank
 
 META = torch.device("meta")
@@ -45,7 +45,7 @@ def train(recipe: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *wo
     monkeypatch.setattr(cifar, "whitening", lambda images: torch.zeros(24, 3, 2, 2))
     monkeypatch.setattr(Agreement, "read", lambda sums: ([0.0], "", False, 1.0))
     monkeypatch.setattr(loop._StepEnds, "_evaluate", lambda ends: True)
-    monkeypatch.setattr(Run, "save", lambda run, **how: None)
+    monkeypatch.setattr(Checkpoints, "save", lambda checkpoints, **how: None)
     one_rank.train(recipe, folder, monkeypatch, *words, "max_steps=2")
 
 

@@ -28,7 +28,7 @@ from torch.optim import swa_utils
 from recipes.conf.mnist import Config
 from recipes.core import errors
 from recipes.core.config.run_keys import Dtype, Mode
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Part
 from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
@@ -41,6 +41,7 @@ from recipes.core.train import (
     loop,
     metrics,
     optimisation,
+    outcome,
     rendezvous,
     resume,
     scores,
@@ -50,6 +51,7 @@ from recipes.core.train import (
 from recipes.core.train import world as worlds
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
+from recipes.core.train.console import Console
 from recipes.core.train.run import Run
 from tests import helpers
 
@@ -84,6 +86,7 @@ class Trained:
         self.calls = {"backward": 1, "optimizer": 1, "scheduler": 1}
         self.leave_at = 0
         self.reduction: Callable[[Tensor], Tensor] = lambda losses: losses[:, 0]
+        self.weights: Callable[[int], Tensor | None] = lambda samples: None
         vars(self).update(changed)
         for name in ("logs", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -106,7 +109,8 @@ class Trained:
             attempt = helpers.attempt(self.folder, step=None)
             state = State(net, optimizer, scheduler)
             settings = dataclasses.replace(start.settings, config=cfg)
-            run = Run(settings, world, attempt, stop, None, state=state, sampler=batches.order)
+            console = Console(world.rank, world.host)
+            run = Run(settings, world, attempt, stop, console)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
@@ -122,19 +126,21 @@ class Trained:
 
             try:
                 if resumes:
-                    run.resume(run.state, batches)
+                    run.resume(state, batches)
                 else:
                     attempts.begin(attempt, 0, own=False)
-                    run.begun = True
+                    run.checkpoints.state = state
+                    run.checkpoints.order = batches.order
+                    run.is_running = True
                     run.rows = metrics.Rows(self.folder / "metrics.jsonl")
                 for step in loop.steps(run, cfg, net, batches, evaluate):
                     self.now += 2.0
                     if run.step + 1 == self.stop_at:
                         os.kill(os.getpid(), signal.SIGUSR2)
-                    for shard in step.shards:
-                        losses = net(torch.ones(len(shard.indices), 1))
+                    for part in step.parts:
+                        losses = net(torch.ones(len(part.indices), 1))
                         for _ in range(self.calls["backward"]):
-                            step.backward(self.reduction(losses))
+                            step.backward(self.reduction(losses), self.weights(len(losses)))
                     for _ in range(self.calls["optimizer"]):
                         optimizer.step()
                     for _ in range(self.calls["scheduler"]):
@@ -142,11 +148,11 @@ class Trained:
                     if run.step + 1 == self.leave_at:
                         break
                 if resumes:
-                    run.finish(run.results)
+                    outcome.finish(run, run.results)
             finally:
                 run.close_rows()
-                assert run.saver
-                run.saver.wait()
+                assert run.checkpoints.saver
+                run.checkpoints.saver.wait()
         return dict(run.results), run
 
 
@@ -262,11 +268,11 @@ def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: 
             "backward",
             0,
             (
-                r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of "
-                r"step\.shards$"
+                r"^step\.backward\(\): called 0 times in step 1: call it once for each part of "
+                r"step\.parts$"
             ),
         ),
-        ("backward", 2, r"^step\.backward\(\): called again for the same shard: call it once "),
+        ("backward", 2, r"^step\.backward\(\): called again for the same part: call it once "),
         (
             "optimizer",
             0,
@@ -298,10 +304,36 @@ def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduc
         Trained(tmp_path, reduction=reduction).run()
 
 
+@pytest.mark.parametrize(
+    ("weights", "line"),
+    [
+        (
+            lambda samples: torch.ones(samples, 1),
+            r"weights of shape \(3, 1\), not \(3,\): give one weight per sample$",
+        ),
+        (
+            lambda samples: torch.ones(3) if samples == 3 else None,
+            r"give weights for each part of a step, or for none$",
+        ),
+        (
+            lambda samples: torch.ones(2) if samples == 2 else None,
+            r"give weights for each part of a step, or for none$",
+        ),
+    ],
+    ids=["(B, 1)", "first", "second"],
+)
+def test_weights_other_than_one_for_each_sample_are_refused(
+    tmp_path: Path, weights: Any, line: str
+) -> None:
+    """A batch of 5 has pieces of 3 and 2."""
+    with pytest.raises(RunError, match=r"^step\.backward\(\): " + line):
+        Trained(tmp_path, weights=weights).run(accumulate=2)
+
+
 def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
     nothing: Any = None
-    begun: Any = SimpleNamespace(begun=True)
-    new: Any = SimpleNamespace(begun=False)
+    begun: Any = SimpleNamespace(is_running=True)
+    new: Any = SimpleNamespace(is_running=False)
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     wrapped: Any = SimpleNamespace(model=model)
     with pytest.raises(RunError, match=r"^loop\.steps\(\): call run\.resume\(\) before it"):
@@ -337,7 +369,7 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
     for pointer, step in (("best", 2), ("latest", 4)):
         again = Trained(tmp_path / pointer, values=[0.1, 0.2])
         _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
-        assert run.resumed_from_step == step
+        assert run.checkpoints.resumed_from_step == step
         assert run.state.step == 6
         # The first run's best checkpoint is in another folder, so this run starts without a best
         # result.
@@ -406,10 +438,10 @@ def test_rows_and_summary_have_rate_speed_and_wait_for_data(
     begin = time.monotonic()
     epoch = GlobalBatches.epoch
 
-    def slow(batches: GlobalBatches, number: int, first_batch: int = 0) -> Iterator[Shard]:
-        for shard in epoch(batches, number, first_batch):
+    def slow(batches: GlobalBatches, number: int, first_batch: int = 0) -> Iterator[Part]:
+        for part in epoch(batches, number, first_batch):
             trained.now += 0.5
-            yield shard
+            yield part
 
     monkeypatch.setattr(watchdog.RunningClock, "now", lambda clock: trained.now)
     monkeypatch.setattr(GlobalBatches, "epoch", slow)
@@ -446,7 +478,7 @@ def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Pa
     trained = Trained(tmp_path, values=[0.9, 0.5])
     trained.run(resumes=True, epochs=1)
     _, run = trained.run(resumes=True, epochs=2)
-    assert run.resumed_from_step == 2
+    assert run.checkpoints.resumed_from_step == 2
     assert run.state.meta["best"] == {"val_top1": 0.9, "step": 2}
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
 
@@ -499,7 +531,7 @@ def test_a_postponed_evaluation_runs_first_on_a_resume(
 
 def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_path: Path) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
-    assert run.saver
+    assert run.checkpoints.saver
     waited: list[int] = []
 
     def save() -> None:
@@ -507,7 +539,7 @@ def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_
         waited.append(1)
         raise MemoryError  # want of memory may well end both
 
-    run.saver._writing = run.saver._pool.submit(save)
+    run.checkpoints.saver._writing = run.checkpoints.saver._pool.submit(save)
     assert failure.fail(run, RuntimeError("this")) == 1
     assert waited == [1]
     assert attempts.records(run.attempt)[0]["error"] == "RuntimeError: this"
@@ -544,7 +576,7 @@ def test_an_evaluation_cut_short_elsewhere_does_not_count(
     run.results = {"loss": 9.0, "val_loss": 0.5}
     run.rows = metrics.Rows(tmp_path / "metrics.jsonl")
     # it has been closed
-    run.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))
+    run.console.terminal = cast(Any, SimpleNamespace(fileno=lambda: os.open("/nosuch", 0)))
     loop._log_row(run, {**loop.EARLIER_ROW, "epoch": 0, "loss": 1.0, "lr": 0.1})
     last = helpers.rows(tmp_path)[-1]
     assert last["loss"] == 1.0
@@ -612,11 +644,11 @@ def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
     assert saved == ["step-00000004.pt"]
     _, run = Trained(tmp_path).run(checkpoint_every_s=0.001)
     time.sleep(0.01)
-    assert run.save_is_due()
+    assert run.checkpoints.is_due()
     time.sleep(0.01)
     second = dataclasses.replace(run.world.ranks, rank=1)
-    run.world = dataclasses.replace(run.world, ranks=second)
-    assert not run.save_is_due()
+    run.checkpoints.world = dataclasses.replace(run.world, ranks=second)
+    assert not run.checkpoints.is_due()
 
 
 def test_an_error_names_the_line_of_the_recipe() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recipes.core.data import sampling
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Part
 
 COUNT = 60
 HEIGHT = 9
@@ -83,7 +83,7 @@ def test_augmentation_is_the_same_on_all_ranks_and_differs_between_epochs() -> N
 @given(samples=st.integers(1, 300), batch_size=st.integers(1, 400))
 def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_size: int) -> None:
     batches = GlobalBatches(samples, batch_size, 0, 0, 1)
-    sizes = [shard.global_size for shard in batches.epoch(0)]
+    sizes = [part.global_size for part in batches.epoch(0)]
     assert len(sizes) == batches.per_epoch
     assert sum(sizes) == samples
     for size in sizes[:-2]:
@@ -96,9 +96,9 @@ def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_si
 
 @settings(deadline=None)  # a busy machine may pause for a second
 @given(length=st.integers(0, 20), count=st.integers(1, 30))
-def test_pieces_of_a_shard_are_complete_and_not_empty(length: int, count: int) -> None:
-    shard = Shard(1, 2, torch.arange(length), 77)
-    pieces = shard.pieces(count)
+def test_pieces_of_a_part_are_complete_and_not_empty(length: int, count: int) -> None:
+    part = Part(1, 2, torch.arange(length), 77)
+    pieces = part.pieces(count)
     indices = []
     for piece in pieces:
         indices += piece.indices.tolist()
@@ -133,17 +133,17 @@ def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_si
 def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
     samples: int, batch_size: int, world_size: int, seed: int, epoch: int, from_batch: int
 ) -> None:
-    def shards(rank: int, size: int, first_batch: int = 0) -> list[Shard]:
+    def parts_of(rank: int, size: int, first_batch: int = 0) -> list[Part]:
         return list(GlobalBatches(samples, batch_size, seed, rank, size).epoch(epoch, first_batch))
 
-    alone = shards(0, 1)
-    order = torch.cat([shard.indices for shard in alone])
+    alone = parts_of(0, 1)
+    order = torch.cat([part.indices for part in alone])
     assert sorted(order.tolist()) == list(range(samples))
-    by_rank = [shards(r, world_size) for r in range(world_size)]
+    by_rank = [parts_of(r, world_size) for r in range(world_size)]
     for whole, *parts in zip(alone, *by_rank, strict=True):
         assert torch.equal(torch.cat([part.indices for part in parts]), whole.indices)
         assert {part.global_size for part in (whole, *parts)} == {len(whole.indices)}
-    later = shards(0, world_size, from_batch)
+    later = parts_of(0, world_size, from_batch)
     for resumed, full in zip(later, by_rank[0][from_batch:], strict=True):
         assert resumed.epoch == full.epoch
         assert resumed.batch == full.batch

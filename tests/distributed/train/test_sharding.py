@@ -20,15 +20,16 @@ TOY = ("device=cpu", "log_every_steps=1", "global_batch_size=60")
 # Prints the bytes of weights and optimiser state that each rank holds at the end.
 TOLD = """
 import recipes.toy as toy
-start, save = toy.entry.begin("toy"), toy.Run.save
-def told(run, **how):
-    parts = list(run.state.model.parameters())
-    for state in run.state.optimizer.state.values():
+from recipes.core.train.saving import Checkpoints
+start, save = toy.entry.begin("toy"), Checkpoints.save
+def told(checkpoints, **how):
+    parts = list(checkpoints.state.model.parameters())
+    for state in checkpoints.state.optimizer.state.values():
         parts += state.values()
     held = sum(getattr(part, "_local_tensor", part).nbytes for part in parts)
-    print("bytes", run.world.rank, held, flush=True)
-    save(run, **how)
-toy.Run.save = told
+    print("bytes", checkpoints.world.rank, held, flush=True)
+    save(checkpoints, **how)
+Checkpoints.save = told
 toy.session.run(toy.main, start)
 """
 
@@ -75,7 +76,7 @@ def test_each_copy_of_a_model_is_divided_over_shard_size_ranks(
     )
     monkeypatch.setattr(sharding, "fully_shard", lambda module, mesh: None)
     for shard_size in (2, 0):
-        sharding.shard(nn.Linear(1, 1), torch.device("cpu"), 6, shard_size)
+        sharding.divide(nn.Linear(1, 1), torch.device("cpu"), 6, shard_size)
     assert meshes == [((3, 2), ("replicate", "shard")), ((6,), ("shard",))]
 
 
@@ -170,7 +171,7 @@ from recipes.core.train import sharding
 dist.init_process_group("gloo")
 net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
 net.compile(backend="eager")
-sharding.shard(net, torch.device("cpu"), 2, 0)
+sharding.divide(net, torch.device("cpu"), 2, 0)
 x = torch.ones(2, 3, 8, 8)
 with torch.inference_mode(), sharding.unsharded(net):  # rank 1 makes one pass more
     for _ in range(1 + dist.get_rank()):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.core.data.sampling import GlobalBatches
 from tests import helpers
 
 # A recipe of a linear model and batch normalisation, made for the test; WORK is its main's body.
@@ -27,7 +28,7 @@ from recipes.core.errors import InputError, MachineError
 def main(cfg, run):
     world = run.world
     torch.manual_seed(0)
-    batches = GlobalBatches(24, cfg.global_batch_size, 0, world.rank, world.size)
+    batches = GlobalBatches(24, cfg.global_batch_size, 0, *world.data)
     x = torch.randn(24, 3)
     y = x @ torch.tensor([[1.0], [2.0], [3.0]])
     norms = [nn.BatchNorm1d(3)] if NORM else []
@@ -36,14 +37,14 @@ def main(cfg, run):
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     calls = []
-    def losses_of(shard):
-        return (model(x[shard.indices]) - y[shard.indices]).square()[:, 0]
-    def train(evaluate, ema=None, losses=losses_of):
+    def losses_of(part):
+        return (model(x[part.indices]) - y[part.indices]).square()[:, 0]
+    def train(evaluate, ema=None, losses=losses_of, weights=lambda part: None):
         run.resume(State(net, optimizer, scheduler, ema), batches)
         for step in loop.steps(run, cfg, model, batches, evaluate):
-            for shard in step.shards:
-                calls.append(len(shard.indices))
-                step.backward(losses(shard))
+            for part in step.parts:
+                calls.append(len(part.indices))
+                step.backward(losses(part), weights(part))
             optimizer.step()
             scheduler.step()
         return run.results
@@ -64,6 +65,22 @@ FIT = """
         assert net.training
         return {"val_top1": 0.0}
     return train(evaluate, optimisation.averaged(run, net, EMA, 0, batches))
+"""
+# Sample i has 1 to 6 tokens, and its loss is the mean over them.
+TOKENS = torch.arange(24) % 6 + 1
+WEIGHTED = """
+    tokens = torch.arange(24) % 6 + 1
+    net.double()
+    x = x.double()
+    y = y.double()
+    model = world.parallel(net, cfg)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    def evaluate():
+        full = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
+        tell(weights=[float(value) for p in full for value in p.flatten()])
+        return {}
+    return train(evaluate, weights=lambda part: tokens[part.indices])
 """
 # The ranks meet with as much patience as their imports may take; what follows waits no longer than
 # this.
@@ -110,9 +127,55 @@ def test_accumulation_gives_the_same_weights(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+def plain_training(batch_size: int) -> tuple[list[float], list[float]]:
+    """The losses and the last weights of WEIGHTED, in one process that has all samples of a batch.
+    The loss is the mean over its tokens.
+    """
+    torch.manual_seed(0)
+    batches = GlobalBatches(24, batch_size, 0, 0, 1)
+    x = torch.randn(24, 3)
+    y = x @ torch.tensor([[1.0], [2.0], [3.0]])
+    net = torch.nn.Linear(3, 1).double()
+    x = x.double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    losses = []
+    for epoch in range(2):
+        for batch in batches.epoch(epoch):
+            away = net(x[batch.indices]) - y[batch.indices]
+            of_tokens = away.square()[:, 0].repeat_interleave(TOKENS[batch.indices])
+            loss = of_tokens.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "keys"),
+    [
+        (1, 7, ["accumulate=2"]),
+        (2, 7, []),
+        (3, 7, ["accumulate=2"]),
+        (3, 2, []),  # the third rank has no sample
+        (2, 7, ["strategy=fsdp", "accumulate=2"]),
+    ],
+)
+def test_weights_give_the_mean_over_all_tokens_of_the_batch(
+    tmp_path: Path, ranks: int, batch_size: int, keys: list[str]
+) -> None:
+    """If each rank divides by its own weights, the first losses differ by 5 % and more."""
+    words = [f"global_batch_size={batch_size}", *keys]
+    run_ranks(tmp_path, WEIGHTED, *words, ranks=ranks).expect(0)
+    losses, weights = plain_training(batch_size)
+    assert [row["loss"] for row in helpers.rows(tmp_path)] == pytest.approx(losses, rel=1e-6)
+    for rank in range(ranks):
+        assert values(tmp_path, rank)["weights"] == pytest.approx(weights, rel=1e-6)
+
+
 def test_a_forward_pass_that_bypasses_ddp_ends_all_ranks(tmp_path: Path) -> None:
     ended = run_ranks(
-        tmp_path, "return train(dict, losses=lambda shard: net(x[shard.indices])[:, 0])"
+        tmp_path, "return train(dict, losses=lambda part: net(x[part.indices])[:, 0])"
     ).expect(1)
     line = (
         "the forward pass has bypassed DDP: call the model that world.parallel() returned, "

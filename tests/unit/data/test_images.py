@@ -98,12 +98,12 @@ def centres(
     return (torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
-def content(shards: Iterator[LoadedBatch]) -> list[tuple[int, int, int, bytes, int]]:
+def content(parts: Iterator[LoadedBatch]) -> list[tuple[int, int, int, bytes, int]]:
     """Of each sample: epoch, batch, index, pixels, label."""
     return [
-        (shard.epoch, shard.batch, int(index), image.contiguous().numpy().tobytes(), int(label))
-        for shard in shards
-        for index, image, label in zip(shard.indices, *shard.data, strict=True)
+        (part.epoch, part.batch, int(index), image.contiguous().numpy().tobytes(), int(label))
+        for part in parts
+        for index, image, label in zip(part.indices, *part.data, strict=True)
     ]
 
 
@@ -148,8 +148,8 @@ def test_a_random_crop_has_the_pixels_of_torchvisions_transform(folder: Path) ->
         crop = decode.random_crop(torchvision, torchvision.decode(source.read(i)), 32, 0.08, True)
         assert worst(torch.from_numpy(crop).permute(2, 0, 1), wanted) <= 1
     assert mirrored == {True, False}
-    (shard,) = make_loader(source, batch=100).epoch(2)
-    images, labels = shard.data
+    (part,) = make_loader(source, batch=100).epoch(2)
+    images, labels = part.data
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert images.dtype == torch.uint8
     assert labels.dtype == torch.int64
@@ -243,10 +243,10 @@ def test_the_size_depends_on_the_epoch_and_a_rank_may_have_no_sample(folder: Pat
     sized = make_loader(source, size=lambda epoch: 16 + 8 * epoch, workers=1)
     for epoch, side in ((0, 16), (1, 24)):
         assert next(sized.epoch(epoch)).data[0].shape[2:] == (side, side)
-    shards = list(make_loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))
-    assert len(shards) == len(source) // 2
-    for shard in shards:
-        images, labels = shard.data
+    parts = list(make_loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))
+    assert len(parts) == len(source) // 2
+    for part in parts:
+        images, labels = part.data
         assert images.shape == (0, 3, 32, 32)
         assert len(labels) == 0
 
@@ -255,9 +255,9 @@ def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: Path)
     for path in (folder, packed):
         source = open_images(path, "train")
         assert source.classes == CLASSES
-        (shard,) = make_loader(source, batch=100).epoch(0)
-        assert shard.data[1].tolist() == [index // PER_CLASS for index in shard.indices.tolist()]
-        assert torch.equal(torch.cat([piece.data[0] for piece in shard.pieces(3)]), shard.data[0])
+        (part,) = make_loader(source, batch=100).epoch(0)
+        assert part.data[1].tolist() == [index // PER_CLASS for index in part.indices.tolist()]
+        assert torch.equal(torch.cat([piece.data[0] for piece in part.pieces(3)]), part.data[0])
 
 
 def test_workers_that_are_not_forked_can_unpickle_the_images(folder: Path, packed: Path) -> None:
@@ -387,8 +387,8 @@ def test_a_truncated_shard_costs_only_its_own_samples(packed: Path, tmp_path: Pa
     with open(tmp_path / "copy" / "train-00000.bin", "r+b") as file:
         file.truncate(file.seek(0, 2) - 20_000)
     loader = make_loader(source, batch=100)
-    (shard,) = loader.epoch(0)
-    bad = shard.indices[shard.data[1] == IGNORE].tolist()
+    (part,) = loader.epoch(0)
+    bad = part.indices[part.data[1] == IGNORE].tolist()
     assert 1 <= len(bad) < 10
     assert len(loader.skipped) == len(bad)
 

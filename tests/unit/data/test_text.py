@@ -390,9 +390,9 @@ def test_each_token_is_a_target_once(seq_len: int) -> None:
     training, validation = data.split(seq_len)
     seen = []
     for rank in range(3):
-        for shard in GlobalBatches(len(training), 5, 0, rank, 3).epoch(0):
-            sequences = data.take(shard.indices.tolist(), seq_len)
-            assert sequences.shape == (len(shard.indices), seq_len + 1)  # also of no sequence
+        for part in GlobalBatches(len(training), 5, 0, rank, 3).epoch(0):
+            sequences = data.take(part.indices.tolist(), seq_len)
+            assert sequences.shape == (len(part.indices), seq_len + 1)  # also of no sequence
             seen += sequences[:, 1:].flatten().tolist()
     last = 1 + len(training) * seq_len
     end = last + len(validation) * seq_len

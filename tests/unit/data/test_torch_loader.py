@@ -99,13 +99,13 @@ def of_stream(part: GlobalBatches, workers: int) -> StreamLoader:
 
 def rows(loader: TorchLoader | StreamLoader, epoch: int, first_batch: int = 0) -> Found:
     """Epoch, batch, sample and its random numbers, of each sample."""
-    shards = list(loader.epoch(epoch, first_batch))
-    for shard in shards:
-        assert shard.indices.tolist() == shard.data["i"].tolist()
+    parts = list(loader.epoch(epoch, first_batch))
+    for part in parts:
+        assert part.indices.tolist() == part.data["i"].tolist()
     return [
-        (shard.epoch, shard.batch, int(i), [float(value[n]) for value in shard.data["drawn"]])
-        for shard in shards
-        for n, i in enumerate(shard.data["i"])
+        (part.epoch, part.batch, int(i), [float(value[n]) for value in part.data["drawn"]])
+        for part in parts
+        for n, i in enumerate(part.data["i"])
     ]
 
 
@@ -136,18 +136,18 @@ def test_samples_and_their_random_numbers_are_those_of_one_rank(
 
 
 def test_a_shard_of_any_structure_is_cut_into_pieces() -> None:
-    (shard, *_) = of_set(batches(), 0).epoch(0)
-    pieces = shard.pieces(4)
+    (part, *_) = of_set(batches(), 0).epoch(0)
+    pieces = part.pieces(4)
     assert [type(piece) for piece in pieces] == [LoadedBatch] * 4
     assert [len(piece.data["drawn"][2]) for piece in pieces] == [2, 2, 1, 1]
     assert [len(piece.indices) for piece in pieces] == [2, 2, 1, 1]
-    assert torch.cat([piece.data["i"] for piece in pieces]).equal(shard.indices)
+    assert torch.cat([piece.data["i"] for piece in pieces]).equal(part.indices)
 
 
 @pytest.mark.parametrize("make", [of_set, of_stream])
 def test_a_rank_without_samples_gets_an_empty_batch(make: Any) -> None:
-    part = batches(6, 7)
-    assert [len(shard.data["i"]) for shard in make(part, 0).epoch(0)] == [0] * 4
+    last = batches(6, 7)
+    assert [len(part.data["i"]) for part in make(last, 0).epoch(0)] == [0] * 4
 
 
 def test_reading_here_leaves_the_generators_as_they_were() -> None:
@@ -298,7 +298,7 @@ def test_a_worker_that_hangs_ends_with_its_rank(tmp_path: Path) -> None:
 def test_a_sample_that_is_skipped_again_counts_once() -> None:
     lines: list[str] = []
     loader = TorchLoader(Missing(), batches(1, 2), num_workers=0, device=CPU, warn=lines.append)
-    assert {int(label) for shard in loader.epoch(0) for label in shard.data} == {-1}
+    assert {int(label) for part in loader.epoch(0) for label in part.data} == {-1}
     assert lines == ["'the same' cannot be read (is gone) and is skipped"]
     assert loader.skipped == {"the same"}
 
@@ -307,10 +307,10 @@ def test_texts_cannot_be_cut_into_pieces() -> None:
     make = partial(
         TorchLoader, num_workers=0, device=CPU, collate=lambda samples: ["text"] * len(samples)
     )
-    (shard, *_) = make(Numbers(), batches()).epoch(0)
-    assert shard.pieces(1) == [shard]
+    (part, *_) = make(Numbers(), batches()).epoch(0)
+    assert part.pieces(1) == [part]
     with pytest.raises(InputError, match="accumulate=2: str cannot be divided"):
-        shard.pieces(2)
+        part.pieces(2)
 
 
 def test_workers_that_are_spawned_can_unpickle_what_they_need() -> None:

@@ -85,7 +85,7 @@ def test_a_malformed_file_of_a_run_costs_one_line(
 ) -> None:
     monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
     monkeypatch.setattr(
-        "recipes.core.report.trackers.TRACKERS", {"tensorboard": lambda new: ("x", "y")}
+        "recipes.core.run.trackers.TRACKERS", {"tensorboard": lambda new: ("x", "y")}
     )
     make(tmp_path, state)
     paths = [*tmp_path.glob("*.*"), *tmp_path.glob("*/*.json"), *tmp_path.glob("attempts/*/*.json")]

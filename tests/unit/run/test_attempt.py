@@ -16,8 +16,7 @@ from recipes.core.errors import Kind, MachineError
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, watchdog
 from recipes.core.run.attempt import Attempt
-from recipes.core.train import checkpoint, metrics
-from recipes.core.train.run import Run
+from recipes.core.train import checkpoint, metrics, outcome
 from tests import helpers
 
 
@@ -135,7 +134,7 @@ def write_summary(old: Attempt) -> None:
     run: Any = SimpleNamespace(
         state=None, world=world, attempt=old, dir=old.run_dir, step=9, stopping=""
     )
-    Run.finish(run, {"val_top1": 1.0})
+    outcome.finish(run, {"val_top1": 1.0})
 
 
 @pytest.mark.parametrize("write", [write_checkpoint, point_to_it, set_status, write_summary])

@@ -18,8 +18,7 @@ import pytest
 from recipes import export
 from recipes.core import files
 from recipes.core.errors import InputError
-from recipes.core.report import trackers
-from recipes.core.run import directory, rows
+from recipes.core.run import directory, rows, trackers
 from tests import helpers
 
 # by metric: step and value, in the order in which they were written
