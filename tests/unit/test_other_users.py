@@ -562,8 +562,9 @@ def test_a_named_pipe_in_place_of_best_stops_no_reader(tmp_path: Path) -> None:
 def test_a_row_without_an_end_uses_no_memory(tmp_path: Path) -> None:
     """A file of 100 GB that is a hole on the disk."""
     with open(tmp_path / "metrics.jsonl", "w") as file:
-        file.write('{"step": 1}\n')
         file.truncate(100 << 30)
+        file.seek(100 << 30)
+        file.write('\n{"step": 1}\n')
     assert rows.rows(tmp_path) == [{"step": 1}]
 
 

@@ -133,7 +133,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
     done = status.get("state") == "done"
     facts = {} if done and described else attempts.facts(folder)
     summary = (files.read_json(folder / "summary.json") or {}) if done else {}
-    row = {} if summary.get("steps") else table.last_row(folder / "metrics.jsonl")
+    row = {} if summary.get("steps") else next(rows.newest(folder), {})
 
     original = str(facts.get("run_dir") or described.get("run_dir") or folder)
     is_copy = os.path.exists(original) and not os.path.samefile(original, folder)

@@ -1,6 +1,5 @@
 """A table of runs from their run directories. Does not import torch."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,6 @@ NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
     "gpu_energy_kj",
     *efficiency.SHARES,
 }
-USUAL_ROWS = 1 << 16  # bytes at the end of metrics.jsonl that have a row, unless it is very long
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 FIX = "give a run directory, or a folder of run directories"
 LONGEST_PATH = 4096
@@ -151,7 +149,7 @@ def read_run(folder: Path, now: float) -> Run:
     state = str(status.get("state", "not begun"))
     # A summary of an earlier attempt stays until the run is done again.
     summary = (files.read_json(folder / "summary.json") or {}) if state == "done" else {}
-    row = {} if summary else last_row(folder / "metrics.jsonl")
+    row = {} if summary else next(rows.newest(folder), {})
     notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
     if state == "running":
         notes.append(f"status written {ago(now - status['updated'])} ago")
@@ -193,19 +191,6 @@ def keys(run_dir: Path) -> dict[str, Any]:
     except Exception:
         return {}
     return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
-
-
-def last_row(path: Path) -> dict[str, Any]:
-    """The last complete row of metrics.jsonl; {} if the end of the file has none."""
-    with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as file:
-        size = file.seek(0, os.SEEK_END)
-        for part in (USUAL_ROWS, rows.LONGEST_ROW):
-            file.seek(max(0, size - part))
-            for line in reversed(file.read(part).splitlines()):
-                row = rows.parse(line)
-                if row:
-                    return row
-    return {}
 
 
 def ago(seconds: float) -> str:

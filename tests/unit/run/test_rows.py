@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from recipes.core.run import rows
 
 
@@ -40,6 +42,34 @@ def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
     assert first == {"step": 1}
     assert last["step"] == 3
     assert math.isnan(last["loss"])
+
+
+def test_an_evaluation_of_very_many_classes_is_read(tmp_path: Path) -> None:
+    evaluated = {"step": 2, "val_top1": 0.25, "val_recall": [0.3333] * 60_000}
+    write(tmp_path, {"step": 1}, evaluated)
+    assert next(rows.newest(tmp_path)) == evaluated
+    assert rows.best(rows.rows(tmp_path), {}) == ("val_top1", 0.25, 2)
+
+
+def test_a_row_in_two_parts_of_the_file_is_read(tmp_path: Path) -> None:
+    every = [{"step": step, "text": "x" * (step * 37 % 9000)} for step in range(1, 1000)]
+    write(tmp_path, *every)
+    assert rows.rows(tmp_path) == every
+
+
+def test_the_newest_row_is_read_without_the_rows_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, *({"step": step} for step in range(10_000)))
+    parsed = list[bytes]()
+
+    def parse(lines: list[bytes]) -> list[dict[str, int]]:
+        parsed.extend(lines)
+        return [json.loads(line) for line in lines]
+
+    monkeypatch.setattr(rows, "_parsed", parse)
+    assert next(rows.newest(tmp_path)) == {"step": 9999}
+    assert len(parsed) < 1000
 
 
 def test_a_run_without_a_readable_file_has_no_rows(tmp_path: Path) -> None:

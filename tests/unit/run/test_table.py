@@ -17,7 +17,7 @@ from recipes import report
 from recipes.core import files
 from recipes.core.errors import InputError, Next
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, rows, table
+from recipes.core.run import directory, table
 from tests import helpers
 
 
@@ -197,11 +197,3 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     helpers.attempt(folder)
     directory.write_status(folder, "done", attempt=2, step=10)
     assert table.read_run(folder, time.time()).note == ""
-
-
-def test_an_evaluation_of_very_many_classes_is_read(tmp_path: Path) -> None:
-    evaluated = {"step": 2, "val_top1": 0.25, "val_recall": [0.3333] * 60_000}
-    lines = [json.dumps(row) + "\n" for row in ({"step": 1}, evaluated)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert table.last_row(tmp_path / "metrics.jsonl") == evaluated
-    assert rows.best(rows.rows(tmp_path), {}) == ("val_top1", 0.25, 2)
