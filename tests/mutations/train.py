@@ -12,8 +12,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/report/trackers.py",
-        'max(status.get("step", 0) - 1,',
-        'max(status.get("step", 0),',
+        'max(run.status.get("step", 0) - 1,',
+        'max(run.status.get("step", 0),',
         "a row whose evaluation was postponed is exported without its results, and never again",
         "tests/unit/report/test_trackers.py",
     ),

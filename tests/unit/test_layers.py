@@ -29,7 +29,7 @@ ROOMS = {
     "recipes.core.trust": Room(BASE),
     "recipes.core.place": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),
-    "recipes.core.run": Room(f"{BASE} config", "omegaconf"),
+    "recipes.core.run": Room(f"{BASE} config", "yaml"),
     "recipes.core.program": Room(f"{BASE} run"),
     "recipes.core.report": Room(f"{BASE} run"),
     "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),

@@ -111,6 +111,12 @@ def number(value: object) -> float:
     return math.nan
 
 
+def whole(value: object) -> int | None:
+    """A value from a file as a whole number, without its fraction; None if it is not a number."""
+    as_float = number(value)
+    return int(as_float) if math.isfinite(as_float) else None
+
+
 def numbers(value: object) -> list[float]:
     """A list of numbers from a file, each as by `number`; [] if it is not a list."""
     return list(map(number, value)) if isinstance(value, list) else []

@@ -21,6 +21,7 @@ from recipes.core.launch import jobs, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
 from recipes.core.run.queue import Line
+from recipes.core.run.record import Record
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
@@ -30,6 +31,12 @@ RUNNING = Line("RUNNING", "", "node[1-2]", 3600.0, False, "")
 
 def status(state: str, **more: Any) -> dict[str, Any]:
     return {"state": state, "step": 7, **more}
+
+
+def recorded(of_run: dict[str, Any], refused: str = "") -> Record:
+    record = Record(Path(), of_run, {}, {}, [], 0.0)
+    vars(record)["refused"] = refused
+    return record
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,8 @@ def status(state: str, **more: Any) -> dict[str, Any]:
             ("cancelled", "saved at step 7"),
         ),
         (status("running"), None, "", True, False, ("running", "")),
+        (status("running"), None, "a later one was refused", True, False, ("running", "")),
+        (status("running"), None, "lr=1", False, False, ("refused", "lr=1")),
         (status("running"), None, "", None, True, ("lost", "it ended without a final status")),
         (
             status("running"),
@@ -119,7 +128,7 @@ def test_the_state_of_a_run(
     has_job: bool,
     expected: tuple[str, str],
 ) -> None:
-    assert runs.word(of_run, job, refused, alive, has_job) == expected
+    assert runs.in_queue(recorded(of_run, refused), job, alive, has_job) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +144,7 @@ def test_the_state_of_a_run(
 def test_a_run_that_slurm_may_start_again_is_unknown_while_slurm_does_not_answer(
     of_run: dict[str, Any], expected: str
 ) -> None:
-    assert runs.word(of_run, None, "", None, True, asked=False)[0] == expected
+    assert runs.in_queue(recorded(of_run), None, None, True, asked=False)[0] == expected
 
 
 def begun(run_dir: Path, state: str = "running", job: str = "18", cluster: str = "") -> Path:
