@@ -151,12 +151,11 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
         State.stopped,
         State.cancelled,
     ):
-        every = rows.rows(run.folder)
-        so_far = rows.best(every, run.keys)
+        so_far = run.best()
         if so_far:
             best = {so_far[0]: so_far[1]}
         if state is State.running:
-            notes.append(efficiency.verdict(every, facts, run.keys))
+            notes.append(efficiency.verdict(run.newest_rows, facts, run.keys))
     hidden = {"step"}
     of_newest = {**run.row, **run.summary}
     if not best or not isinstance(best, dict):

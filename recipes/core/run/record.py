@@ -2,6 +2,8 @@
 trackers and ``launch.py`` read it here. Never torch, and never asks Slurm.
 """
 
+import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from recipes.core.run import directory, judge, rows
 from recipes.core.run.attempt import Attempt
 
 MAX_YAML = 1 << 20  # bytes of a config.yaml
+LONGEST_NAME = 500  # bytes of a file that names a checkpoint
+NEWEST = 1000  # rows that are read of a run that may have many more
 
 
 class State(str, Enum):
@@ -136,6 +140,27 @@ class Record:
     def row(self) -> dict[str, Any]:
         """The newest row; {} if there is none, or if there is a summary."""
         return {} if self.summary else next(self.rows(), {})
+
+    @cached_property
+    def newest_rows(self) -> list[dict[str, Any]]:
+        """The last rows, at most NEWEST, the newest one last."""
+        return [*itertools.islice(self.rows(), NEWEST)][::-1]
+
+    def best(self) -> tuple[str, float, int] | None:
+        """`rows.best` so far: in the row of the step that ``checkpoints/best`` names, else in the
+        newest rows.
+        """
+        return rows.best([self._best_row] if self._best_row else self.newest_rows, self.keys)
+
+    @cached_property
+    def _best_row(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            name = files.read_bounded(self.folder / "checkpoints" / "best", LONGEST_NAME).decode()
+            step = int(name.strip().removeprefix("step-").removesuffix(".pt"))
+            for attempt in self.attempts:  # a later one repeats the steps after its begin
+                if rows.number(attempt.facts().get("step")) < step:
+                    return rows.of_step(self.folder, attempt.number, step)
+        return {}
 
     @property
     def step(self) -> int:

@@ -65,6 +65,32 @@ def parts(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
             size = min(16 * size, LONGEST_PART)
 
 
+def of_step(run_dir: Path, attempt: int, step: int) -> dict[str, Any]:
+    """The row of a step that an attempt has written; {} if there is none. Reads a few lines: their
+    order in the file is that of attempt and step.
+    """
+    place = (attempt, step)
+    with contextlib.suppress(OSError), _opened(run_dir) as file:
+        low = 0
+        high = file.seek(0, os.SEEK_END)
+        while low < high:
+            middle = (low + high) // 2
+            file.seek(max(0, middle - 1))
+            if middle:
+                file.readline(LONGEST_ROW)  # the end of a line that begins before the middle
+            begin = file.tell()
+            row = parse(file.readline(LONGEST_ROW))
+            of_row = (number(row.get("attempt", 0)), number(row.get("step")))
+            if of_row == place:
+                return row
+            # after the last line, and at a damaged one, the search continues before it
+            if begin < high and of_row < place:
+                low = file.tell()
+            else:
+                high = middle
+    return {}
+
+
 def _opened(run_dir: Path) -> IO[bytes]:
     return open(run_dir / "metrics.jsonl", "rb", opener=files.without_links)
 

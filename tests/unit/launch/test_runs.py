@@ -215,6 +215,22 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
 
 
+def test_the_best_result_of_a_long_run_is_found_without_its_rows(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(root / "runs/mnist/20", job="20")
+    rows = [{"attempt": 0, "step": step, "val_top1": 1 / step} for step in range(1, 3001)]
+    again = attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "20"})
+    attempts.begin(again, 2, own=True)
+    rows += [{"attempt": 1, "step": step, "val_top1": 0.5 / step} for step in range(3, 3001)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+    assert runs.read(folder, {"20": RUNNING}).best == {"val_top1": 0.5 / 2001}  # of the newest
+    for step, best in ((1, 1.0), (2, 0.5), (3, 0.5 / 3), (4000, 0.5 / 2001)):
+        (folder / "checkpoints/best").write_text(f"step-{step:08d}.pt\n")
+        assert runs.read(folder, {"20": RUNNING}).best == {"val_top1": best}
+
+
 def test_a_narrow_terminal_shows_whole_names_and_notes(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,3 +82,17 @@ def test_numbers() -> None:
     assert [rows.number(value) for value in (0, 1.5, -2)] == [0.0, 1.5, -2.0]
     for value in (math.nan, math.inf, 10**400, True, None, "1", [1]):
         assert math.isnan(rows.number(value)), value
+
+
+def test_the_row_of_a_step_is_found_in_a_long_file(tmp_path: Path) -> None:
+    every = [
+        {"attempt": attempt, "step": step, "text": "x" * (step % 90)}
+        for attempt, steps in ((0, range(1, 700, 2)), (2, range(501, 900)))
+        for step in steps
+    ]
+    write(tmp_path, *every)
+    for row in every:
+        assert rows.of_step(tmp_path, row["attempt"], row["step"]) == row
+    for attempt, step in ((0, 0), (0, 2), (0, 701), (1, 501), (2, 500), (2, 900)):
+        assert rows.of_step(tmp_path, attempt, step) == {}
+    assert rows.of_step(write(tmp_path), 0, 1) == {}
