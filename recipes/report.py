@@ -13,13 +13,12 @@ in Slurm.
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 from recipes.core import errors, files
 from recipes.core.files import ROOT
 from recipes.core.report import page as html
-from recipes.core.run import source, table
+from recipes.core.run import record, source, table
 
 
 def main(argv: list[str]) -> int:
@@ -31,18 +30,18 @@ def main(argv: list[str]) -> int:
     folders = [Path(word) for word in words] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
     paths = table.find(folders)
     if page:
-        content, count = html.page(paths, time.time())
+        content, count = html.page(paths)
         if not count:
             return errors.EXIT_CONFIG
         with files.writing_to(Path(page), "html"):
             files.write_bytes(Path(page), content.encode())
         print(f"{page}: {count} run{'s' if count > 1 else ''}")
         return errors.EXIT_DONE
-    runs = table.read_each(paths, lambda path: table.read_run(path, time.time()))
+    runs = table.read_each(paths, lambda path: table.entry(record.read(path)))
     if not runs:
         return errors.EXIT_CONFIG
     if "--json" in argv:
-        lines = [json.dumps(vars(run), default=str) for run in runs]
+        lines = [json.dumps(run, default=str) for run in runs]
     else:
         lines = table.aligned(table.cells(runs))
     print("\n".join(lines))

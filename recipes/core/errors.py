@@ -112,6 +112,8 @@ def next_of(status: Mapping[str, Any]) -> Next | None:
 
 def printable(text: str) -> str:
     """``text`` with unprintable characters escaped."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

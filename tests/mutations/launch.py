@@ -14,7 +14,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/runs.py",
-        "is_copy = os.path.exists(original) and not os.path.samefile(original, folder)",
+        "is_copy = os.path.exists(original) and not os.path.samefile(original, run.folder)",
         "is_copy = False",
         "cancelling a copy of a run cancels the job of the run",
         "tests/unit/launch/test_runs.py",

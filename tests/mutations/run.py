@@ -69,8 +69,8 @@ MUTATIONS = [
         "tests/unit/launch/test_batch.py::test_a_job_whose_end_slurm_has_decided_is_not_requeued",
     ),
     Mutation(
-        "recipes/core/run/table.py",
-        'if state == "done" else {}',
+        "recipes/core/run/record.py",
+        "if is_done else {}",
         "if status else {}",
         "the table shows a failed run with the accuracy of an earlier attempt",
         "tests/unit/run/test_table.py",

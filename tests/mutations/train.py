@@ -4,9 +4,16 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/train/meter.py",
+        "memory[host] += size",
+        "memory[host] = size",
+        "the memory of a node is that of its last rank",
+        "tests/distributed/train/test_meter.py::test_the_memory_of_a_node_is_the_sum_of_its_ranks",
+    ),
+    Mutation(
         "recipes/core/run/trackers.py",
-        'max(status.get("step", 0) - 1,',
-        'max(status.get("step", 0),',
+        'max(run.status.get("step", 0) - 1,',
+        'max(run.status.get("step", 0),',
         "a row whose evaluation was postponed is exported without its results, and never again",
         "tests/unit/run/test_trackers.py",
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.run import judge
+from recipes.core.run import record
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
@@ -106,5 +106,5 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(
         re.MULTILINE,
     )
     assert reported, done.stdout + done.stderr
-    assert judge.why_not_begun(repo / "runs/mnist" / job) == reported[1]
+    assert record.read(repo / "runs/mnist" / job).refused == reported[1]
     assert "Traceback" not in done.stdout + done.stderr

@@ -31,7 +31,7 @@ ROOMS = {
     "recipes.core.place": Room(BASE),
     "recipes.core.slurm": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),
-    "recipes.core.run": Room(f"{BASE} config", "omegaconf"),
+    "recipes.core.run": Room(f"{BASE} config", "yaml"),
     "recipes.core.program": Room(f"{BASE} run"),
     "recipes.core.report": Room(f"{BASE} run"),
     "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),

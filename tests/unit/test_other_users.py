@@ -31,7 +31,8 @@ from recipes.core.doctor import explain
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import checks, jobs, runs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, entry, logs, resumed, rows, table
+from recipes.core.run import command_line, directory, entry, logs, record, resumed, rows, table
+from recipes.core.run.record import State
 from recipes.core.train import checkpoint, resume, session, trained
 from tests import helpers
 
@@ -97,7 +98,7 @@ def set_list(
     os.setxattr(path, f"system.posix_acl_{kind}", content)
 
 
-FAILED = runs.Run("", "toy", "7", "failed", 0, 0, None, {}, None, None, None, 1, "", "")
+FAILED = runs.Run("", "toy", "7", State.failed, 0, 0, None, {}, None, None, None, 1, "", "")
 
 
 @contextlib.contextmanager
@@ -401,7 +402,8 @@ def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
 def test_a_named_pipe_in_a_run_directory_stops_no_reader(tmp_path: Path) -> None:
     for name in ("status.json", "job.yaml", "summary.json", "metrics.jsonl", "config.yaml"):
         os.mkfifo(tmp_path / name)
-    assert table.read_run(tmp_path, 0.0).state == "not begun"
+    run = record.read(tmp_path)
+    assert (run.state, run.step, run.values) == (State.not_begun, 0, {})
 
 
 def test_messages_have_no_control_characters(tmp_path: Path) -> None:
@@ -562,8 +564,9 @@ def test_a_named_pipe_in_place_of_best_stops_no_reader(tmp_path: Path) -> None:
 def test_a_row_without_an_end_uses_no_memory(tmp_path: Path) -> None:
     """A file of 100 GB that is a hole on the disk."""
     with open(tmp_path / "metrics.jsonl", "w") as file:
-        file.write('{"step": 1}\n')
         file.truncate(100 << 30)
+        file.seek(100 << 30)
+        file.write('\n{"step": 1}\n')
     assert rows.rows(tmp_path) == [{"step": 1}]
 
 
@@ -651,7 +654,7 @@ def test_keys_are_not_read_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "hosts.yml").write_text("token: secret\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").symlink_to(tmp_path / "hosts.yml")
-    assert table.keys(tmp_path / "run") == {}
+    assert record.read(tmp_path / "run").keys == {}
 
 
 def test_a_run_that_cannot_be_read_costs_no_other_run(

@@ -7,16 +7,16 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from recipes.core.doctor.patterns import PATTERNS, Pattern
 from recipes.core.errors import InputError, MachineError, shown
-from recipes.core.files import ROOT, read_json
+from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use, judge, outlook, source, table
+from recipes.core.run import directory, in_use, judge, outlook, record, source, table
+from recipes.core.run.record import Record, State
 from recipes.core.slurm import client
 
 # if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so
@@ -108,54 +108,49 @@ def _of_run(run_dir: Path) -> Section:
 
 def of_run(run_dir: Path) -> list[str]:
     """Lines on the state of a run, or why it ended. Reads its logs if it failed."""
-    status = directory.read_status(run_dir) or {}
-    not_begun = judge.why_not_begun(run_dir)
-    state = status.get("state")
+    run = record.read(run_dir)
     notes = list[str]()
-    if not_begun:
-        if state != "running":
-            return _shown(f"the newest launch did not begin: {not_begun}")
-        notes.append(f"a later launch did not begin: {not_begun}")
-    if state == "done":
+    if run.refused:
+        if run.state is not State.running:
+            return _shown(f"the newest launch did not begin: {run.refused}")
+        notes.append(f"a later launch did not begin: {run.refused}")
+    if run.state is State.done:
         return ["status.json says done: nothing failed"]
-    if state == "preempted":
-        return _shown(outlook.after_stop(run_dir, status))
+    if run.state in (State.stopped, State.cancelled):
+        return _shown(outlook.after_stop(run_dir, run.status))
     slurm = outlook.of_run(run_dir)
     has_job = slurm.job is not None and not slurm.job.ended
-    reason, rank = _judgement(run_dir, status)
-    # since the run last updated its status
-    quiet_s = max(0.0, time.time() - status.get("updated", 0.0))
-    if state == "running":
-        step = table.read_run(run_dir, time.time()).step
-        where = f"at step {step}, status written {table.ago(quiet_s)} ago"
-        if not reason and _is_alive(run_dir, slurm, quiet_s):
+    reason, rank = _judgement(run)
+    if run.state is State.running:
+        where = f"at step {run.step}, status written {record.ago(run.quiet_s)} ago"
+        if not reason and _is_alive(run, slurm):
             return _shown(f"it is running, {where}{f'; {slurm.line}' if slurm.id else ''}", *notes)
         notes += [slurm.line] if slurm.id else []
         reason = reason or f"it ended without a final status, {where}"
     elif reason:
         notes += [slurm.line] if has_job else []
-    elif has_job or _is_alive(run_dir, slurm, quiet_s):
+    elif has_job or _is_alive(run, slurm):
         return _shown(f"it has not begun: {slurm.line}")
     else:
         begun = (run_dir / "logs").is_dir()
         reason = f"it {'ended before its first status' if begun else 'never began'}; {slurm.line}"
-    return of_logs(run_dir, reason, rank, batch_logs(run_dir, slurm)) + _shown(*notes)
+    return of_logs(run_dir, reason, rank, batch_logs(run, slurm)) + _shown(*notes)
 
 
-def _judgement(run_dir: Path, status: Mapping[str, Any]) -> tuple[str, int | None]:
+def _judgement(run: Record) -> tuple[str, int | None]:
     """Why a run failed, "" if that is unknown, and the first rank to fail, according to the records
     of the run.
     """
-    if status.get("state") in ("failed", "incomplete"):
-        return str(status.get("reason") or ""), status.get("first_failing_rank")
-    attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
+    if run.state is State.failed:
+        return str(run.status.get("reason") or ""), run.status.get("first_failing_rank")
+    attempt = attempts.owner(run.folder) or attempts.newest(run.folder)
     if not attempt or not attempts.records(attempt):
         return "", None
     outcome = judge.judge(attempt)
     return outcome.reason, (outcome.first or {}).get("rank")
 
 
-def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
+def _is_alive(run: Record, slurm: outlook.Outlook) -> bool:
     """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its
     status.
 
@@ -164,22 +159,22 @@ def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
     is_batch = slurm.job is not None and slurm.job.has_script
     if slurm.asked and (is_batch or not slurm.is_active):
         return slurm.is_active
-    if in_use.is_running(attempts.facts(run_dir)) is False:
+    if in_use.is_running(run.facts) is False:
         return False
-    owner = attempts.owner(run_dir)
+    owner = attempts.owner(run.folder)
     beat = attempts.newest_heartbeat(owner) if owner else 0.0
-    return min(quiet_s, time.time() - beat) < QUIET_S
+    return min(run.quiet_s, time.time() - beat) < QUIET_S
 
 
-def batch_logs(run_dir: Path, slurm: outlook.Outlook) -> list[Path]:
+def batch_logs(run: Record, slurm: outlook.Outlook) -> list[Path]:
     """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm,
     which no rank's log has.
 
     With sbatch's --error there are two logs. job.yaml names one, and Slurm names the other as long
     as it knows the job.
     """
-    described = read_json(run_dir / "job.yaml") or {}
-    named = [described.get("log")] if slurm.id and described.get("job_id") == slurm.id else []
+    is_of_job = slurm.id and run.job.get("job_id") == slurm.id
+    named = [run.job.get("log")] if is_of_job else []
     named += [slurm.job.error_log] if slurm.job else []
     return [Path(name) for name in named if name and Path(name).is_file()]
 

@@ -32,16 +32,8 @@ from recipes.core.errors import (
 )
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
-from recipes.core.run import (
-    command_line,
-    directory,
-    efficiency,
-    in_use,
-    judge,
-    outlook,
-    rows,
-    table,
-)
+from recipes.core.run import command_line, efficiency, in_use, outlook, record, rows, table
+from recipes.core.run.record import Record, State
 from recipes.core.slurm import client
 from recipes.core.slurm.client import Line
 
@@ -50,19 +42,20 @@ WATCH_S = 5.0  # between two tables of `runs watch`
 COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
 JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
-UNFINISHED = ("stopped", "failed", "lost", "cancelled", "refused")
+UNFINISHED = (State.stopped, State.failed, State.lost, State.cancelled, State.refused)
+ACTIVE = (State.pending, State.held, State.requeued, State.starting, State.running)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. state: one of the words of `word`. steps: of the whole run, 0 if unknown. left_s:
-    until the time limit; None if unknown.
+    """A run in the list. steps: of the whole run, 0 if unknown. left_s: until the time limit; None
+    if unknown.
     """
 
     folder: str
     recipe: str
     job: str
-    state: str
+    state: State
     step: int
     steps: int
     epoch: int | None
@@ -75,78 +68,66 @@ class Run:
     note: str
 
 
-def word(
-    status: Mapping[str, Any],
-    job: Line | None,
-    refused: str,
-    alive: bool | None,
-    has_job: bool,
-    asked: bool = True,
-    is_of_newest: bool = False,
-) -> tuple[str, str]:
-    """The state of a run, and a note.
+def in_queue(
+    run: Record, job: Line | None, alive: bool | None, has_job: bool, asked: bool = True
+) -> tuple[State, str]:
+    """The state of a run according to its files and its job, and a note.
 
-    job: its line in the queue; None if it is not there. refused: why its newest launch did not
-    begin. alive: whether its process on this machine runs, None if that cannot be seen. has_job:
-    whether it was submitted to Slurm. asked: whether Slurm answered. is_of_newest: whether the
-    newest attempt has written ``status``.
+    job: its line in the queue; None if it is not there. alive: whether its process on this machine
+    runs, None if that cannot be seen. has_job: whether it was submitted to Slurm. asked: whether
+    Slurm answered.
     """
-    state = status.get("state")
-    reason = str(status.get("reason") or "")
     if job and job.state in client.WAITING:
         start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
         note = "; ".join(filter(None, (client.with_advice(job.reason), start)))
         if job.held:
-            return "held", note
-        return ("requeued" if state else "pending"), note
-    active = "running" if state == "running" else "starting"
+            return State.held, note
+        return (State.requeued if run.status.get("state") else State.pending), note
+    active = State.running if run.state is State.running else State.starting
     if job and job.state not in client.ENDED:
         # the run is being saved, or its job has not ended yet
-        is_ending = is_of_newest and (job.state == client.COMPLETING or not status.get("next"))
-        return ("running" if is_ending else active), job.nodes
-    if state == "done":
-        return "done", ""
-    if refused:
-        return "refused", refused
-    if state in ("failed", "incomplete"):
-        return "failed", reason
-    after_stop = next_of(status)
+        is_of_newest = run.status.get("attempt") in [attempt.number for attempt in run.attempts[:1]]
+        is_last = job.state == client.COMPLETING or not run.status.get("next")
+        return (State.running if is_of_newest and is_last else active), job.nodes
+    if run.state is State.done:
+        return State.done, ""
+    if run.refused and not (alive and run.state is State.running):
+        return State.refused, run.refused
+    if run.state is State.failed:
+        return State.failed, str(run.status.get("reason") or "")
     may_be_queued = has_job and not asked
-    if state == "preempted":
-        if may_be_queued and after_stop in (None, Next.requeued, Next.held):
-            return "unknown", "Slurm does not answer"
-        note = f"saved at step {status['step']}" if status.get("step") else f"stopped by {reason}"
-        return ("cancelled" if after_stop is Next.cancelled else "stopped"), note
+    if run.state in (State.stopped, State.cancelled):
+        if may_be_queued and next_of(run.status) in (None, Next.requeued, Next.held):
+            return State.unknown, "Slurm does not answer"
+        step = run.status["step"]
+        reason = run.status.get("reason") or ""
+        return run.state, f"saved at step {step}" if step else f"stopped by {reason}"
     if alive:
         return active, ""
     if may_be_queued:
-        return "unknown", "Slurm does not answer"
+        return State.unknown, "Slurm does not answer"
     is_cancelled = job is not None and job.state == "CANCELLED"
-    if state == "running":
+    if run.state is State.running:
         if is_cancelled:
-            return "cancelled", "it ended before it wrote its final status"
+            return State.cancelled, "it ended before it wrote its final status"
         if alive is None and not has_job:
-            return "lost", "see recipes.doctor explain"
-        return "lost", "it ended without a final status"
+            return State.lost, "see recipes.doctor explain"
+        return State.lost, "it ended without a final status"
     if is_cancelled:
-        return "cancelled", "before it began"
-    return ("cancelled" if has_job else "lost"), "it never began"
+        return State.cancelled, "before it began"
+    return (State.cancelled if has_job else State.lost), "it never began"
 
 
 def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Run:
-    """Reads one run directory. jobs: the lines of the queue; None without Slurm. cluster: its name;
-    "" if it is unknown.
+    """A run in the list. jobs: the lines of the queue; None without Slurm. cluster: its name; "" if
+    it is unknown.
     """
-    status = directory.read_status(folder) or {}
-    described = files.read_json(folder / "job.yaml") or {}
-    done = status.get("state") == "done"
-    facts = {} if done and described else attempts.facts(folder)
-    summary = (files.read_json(folder / "summary.json") or {}) if done else {}
-    row = {} if summary.get("steps") else table.last_row(folder / "metrics.jsonl")
-
-    original = str(facts.get("run_dir") or described.get("run_dir") or folder)
-    is_copy = os.path.exists(original) and not os.path.samefile(original, folder)
-    of_files = (described.get("job_id"), facts.get("job"))
+    run = record.read(folder)
+    # those of a run that is done are not needed
+    facts = {} if run.state is State.done and run.job else run.facts
+    original = str(facts.get("run_dir") or run.job.get("run_dir") or run.folder)
+    is_copy = os.path.exists(original) and not os.path.samefile(original, run.folder)
+    of_files = (run.job.get("job_id"), facts.get("job"))
     ids = [str(job_id) for job_id in of_files if job_id and not is_copy]
     elsewhere = facts.get("cluster") if cluster else ""
     if elsewhere and elsewhere != cluster:
@@ -154,43 +135,46 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
     lines = {job_id: jobs[job_id] for job_id in ids if jobs and job_id in jobs}
     job_id = outlook.newest(ids, {key: line.state in client.ENDED for key, line in lines.items()})
     job = lines.get(job_id)
-    refused = "" if done else judge.why_not_begun(folder)
     alive = False if is_copy else in_use.is_running(facts)
-    is_of_newest = status.get("attempt") in attempts.numbers(folder)[:1]
-    state, note = word(status, job, refused, alive, bool(ids), jobs is not None, is_of_newest)
+    state, note = in_queue(run, job, alive, bool(ids), jobs is not None)
     notes = [note, f"a copy of {original}" if is_copy else ""]
-    if state == "unknown" and elsewhere:
+    if state is State.unknown and elsewhere:
         notes = [f"its job is on cluster {elsewhere}"]
 
-    best = summary.get("best")
-    notes.append(str(summary.get("efficiency") or ""))
+    best = run.summary.get("best")
+    notes.append(str(run.summary.get("efficiency") or ""))
     # of others, only the last row is read
-    if state in ("running", "starting", "requeued", "stopped", "cancelled"):
-        keys = table.keys(folder)
-        every = rows.rows(folder)
-        so_far = rows.best(every, keys)
+    if state in (
+        State.running,
+        State.starting,
+        State.requeued,
+        State.stopped,
+        State.cancelled,
+    ):
+        so_far = run.best()
         if so_far:
             best = {so_far[0]: so_far[1]}
-        if state == "running":
-            notes.append(efficiency.verdict(every, facts, keys))
+        if state is State.running:
+            notes.append(efficiency.verdict(run.newest_rows, facts, run.keys))
     hidden = {"step"}
+    of_newest = {**run.row, **run.summary}
     if not best or not isinstance(best, dict):
-        best = table.results(row | summary)
+        best = table.results(of_newest)
         hidden |= {*table.OF_TRAINING}
     numbers = {key: _finite(value) for key, value in best.items() if key not in hidden}
     return Run(
-        folder=str(folder),
-        recipe=str(described.get("recipe") or facts.get("recipe") or ""),
+        folder=str(run.folder),
+        recipe=run.recipe,
         job=job_id,
         state=state,
-        step=_whole(row.get("step") or status.get("step")) or 0,
-        steps=_whole(summary.get("steps") or row.get("total_steps")) or 0,
-        epoch=_whole(row.get("epoch")),
+        step=run.step,
+        steps=rows.whole(run.summary.get("steps") or run.row.get("total_steps")) or 0,
+        epoch=rows.whole(run.row.get("epoch")),
         best={key: number for key, number in numbers.items() if number is not None},
-        samples_per_second=_finite((row | summary).get("samples_per_second")),
-        updated=_finite(status.get("updated")),
-        left_s=job.left_s if job and state == "running" else None,
-        starts=len(attempts.numbers(folder)),
+        samples_per_second=_finite(of_newest.get("samples_per_second")),
+        updated=_finite(run.status.get("updated")),
+        left_s=job.left_s if job and state is State.running else None,
+        starts=len(run.attempts),
         nodes=job.nodes if job else "",
         note=shown("; ".join(filter(None, notes)), 300),
     )
@@ -200,11 +184,6 @@ def _finite(value: object) -> float | None:
     """A number from a file; None if it is none."""
     number = rows.number(value)
     return number if math.isfinite(number) else None
-
-
-def _whole(value: object) -> int | None:
-    number = _finite(value)
-    return None if number is None else int(number)
 
 
 def find(words: Sequence[str], root: Path) -> list[Path]:
@@ -387,8 +366,10 @@ def compare(folders: Sequence[Path]) -> int:
         raise InputError(
             "compare: give at least two runs: directories, job IDs, or a folder of runs"
         )
-    of_run = functools.partial(table.read_run, now=time.time())
-    cells = table.cells([table.read_one(folder, of_run) for folder in folders])
+    runs = [
+        table.read_one(folder, lambda path: table.entry(record.read(path))) for folder in folders
+    ]
+    cells = table.cells(runs)
     print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
     names = shlex.join(_short(str(folder)) for folder in folders)
     print(f"curves: python -m recipes.report {names} html=compare.html")
@@ -428,9 +409,9 @@ def cancel(run: Run) -> str:
     MachineError.
     """
     problem = ""
-    if run.state == "unknown":
+    if run.state is State.unknown:
         problem = f"is not cancelled, since it is not known whether it runs: {run.note}"
-    elif run.state not in ("pending", "requeued", "held", "running", "starting"):
+    elif run.state not in ACTIVE:
         return f"is not running: {run.state}"
     elif not trust.is_own(Path(run.folder)):
         problem = "belongs to another user; to cancel a job of yours, type scancel JOB"
@@ -456,7 +437,7 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     """
     folder = Path(run.folder)
     described = _own_description(folder)
-    if run.state not in (*UNFINISHED, "done"):
+    if run.state not in (*UNFINISHED, State.done):
         raise InputError(
             f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first"
         )

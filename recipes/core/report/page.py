@@ -6,6 +6,7 @@ import contextlib
 import html
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -16,10 +17,10 @@ from recipes.core import errors, files
 from recipes.core.report import figure
 from recipes.core.report.figure import Series
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, rows, table
+from recipes.core.run import directory, efficiency, record, rows, table
 from recipes.core.run.attempt import Attempt
+from recipes.core.run.record import Record, State
 from recipes.core.run.rows import number
-from recipes.core.run.table import Run
 
 LONGEST = 500  # characters of a text from a file
 # runs in a figure; failed ranks of an attempt; ranks in a table
@@ -81,34 +82,31 @@ HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{tit
 
 @dataclass(frozen=True)
 class Shown:
-    """A run and what its files say. history: facts and judgement of each attempt, oldest first.
-    hosts: of each rank; [] if unknown.
+    """A run and what the page shows of it. entry: in the table. history: facts and judgement of each
+    attempt, oldest first. hosts: of each rank; [] if unknown.
     """
 
-    run: Run
+    run: Record
+    entry: dict[str, Any]
     rows: list[dict[str, Any]]
-    status: dict[str, Any]
-    summary: dict[str, Any]
-    history: list[tuple[Attempt, dict[str, Any], dict[str, Any]]]
+    history: list[tuple[Attempt, dict[str, Any], Mapping[str, Any]]]
     hosts: list[str]
     ranks: int
     nodes: int
 
 
-def read(run: Run) -> Shown:
-    """Reads what a page shows of a run beside its row in the table."""
-    folder = run.folder
-    status = directory.read_status(folder) or {}
+def read(folder: Path) -> Shown:
+    """Reads a run directory."""
+    run = record.read(folder)
     history = []
-    for attempt in (Attempt(folder, count) for count in reversed(attempts.numbers(folder))):
-        now = status if status.get("attempt") == attempt.number else {}
+    for attempt in reversed(run.attempts):
+        now = run.status if run.status.get("attempt") == attempt.number else {}
         end = files.read_json(attempt.folder / "ended.json") or now
         history.append((attempt, attempt.facts(), end))
-    summary = (files.read_json(folder / "summary.json") or {}) if run.state == "done" else {}
-    hosts = _hosts(attempts.facts(folder))
-    ranks, nodes = (number(summary.get(name)) for name in ("world_size", "num_nodes"))
+    hosts = _hosts(run.facts)
+    ranks, nodes = (number(run.summary.get(name)) for name in ("world_size", "num_nodes"))
     size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
-    return Shown(run, rows.rows(folder), status, summary, history, hosts, *size)
+    return Shown(run, table.entry(run), rows.rows(folder), history, hosts, *size)
 
 
 def _hosts(facts: Mapping[str, Any]) -> list[str]:
@@ -117,29 +115,29 @@ def _hosts(facts: Mapping[str, Any]) -> list[str]:
     return list(map(str, hosts)) if isinstance(hosts, list) else []
 
 
-def section(folder: Path, now: float) -> tuple[Shown, list[str]]:
+def section(folder: Path) -> tuple[Shown, list[str]]:
     """A run, and its own part of the page: a table of facts, and the details."""
-    shown = read(table.read_run(folder, now))
-    return shown, [_table((), [*_facts(shown, now).items()]), *_details(shown, now)]
+    shown = read(folder)
+    return shown, [_table((), [*_facts(shown).items()]), *_details(shown)]
 
 
-def page(folders: Sequence[Path], now: float) -> tuple[str, int]:
+def page(folders: Sequence[Path]) -> tuple[str, int]:
     """The page, and the number of runs in it. One that cannot be read is skipped, and reported with
-    one line. now: time.time().
+    one line.
     """
-    sections = table.read_each(folders, lambda folder: section(folder, now))
+    sections = table.read_each(folders, section)
     every = [shown for shown, _ in sections]
     title = f"{len(every)} runs"
     if len(every) == 1:
         title = f"{every[0].run.recipe} {every[0].run.folder.name}"
     body = [HEAD.format(title=_text(title), sheet=SHEET)]
     if len(every) > 1:
-        head, *lines = table.cells([shown.run for shown in every])
+        head, *lines = table.cells([shown.entry for shown in every])
         body += [_table(head, lines), *_training(every[:MOST_RUNS]), *_scaling(every)]
     for shown, (facts, *details) in sections:
         body += [f"<h2>{_text(shown.run.folder)}</h2>", facts]
         body += [*(_training(every) if len(every) == 1 else ()), *details]
-    body.append(f'<p class="note">Written {_moment(now)}.</p></main></body></html>\n')
+    body.append(f'<p class="note">Written {_moment(time.time())}.</p></main></body></html>\n')
     return "\n".join(body), len(every)
 
 
@@ -209,7 +207,7 @@ def _scaling(every: Sequence[Shown]) -> list[str]:
     parts = []
     for recipe in dict.fromkeys(shown.run.recipe for shown in every):
         speeds = [
-            (shown.ranks, shown.nodes, number(shown.run.results.get("samples_per_second")))
+            (shown.ranks, shown.nodes, number(shown.entry["results"].get("samples_per_second")))
             for shown in every
             if shown.run.recipe == recipe
         ]
@@ -234,47 +232,45 @@ def _scaling(every: Sequence[Shown]) -> list[str]:
     return parts
 
 
-def _facts(shown: Shown, now: float) -> dict[str, object]:
+def _facts(shown: Shown) -> dict[str, object]:
     """What the head of a run shows, without what is unknown."""
     run = shown.run
-    facts = attempts.facts(run.folder)
     times = [number(facts.get("time")) for _, facts, _ in shown.history]
     start = next(filter(math.isfinite, times), math.nan)
-    passed = _end(shown, now) - start
+    passed = _end(run) - start
     took = "unknown: a clock was set back" if passed < 0 else ""
     if passed >= 0:
-        took = table.ago(passed)
+        took = record.ago(passed)
     best = rows.best(shown.rows, run.values)
-    versions = shown.summary.get("versions")
+    versions = run.summary.get("versions")
     begun = sum(attempt.has_begun for attempt, _, _ in shown.history)
-    job = facts.get("job") or (files.read_json(run.folder / "job.yaml") or {}).get("job_id")
     values: dict[str, object] = {
         "recipe": run.recipe,
-        "state": run.state,
+        "state": run.state.value,
         "reason": run.note,
         "step": run.step,
         "best": f"{best[0]} {best[1]:.5g} at step {best[2]}" if best else "",
-        "job": job,
-        "efficiency": efficiency.verdict(shown.rows, facts, run.values),
+        "job": run.facts.get("job") or run.job.get("job_id"),
+        "efficiency": efficiency.verdict(shown.rows, run.facts, run.values),
         "hosts": ", ".join(dict.fromkeys(shown.hosts)),
         "ranks": shown.ranks or "",
         "nodes": shown.nodes or "",
         "start": _moment(start),
         "duration, with waiting": took,
         "restarts": max(0, begun - 1),
-        **{name: table.text(value) for name, value in run.results.items()},
-        **{name: shown.summary.get(name) for name in ("device", "backend", "git_commit")},
+        **{name: table.text(value) for name, value in shown.entry["results"].items()},
+        **{name: run.summary.get(name) for name in ("device", "backend", "git_commit")},
         **(versions if isinstance(versions, dict) else {}),
     }
     return {name: value for name, value in values.items() if value not in (None, "")}
 
 
-def _end(shown: Shown, now: float) -> float:
+def _end(run: Record) -> float:
     """When the run ended, or now if it runs."""
-    return now if shown.run.state == "running" else number(shown.status.get("updated"))
+    return run.read_at if run.state is State.running else number(run.status.get("updated"))
 
 
-def _details(shown: Shown, now: float) -> list[str]:
+def _details(shown: Shown) -> list[str]:
     """Where the time went, attempts with the failures of their ranks, the doctor's findings,
     checkpoints, keys.
     """
@@ -288,9 +284,9 @@ def _details(shown: Shown, now: float) -> list[str]:
         reason = end.get("line") or end.get("reason")
         job = facts.get("job")
         ends.append([attempt.number, job, start, began, state, end.get("kind"), reason])
-        for record in attempts.records(attempt)[:MOST_RECORDS]:
+        for failure in attempts.records(attempt)[:MOST_RECORDS]:
             names = ("rank", "host", "kind", "error")
-            failed.append([attempt.number, *(record.get(name) for name in names)])
+            failed.append([attempt.number, *(failure.get(name) for name in names)])
     verdict = files.read_json(folder / directory.DOCTOR / "doctor.json") or {}
     examined = dict(enumerate(verdict.get("hosts") or ()))
     findings = [
@@ -305,8 +301,8 @@ def _details(shown: Shown, now: float) -> list[str]:
     times = rows.numbers(newest.get("rank_step_s"))[:MOST_RANKS]
     named = itertools.zip_longest(times, hosts_of.get(newest.get("attempt", -1), [])[: len(times)])
     of_ranks = [[rank, host, f"{s:.4g}"] for rank, (s, host) in enumerate(named)]
-    durations = efficiency.time_spent(folder, _end(shown, now))
-    spent = [[name, table.ago(seconds)] for name, seconds in durations.items()]
+    durations = efficiency.time_spent(folder, _end(shown.run))
+    spent = [[name, record.ago(seconds)] for name, seconds in durations.items()]
     keys = [(name, value) for name, value in shown.run.values.items() if value != ""]
     first = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
     return [

@@ -7,6 +7,7 @@ parent write in its folder.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -109,6 +110,7 @@ def start_time(pid: int) -> str:
     return ""
 
 
+@functools.cache
 def namespace() -> str:
     """The boot ID of this machine and the process namespace. Process IDs can be compared only if
     both are the same.

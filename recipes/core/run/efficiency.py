@@ -155,7 +155,8 @@ def time_spent(folder: Path, now: float) -> dict[str, float]:
     now: the time of the run's end, or time.time() while it runs. {} if the times are unknown, or if
     a clock was set back.
     """
-    every = [row for row in all_rows.every(folder) if math.isfinite(number(row.get("time")))]
+    parts = reversed([*all_rows.parts(folder)])
+    every = [row for part in parts for row in part if math.isfinite(number(row.get("time")))]
     begun = [attempt for attempt in reversed(attempts.every(folder)) if attempt.has_begun]
     if not begun or not every:
         return {}

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from recipes.core import files
@@ -99,23 +98,6 @@ def close(attempt: Attempt, end: End) -> Outcome:
                 first=outcome.first,
             )
     return outcome
-
-
-def why_not_begun(run_dir: Path) -> str:
-    """Why the newest launch of a run ended before it began. "" if it has begun, was stopped, or if
-    the run has ended since then.
-    """
-    newest = attempts.newest(run_dir)
-    status = directory.read_status(run_dir) or {}
-    if not newest or newest.has_begun or status.get("attempt") == newest.number:
-        return ""
-    records = attempts.records(newest)
-    ended = files.read_json(newest.folder / "ended.json") or {}
-    moment = ended.get("time") or (records[0]["time"] if records else 0.0)
-    is_past = moment <= float(status.get("updated") or 0.0) and status.get("state") != "running"
-    if not moment or is_past or kind_of(ended) is Kind.stopped:
-        return ""
-    return str(ended.get("line") or judge(newest).line)
 
 
 def judge(attempt: Attempt, end: End | None = None) -> Outcome:

@@ -1,19 +1,15 @@
 """A table of runs from their run directories. Does not import torch."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-
 from recipes.core import errors, files, trust
-from recipes.core.errors import InputError, Next, next_of, printable
-from recipes.core.run import directory, efficiency, judge, resumed, rows
+from recipes.core.errors import InputError, printable
+from recipes.core.run import directory, efficiency
+from recipes.core.run.record import Record
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 # folders in a run directory, not runs
@@ -33,8 +29,6 @@ NO_RESULTS = {  # other numbers in summary.json and metrics.jsonl
     "gpu_energy_kj",
     *efficiency.SHARES,
 }
-USUAL_ROWS = 1 << 16  # bytes at the end of metrics.jsonl that have a row, unless it is very long
-MAX_YAML = 1 << 20  # bytes of a config.yaml
 FIX = "give a run directory, or a folder of run directories"
 LONGEST_PATH = 4096
 LAST = "last"  # in place of a run: see `last`
@@ -42,21 +36,6 @@ T = TypeVar("T")
 # maximum number of characters of a value, and of a note, in the table
 WIDEST = 60
 LONGEST_NOTE = 300
-
-
-@dataclass(frozen=True)
-class Run:
-    """A row. values: the keys of recipe and submission. results: from summary.json, else from the
-    last row of metrics.jsonl.
-    """
-
-    folder: Path
-    recipe: str
-    state: str
-    step: int
-    note: str
-    values: dict[str, Any]
-    results: dict[str, Any]
 
 
 def last(folder: Path) -> list[Path]:
@@ -144,73 +123,27 @@ def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> list[T]:
     return results
 
 
-def read_run(folder: Path, now: float) -> Run:
-    """Reads one run directory, and does not ask Slurm. now: time.time()."""
-    status = directory.read_status(folder) or {}
-    job = files.read_json(folder / "job.yaml") or {}
-    state = str(status.get("state", "not begun"))
-    # A summary of an earlier attempt stays until the run is done again.
-    summary = (files.read_json(folder / "summary.json") or {}) if state == "done" else {}
-    row = {} if summary else last_row(folder / "metrics.jsonl")
-    notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
-    if state == "running":
-        notes.append(f"status written {ago(now - status['updated'])} ago")
-    refused = judge.why_not_begun(folder)
-    if refused:
-        notes.append(f"the newest launch did not begin: {refused}")
-    if state == "preempted" and next_of(status) is Next.cancelled:
-        state = "cancelled"
-    arguments = job.get("arguments")
-    typed = dict(str(word).partition("=")[::2] for word in arguments or ())
-    typed.pop("run_dir", None)
-    return Run(
-        folder=folder,
-        recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
-        state=state,
-        step=row.get("step") or status.get("step") or 0,
-        note="; ".join(notes),
-        values=typed | keys(folder),
-        results=results(row | summary),
-    )
-
-
-def results(row: dict[str, Any]) -> dict[str, Any]:
-    """The results in a summary or a row: those of RESULTS first, then the other numbers with a
-    fraction.
+def entry(run: Record) -> dict[str, Any]:
+    """A run in the table: the fields of its object in JSON. results: those of RESULTS first, then
+    the other numbers with a fraction.
     """
+    return {
+        "folder": run.folder,
+        "recipe": run.recipe,
+        "state": run.state.value,
+        "step": run.step,
+        "note": run.note,
+        "values": run.values,
+        "results": results({**run.row, **run.summary}),
+    }
+
+
+def results(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The results in a summary or a row."""
     of_recipe = [
         name for name, value in row.items() if isinstance(value, float) and name not in NO_RESULTS
     ]
     return {name: row[name] for name in (*RESULTS, *of_recipe) if row.get(name) is not None}
-
-
-def keys(run_dir: Path) -> dict[str, Any]:
-    """The keys in a run's config.yaml; {} if they cannot be read."""
-    try:
-        text = files.read_bounded(run_dir / "config.yaml", MAX_YAML, files.without_links).decode()
-        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    # a refused run has no config.yaml; a damaged file only makes its keys unknown
-    except Exception:
-        return {}
-    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
-
-
-def last_row(path: Path) -> dict[str, Any]:
-    """The last complete row of metrics.jsonl; {} if the end of the file has none."""
-    with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as file:
-        size = file.seek(0, os.SEEK_END)
-        for part in (USUAL_ROWS, rows.LONGEST_ROW):
-            file.seek(max(0, size - part))
-            for line in reversed(file.read(part).splitlines()):
-                row = rows.parse(line)
-                if row:
-                    return row
-    return {}
-
-
-def ago(seconds: float) -> str:
-    """A duration as text, for example 0:10:00."""
-    return str(timedelta(seconds=round(max(0.0, seconds))))
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -225,26 +158,26 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
-def cells(runs: Sequence[Run]) -> list[list[str]]:
-    """The cells of a table with one row per run: the keys in which runs of a recipe differ, and the
-    results. The first line is its head.
+def cells(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The cells of a table with one row per `entry`: the keys in which runs of a recipe differ, and
+    the results. The first line is its head.
     """
     seen: dict[tuple[str, str], set[str]] = {}  # by recipe and key
     for run in runs:
-        for name, value in run.values.items():
-            seen.setdefault((run.recipe, name), set()).add(str(value))
+        for name, value in run["values"].items():
+            seen.setdefault((run["recipe"], name), set()).add(str(value))
     differing = dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1)
-    every = dict.fromkeys(name for run in runs for name in run.results)
+    every = dict.fromkeys(name for run in runs for name in run["results"])
     chosen = [name for name in dict.fromkeys([*RESULTS, *every]) if name in every]
     head = [errors.shown(name) for name in ("run", "state", "step", *differing, *chosen, "note")]
     lines = [
         [
-            errors.shown(run.folder, LONGEST_PATH),
-            errors.shown(run.state),
-            str(run.step),
-            *(text(run.values.get(name)) for name in differing),
-            *(text(run.results.get(name)) for name in chosen),
-            errors.shown(run.note, LONGEST_NOTE),
+            errors.shown(run["folder"], LONGEST_PATH),
+            run["state"],
+            str(run["step"]),
+            *(text(run["values"].get(name)) for name in differing),
+            *(text(run["results"].get(name)) for name in chosen),
+            errors.shown(run["note"], LONGEST_NOTE),
         ]
         for run in runs
     ]

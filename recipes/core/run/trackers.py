@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 from recipes.core import errors, files
 from recipes.core.errors import InputError
-from recipes.core.run import directory, rows, table
+from recipes.core.run import record, rows
+from recipes.core.run.record import State
 
 # in the run directory; POSITION has the last row in each tracker
 POSITION = "exported.json"
@@ -38,23 +40,22 @@ class New:
     first: bool
     keys: dict[str, Any]
     values: list[tuple[int, dict[str, float]]]  # step and metrics of each row
-    summary: dict[str, Any]
+    summary: Mapping[str, Any]
 
 
 def export(folder: Path, to: str, project: str) -> str:
     """Adds the new rows of a run to a tracker. Returns one line. Raises InputError, and
     MachineError if the run directory is read-only.
     """
-    run = table.read_run(folder, time.time())
-    status = directory.read_status(folder) or {}
+    run = record.read(folder)
     every = rows.rows(folder)
     project = project or run.recipe or "recipes"
-    is_done = run.state == "done"
+    is_done = run.state is State.done
     place = to if to == "tensorboard" else f"{to} {project}"
     known = files.read_json(folder / POSITION) or {}
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
     # A resumed run writes the rows after its newest checkpoint again.
-    highest = math.inf if is_done else max(status.get("step", 0) - 1, last["step"])
+    highest = math.inf if is_done else max(run.status.get("step", 0) - 1, last["step"])
     final = [row for row in every if row["step"] <= highest]
     back = len(every) - len(final)
     held = f"; {back} rows are held back: a resume may replace them" if back else ""
@@ -72,7 +73,7 @@ def export(folder: Path, to: str, project: str) -> str:
         first=not last["id"],
         keys={} if last["id"] else run.values,
         values=values,
-        summary=(files.read_json(folder / "summary.json") or {}) if is_done else {},
+        summary=run.summary,
     )
     try:
         identity, where = TRACKERS[to](new)

@@ -46,20 +46,20 @@ def reported(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "step", "note", "saved"),
+    ("name", "state", "ranks", "step", "note", "saved"),
     [
-        ("done", 1, goldens.STEPS, "", goldens.STEPS),
-        ("preempted", 1, 11, "SIGTERM", 11),
-        ("failed", 2, 12, "rank 1 on ", 8),
+        ("done", "done", 1, goldens.STEPS, "", goldens.STEPS),
+        ("preempted", "stopped", 1, 11, "SIGTERM", 11),
+        ("failed", "failed", 2, 12, "rank 1 on ", 8),
     ],
 )
 def test_runs_of_before_are_continued(
-    name: str, ranks: int, step: int, note: str, saved: int, tmp_path: Path
+    name: str, state: str, ranks: int, step: int, note: str, saved: int, tmp_path: Path
 ) -> None:
     """step: of the last row before. saved: of the newest checkpoint."""
     run_dir = goldens.copy_of_run(name, tmp_path)
     before = reported(run_dir)
-    assert before["state"] == name
+    assert before["state"] == state
     assert before["recipe"] == "toy"
     assert before["step"] == step
     assert note in before["note"]

@@ -20,6 +20,7 @@ from recipes.core.errors import ConfigError, InputError, MachineError, Next
 from recipes.core.launch import jobs, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
+from recipes.core.run.record import Record
 from recipes.core.slurm import client
 from recipes.core.slurm.client import Line
 from tests import helpers
@@ -31,6 +32,12 @@ RUNNING = Line("RUNNING", "", "node[1-2]", 3600.0, False, "")
 
 def status(state: str, **more: Any) -> dict[str, Any]:
     return {"state": state, "step": 7, **more}
+
+
+def recorded(of_run: dict[str, Any], refused: str = "") -> Record:
+    record = Record(Path(), of_run, {}, {}, [], 0.0)
+    vars(record)["refused"] = refused
+    return record
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,8 @@ def status(state: str, **more: Any) -> dict[str, Any]:
             ("cancelled", "saved at step 7"),
         ),
         (status("running"), None, "", True, False, ("running", "")),
+        (status("running"), None, "a later one was refused", True, False, ("running", "")),
+        (status("running"), None, "lr=1", False, False, ("refused", "lr=1")),
         (status("running"), None, "", None, True, ("lost", "it ended without a final status")),
         (
             status("running"),
@@ -120,7 +129,7 @@ def test_the_state_of_a_run(
     has_job: bool,
     expected: tuple[str, str],
 ) -> None:
-    assert runs.word(of_run, job, refused, alive, has_job) == expected
+    assert runs.in_queue(recorded(of_run, refused), job, alive, has_job) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,7 @@ def test_the_state_of_a_run(
 def test_a_run_that_slurm_may_start_again_is_unknown_while_slurm_does_not_answer(
     of_run: dict[str, Any], expected: str
 ) -> None:
-    assert runs.word(of_run, None, "", None, True, asked=False)[0] == expected
+    assert runs.in_queue(recorded(of_run), None, None, True, asked=False)[0] == expected
 
 
 def begun(run_dir: Path, state: str = "running", job: str = "18", cluster: str = "") -> Path:
@@ -205,6 +214,22 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     head, *lines = runs.lines_of([done, pending, failed], time.time())
     assert head.split() == ["run", "state", "step", "best", "samples/s", "age", "starts", "note"]
     assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
+
+
+def test_the_best_result_of_a_long_run_is_found_without_its_rows(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(root / "runs/mnist/20", job="20")
+    rows = [{"attempt": 0, "step": step, "val_top1": 1 / step} for step in range(1, 3001)]
+    again = attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "20"})
+    attempts.begin(again, 2, own=True)
+    rows += [{"attempt": 1, "step": step, "val_top1": 0.5 / step} for step in range(3, 3001)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+    assert runs.read(folder, {"20": RUNNING}).best == {"val_top1": 0.5 / 2001}  # of the newest
+    for step, best in ((1, 1.0), (2, 0.5), (3, 0.5 / 3), (4000, 0.5 / 2001)):
+        (folder / "checkpoints/best").write_text(f"step-{step:08d}.pt\n")
+        assert runs.read(folder, {"20": RUNNING}).best == {"val_top1": best}
 
 
 def test_a_narrow_terminal_shows_whole_names_and_notes(

@@ -14,6 +14,7 @@ from recipes.core import files
 from recipes.core.errors import Kind
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, judge
+from recipes.core.run import record as of_run
 from recipes.core.run.judge import End, Outcome
 from tests import helpers
 
@@ -514,11 +515,11 @@ def test_a_refused_attempt_leaves_its_line_and_not_the_status(tmp_path: Path) ->
     )
     assert judge.close(refused, End(143)).exit_status == 2
     assert directory.read_status(tmp_path) == before
-    assert judge.why_not_begun(tmp_path) == "lr=1 becomes 2"
+    assert of_run.read(tmp_path).refused == "lr=1 becomes 2"
     directory.write_status(tmp_path, "done", attempt=0, step=9)  # the run has ended since then
-    assert judge.why_not_begun(tmp_path) == ""
+    assert of_run.read(tmp_path).refused == ""
     judge.close(helpers.attempt(tmp_path, step=None), End(143, stopped=True))
-    assert judge.why_not_begun(tmp_path) == ""
+    assert of_run.read(tmp_path).refused == ""
 
 
 def test_close_returns_the_judgement_if_it_cannot_be_written(

@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from recipes.core.run import rows
 
 
@@ -42,6 +44,34 @@ def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
     assert math.isnan(last["loss"])
 
 
+def test_an_evaluation_of_very_many_classes_is_read(tmp_path: Path) -> None:
+    evaluated = {"step": 2, "val_top1": 0.25, "val_recall": [0.3333] * 60_000}
+    write(tmp_path, {"step": 1}, evaluated)
+    assert next(rows.newest(tmp_path)) == evaluated
+    assert rows.best(rows.rows(tmp_path), {}) == ("val_top1", 0.25, 2)
+
+
+def test_a_row_in_two_parts_of_the_file_is_read(tmp_path: Path) -> None:
+    every = [{"step": step, "text": "x" * (step * 37 % 9000)} for step in range(1, 1000)]
+    write(tmp_path, *every)
+    assert rows.rows(tmp_path) == every
+
+
+def test_the_newest_row_is_read_without_the_rows_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, *({"step": step} for step in range(10_000)))
+    parsed = list[bytes]()
+
+    def parse(lines: list[bytes]) -> list[dict[str, int]]:
+        parsed.extend(lines)
+        return [json.loads(line) for line in lines]
+
+    monkeypatch.setattr(rows, "_parsed", parse)
+    assert next(rows.newest(tmp_path)) == {"step": 9999}
+    assert len(parsed) < 1000
+
+
 def test_a_run_without_a_readable_file_has_no_rows(tmp_path: Path) -> None:
     assert rows.rows(tmp_path) == []
     (tmp_path / "metrics.jsonl").mkdir()
@@ -52,3 +82,17 @@ def test_numbers() -> None:
     assert [rows.number(value) for value in (0, 1.5, -2)] == [0.0, 1.5, -2.0]
     for value in (math.nan, math.inf, 10**400, True, None, "1", [1]):
         assert math.isnan(rows.number(value)), value
+
+
+def test_the_row_of_a_step_is_found_in_a_long_file(tmp_path: Path) -> None:
+    every = [
+        {"attempt": attempt, "step": step, "text": "x" * (step % 90)}
+        for attempt, steps in ((0, range(1, 700, 2)), (2, range(501, 900)))
+        for step in steps
+    ]
+    write(tmp_path, *every)
+    for row in every:
+        assert rows.of_step(tmp_path, row["attempt"], row["step"]) == row
+    for attempt, step in ((0, 0), (0, 2), (0, 701), (1, 501), (2, 500), (2, 900)):
+        assert rows.of_step(tmp_path, attempt, step) == {}
+    assert rows.of_step(write(tmp_path), 0, 1) == {}

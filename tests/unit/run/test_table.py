@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from recipes import report
 from recipes.core import files
 from recipes.core.errors import InputError, Next
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, rows, table
+from recipes.core.run import directory, record, table
 from tests import helpers
 
 
@@ -111,7 +111,7 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     assert [" ".join(row[1:]) for row in rows] == [
         "done 10 0.1 0 0.9412 - 1234.5",
         "not begun 0 0.2 1 - - -",
-        "not begun 0 0.3 2 - - - the newest launch did not begin: node7: no GPU",
+        "refused 0 0.3 2 - - - the newest launch did not begin: node7: no GPU",
         "failed 50 0.4 3 0.95 0.5 - lost",
     ]
 
@@ -120,8 +120,8 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     ("word", "state"),
     [
         (Next.cancelled, "cancelled"),
-        (Next.requeued, "preempted"),
-        (None, "preempted"),
+        (Next.requeued, "stopped"),
+        (None, "stopped"),
     ],
 )
 def test_a_run_that_was_cancelled_is_called_so(
@@ -130,7 +130,7 @@ def test_a_run_that_was_cancelled_is_called_so(
     directory.write_status(tmp_path, "preempted", attempt=0, step=3)
     if word:
         directory.note_next(tmp_path, word, 0)
-    assert table.read_run(tmp_path, 0.0).state == state
+    assert record.read(tmp_path).state == state
 
 
 def test_folders_in_a_run_directory_are_not_runs(tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:
     folder = make(tmp_path / "a/run", lr=0.1)
     for name in ("status.json", "summary.json", "config.yaml", "metrics.jsonl"):
         (folder / name).write_text("[{: nothing")
-    row = table.read_run(folder, time.time())
+    row = record.read(folder)
     assert row.state == "not begun"
     assert row.step == 0
     assert row.values == {}
-    assert row.results == {}
+    assert table.entry(row)["results"] == {}
     (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
     (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
     make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
@@ -181,27 +181,20 @@ def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path) -> None:
 def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", lr=0.1)
     refuse(folder, "lr=0.1 becomes 0.2")
-    row = table.read_run(folder, time.time())
+    row = record.read(folder)
     assert row.state == "done"
     assert row.note == "the newest launch did not begin: lr=0.1 becomes 0.2"
     directory.write_status(folder, "preempted", attempt=0, step=10, reason="SIGUSR2")
     directory.note_next(folder, Next.max_requeues, 0)
     # the refusal is older
-    assert table.read_run(folder, time.time()).note == "SIGUSR2; max-requeues"
+    assert record.read(folder).note == "SIGUSR2; max-requeues"
     directory.write_status(folder, "running", attempt=0, step=10)
-    row = table.read_run(folder, helpers.read(folder, "status")["updated"] + 600)
+    row = record.read(folder)
+    row = replace(row, read_at=row.status["updated"] + 600)
     assert row.state == "running"
     assert row.step == 10
     refused = "the newest launch did not begin: lr=0.1 becomes 0.2"
     assert row.note == f"status written 0:10:00 ago; {refused}"
     helpers.attempt(folder)
     directory.write_status(folder, "done", attempt=2, step=10)
-    assert table.read_run(folder, time.time()).note == ""
-
-
-def test_an_evaluation_of_very_many_classes_is_read(tmp_path: Path) -> None:
-    evaluated = {"step": 2, "val_top1": 0.25, "val_recall": [0.3333] * 60_000}
-    lines = [json.dumps(row) + "\n" for row in ({"step": 1}, evaluated)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert table.last_row(tmp_path / "metrics.jsonl") == evaluated
-    assert rows.best(rows.rows(tmp_path), {}) == ("val_top1", 0.25, 2)
+    assert record.read(folder).note == ""

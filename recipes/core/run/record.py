@@ -1,0 +1,197 @@
+"""A run, read once from the files of its directory. The tables of runs, the page, ``explain``, the
+trackers and ``launch.py`` read it here. Never torch, and never asks Slurm.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from recipes.core import files
+from recipes.core.errors import Kind, Next, kind_of, next_of
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, judge, rows
+from recipes.core.run.attempt import Attempt
+
+MAX_YAML = 1 << 20  # bytes of a config.yaml
+LONGEST_NAME = 500  # bytes of a file that names a checkpoint
+NEWEST = 1000  # rows that are read of a run that may have many more
+
+
+class State(str, Enum):
+    """The state of a run, in every command. The files of a run tell the first ones; the queue of
+    Slurm and the processes of this machine tell the others.
+    """
+
+    not_begun = "not begun"
+    refused = "refused"
+    running = "running"
+    stopped = "stopped"
+    cancelled = "cancelled"
+    failed = "failed"
+    done = "done"
+
+    pending = "pending"
+    held = "held"
+    requeued = "requeued"
+    starting = "starting"
+    lost = "lost"
+    unknown = "unknown"
+
+    __str__ = str.__str__
+
+
+# by the state in status.json
+OF_STATUS = {
+    "running": State.running,
+    "preempted": State.stopped,
+    "incomplete": State.failed,
+    "failed": State.failed,
+    "done": State.done,
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the files of a run say. The properties read what few readers need, once.
+
+    status: status.json; {} before the run has begun. job: job.yaml. summary: summary.json; {} until
+    the run is done. attempts: newest first. read_at: time.time().
+    """
+
+    folder: Path
+    status: Mapping[str, Any]
+    job: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    attempts: list[Attempt]
+    read_at: float
+
+    @cached_property
+    def state(self) -> State:
+        """The state according to the files alone."""
+        state = OF_STATUS.get(str(self.status.get("state")), State.not_begun)
+        if state not in (State.done, State.running) and self.refused:
+            return State.refused
+        is_cancelled = state is State.stopped and next_of(self.status) is Next.cancelled
+        return State.cancelled if is_cancelled else state
+
+    @cached_property
+    def refused(self) -> str:
+        """Why the newest launch ended before it began. "" if it has begun, was stopped, or if the
+        run has ended since then.
+        """
+        newest = self.attempts[0] if self.attempts else None
+        if not newest or newest.has_begun or self.status.get("attempt") == newest.number:
+            return ""
+        records = attempts.records(newest)
+        ended = files.read_json(newest.folder / "ended.json") or {}
+        moment = ended.get("time") or (records[0]["time"] if records else 0.0)
+        is_running = self.status.get("state") == "running"
+        is_past = moment <= float(self.status.get("updated") or 0.0) and not is_running
+        if not moment or is_past or kind_of(ended) is Kind.stopped:
+            return ""
+        return str(ended.get("line") or judge.judge(newest).line)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """`attempts.facts`: of the attempt that owns the run, else of the newest one."""
+        return attempts.facts(self.folder)
+
+    @property
+    def recipe(self) -> str:
+        return str(self.job.get("recipe") or self.facts.get("recipe") or "")
+
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """The keys in config.yaml; {} if they cannot be read."""
+        import yaml  # the import is slow
+
+        path = self.folder / "config.yaml"
+        try:
+            text = files.read_bounded(path, MAX_YAML, files.without_links).decode()
+            content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        # a refused run has no config.yaml; a damaged file only makes its keys unknown
+        except Exception:
+            return {}
+        if not isinstance(content, dict):
+            return {}
+        # no key of a recipe has several values
+        return {str(k): v for k, v in content.items() if not isinstance(v, (dict, list))}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The keys of the submission and of the recipe."""
+        arguments = self.job.get("arguments") or ()
+        typed = dict(str(word).partition("=")[::2] for word in arguments)
+        typed.pop("run_dir", None)
+        return typed | self.keys
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows that count, the newest first."""
+        return rows.newest(self.folder)
+
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """The newest row; {} if there is none, or if there is a summary."""
+        return {} if self.summary else next(self.rows(), {})
+
+    @cached_property
+    def newest_rows(self) -> list[dict[str, Any]]:
+        """The last rows, at most NEWEST, the newest one last."""
+        return [*itertools.islice(self.rows(), NEWEST)][::-1]
+
+    def best(self) -> tuple[str, float, int] | None:
+        """`rows.best` so far: in the row of the step that ``checkpoints/best`` names, else in the
+        newest rows.
+        """
+        return rows.best([self._best_row] if self._best_row else self.newest_rows, self.keys)
+
+    @cached_property
+    def _best_row(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            name = files.read_bounded(self.folder / "checkpoints" / "best", LONGEST_NAME).decode()
+            step = int(name.strip().removeprefix("step-").removesuffix(".pt"))
+            for attempt in self.attempts:  # a later one repeats the steps after its begin
+                if rows.number(attempt.facts().get("step")) < step:
+                    return rows.of_step(self.folder, attempt.number, step)
+        return {}
+
+    @property
+    def step(self) -> int:
+        return rows.whole(self.row.get("step") or self.status.get("step")) or 0
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last change of status.json."""
+        return max(0.0, self.read_at - self.status.get("updated", 0.0))
+
+    @property
+    def note(self) -> str:
+        """What the status says beside the state."""
+        notes = [str(self.status[name]) for name in ("reason", "next") if self.status.get(name)]
+        if self.state is State.running:
+            notes.append(f"status written {ago(self.quiet_s)} ago")
+        if self.refused:
+            notes.append(f"the newest launch did not begin: {self.refused}")
+        return "; ".join(notes)
+
+
+def read(folder: Path) -> Record:
+    """Reads a run directory."""
+    status = directory.read_status(folder) or {}
+    job = files.read_json(folder / "job.yaml") or {}
+    # a summary of an earlier attempt stays until the run is done again
+    is_done = status.get("state") == "done"
+    summary = (files.read_json(folder / "summary.json") or {}) if is_done else {}
+    return Record(folder, status, job, summary, attempts.every(folder), time.time())
+
+
+def ago(seconds: float) -> str:
+    """A duration as text, for example 0:10:00."""
+    return str(timedelta(seconds=round(max(0.0, seconds))))
