@@ -119,6 +119,9 @@ def umask(mask: int) -> Iterator[None]:
         "a group",
         "an access control list",
         "a pipe",
+        "its folder is of another user",
+        "all users can write to its folder",
+        "a group can write to its folder",
     ],
 )
 def test_a_job_script_that_another_user_could_have_made_is_not_opened(
@@ -150,6 +153,7 @@ def test_a_job_script_is_own_whatever_the_umask_and_the_folder_allow(tmp_path: P
     tmp_path.chmod(0o2775)
     with umask(0o002):
         trust.write_own(tmp_path / "job.sh", b"#!/bin/bash\n")
+    tmp_path.chmod(0o755)
     with trust.open_own(tmp_path / "job.sh"):
         pass
 
