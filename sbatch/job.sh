@@ -99,7 +99,10 @@ begin() {
     shift
     # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
-    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
+    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -d "$had" ]; then
+        require_own "${had%/*}" "$repository" # else another user chooses which folder it is
+        code=$had
+    fi
     if [ -d "$code" ]; then
         code=$(readlink -f "$code")
         require_own "$code" "$repository"

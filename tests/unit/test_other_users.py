@@ -258,6 +258,27 @@ def test_the_shell_of_a_job_checks_every_folder_up_to_the_clone(tmp_path: Path) 
 
 
 @as_root
+@pytest.mark.parametrize("name", ["runs", "runs/code"])
+def test_a_requeued_job_runs_no_code_that_another_user_chose(tmp_path: Path, name: str) -> None:
+    """Such as an older clone of this user, by a link runs/code/job-ID."""
+    clone = tmp_path / "clone"
+    other = tmp_path / "other/sbatch"
+    for folder in (clone / "runs/code", other):
+        folder.mkdir(parents=True)
+    shutil.copytree(helpers.ROOT / "sbatch", clone / "sbatch")
+    (other / "job.sh").write_text("echo other; exit 0\n")
+    (clone / "runs/code/job-7").symlink_to(other.parent)
+    environ = helpers.clean_environment() | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    command = ["bash", "-c", ". sbatch/job.sh; begin toy"]
+    for is_shared in (False, True):
+        if is_shared:
+            os.chown(clone / name, -1, STRANGER)
+            (clone / name).chmod(0o2775)
+        done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True)
+        assert (done.stdout == "other\n") != is_shared, done.stderr
+
+
+@as_root
 def test_code_is_not_kept_where_others_can_exchange_it(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/__init__.py").touch()
