@@ -279,6 +279,39 @@ def test_a_requeued_job_runs_no_code_that_another_user_chose(tmp_path: Path, nam
 
 
 @as_root
+@pytest.mark.parametrize(
+    ("stranger", "command", "is_run"),
+    [
+        ("", "", True),
+        ("sbatch", "", False),
+        ("sbatch/job.sh", "", False),
+        ("sbatch", "{elsewhere}/sbatch/toy_1x1.sh", False),
+        ("sbatch", "{here}/sbatch/toy_1x1.sh", True),
+        ("sbatch", "/proc/self/fd/3", True),
+    ],
+)
+def test_a_ready_script_uses_the_shared_part_of_the_clone_that_was_typed(
+    tmp_path: Path, stranger: str, command: str, is_run: bool
+) -> None:
+    """In another folder, the shared part may be a file of another user."""
+    here = tmp_path / "here"
+    (here / "sbatch").mkdir(parents=True)
+    (here / "sbatch/job.sh").write_text("echo used; exit 0\n")
+    if stranger:
+        os.chown(here / stranger, STRANGER, STRANGER)
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    typed = command.format(here=here, elsewhere=tmp_path)
+    scontrol.write_text(f"#!/bin/sh\necho '   Command={typed}'\n")
+    scontrol.chmod(0o755)
+    environ = {"PATH": f"{scontrol.parent}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    ready = ["bash", str(helpers.ROOT / "sbatch/mnist_1x1.sh")]
+    done = subprocess.run(ready, cwd=here, env=environ, capture_output=True, text=True)
+    assert (done.stdout == "used\n") == is_run, done.stderr
+    assert is_run or "is not the repository" in done.stderr
+
+
+@as_root
 def test_code_is_not_kept_where_others_can_exchange_it(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/__init__.py").touch()
