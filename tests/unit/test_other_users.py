@@ -962,6 +962,9 @@ def test_a_clone_of_root_that_users_can_only_read(place: Path) -> None:
             MachineError, match=r"cannot be created \(Permission denied\): use a clone of your own$"
         ):
             trust.private_folder(clone / "runs/code")
+    (clone / "runs/code").mkdir(parents=True)
+    with account(ME), pytest.raises(MachineError, match="must be a folder that belongs to you"):
+        trust.private_folder(clone / "runs/code")
 
 
 def test_a_list_for_one_more_user_is_refused_until_it_is_removed(place: Path) -> None:
