@@ -133,7 +133,7 @@ def who_else_can_change(path: Path) -> str:
     Root and the owner of this clone are trusted, and so are the groups of `_is_trusted_group`. For
     a path in the clone, folders above the clone do not count: who can change those can exchange all
     of the code. A sticky folder, such as /tmp, protects its content, and so does a folder that no
-    other user can enter. Links are resolved. Raises OSError.
+    other user can enter, unless others can exchange it. Links are resolved. Raises OSError.
     """
     path = Path(os.path.realpath(path))
     trusted = _trusted()
@@ -144,7 +144,7 @@ def who_else_can_change(path: Path) -> str:
             return f"{place} belongs to another user"
         is_above = place != path
         if is_above and not status.st_mode & 0o011:
-            return ""
+            problems.clear()  # nobody else reaches what is in it, but may exchange it itself
         why = who_else_writes(status, place)
         is_sticky = is_above and status.st_mode & stat.S_ISVTX
         if why and not is_sticky:

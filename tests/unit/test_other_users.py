@@ -248,6 +248,19 @@ def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_ent
 
 
 @as_root
+def test_a_folder_that_nobody_else_can_enter_protects_nothing_if_others_can_exchange_it(
+    path: Path,
+) -> None:
+    """Such as a $TMPDIR with mode 700 in a project folder."""
+    path.parent.chmod(0o700)
+    os.chown(path.parents[1], -1, STRANGER)
+    for mode, is_accepted in ((0o755, True), (0o2775, False), (0o3775, True)):
+        path.parents[1].chmod(mode)
+        assert shell_accepts(path) == is_accepted
+        assert (trust.who_else_can_change(path) == "") == is_accepted
+
+
+@as_root
 def test_the_shell_of_a_job_checks_every_folder_up_to_the_clone(tmp_path: Path) -> None:
     code = tmp_path / "clone/runs/code/job"
     code.mkdir(parents=True)
