@@ -84,7 +84,7 @@ require_own() {
         # With an access control list, the bits of the group are the most that the list allows.
         [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || case $(ls -ld "$at") in ??????????+*) by=18 ;; esac
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
-        [ "$at" = "$place" ] || [ $((mode & 9)) != 0 ] || return 0 # nobody else can enter it
+        [ "$at" = "$place" ] || [ $((mode & 9)) != 0 ] || problem='' # nobody else can enter it, but perhaps exchange it
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || problem=${problem:-$at}
         [ "$at" != / ] && [ "$at" != "$repository" ]
     do at=$(dirname "$at"); done
@@ -98,7 +98,10 @@ begin() {
     shift
     # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
-    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
+    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -d "$had" ]; then
+        require_own "${had%/*}" "$repository" # else another user chooses which folder it is
+        code=$had
+    fi
     if [ -d "$code" ]; then
         code=$(readlink -f "$code")
         require_own "$code" "$repository"

@@ -27,19 +27,35 @@ def open_own(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that decides what runs, such as the script of a job. Read it once, and use these
     bytes.
 
-    Raises OSError, also for a link, and MachineError if the file belongs to another user or if
-    another user can write to it.
+    Raises OSError, also for a link, and MachineError if the file or its folder belongs to another
+    user or if another user can write to it. In such a folder, another user could give this name to
+    any file of this user.
     """
-    with open(path, "rb", opener=files.without_links) as file:
-        status = os.fstat(file.fileno())
-        problem = who_else_writes(status, file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            problem = "is not an ordinary file"
-        elif status.st_uid not in _trusted():
-            problem = "belongs to another user"
-        if problem:
-            raise MachineError(f"{path}: {problem}, so it is not executed")
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _require_own(path.parent, folder)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+        descriptor = os.open(path.name, flags, dir_fd=folder)
+    finally:
+        os.close(folder)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise MachineError(f"{path}: is not an ordinary file, so it is not executed")
+        _require_own(path, descriptor)
         yield file
+
+
+def _require_own(path: Path, descriptor: int) -> None:
+    """Raises MachineError if an open file or folder belongs to another user, or if another user can
+    write to it. A sticky folder protects its files.
+    """
+    status = os.fstat(descriptor)
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    problem = "" if is_sticky else who_else_writes(status, descriptor)
+    if status.st_uid not in _trusted():
+        problem = "belongs to another user"
+    if problem:
+        raise MachineError(f"{path}: {problem}, so it is not executed")
 
 
 def write_own(path: Path, content: bytes) -> None:
@@ -117,7 +133,7 @@ def who_else_can_change(path: Path) -> str:
     Root and the owner of this clone are trusted, and so are the groups of `_is_trusted_group`. For
     a path in the clone, folders above the clone do not count: who can change those can exchange all
     of the code. A sticky folder, such as /tmp, protects its content, and so does a folder that no
-    other user can enter. Links are resolved. Raises OSError.
+    other user can enter, unless others can exchange it. Links are resolved. Raises OSError.
     """
     path = Path(os.path.realpath(path))
     trusted = _trusted()
@@ -128,7 +144,7 @@ def who_else_can_change(path: Path) -> str:
             return f"{place} belongs to another user"
         is_above = place != path
         if is_above and not status.st_mode & 0o011:
-            return ""
+            problems.clear()  # nobody else reaches what is in it, but may exchange it itself
         why = who_else_writes(status, place)
         is_sticky = is_above and status.st_mode & stat.S_ISVTX
         if why and not is_sticky:

@@ -123,9 +123,8 @@ MUTATIONS = [
         "recipes/core/trust.py",
         "status.st_uid != os.geteuid()",
         "status.st_uid == -1",
-        "a run trains on the folder of another user",
-        "tests/unit/data/test_staging.py::"
-        "test_a_folder_that_another_user_may_have_created_is_refused",
+        "code of jobs is kept in the folder of another user",
+        "tests/unit/test_other_users.py::test_a_clone_of_root_that_users_can_only_read",
     ),
     Mutation(
         "recipes/prepare.py",

@@ -29,7 +29,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sbatch/job.sh",
-        '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had\n',
+        "        code=$had\n",
         "",
         "a requeued job runs code that was edited later",
         "tests/unit/launch/test_job_sh.py::"

@@ -120,6 +120,9 @@ def umask(mask: int) -> Iterator[None]:
         "a group",
         "an access control list",
         "a pipe",
+        "its folder is of another user",
+        "all users can write to its folder",
+        "a group can write to its folder",
     ],
 )
 def test_a_job_script_that_another_user_could_have_made_is_not_opened(
@@ -151,6 +154,7 @@ def test_a_job_script_is_own_whatever_the_umask_and_the_folder_allow(tmp_path: P
     tmp_path.chmod(0o2775)
     with umask(0o002):
         trust.write_own(tmp_path / "job.sh", b"#!/bin/bash\n")
+    tmp_path.chmod(0o755)
     with trust.open_own(tmp_path / "job.sh"):
         pass
 
@@ -245,6 +249,19 @@ def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_ent
 
 
 @as_root
+def test_a_folder_that_nobody_else_can_enter_protects_nothing_if_others_can_exchange_it(
+    path: Path,
+) -> None:
+    """Such as a $TMPDIR with mode 700 in a project folder."""
+    path.parent.chmod(0o700)
+    os.chown(path.parents[1], -1, STRANGER)
+    for mode, is_accepted in ((0o755, True), (0o2775, False), (0o3775, True)):
+        path.parents[1].chmod(mode)
+        assert shell_accepts(path) == is_accepted
+        assert (trust.who_else_can_change(path) == "") == is_accepted
+
+
+@as_root
 def test_the_shell_of_a_job_checks_every_folder_up_to_the_clone(tmp_path: Path) -> None:
     code = tmp_path / "clone/runs/code/job"
     code.mkdir(parents=True)
@@ -252,6 +269,60 @@ def test_the_shell_of_a_job_checks_every_folder_up_to_the_clone(tmp_path: Path) 
     for folder, is_accepted in (("", True), ("clone/runs", False)):
         (tmp_path / folder).chmod(0o777)
         assert shell_accepts(code, tmp_path / "clone") == is_accepted
+
+
+@as_root
+@pytest.mark.parametrize("name", ["runs", "runs/code"])
+def test_a_requeued_job_runs_no_code_that_another_user_chose(tmp_path: Path, name: str) -> None:
+    """Such as an older clone of this user, by a link runs/code/job-ID."""
+    clone = tmp_path / "clone"
+    other = tmp_path / "other/sbatch"
+    for folder in (clone / "runs/code", other):
+        folder.mkdir(parents=True)
+    shutil.copytree(helpers.ROOT / "sbatch", clone / "sbatch")
+    (other / "job.sh").write_text("echo other; exit 0\n")
+    (clone / "runs/code/job-7").symlink_to(other.parent)
+    environ = helpers.clean_environment() | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    command = ["bash", "-c", ". sbatch/job.sh; begin toy"]
+    for is_shared in (False, True):
+        if is_shared:
+            os.chown(clone / name, -1, STRANGER)
+            (clone / name).chmod(0o2775)
+        done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True)
+        assert (done.stdout == "other\n") != is_shared, done.stderr
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("stranger", "command", "is_run"),
+    [
+        ("", "", True),
+        ("sbatch", "", False),
+        ("sbatch/job.sh", "", False),
+        ("sbatch", "{elsewhere}/sbatch/toy_1x1.sh", False),
+        ("sbatch", "{here}/sbatch/toy_1x1.sh", True),
+        ("sbatch", "/proc/self/fd/3", True),
+    ],
+)
+def test_a_ready_script_uses_the_shared_part_of_the_clone_that_was_typed(
+    tmp_path: Path, stranger: str, command: str, is_run: bool
+) -> None:
+    """In another folder, the shared part may be a file of another user."""
+    here = tmp_path / "here"
+    (here / "sbatch").mkdir(parents=True)
+    (here / "sbatch/job.sh").write_text("echo used; exit 0\n")
+    if stranger:
+        os.chown(here / stranger, STRANGER, STRANGER)
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    typed = command.format(here=here, elsewhere=tmp_path)
+    scontrol.write_text(f"#!/bin/sh\necho '   Command={typed}'\n")
+    scontrol.chmod(0o755)
+    environ = {"PATH": f"{scontrol.parent}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    ready = ["bash", str(helpers.ROOT / "sbatch/mnist_1x1.sh")]
+    done = subprocess.run(ready, cwd=here, env=environ, capture_output=True, text=True)
+    assert (done.stdout == "used\n") == is_run, done.stderr
+    assert is_run or "is not the repository" in done.stderr
 
 
 @as_root
@@ -907,6 +978,9 @@ def test_a_clone_of_root_that_users_can_only_read(place: Path) -> None:
             MachineError, match=r"cannot be created \(Permission denied\): use a clone of your own$"
         ):
             trust.private_folder(clone / "runs/code")
+    (clone / "runs/code").mkdir(parents=True)
+    with account(ME), pytest.raises(MachineError, match="must be a folder that belongs to you"):
+        trust.private_folder(clone / "runs/code")
 
 
 def test_a_list_for_one_more_user_is_refused_until_it_is_removed(place: Path) -> None:

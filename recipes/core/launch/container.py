@@ -17,7 +17,7 @@ from recipes.core.config import declare, job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
-from recipes.core.errors import MachineError
+from recipes.core.errors import ConfigError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import source
 
@@ -146,7 +146,7 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
 
     A path that is not an existing folder is replaced by its nearest parent that is one, since a
     runtime refuses other paths. A folder inside another folder of the result is omitted. words: the
-    given keys, with absolute paths.
+    given keys, with absolute paths. Raises ConfigError for a name that the runtime would divide.
     """
     # it may come from the site profile
     data_dir = getattr(settings.config, "data_dir", "")
@@ -161,6 +161,13 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
         if name.startswith("/"):
             path = Path(name)
             folders.add(next(folder for folder in (path, *path.parents) if folder.is_dir()))
+    for folder in folders:
+        # another user's run that is resumed may name it, to mount a folder over /usr/bin
+        if set(",:") & set(str(folder)):
+            raise ConfigError(
+                f"container=: folder {shown(folder, 4096)}: has a comma or a colon in its name, "
+                "which separates mounts: rename it"
+            )
     chosen: list[str] = []
     for folder in sorted(folders - {Path("/")}, key=lambda path: (len(path.parts), path)):
         if not any(folder.is_relative_to(other) for other in chosen):

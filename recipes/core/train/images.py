@@ -46,7 +46,7 @@ def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Im
             run.console.progress(f"copied to {place}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         if place:
-            folder = stage.to_local_disk(folder, Path(place), copied)
+            folder = stage.to_local_disk(folder, Path(place), copied, run.warn)
         train, val = (image_sets.open_images(folder, split, report) for split in ("train", "val"))
         return folder, train, val
 

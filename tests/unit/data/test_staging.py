@@ -196,7 +196,7 @@ def test_a_name_in_the_index_names_no_file(packed: Path, tmp_path: Path) -> None
     assert not list(tmp_path.rglob("outside*"))
 
 
-@pytest.mark.parametrize("kind", ["link", "others may write", "link for a lock", "another user's"])
+@pytest.mark.parametrize("kind", ["link", "others may write", "link for a lock"])
 def test_a_folder_that_another_user_may_have_created_is_refused(
     packed: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -213,15 +213,28 @@ def test_a_folder_that_another_user_may_have_created_is_refused(
         planted.chmod(0o777)
     elif kind == "link for a lock":
         (planted / stage.LOCK).symlink_to(elsewhere / "made")
-    elif kind == "another user's":
-        if os.geteuid():
-            pytest.skip("wants root, to give a folder to another user")
-        os.chown(planted, 65534, 65534)
     line = r"(node/.* must be a folder that belongs to you|^stage_dir='.*node': )"
     with pytest.raises(MachineError, match=line) as caught:
         to_local_disk(packed, node, ignore)
     assert "\n" not in str(caught.value)
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a link"])
+def test_a_name_that_another_user_has_taken_stops_no_job(
+    packed: Path, tmp_path: Path, kind: str
+) -> None:
+    """In /tmp, anyone can take it."""
+    helpers.need("" if os.geteuid() == 0 else "files of another user can be made by root alone")
+    taken = target(packed, tmp_path / "node")
+    (tmp_path / "elsewhere").mkdir()
+    taken.parent.mkdir()
+    taken.mkdir() if kind == "a folder" else taken.symlink_to(tmp_path / "elsewhere")
+    os.lchown(taken, 65534, 65534)
+    lines = list[str]()
+    assert to_local_disk(packed, tmp_path / "node", ignore, lines.append) == packed
+    assert lines == [f"stage_dir=: {taken} belongs to another user: this rank reads {packed}"]
+    assert list(taken.iterdir()) == []
 
 
 def test_a_full_disk_keeps_the_complete_files(

@@ -4,13 +4,14 @@ containers.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from recipes.core.errors import MachineError
+from recipes.core.errors import ConfigError, MachineError
 from recipes.core.launch import batch, container
 from recipes.core.run import command_line
 from tests.helpers import ROOT
@@ -69,6 +70,17 @@ def test_only_existing_folders_are_bound_and_each_once(
     settings = command_line.parse([], recipe="imagenet", environ={})
     folders = container.folders_of_run(settings, words, tmp_path / "repository")
     assert folders == [str(tmp_path / name) for name in names]
+
+
+@pytest.mark.parametrize("name", ["a,evil:/usr/bin,b", "a:/usr/bin"])
+def test_a_folder_whose_name_is_several_mounts_is_refused(tmp_path: Path, name: str) -> None:
+    """The run that is resumed, perhaps of another user, names it."""
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    settings = command_line.parse([], recipe="imagenet", environ={})
+    settings = dataclasses.replace(settings, from_run={"data_dir": str(folder)})
+    with pytest.raises(ConfigError, match="has a comma or a colon in its name"):
+        container.folders_of_run(settings, {}, ROOT)
 
 
 def test_begin_starts_ranks_in_the_container(

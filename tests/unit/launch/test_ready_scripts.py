@@ -28,10 +28,15 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
         describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8")
     )
     fix = f"{path.name}: $PWD is not the repository: cd to its top folder and run sbatch there"
-    source = f'. sbatch/job.sh 2>/dev/null || {{ echo "{fix}" >&2; exit 2; }}'
+    source = [
+        "{ [ -O sbatch ] && [ -O sbatch/job.sh ]; } ||",
+        '    [[ $(scontrol show job "$SLURM_JOB_ID" 2>&1) == '
+        '*Command=@("$(pwd -P)/sbatch/"|/proc/self/fd/)* ]] &&',
+        f'    . sbatch/job.sh 2>/dev/null || {{ echo "{fix}" >&2; exit 2; }}',
+    ]
     begin = f'begin {name} "$@" # sets step, inside and words for the next line'
     commands = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    assert commands == ["", source, begin, *made.splitlines()[-3:]]
+    assert commands == ["", *source, begin, *made.splitlines()[-3:]]
     shipped = directives(path.read_text())
     nodes, gpus = path.stem.partition("_")[2].split("x")
     size = {

@@ -19,15 +19,20 @@ COPIERS = 4  # files at once: one stream saturates neither a parallel file syste
 LOCK = ".lock"
 
 
-def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], None]) -> Path:
+def to_local_disk(
+    folder: Path,
+    stage_dir: Path,
+    report: Callable[[int, int], None],
+    warn: Callable[[str], None] = print,
+) -> Path:
     """Copies a packed copy to a folder below ``stage_dir``, once for each node, and returns that
-    folder.
+    folder. If another user has taken its name, warns and returns ``folder`` itself.
 
     Every rank of the node calls it: the first one copies, the others wait. An interrupted copy
     continues, complete files are kept, and each file's SHA-256 is verified while it is copied.
     report: gets the bytes of complete files and of all files: after each file, and twice a second
     during waiting. Raises InputError (``folder`` is not a packed copy, or a damaged one) and
-    MachineError (disk full or not writable, another user's folder).
+    MachineError (disk full or not writable, a folder that others can write to).
     """
     try:
         copy = format.read_index(folder)
@@ -49,6 +54,9 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Callable[[int, int], No
         report(total - _bytes(missing()), total)
 
     with files.writing_to(target.parent, "stage_dir"):
+        if os.path.lexists(target) and not trust.is_own(target, follow_symlinks=False):
+            warn(f"stage_dir=: {target} belongs to another user: this rank reads {folder}")
+            return folder
         trust.private_folder(target, "remove it, or give another stage_dir=")
         if not missing():
             return target
