@@ -12,10 +12,11 @@
 #SBATCH --signal=USR2@120
 #SBATCH --output=%x-%j.out
 
-# Another user could have made sbatch/job.sh in a folder that is not the repository, such as /tmp.
-{ [ -O sbatch ] && [ -O sbatch/job.sh ]; } ||
-    [[ $(scontrol show job "$SLURM_JOB_ID" 2>&1) == *Command=@("$(pwd -P)/sbatch/"|/proc/self/fd/)* ]] &&
-    . sbatch/job.sh 2>/dev/null || { echo "cifar_1x8.sh: $PWD is not the repository: cd to its top folder and run sbatch there" >&2; exit 2; }
+# Another user could have made sbatch/job.sh, if this folder is not your clone, but /tmp. Root's is used too.
+case $(stat -c %u sbatch sbatch/job.sh 2>&1 | xargs) in
+    "0 0" | "$UID $UID") . sbatch/job.sh ;;
+    *) echo "cifar_1x8.sh: $PWD is not a clone of yours: cd to the top folder of your clone and run sbatch there" >&2; exit 2 ;;
+esac
 begin cifar "$@" # sets step, inside and words for the next line
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
     "${inside[@]}" -u -m recipes.cifar "${words[@]}"

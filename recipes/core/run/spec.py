@@ -18,14 +18,15 @@ from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError
 
 VARIABLE = "RECIPES_SPEC"
-MOST_BYTES = 100_000  # Linux allows 128 KiB in a variable
+MOST_BYTES = 130_000  # Linux allows 128 KiB in a variable
 
 
 @dataclass(frozen=True)
 class Spec:
     """A job's settings and what follows from them.
 
-    settings: their `typed` keys have absolute paths. words: the arguments of its ranks. variables: those of the env files. step: options of srun for
+    words: the arguments of its ranks, which are the `typed` keys of the settings, with absolute
+    paths. variables: those of the env files. step: options of srun for
     the container. inside: the command before a rank's arguments; () for the job's own Python.
     by_clock: whether the ranks stop by the clock, and not by the script's signal.
     """
@@ -39,33 +40,36 @@ class Spec:
 
 
 def to_text(spec: Spec) -> str:
-    """The value of `VARIABLE`. Raises ConfigError if it would be too long."""
+    """The value of `VARIABLE`. Raises ConfigError if it would be too long.
+
+    A typed key is in it once, in the words: the arguments of a program can be long.
+    """
     settings = spec.settings
+    typed = settings.typed.keys()
+
+    def others(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: declare.plain(values[name]) for name in values.keys() - typed}
+
     content = {
         **vars(spec),
         "settings": {
             "recipe": settings.recipe,
             "cluster": settings.job.cluster,
-            "run": _plain(settings.run, settings.typed),
-            "config": _plain(settings.config, settings.typed),
-            "typed": settings.typed,
-            "saved": settings.saved,
+            "run": others(vars(settings.run)),
+            "config": others(vars(settings.config)),
+            "saved": others(settings.saved),
+            "typed_and_saved": sorted(typed & settings.saved.keys()),
             "from_run": settings.from_run,
             "resumes": settings.resumes and str(settings.resumes.absolute()),
         },
     }
-    text = json.dumps(content)
-    if len(text) > MOST_BYTES:
+    text = json.dumps(content, ensure_ascii=False)
+    if len(text.encode("utf-8", "surrogateescape")) > MOST_BYTES:
         raise ConfigError(
             f"the arguments have {sum(map(len, spec.words))} characters, which is too long for a "
-            "job: put them into a file, such as config=FILE.yaml"
+            "job: put them into a file"
         )
     return text
-
-
-def _plain(keys: Any, typed: Mapping[str, str]) -> dict[str, Any]:
-    """The values of ``keys``, with the paths of ``typed``, which are absolute."""
-    return {name: typed.get(name, declare.plain(value)) for name, value in vars(keys).items()}
 
 
 def of_job(environ: Mapping[str, str]) -> Spec | None:
@@ -74,20 +78,27 @@ def of_job(environ: Mapping[str, str]) -> Spec | None:
     if not text:
         return None
     content = json.loads(text)
-    saved = content.pop("settings")
-    recipe_class, _ = recipe_conf.load(saved["recipe"])
-    settings = Settings(
-        recipe=saved["recipe"],
-        job=JobKeys(recipe=saved["recipe"], cluster=saved["cluster"]),
-        run=declare.build(RunKeys, saved["run"]),
-        config=declare.build(recipe_class, saved["config"]),
-        typed=saved["typed"],
-        saved=saved["saved"],
-        from_run=saved["from_run"],
-        resumes=Path(saved["resumes"]) if saved["resumes"] else None,
-    )
     words, step, inside = (tuple(content[name]) for name in ("words", "step", "inside"))
+    settings = _settings(content["settings"], dict(word.partition("=")[::2] for word in words))
     return Spec(settings, words, content["variables"], step, inside, content["by_clock"])
+
+
+def _settings(content: Mapping[str, Any], typed: dict[str, str]) -> Settings:
+    recipe_class, _ = recipe_conf.load(content["recipe"])
+    run = declare.build(RunKeys, {**content["run"], **typed})
+    config = declare.build(recipe_class, {**content["config"], **typed})
+    values = {**vars(run), **vars(config)}
+    typed_and_saved = {name: declare.plain(values[name]) for name in content["typed_and_saved"]}
+    return Settings(
+        recipe=content["recipe"],
+        job=JobKeys(recipe=content["recipe"], cluster=content["cluster"]),
+        run=run,
+        config=config,
+        typed=typed,
+        saved={**content["saved"], **typed_and_saved},
+        from_run=content["from_run"],
+        resumes=Path(content["resumes"]) if content["resumes"] else None,
+    )
 
 
 def of_ranks(environ: Mapping[str, str], recipe: str, words: Sequence[str]) -> Spec | None:

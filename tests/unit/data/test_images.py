@@ -421,8 +421,9 @@ def fake_run(told: list[str]) -> Any:
             raise type(error)(f"node1: {error}") from None
 
     world = SimpleNamespace(together=together)
+    console = SimpleNamespace(progress=lambda text: None)
     return SimpleNamespace(
-        world=world, say=told.append, progress=lambda text: None, stop=StopFlag()
+        world=world, console=console, say=told.append, warn=told.append, stop=StopFlag()
     )
 
 

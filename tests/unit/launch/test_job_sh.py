@@ -326,7 +326,7 @@ def test_a_script_outside_the_repository_is_refused(bench: Bench) -> None:
     elsewhere = bench.folder / "elsewhere"
     elsewhere.mkdir()
     ran = bench.run(bench.root / "sbatch" / "mnist_1x1.sh", cwd=str(elsewhere))
-    refused(bench, ran, str(elsewhere), "is not the repository", "run sbatch there")
+    refused(bench, ran, str(elsewhere), "is not a clone of yours", "run sbatch there")
 
 
 def test_a_missing_python_environment_is_refused(bench: Bench) -> None:

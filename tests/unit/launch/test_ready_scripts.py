@@ -27,12 +27,12 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
     made = jobs.sbatch_script(
         describe(f"recipe={name}", *PROGRAM[name == "script"], "gpus_per_node=8")
     )
-    fix = f"{path.name}: $PWD is not the repository: cd to its top folder and run sbatch there"
+    fix = "is not a clone of yours: cd to the top folder of your clone and run sbatch there"
     source = [
-        "{ [ -O sbatch ] && [ -O sbatch/job.sh ]; } ||",
-        '    [[ $(scontrol show job "$SLURM_JOB_ID" 2>&1) == '
-        '*Command=@("$(pwd -P)/sbatch/"|/proc/self/fd/)* ]] &&',
-        f'    . sbatch/job.sh 2>/dev/null || {{ echo "{fix}" >&2; exit 2; }}',
+        "case $(stat -c %u sbatch sbatch/job.sh 2>&1 | xargs) in",
+        '    "0 0" | "$UID $UID") . sbatch/job.sh ;;',
+        f'    *) echo "{path.name}: $PWD {fix}" >&2; exit 2 ;;',
+        "esac",
     ]
     begin = f'begin {name} "$@" # sets step, inside and words for the next line'
     commands = [line for line in path.read_text().splitlines() if not line.startswith("#")]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,32 +13,41 @@ from recipes.core.run.spec import Spec
 
 WORDS = {
     "script": ["program=/bin/true", "args=--lr '1 2'", "through=node"],
-    "imagenet": ["data_dir=/d ata", "variant=short", "resume=never", "stop_before_s=7.5"],
-    "finetune": ["data_dir=/d", "dataset=folder"],
+    "imagenet": ["data_dir=/d ata", "variant=fast", "resume=never", "stop_before_s=7.5"],
+    "finetune": ["data_dir=/d", "dataset=images"],
     "gpt": ["strategy=fsdp", "max_steps=3"],
 }
 
 
+def spec_of(recipe: str, words: list[str], **more: Any) -> Spec:
+    """As `begin` of a job makes it."""
+    settings = command_line.parse(words, recipe=recipe, environ={"RECIPES_CLUSTER": "example"})
+    typed = settings.absolute(settings.typed, Path("/repository"))
+    arguments = [f"{name}={value}" for name, value in typed.items()]
+    return Spec(dataclasses.replace(settings, typed=typed), tuple(arguments), {"A": "b"}, **more)
+
+
 @pytest.mark.parametrize("recipe", recipe_conf.names())
 def test_the_ranks_read_the_settings_that_begin_has_resolved(recipe: str) -> None:
-    words = ["device=cpu", "umask=027", *WORDS.get(recipe, [])]
-    settings = command_line.parse(words, recipe=recipe, environ={"RECIPES_CLUSTER": "example"})
-    written = Spec(settings, tuple(words), {"NCCL_DEBUG": "a b"}, ("--x",), ("sh", "-c"), True)
-    assert spec.of_job({spec.VARIABLE: spec.to_text(written)}) == written
+    words = ["device=cpu", "umask=027", "stop_before_s=7.5", *WORDS.get(recipe, [])]
+    written = spec_of(recipe, words, step=("--x",), inside=("sh", "-c"), by_clock=True)
+    read = spec.of_job({spec.VARIABLE: spec.to_text(written)})
+    assert read == written
 
 
 def test_a_typed_path_is_the_absolute_one() -> None:
     """The ranks start in the snapshot of the code, where a relative path is another folder."""
-    settings = command_line.parse(["data_dir=here"], recipe="mnist", environ={})
-    typed = settings.absolute(settings.typed, Path("/repository"))
-    absolute = Spec(dataclasses.replace(settings, typed=typed), (), {})
-    read = spec.of_job({spec.VARIABLE: spec.to_text(absolute)})
+    read = spec.of_job({spec.VARIABLE: spec.to_text(spec_of("mnist", ["data_dir=here"]))})
     assert read
     assert read.settings.config.data_dir == "/repository/here"
+    assert read.settings.saved["data_dir"] == "/repository/here"
 
 
-def test_arguments_that_no_variable_can_hold_are_refused() -> None:
-    long = f"args={'x' * 120_000}"
-    settings = command_line.parse(["program=/bin/true", long], recipe="script", environ={})
-    with pytest.raises(ConfigError, match="have 120022 characters, which is too long for a job"):
-        spec.to_text(Spec(settings, ("program=/bin/true", long), {}))
+def test_the_longest_arguments_of_a_program_reach_its_ranks() -> None:
+    for args, is_long in (("x" * 99_000, False), ("é" * 49_000, False), ('"' * 90_000, True)):
+        written = spec_of("script", ["program=/bin/true", f"args={args}"])
+        if is_long:
+            with pytest.raises(ConfigError, match=r"the arguments have 9.* too long for a job"):
+                spec.to_text(written)
+        else:
+            assert spec.of_job({spec.VARIABLE: spec.to_text(written)}) == written
