@@ -449,7 +449,7 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
 def test_what_rank_0_sends_names_no_file(tmp_path: Path, name: str) -> None:
     settings = SimpleNamespace(run=SimpleNamespace(resume=f"{tmp_path}/mine.pt"))
     checkpoints = tmp_path / "run/checkpoints"
-    context: Any = SimpleNamespace(settings=settings, checkpoints=checkpoints)
+    context: Any = SimpleNamespace(settings=settings, folder=checkpoints)
     assert resume.at(context, 0, "step-00000001.pt") == checkpoints / "step-00000001.pt"
     assert resume.at(context, 3, "mine.pt") == tmp_path / "mine.pt"
     with pytest.raises(InputError, match="which is not a checkpoint"):
