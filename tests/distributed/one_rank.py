@@ -24,7 +24,6 @@ from recipes.core.place import ranks
 from recipes.core.run import command_line, signals
 from recipes.core.run.entry import Start
 from recipes.core.train import metrics
-from recipes.core.train.console import Console
 from recipes.core.train.rendezvous import process_group
 from recipes.core.train.run import Run
 from recipes.core.train.world import DataPlace, World
@@ -101,9 +100,8 @@ def train(
         patched.setattr(World, "from_rank_0", lambda self, name, work: work())
         patched.setattr(World, "gather", lambda self, content: [content] * self.size)
         patched.setattr(World, "together", lambda self, name, work: work(lambda progress: None))
-        console = Console(world.rank, world.host)
         attempt = helpers.attempt(folder, step=None)
-        run = Run(settings, world, attempt, signals.StopFlag(), console)
+        run = Run(settings, world, attempt, signals.StopFlag(), None)
         if rank:  # the rows of this rank, which plays another one
             run.rows = metrics.Rows(folder / "metrics.jsonl")
         trained = Trained(run)

@@ -98,9 +98,9 @@ MUTATIONS = [
         "tests/distributed/train/test_exact_resume.py",
     ),
     Mutation(
-        "recipes/core/train/saving.py",
-        "1_000_003 + self.world.rank + 1)",
-        "1_000_003 + 1)",
+        "recipes/core/train/run.py",
+        "1_000_003 + self.world.rank + 1",
+        "1_000_003 + 1",
         "dropout has the same mask on all ranks",
         "tests/distributed/train/test_exact_resume.py",
     ),

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from recipes.core.config import declare
 from recipes.core.config.parser import Settings
@@ -12,10 +11,8 @@ from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.errors import InputError, shown
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, resumed
-from recipes.core.run.attempt import Attempt
 from recipes.core.train import checkpoint
-from recipes.core.train.checkpoint import State
-from recipes.core.train.console import Console
+from recipes.core.train.saving import Checkpoints, plain
 from recipes.core.train.world import World
 
 # Keys of a run that control when all ranks save together.
@@ -26,57 +23,56 @@ OF_THE_MODEL = {"arch", "ema"}
 OF_THE_BITS = {"torch", "world_size", "cpu_threads", "device"}
 
 
-class Context(Protocol):
-    """The part of `saving.Checkpoints` that this module uses."""
+def load_chosen(checkpoints: Checkpoints) -> None:
+    """Loads the checkpoint that ``resume=`` selects into ``checkpoints.state``, if there is one.
+    Called by all ranks.
+    """
+    chosen = checkpoints.world.from_rank_0("checkpoint", lambda: choose(checkpoints))
+    if chosen:
+        load(checkpoints, at(checkpoints, *chosen))
 
-    settings: Settings
-    world: World
-    attempt: Attempt
-    console: Console
-    folder: Path
 
-
-def places(context: Context) -> list[Path]:
+def places(checkpoints: Checkpoints) -> list[Path]:
     """The folders that may hold the checkpoint, by this rank's own keys."""
-    if context.settings.run.resume in RESUME_WORDS:
-        return [context.folder]
-    wanted = _wanted(context)
-    return [context.folder, wanted / "checkpoints", wanted, wanted.parent]
+    if checkpoints.settings.run.resume in RESUME_WORDS:
+        return [checkpoints.folder]
+    wanted = _wanted(checkpoints)
+    return [checkpoints.folder, wanted / "checkpoints", wanted, wanted.parent]
 
 
-def _wanted(context: Context) -> Path:
-    return Path(os.path.realpath(Path(context.settings.run.resume).expanduser()))
+def _wanted(checkpoints: Checkpoints) -> Path:
+    return Path(os.path.realpath(Path(checkpoints.settings.run.resume).expanduser()))
 
 
-def at(context: Context, place: int, name: str) -> Path:
+def at(checkpoints: Checkpoints, place: int, name: str) -> Path:
     """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name.
     Raises InputError.
     """
-    if not checkpoint.NAME.fullmatch(name) and name != _wanted(context).name:
+    if not checkpoint.NAME.fullmatch(name) and name != _wanted(checkpoints).name:
         raise InputError(
             f"rank 0's port sent {shown(name)}, which is not a checkpoint to resume from: "
             "give the same resume= on all ranks, "
             "or, if another program uses this port, set another MASTER_PORT"
         )
-    return places(context)[place] / name
+    return places(checkpoints)[place] / name
 
 
-def choose(context: Context) -> tuple[int, str] | None:
+def choose(checkpoints: Checkpoints) -> tuple[int, str] | None:
     """The checkpoint to resume from, for `at`; None for none. Only rank 0 calls it. Raises
     InputError.
     """
-    path = _choose(context)
-    return (places(context).index(path.parent), path.name) if path else None
+    path = _choose(checkpoints)
+    return (places(checkpoints).index(path.parent), path.name) if path else None
 
 
-def _choose(context: Context) -> Path | None:
-    wanted = context.settings.run.resume
-    candidates = checkpoint.candidates(context.folder)
-    if candidates and _has_saved_before_requeue(context):
+def _choose(checkpoints: Checkpoints) -> Path | None:
+    wanted = checkpoints.settings.run.resume
+    candidates = checkpoint.candidates(checkpoints.folder)
+    if candidates and _has_saved_before_requeue(checkpoints):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
         is_pointer = wanted in RESUME_WORDS
-        path = context.folder / wanted if is_pointer else _wanted(context)
+        path = checkpoints.folder / wanted if is_pointer else _wanted(checkpoints)
         name = path.name in ("best", "latest") and checkpoint.named(path.parent, path.name)
         if name:
             path = path.with_name(name)
@@ -86,7 +82,7 @@ def _choose(context: Context) -> Path | None:
             path.stat()
         except OSError as error:
             raise InputError(
-                f"resume={wanted}: {error.strerror} on {context.world.host}: give another resume="
+                f"resume={wanted}: {error.strerror} on {checkpoints.world.host}: give another resume="
             ) from None
         if not path.is_dir():
             return path
@@ -99,7 +95,7 @@ def _choose(context: Context) -> Path | None:
     if not candidates:
         return None
     if wanted == "never":
-        problem = f"{context.attempt.run_dir} has a checkpoint ({candidates[0].name})"
+        problem = f"{checkpoints.attempt.run_dir} has a checkpoint ({candidates[0].name})"
         raise InputError(f"resume=never: {problem}: give another run_dir, or resume=auto")
 
     for path in candidates:
@@ -108,111 +104,104 @@ def _choose(context: Context) -> Path | None:
             return path
         except InputError as error:
             next_step = "" if path == candidates[-1] else "; using the previous checkpoint"
-            context.console.warn(f"{error}{next_step}")
+            checkpoints.console.warn(f"{error}{next_step}")
     raise InputError(
         f"{candidates[0].parent}: no checkpoint can be read: "
         "to start from step 0, move the checkpoints to another folder"
     )
 
 
-def _has_saved_before_requeue(context: Context) -> bool:
+def _has_saved_before_requeue(checkpoints: Checkpoints) -> bool:
     """Whether this job was requeued and a checkpoint of its earlier training exists."""
-    if context.settings.config.evaluate or not context.world.ranks.restart_count:
+    if checkpoints.settings.config.evaluate or not checkpoints.world.ranks.restart_count:
         return False
-    before = attempts.owner(context.attempt.run_dir)  # this attempt has not begun yet
+    before = attempts.owner(checkpoints.attempt.run_dir)  # this attempt has not begun yet
     if not before:
         return False
     facts = before.facts()
-    if facts.get("job") != context.attempt.facts().get("job"):
+    if facts.get("job") != checkpoints.attempt.facts().get("job"):
         return False
     if facts.get("own"):
         return True
-    status = directory.read_status(context.attempt.run_dir) or {"attempt": None}
+    status = directory.read_status(checkpoints.attempt.run_dir) or {"attempt": None}
     return bool(status["attempt"] == before.number and status["step"] > facts.get("step", 0))
 
 
-def load(context: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> None:
-    """Loads the checkpoint into ``state``, if the run's keys allow that, and logs it. Called by all
-    ranks.
+def load(checkpoints: Checkpoints, path: Path) -> None:
+    """Loads a checkpoint, if the run's keys allow that, and logs it. Called by all ranks.
 
-    sampler: the values that determine the order of samples. Raises InputError if a key of the run
-    differs that may not, or if the checkpoint cannot be read. Raises MachineError if this node does
-    not see it.
+    Raises InputError if a key of the run differs that may not, or if the checkpoint cannot be read.
+    Raises MachineError if this node does not see it.
     """
-    world = context.world
+    state = checkpoints.state
+    world = checkpoints.world
     problem = f"{world.host}: does not see {path}, which rank 0 on {world.hosts[0]} has chosen"
     world.await_seen(path.exists, path.parent, problem)
     content = checkpoint.read(path)
     meta = content["meta"]
-    evaluate = context.settings.config.evaluate
-    _check_keys(context, path, content, sampler, state.meta["config"])
+    evaluate = checkpoints.settings.config.evaluate
+    _check_keys(checkpoints, path, content)
     checkpoint.restore(path, state, content, to_train=not evaluate)
     if len(content["rng"]) == world.size:
         checkpoint.set_rng_state(content["rng"][world.rank], world.device)
     # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no
     # postponed evaluation.
-    if path.parent == context.folder:
+    if path.parent == checkpoints.folder:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
     if not evaluate and "loss_scale" in meta:
         state.meta["loss_scale"] = meta["loss_scale"]
-    context.console.say(f"resumed from {path}, step {state.step}")
+    checkpoints.resumed_from = path
+    checkpoints.resumed_from_step = state.step
+    say = checkpoints.console.say
+    say(f"resumed from {path}, step {state.step}")
     before = meta.get("code") or {}
     now = state.meta["code"]
     changed = ", ".join(name for name in now if before.get(name, now[name]) != now[name])
     if changed:
         problem = "the code has changed since this checkpoint was saved"
-        context.console.say(f"warning: {problem}: {changed}")
+        say(f"warning: {problem}: {changed}")
 
     saved = {**state.meta, **meta}  # earlier versions saved no device
     other = resumed.differences(saved, state.meta, saved.keys() - OF_THE_BITS)
-    if world.device.type == "cuda" and not context.settings.config.deterministic:
+    if world.device.type == "cuda" and not checkpoints.settings.config.deterministic:
         other.append("deterministic=false")
     if other and not evaluate:
-        context.console.say(
+        say(
             "samples and order are unchanged, but results will not be bitwise identical "
             f"({'; '.join(other)})"
         )
 
 
-def _check_keys(
-    context: Context,
-    path: Path,
-    content: Mapping[str, Any],
-    sampler: Mapping[str, Any],
-    now: Mapping[str, Any],
-) -> None:
+def _check_keys(checkpoints: Checkpoints, path: Path, content: Mapping[str, Any]) -> None:
     """Raises InputError if a key or value differs that would change the result; for an evaluation,
     if a key of the model differs.
     """
+    settings = checkpoints.settings
+    order = checkpoints.order
+    now = checkpoints.state.meta["config"]
     recipe = content["meta"].get("recipe")
     before = content["meta"]["config"]
-    if recipe != context.settings.recipe:
+    if recipe != settings.recipe:
         raise InputError(
-            f"checkpoint {path}: is of recipe {recipe}, not {context.settings.recipe}: "
-            "use that recipe"
+            f"checkpoint {path}: is of recipe {recipe}, not {settings.recipe}: use that recipe"
         )
-    if context.settings.config.evaluate:
+    if settings.config.evaluate:
         changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & now.keys()))
     else:
-        may_change = declare.may_change(type(context.settings.config))
+        may_change = declare.may_change(type(settings.config))
         # Without the run's config.yaml, its length was not compared before.
-        if not (context.settings.resumes or context.settings.run.force):
+        if not (settings.resumes or settings.run.force):
             may_change -= set(resumed.LENGTH)
         changed = resumed.differences(before, now, may_change)
         # Earlier versions saved no digest of the validation set.
-        order = {"validation_data": sampler.get("validation_data"), **content["sampler"]}
-        changed += resumed.differences(order, sampler, {"samples", *now})
+        of_file = {"validation_data": order.get("validation_data"), **content["sampler"]}
+        changed += resumed.differences(of_file, order, {"samples", *now})
     if changed:
         raise InputError(
             f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): "
             "use its values, or another run_dir; "
             "to change only epochs= or max_steps=, add force=true"
         )
-
-
-def plain(settings: Settings) -> dict[str, Any]:
-    """The recipe's keys in the form that a checkpoint holds: texts, numbers and booleans."""
-    return {field.name: settings.saved[field.name] for field in fields(settings.config)}
 
 
 def compare_keys(world: World, settings: Settings, order: Mapping[str, Any]) -> None:

@@ -3,10 +3,11 @@
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 import yaml
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +41,7 @@ class Run:
     world: World
     attempt: Attempt
     stop: signals.StopFlag
-    console: Console
+    terminal: InitVar[TextIO | None]
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run starts
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
@@ -55,7 +56,8 @@ class Run:
     _store_asked_at: float = 0.0
     commit: str | None = None  # git commit of the code, on rank 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, terminal: TextIO | None) -> None:
+        self.console = Console(self.world, terminal)
         self.opened_at = time.monotonic()
         self.failing = threading.Lock()  # held to record why this rank ends
         self.say = self.console.say
@@ -114,7 +116,11 @@ class Run:
             raise RunError(
                 "State(): give it the network itself, not the result of world.parallel()"
             )
-        self.checkpoints.resume(state, batches)
+        self.checkpoints.take(state, batches.order)
+        seed = self.settings.config.seed * 1_000_003 + self.world.rank + 1
+        torch.manual_seed(seed % 2**63)
+        resume.compare_keys(self.world, self.settings, batches.order)
+        resume.load_chosen(self.checkpoints)
         self._start()
 
     def start(self) -> None:

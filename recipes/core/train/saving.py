@@ -5,7 +5,7 @@ them.
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
-from recipes.core.data.sampling import Part, Source
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source, trackers, watchdog
 from recipes.core.run.attempt import Attempt
-from recipes.core.train import checkpoint, resume, sharding
+from recipes.core.train import checkpoint, sharding
 from recipes.core.train.checkpoint import Saver, Share, State
 from recipes.core.train.console import Console
 from recipes.core.train.device import device_name
@@ -45,9 +44,10 @@ class Checkpoints:
     console: Console
     shared_by: int
     saver: Saver | None = None
-    # set by resume()
+    # set by take()
     state: State = None  # type: ignore[assignment]
     order: Mapping[str, Any] = field(default_factory=dict)
+    # set by resume.load()
     resumed_from: Path | None = None
     resumed_from_step: int | None = None
 
@@ -71,16 +71,15 @@ class Checkpoints:
                 Share(rank, self.shared_by, number, self._wrote_rows, self._await_rows),
             )
 
-    def resume(self, state: State, batches: Source[Part]) -> None:
-        """Takes ``state``, and loads into it the checkpoint that ``resume=`` selects, if there is
-        one. As `Run.resume`, which calls it.
+    def take(self, state: State, order: Mapping[str, Any]) -> None:
+        """Takes what each checkpoint contains: ``state``, and the values that determine the order of
+        samples.
         """
-        cfg = self.settings.config
         self.state = state
-        self.order = batches.order
+        self.order = order
         state.meta = {
             "recipe": self.settings.recipe,
-            "config": resume.plain(self.settings),
+            "config": plain(self.settings),
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
@@ -92,13 +91,6 @@ class Checkpoints:
             # the row of an epoch's last step if a stop has postponed its evaluation
             "unevaluated": None,
         }
-        torch.manual_seed((cfg.seed * 1_000_003 + self.world.rank + 1) % 2**63)
-        resume.compare_keys(self.world, self.settings, self.order)
-        chosen = self.world.from_rank_0("checkpoint", lambda: resume.choose(self))
-        if chosen:
-            self.resumed_from = resume.at(self, *chosen)
-            resume.load(self, self.resumed_from, state, self.order)
-            self.resumed_from_step = state.step
 
     def is_due(self) -> bool:
         """Whether rank 0 requests a checkpoint by checkpoint_every_s=. It requests each one once;
@@ -170,3 +162,8 @@ class Checkpoints:
                         f"of step {step} within {timeout_s:g} s (timeout_s)"
                     )
                 time.sleep(ROWS_S)
+
+
+def plain(settings: Settings) -> dict[str, Any]:
+    """The recipe's keys in the form that a checkpoint holds: texts, numbers and booleans."""
+    return {field.name: settings.saved[field.name] for field in fields(settings.config)}

@@ -32,7 +32,6 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
 from recipes.core.train import failure, outcome, torch_errors
-from recipes.core.train.console import Console
 from recipes.core.train.device import resolve_device
 from recipes.core.train.rendezvous import process_group
 from recipes.core.train.run import Run
@@ -118,9 +117,8 @@ def _attempt(
     log = attempt.run_dir / "logs" / f"rank{world.rank}.log"
     failure.task_memory()
     with logs.copied_to(log) as terminal, contextlib.ExitStack() as stack:
-        console = Console(world.rank, world.host, terminal)
         current = Run(
-            start.settings, world, attempt, stop, console, was_done=was_done, dry_run=start.dry_run
+            start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run
         )
         stack.callback(current.close_rows)
         world.pulse.tell(
@@ -150,7 +148,7 @@ def _attempt(
             return errors.EXIT_DONE
         except BaseException as error:
             current.failing.acquire()  # never released: nothing else may record an error
-            console.progress("")
+            current.console.progress("")
             return failure.fail(current, error)
 
 

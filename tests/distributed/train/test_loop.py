@@ -51,7 +51,6 @@ from recipes.core.train import (
 from recipes.core.train import world as worlds
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
-from recipes.core.train.console import Console
 from recipes.core.train.run import Run
 from tests import helpers
 
@@ -109,8 +108,7 @@ class Trained:
             attempt = helpers.attempt(self.folder, step=None)
             state = State(net, optimizer, scheduler)
             settings = dataclasses.replace(start.settings, config=cfg)
-            console = Console(world.rank, world.host)
-            run = Run(settings, world, attempt, stop, console)
+            run = Run(settings, world, attempt, stop, None)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
@@ -793,13 +791,18 @@ def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path)
 
 def test_an_evaluation_of_another_model_is_refused() -> None:
     settings = SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True))
-    run: Any = SimpleNamespace(settings=settings)
     before = {"arch": "airbench94", "ema": 0.9, "lr": 0.1}
     saved = {"meta": {"recipe": "cifar", "config": before}}
-    resume._check_keys(run, Path("x.pt"), saved, {}, {**before, "lr": 0})
+
+    def check(now: dict[str, Any]) -> None:
+        state = SimpleNamespace(meta={"config": now})
+        checkpoints: Any = SimpleNamespace(settings=settings, state=state, order={})
+        resume._check_keys(checkpoints, Path("x.pt"), saved)
+
+    check({**before, "lr": 0})
     for key in ("arch", "ema"):
         with pytest.raises(InputError, match=f"{key}={before[key]} becomes 0"):
-            resume._check_keys(run, Path("x.pt"), saved, {}, {**before, key: 0})
+            check({**before, key: 0})
 
 
 @pytest.mark.parametrize(
