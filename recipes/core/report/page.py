@@ -95,8 +95,8 @@ class Shown:
     nodes: int
 
 
-def read(folder: Path) -> Shown:
-    """Reads a run directory."""
+def read(folder: Path, groups: int) -> Shown:
+    """Reads a run directory. groups: as for `rows.thinned`."""
     run = record.read(folder)
     history = []
     for attempt in reversed(run.attempts):
@@ -106,7 +106,8 @@ def read(folder: Path) -> Shown:
     hosts = _hosts(run.facts)
     ranks, nodes = (number(run.summary.get(name)) for name in ("world_size", "num_nodes"))
     size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
-    return Shown(run, table.entry(run), rows.rows(folder), history, hosts, *size)
+    every = rows.thinned(folder, groups)
+    return Shown(run, table.entry(run), every, history, hosts, *size)
 
 
 def _hosts(facts: Mapping[str, Any]) -> list[str]:
@@ -115,9 +116,9 @@ def _hosts(facts: Mapping[str, Any]) -> list[str]:
     return list(map(str, hosts)) if isinstance(hosts, list) else []
 
 
-def section(folder: Path) -> tuple[Shown, list[str]]:
+def section(folder: Path, groups: int) -> tuple[Shown, list[str]]:
     """A run, and its own part of the page: a table of facts, and the details."""
-    shown = read(folder)
+    shown = read(folder, groups)
     return shown, [_table((), [*_facts(shown).items()]), *_details(shown)]
 
 
@@ -125,7 +126,8 @@ def page(folders: Sequence[Path]) -> tuple[str, int]:
     """The page, and the number of runs in it. One that cannot be read is skipped, and reported with
     one line.
     """
-    sections = table.read_each(folders, section)
+    groups = figure.MOST_POINTS // (2 * min(len(folders), MOST_RUNS))
+    sections = table.read_each(folders, lambda folder: section(folder, groups))
     every = [shown for shown, _ in sections]
     title = f"{len(every)} runs"
     if len(every) == 1:

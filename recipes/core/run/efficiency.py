@@ -155,25 +155,28 @@ def time_spent(folder: Path, now: float) -> dict[str, float]:
     now: the time of the run's end, or time.time() while it runs. {} if the times are unknown, or if
     a clock was set back.
     """
-    parts = reversed([*all_rows.parts(folder)])
-    every = [row for part in parts for row in part if math.isfinite(number(row.get("time")))]
-    begun = [attempt for attempt in reversed(attempts.every(folder)) if attempt.has_begun]
-    if not begun or not every:
+    begun = [attempt.facts() for attempt in reversed(attempts.every(folder)) if attempt.has_begun]
+    if not begun or not next(all_rows.newest(folder), {}):
         return {}
     spent = dict.fromkeys(("start", "training", "lost", "waiting"), 0.0)
     after_the_last = {"time": now, "step": math.inf}
-    begins = [*(attempt.facts() for attempt in begun), after_the_last]
-    for attempt, (facts, following) in zip(begun, pairwise(begins), strict=True):
+    for facts, following in pairwise([*begun, after_the_last]):
+        attempt = facts["attempt"]
         end = number(following.get("time"))
-        of_attempt = [row for row in every if row.get("attempt") == attempt.number]
-        times = [row["time"] for row in of_attempt] or [end]
-        kept = [
-            row["time"] for row in of_attempt if number(row.get("step")) <= following.get("step", 0)
-        ]
-        last_kept = max(kept, default=times[0])
-        moments = (number(facts.get("time")), times[0], last_kept, times[-1], end)
+        _, first_row = all_rows.around(folder, attempt, 0)
+        last_kept, _ = all_rows.around(folder, attempt, following.get("step", 0) + 1)
+        last_row, _ = all_rows.around(folder, attempt + 1, 0)
+        first = _time(first_row, attempt, end)
+        kept = _time(last_kept, attempt, first)
+        last = _time(last_row, attempt, end)
+        moments = (number(facts.get("time")), first, kept, last, end)
         for name, (before, after) in zip(spent, pairwise(moments), strict=True):
             if not before <= after:
                 return {}
             spent[name] += after - before
     return spent
+
+
+def _time(row: Mapping[str, Any], attempt: int, default: float) -> float:
+    """The time of a row; ``default`` if it is not of the attempt."""
+    return number(row.get("time")) if row.get("attempt") == attempt else default

@@ -5,7 +5,7 @@ trackers and ``launch.py`` read it here. Never torch, and never asks Slurm.
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -132,19 +132,15 @@ class Record:
         typed.pop("run_dir", None)
         return typed | self.keys
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows that count, the newest first."""
-        return rows.newest(self.folder)
-
     @cached_property
     def row(self) -> dict[str, Any]:
         """The newest row; {} if there is none, or if there is a summary."""
-        return {} if self.summary else next(self.rows(), {})
+        return {} if self.summary else next(rows.newest(self.folder), {})
 
     @cached_property
     def newest_rows(self) -> list[dict[str, Any]]:
         """The last rows, at most NEWEST, the newest one last."""
-        return [*itertools.islice(self.rows(), NEWEST)][::-1]
+        return [*itertools.islice(rows.newest(self.folder), NEWEST)][::-1]
 
     def best(self) -> tuple[str, float, int] | None:
         """`rows.best` so far: in the row of the step that ``checkpoints/best`` names, else in the
@@ -159,7 +155,8 @@ class Record:
             step = int(name.strip().removeprefix("step-").removesuffix(".pt"))
             for attempt in self.attempts:  # a later one repeats the steps after its begin
                 if rows.number(attempt.facts().get("step")) < step:
-                    return rows.of_step(self.folder, attempt.number, step)
+                    _, row = rows.around(self.folder, attempt.number, step)
+                    return row if row.get("step") == step else {}
         return {}
 
     @property

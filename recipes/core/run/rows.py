@@ -15,6 +15,9 @@ LONGEST_ROW = 1 << 22  # bytes; one with the recall of 60,000 classes has half a
 # those before it, each up to 16 times as long as the one after it
 LAST_PART = 1 << 12
 LONGEST_PART = 1 << 20
+MOST_DAMAGED = 4  # lines in a row, after which a search continues elsewhere
+NEWEST = 200  # rows of a long run that `thinned` keeps
+PLACE = {"attempt", "step", "total_steps", "epoch", "time"}  # of a row, not metrics
 HIGHEST_STEP = 1 << 53  # that a float represents exactly
 # a larger number is a damaged or diverged value; sums and products of values stay finite
 HIGHEST = 1e100
@@ -65,11 +68,13 @@ def parts(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
             size = min(16 * size, LONGEST_PART)
 
 
-def of_step(run_dir: Path, attempt: int, step: int) -> dict[str, Any]:
-    """The row of a step that an attempt has written; {} if there is none. Reads a few lines: their
-    order in the file is that of attempt and step.
+def around(run_dir: Path, attempt: int, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The last row before a step of an attempt, and the first row from there on, also those that a
+    later attempt replaced; {} if there is none. Reads a few lines: each attempt writes its rows after
+    those of the attempts before it, with rising steps.
     """
-    place = (attempt, step)
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
     with contextlib.suppress(OSError), _opened(run_dir) as file:
         low = 0
         high = file.seek(0, os.SEEK_END)
@@ -78,17 +83,59 @@ def of_step(run_dir: Path, attempt: int, step: int) -> dict[str, Any]:
             file.seek(max(0, middle - 1))
             if middle:
                 file.readline(LONGEST_ROW)  # the end of a line that begins before the middle
-            begin = file.tell()
-            row = parse(file.readline(LONGEST_ROW))
-            of_row = (number(row.get("attempt", 0)), number(row.get("step")))
-            if of_row == place:
-                return row
-            # after the last line, and at a damaged one, the search continues before it
-            if begin < high and of_row < place:
+            row: dict[str, Any] = {}
+            for _ in range(MOST_DAMAGED):
+                if row or file.tell() >= high:
+                    break
+                row = parse(file.readline(LONGEST_ROW))
+            if row and (number(row.get("attempt")), number(row.get("step"))) < (attempt, step):
+                before = row
                 low = file.tell()
             else:
+                after = row or after
                 high = middle
-    return {}
+    return before, after
+
+
+def thinned(run_dir: Path, most: int) -> list[dict[str, Any]]:
+    """The rows of a run that count, with rising steps. Of a long run, about ``most`` groups of
+    neighbours are left: in each of them the rows with the lowest and the highest value of a metric.
+
+    The memory does not grow with the length of the run. The newest rows all stay.
+    """
+    kept: list[dict[str, Any]] = []  # the newest first
+    size = 0
+    with contextlib.suppress(OSError):
+        size = (run_dir / "metrics.jsonl").lstat().st_size
+    for part in counted(parts(run_dir)):
+        length = math.ceil(len(part) * size / (most * LONGEST_PART))
+        if len(kept) < NEWEST or length <= 2:
+            kept += reversed(part)
+            continue
+        for end in range(len(part), 0, -length):
+            kept += reversed(_extremes(part[max(0, end - length) : end]))
+    return kept[::-1]
+
+
+def _extremes(group: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first row, the last one, the last one with a list, and those with the lowest and the
+    highest value of a metric.
+    """
+    places = {0, len(group) - 1}
+    for name in set[str]().union(*group) - PLACE:
+        values: list[Any] = [row.get(name) for row in group]
+        kinds = set(map(type, values))
+        if list in kinds:
+            places.add(max(place for place, value in enumerate(values) if type(value) is list))
+        if float not in kinds:
+            continue
+        finite = values
+        if kinds != {float} or not math.isfinite(sum(values)):
+            values = [*map(number, values)]
+            finite = [*filter(math.isfinite, values)]
+        if finite:
+            places |= {values.index(min(finite)), values.index(max(finite))}
+    return [group[place] for place in sorted(places)]
 
 
 def _opened(run_dir: Path) -> IO[bytes]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,15 +86,43 @@ def test_numbers() -> None:
         assert math.isnan(rows.number(value)), value
 
 
-def test_the_row_of_a_step_is_found_in_a_long_file(tmp_path: Path) -> None:
+def test_the_rows_around_a_step_are_found_in_a_long_file(tmp_path: Path) -> None:
     every = [
         {"attempt": attempt, "step": step, "text": "x" * (step % 90)}
         for attempt, steps in ((0, range(1, 700, 2)), (2, range(501, 900)))
         for step in steps
     ]
-    write(tmp_path, *every)
-    for row in every:
-        assert rows.of_step(tmp_path, row["attempt"], row["step"]) == row
-    for attempt, step in ((0, 0), (0, 2), (0, 701), (1, 501), (2, 500), (2, 900)):
-        assert rows.of_step(tmp_path, attempt, step) == {}
-    assert rows.of_step(write(tmp_path), 0, 1) == {}
+    write(tmp_path, *every, b'{"attempt": 2, "st')
+    for before, row in itertools.pairwise([{}, *every]):
+        assert rows.around(tmp_path, row["attempt"], row["step"]) == (before, row)
+    assert rows.around(tmp_path, 1, 600) == (every[349], every[350])
+    assert rows.around(tmp_path, 2, math.inf) == (every[-1], {})
+    assert rows.around(write(tmp_path), 0, 1) == ({}, {})
+
+
+def test_few_rows_of_a_long_run_have_its_peaks_and_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "LONGEST_PART", 1 << 16)
+    lines = []
+    for attempt, steps in ((0, range(1, 15_001)), (1, range(12_001, 25_001))):
+        for step in steps:
+            row: dict[str, Any] = {"attempt": attempt, "step": step, "loss": math.sin(step)}
+            if step == 7777:
+                row["loss"] = 50.0
+            if step % 5000 == 0:
+                row |= {"loss": math.nan, "val_top1": 1 / step, "rank_step_s": [0.1, step]}
+            if attempt == 0 and step > 12_000:
+                row["loss"] = 99.0  # it does not count
+            lines.append(row)
+    write(tmp_path, *lines)
+    every = rows.rows(tmp_path)
+    few = rows.thinned(tmp_path, 100)
+    assert len(few) < 2000
+    assert [row["step"] for row in few] == sorted({row["step"] for row in few})
+    assert few[0] == every[0]
+    assert repr(few[-200:]) == repr(every[-200:])
+    of_steps = {row["step"]: row for row in few}
+    assert of_steps[7777]["loss"] == 50.0
+    assert max(row["loss"] for row in few) == 50.0
+    assert {5000, 10_000, 15_000, 20_000, 25_000} < of_steps.keys()
