@@ -1,10 +1,15 @@
 """The doctor finds bad nodes in an allocation, and explains why a run failed.
 
-    srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # all nodes of an allocation; exit status 0 or 3
-    python -m recipes.doctor                                                 # this machine alone, for example a login node
-    python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
-    python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; or give a folder of runs
-    python -m recipes.doctor network=my.env                                  # examines with the variables of an env file
+    srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor
+    python -m recipes.doctor
+    python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data
+    python -m recipes.doctor explain runs/imagenet/1234
+    python -m recipes.doctor network=my.env
+
+The first command examines all nodes of an allocation; its exit status is 0 or 3. The second one
+examines this machine alone, for example a login node. With ``doctor=true``, a job is examined at
+its start. ``explain`` tells why a run ended; it also takes a folder of runs. The last command
+examines with the variables of an env file.
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after
 ``seconds=120``, even if a check hangs. One process examines a node, and writes a report into

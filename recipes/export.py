@@ -1,8 +1,8 @@
 """Writes a trained model for other programs, or the metrics of runs for experiment trackers.
 
-    python -m recipes.export runs/finetune/1234 onnx           # torch's exporter; the outputs are compared with the model's
+    python -m recipes.export runs/finetune/1234 onnx           # compares the outputs with the model
     python -m recipes.export runs/finetune/1234 safetensors    # the weights
-    python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio; add project=NAME if you like
+    python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio
 
 To write a model, give a run directory or a checkpoint, the format, and optionally out=FILE
 (default: model.onnx or model.safetensors in the run directory). The file's metadata has the classes

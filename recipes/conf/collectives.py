@@ -74,6 +74,6 @@ def bytes_of(size: str) -> int:
 
 
 def sizes_of(text: str) -> list[int]:
-    """The sizes in bytes that ``sizes=`` names, in its order. Empty if FROM is 0 or larger than TO."""
+    """The sizes in bytes that ``sizes=`` names, in its order. Empty if FROM is 0 or above TO."""
     first, last = map(bytes_of, text.split(".."))
     return [first * 4**step for step in range(40) if 0 < first * 4**step <= last]

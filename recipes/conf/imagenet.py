@@ -18,7 +18,8 @@ class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("imagenet",)
     dataset: str = key(
         "imagenet",
-        "imagenet: train/<wnid>/*.JPEG and val/… in data_dir, or a packed copy; fake: random images",
+        "imagenet: train/<wnid>/*.JPEG and val/… in data_dir, or a packed copy; "
+        "fake: random images",
         values=("imagenet", "fake"),
     )
     stage_dir: str = key(

@@ -166,7 +166,7 @@ def _trusted() -> set[int]:
 
 
 def _is_trusted_group(group: int) -> bool:
-    """Whether a group is root's, has the name of this user, or can change all of this clone anyway."""
+    """Whether a group is root's, has this user's name, or can change all of this clone anyway."""
     clone = ROOT.stat()
     if group == 0 or (group == clone.st_gid and clone.st_mode & 0o020):
         return True

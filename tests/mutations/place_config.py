@@ -27,7 +27,8 @@ MUTATIONS = [
     Mutation(
         "recipes/core/place/ranks.py",
         '    if "RANK" in environ:\n        return _from_env(environ)\n',
-        '    if "RANK" in environ and not environment.in_step(environ):\n        return _from_env(environ)\n',
+        '    if "RANK" in environ and not environment.in_step(environ):\n'
+        "        return _from_env(environ)\n",
         "under torchrun inside srun, all ranks have the number of their srun task",
         "tests/unit/place/test_ranks.py::test_the_rank_is_found_from_the_launchers_variables",
     ),

@@ -40,7 +40,7 @@ MUTATIONS = [
         "tests/unit/run/test_signals.py",
     ),
     Mutation(
-        "recipes/core/slurm/client.py",
+        "recipes/core/slurm/jobstate.py",
         "return self.limit_s - self.run_s",
         "return self.limit_s",
         "the time left is read as the whole time limit, and the job ends without a checkpoint",
@@ -55,14 +55,14 @@ MUTATIONS = [
         "tests/unit/run/test_signals.py",
     ),
     Mutation(
-        "recipes/core/slurm/client.py",
+        "recipes/core/slurm/jobstate.py",
         'if array and task else fields.get("JobId", "")',
         'if False else fields.get("JobId", "")',
         "an array task has an id that scancel does not know",
         "tests/unit/slurm/test_client.py::test_each_job_that_scontrol_prints_is_parsed",
     ),
     Mutation(
-        "recipes/core/slurm/client.py",
+        "recipes/core/slurm/jobstate.py",
         "if self.waiting or self.restarts > restarts:",
         "if self.waiting:",
         "a job that Slurm requeues counts as cancelled",

@@ -15,7 +15,7 @@ from recipes import doctor
 from recipes.conf.doctor import Config as DoctorKeys
 from recipes.core.config.run_keys import RunKeys
 from recipes.core.run import efficiency, watchdog
-from recipes.core.slurm import client
+from recipes.core.slurm import jobstate
 from tests.faults import table
 from tests.gpu import checks
 from tests.helpers import ROOT
@@ -137,7 +137,7 @@ FIGURES = [
         f"(`stop_before_s={USUAL.stop_before_s:.0f}`)",
     ),
     ("docs/resume-and-failures.md", f"`timeout_s` + {watchdog.MARGIN_S:.0f} s"),
-    ("docs/resume-and-failures.md", f"less than {client.SHORT_S / 60:.0f} minutes"),
+    ("docs/resume-and-failures.md", f"less than {jobstate.SHORT_S / 60:.0f} minutes"),
     (
         "docs/doctor.md",
         f"`seconds=` (default {DoctorKeys().seconds:.0f}); it ends at most {doctor.OVER_S:.0f} s",

@@ -1,4 +1,4 @@
-"""Declaring a key as a dataclass field, and converting and checking its value by the declaration."""
+"""Declares a key as a dataclass field, and converts and checks its value by the declaration."""
 
 import dataclasses
 import difflib
@@ -36,7 +36,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def choice(word: str, known: Iterable[str]) -> str:
-    """The rule for a value that must be one of ``known``, with the one that is closest to ``word``."""
+    """The rule for a value that must be one of ``known``, with the one closest to ``word``."""
     names = list(known)
     if len(names) == 1:
         return f"must be {names[0]}"

@@ -18,7 +18,8 @@ Launcher = Enum("Launcher", "slurm local print")
 Runtime = Enum("Runtime", "auto apptainer singularity pyxis")
 
 MOUNT = r"(/|~/)[A-Za-z0-9_./+@=~-]*(:[A-Za-z0-9_./+@=~-]+){0,2}"
-DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+))*"
+_DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)"
+DEPENDENCY = rf"{_DEPENDENCY}([,?]{_DEPENDENCY})*"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ class JobKeys:
         "",
         "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton",
         pattern=DEPENDENCY,
-        form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are separated by commas (all) or ? (any)",
+        form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are "
+        "separated by commas (all) or ? (any)",
         instead="--dependency",
     )
     mail: str = key(
@@ -270,7 +272,7 @@ def minutes(time: str) -> int:
 
 
 def _is_missing_file(image: str) -> bool:
-    """Whether an image is a file that does not exist. The container runtime checks other addresses."""
+    """Whether an image is a file that does not exist. The runtime checks other addresses."""
     if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
         return False
     path = os.path.expanduser(image)

@@ -41,7 +41,7 @@ class Settings:
     resumes: Path | None = None  # the directory of that run
 
     def absolute(self, words: Mapping[str, str], base: Path) -> dict[str, str]:
-        """Run and recipe keys with every path made absolute against ``base``. Raises ConfigError."""
+        """Run and recipe keys with paths made absolute against ``base``. Raises ConfigError."""
         return absolute(words, type(self.config), base)
 
     def words_from_run(self) -> str:
@@ -125,7 +125,7 @@ def settings(
 def _check_names(
     words: Mapping[str, str], recipe: str, recipe_class: type, with_job_keys: bool
 ) -> None:
-    """Raises ConfigError for a name that is no key here, and for two keys that exclude each other."""
+    """Raises ConfigError for a name that is no key here, and for keys that exclude each other."""
     job_names, run_names, own_names = (
         declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class)
     )

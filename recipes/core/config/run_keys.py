@@ -104,7 +104,8 @@ class RunKeys:
         "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read "
         "them too)",
         pattern="0?0[2367][2367]",
-        form="three octal digits: 0, then two digits, each 2, 3, 6 or 7 (so that only you can write), such as 077 or 027",
+        form="three octal digits: 0, then two digits, each 2, 3, 6 or 7 (so that only you can "
+        "write), such as 077 or 027",
     )
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, outlook, record, source, table
 from recipes.core.run.record import Record, State
-from recipes.core.slurm import client
+from recipes.core.slurm import client, jobstate
 
 # if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so
 # long
@@ -91,7 +91,7 @@ def _sections(path: Path) -> Sequence[Section]:
                 lines = ["its job ended before it had a run directory", *of_logs(log)]
                 return [(str(path), lines)]
             if job:
-                lines = [f"it has no run directory yet: {client.describe(job)}"]
+                lines = [f"it has no run directory yet: {jobstate.describe(job)}"]
                 return [(str(path), lines)]
     except OSError as error:
         raise _unreadable(path, error) from None

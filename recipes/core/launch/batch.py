@@ -51,8 +51,8 @@ from recipes.core.run.judge import End
 from recipes.core.run.logs import say
 from recipes.core.run.spec import Spec
 from recipes.core.run.stop_note import StopNote
-from recipes.core.slurm import client, environment
-from recipes.core.slurm.client import Job
+from recipes.core.slurm import client, environment, jobstate
+from recipes.core.slurm.jobstate import Job
 
 FOR_SHELL = 3  # the file descriptor that the script's shell reads
 SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
@@ -80,21 +80,23 @@ def begin(
     repository = source.home(ROOT)
     jobs.require_printable(ROOT, repository)
     settings = command_line.parse(words, recipe=recipe)
-    typed = settings.absolute(settings.typed, repository)
-    arguments = [f"{name}={value}" for name, value in typed.items()]
-    image = container.of_job(settings, typed, environ)
+    settings = dataclasses.replace(settings, typed=settings.absolute(settings.typed, repository))
     umask = int(settings.run.umask, 8)
     os.umask(umask)
     _restrict_log(job, umask)
 
-    job_id = environment.job_id(environ)
     code = ROOT
-    attempt = None
     exported: dict[str, str] = {}
+    is_program = False
+    job_id = environment.job_id(environ)
     if job_id:
         run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
         attempt = _open_attempt(settings, run_dir, job, environ)
+        exported[attempts.VARIABLE] = str(attempt.folder)
         code = _code(environ, attempt.run_dir)
+        is_program = jobs.is_program(settings)
+        if is_program:
+            _prepare_program(settings, attempt, job)
         # the recipe reports a run directory that cannot be written
         with contextlib.suppress(OSError):
             jobs.record(
@@ -102,46 +104,52 @@ def begin(
                 script.read_bytes(),
                 job_id,
                 recipe,
-                arguments,
+                _words(settings),
                 root=str(repository),
                 code=str(code),
                 log=job.log if job else None,
                 options=jobs.options_of(job),
             )
-        exported[attempts.VARIABLE] = str(attempt.folder)
-
-    step: list[str] = []
-    inside: list[str] = []
-    if image:
-        step, inside = container.step(image, code, environ)
-    by_clock = _is_by_clock(settings, job)
-    if by_clock and job and job.left_s:
-        exported |= environment.with_end_time(time.time() + job.left_s)
-    keys = (settings.run.network, settings.job.cluster)
-    exported[specs.VARIABLE] = specs.to_text(
-        Spec(
-            dataclasses.replace(settings, typed=typed),
-            tuple(arguments),
-            profiles.env_variables(*keys),
-            tuple(step),
-            tuple(inside),
-            by_clock,
-        )
-    )
-    if image:
-        exported |= container.exports(image, {**environ, **exported})
+    spec, variables = _resolve(settings, code, job, {**environ, **exported})
+    exported |= variables
     # bash cannot hold others
     unset = [name for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
     unset += [] if job_id else [attempts.VARIABLE]
     shell = [("unset", name) for name in unset]
     shell += [("export", f"{name}={value}") for name, value in exported.items()]
-    shell += [("cd", str(code)), *(("word", word) for word in arguments)]
-    if attempt and jobs.is_program(settings):
-        _prepare_program(settings, attempt, job)
-        step.append("--wait=0")  # its ranks need not end together
-        shell.append(("program", recipe))
-    shell += [("step", option) for option in step]
-    return [*shell, *(("inside", word) for word in inside)]
+    shell += [("cd", str(code)), *(("word", word) for word in spec.words)]
+    shell += [("step", option) for option in spec.step]
+    if is_program:  # its ranks need not end together
+        shell += [("program", recipe), ("step", "--wait=0")]
+    return [*shell, *(("inside", word) for word in spec.inside)]
+
+
+def _words(settings: Settings) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.typed.items()]
+
+
+def _resolve(
+    settings: Settings, code: Path, job: Job | None, environ: Mapping[str, str]
+) -> tuple[Spec, dict[str, str]]:
+    """What the ranks run, and the variables to export for them. code: the folder in which they
+    start. environ: that of the ranks. Raises ConfigError and MachineError.
+    """
+    exported: dict[str, str] = {}
+    step: list[str] = []
+    inside: list[str] = []
+    image = container.of_job(settings, settings.typed, environ)
+    if image:
+        step, inside = container.step(image, code, environ)
+    by_clock = _is_by_clock(settings, job)
+    if by_clock and job and job.left_s:
+        exported |= environment.with_end_time(time.time() + job.left_s)
+    variables = profiles.env_variables(settings.run.network, settings.job.cluster)
+    words = tuple(_words(settings))
+    spec = Spec(settings, words, variables, tuple(step), tuple(inside), by_clock)
+    exported[specs.VARIABLE] = specs.to_text(spec)
+    if image:
+        exported |= container.exports(image, {**environ, **exported})
+    return spec, exported
 
 
 def _open_attempt(
@@ -356,7 +364,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
         directory.note_next(attempt.run_dir, Next.requeue_failed, attempt.number)
         return f"not requeued ({client.said(error)}): {outlook.HOW_TO_RESUME}"
     if decided is Next.held:
-        return f"requeued, but {client.describe(job)}"
+        return f"requeued, but {jobstate.describe(job)}"
     return outlook.NOT_REQUEUED.get(decided, "requeued by Slurm")
 
 

@@ -19,7 +19,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
-from recipes.core.slurm import client, script
+from recipes.core.slurm import jobstate, script
 
 GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
@@ -90,7 +90,7 @@ def write_description(run_dir: Path, description: Mapping[str, object]) -> None:
     trust.write_own(run_dir / "job.yaml", json.dumps(description, indent=1).encode() + b"\n")
 
 
-def options_of(job: client.Job | None) -> list[str]:
+def options_of(job: jobstate.Job | None) -> list[str]:
     """Options of sbatch that submit a ready script again as this job: its size, time and partition.
 
     [] for a job of launch.py, whose script has them, and if the job is not known.

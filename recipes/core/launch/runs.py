@@ -34,7 +34,7 @@ from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, efficiency, in_use, outlook, record, rows, table
 from recipes.core.run.record import Record, State
-from recipes.core.slurm import client
+from recipes.core.slurm import client, jobstate
 from recipes.core.slurm.client import Line
 
 LOG_BYTES = 1 << 16  # of another user's log, from its end
@@ -77,17 +77,17 @@ def in_queue(
     runs, None if that cannot be seen. has_job: whether it was submitted to Slurm. asked: whether
     Slurm answered.
     """
-    if job and job.state in client.WAITING:
+    if job and job.state in jobstate.WAITING:
         start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
-        note = "; ".join(filter(None, (client.with_advice(job.reason), start)))
+        note = "; ".join(filter(None, (jobstate.with_advice(job.reason), start)))
         if job.held:
             return State.held, note
         return (State.requeued if run.status.get("state") else State.pending), note
     active = State.running if run.state is State.running else State.starting
-    if job and job.state not in client.ENDED:
+    if job and job.state not in jobstate.ENDED:
         # the run is being saved, or its job has not ended yet
         is_of_newest = run.status.get("attempt") in [attempt.number for attempt in run.attempts[:1]]
-        is_last = job.state == client.COMPLETING or not run.status.get("next")
+        is_last = job.state == jobstate.COMPLETING or not run.status.get("next")
         return (State.running if is_of_newest and is_last else active), job.nodes
     if run.state is State.done:
         return State.done, ""
@@ -133,7 +133,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
     if elsewhere and elsewhere != cluster:
         jobs = None
     lines = {job_id: jobs[job_id] for job_id in ids if jobs and job_id in jobs}
-    job_id = outlook.newest(ids, {key: line.state in client.ENDED for key, line in lines.items()})
+    job_id = outlook.newest(ids, {key: line.state in jobstate.ENDED for key, line in lines.items()})
     job = lines.get(job_id)
     alive = False if is_copy else in_use.is_running(facts)
     state, note = in_queue(run, job, alive, bool(ids), jobs is not None)
@@ -220,7 +220,7 @@ def _why_none(word: str, root: Path) -> str:
         if log:
             return f"{word}: this job ended before it had a run directory: read its log, {log}"
         if job:
-            why = f"has no run directory yet: {client.describe(job)}"
+            why = f"has no run directory yet: {jobstate.describe(job)}"
     return f"{shown(word) or repr(word)}: {why}: give a run directory, a job ID, or {table.LAST}"
 
 
@@ -301,7 +301,7 @@ def show(words: Sequence[str], root: Path) -> int:
 
 
 def _cluster(jobs: Mapping[str, Line] | None) -> str:
-    """The name of this cluster; "" if Slurm is not there or does not answer. jobs: `client.mine`."""
+    """The name of this cluster; "" if Slurm does not answer. jobs: `client.mine`."""
     return "" if jobs is None else client.cluster_name()
 
 

@@ -26,7 +26,7 @@ from recipes.core.launch import jobs
 from recipes.core.launch.jobs import Job
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
-from recipes.core.slurm import client, environment
+from recipes.core.slurm import client, environment, jobstate
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _wait(submitted: Submitted, show: bool) -> int:
     return directory.exit_code(status, code) or EXIT_CRASH
 
 
-def _wait_for_end(job_id: str, log: Path | None) -> client.Job | None:
+def _wait_for_end(job_id: str, log: Path | None) -> jobstate.Job | None:
     """Waits until the job has ended or can never start. Returns it; None if Slurm no longer knows
     it. log: a file to print meanwhile.
     """
@@ -213,7 +213,7 @@ def _wait_for_end(job_id: str, log: Path | None) -> client.Job | None:
             if not silent:
                 print(f"{error}; the job is not affected; asking Slurm again", file=sys.stderr)
             silent = True
-        line = client.describe(job) if log and job and job.waiting else said
+        line = jobstate.describe(job) if log and job and job.waiting else said
         if line != said:
             said = line
             print(line, flush=True)

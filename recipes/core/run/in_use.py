@@ -16,7 +16,7 @@ from recipes.core.errors import MachineError
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.attempt import Attempt
-from recipes.core.slurm import client, environment
+from recipes.core.slurm import client, environment, jobstate
 
 ENDING_S = 60.0  # how long to wait for a job that Slurm is ending
 HEARTBEAT_S = 5.0  # time between two heartbeats of a run
@@ -89,11 +89,11 @@ def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> 
     again. Raises MachineError.
     """
     deadline = time.monotonic() + patience_s
-    while (other := client.find(job, ASK_S)) and other.state == client.COMPLETING:
+    while (other := client.find(job, ASK_S)) and other.state == jobstate.COMPLETING:
         if time.monotonic() >= deadline:
             break
         time.sleep(1.0)
-    if not other or other.ended or (other.state == client.COMPLETING and not patience_s):
+    if not other or other.ended or (other.state == jobstate.COMPLETING and not patience_s):
         return ""
     if saved and not other.has_script:
         return ""

@@ -9,8 +9,8 @@ from typing import Any
 from recipes.core import files
 from recipes.core.errors import MachineError, Next, next_of
 from recipes.core.run import attempt as attempts
-from recipes.core.slurm import client
-from recipes.core.slurm.client import Job
+from recipes.core.slurm import client, jobstate
+from recipes.core.slurm.jobstate import Job
 
 HOW_TO_RESUME = "to resume, start the run again with the same run_dir="
 # Why nothing starts the run again, for each outcome without a requeue.
@@ -64,7 +64,7 @@ def of_run(run_dir: Path) -> Outlook:
     chosen = newest(ids, {job_id: job.ended for job_id, job in jobs.items()})
     if not jobs:
         return Outlook(chosen, None, True, f"Slurm no longer knows job {chosen}")
-    return Outlook(chosen, jobs[chosen], True, client.describe(jobs[chosen]))
+    return Outlook(chosen, jobs[chosen], True, jobstate.describe(jobs[chosen]))
 
 
 def newest(ids: Sequence[str], ended: Mapping[str, bool]) -> str:
@@ -92,7 +92,7 @@ def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:
 
     if job and job.ended:
         why = why or NOT_REQUEUED[job.after_start(0)]
-    elif job and job.has_script and not (job.state == client.COMPLETING and why):
+    elif job and job.has_script and not (job.state == jobstate.COMPLETING and why):
         return line  # the job continues, or its batch script decides
     return f"{line}; {why or HOW_TO_RESUME}"
 

@@ -35,8 +35,8 @@ def newest(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def counted(every: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
-    """The rows that count, in the order of `parts`: those without a later row of the same or a lower
-    step. A run that was resumed from an earlier step repeats the steps after it.
+    """The rows that count, in the order of `parts`: those without a later row of the same or a
+    lower step. A run that was resumed from an earlier step repeats the steps after it.
     """
     lowest = HIGHEST_STEP
     for part in every:
@@ -70,8 +70,8 @@ def parts(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
 
 def around(run_dir: Path, attempt: int, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """The last row before a step of an attempt, and the first row from there on, also those that a
-    later attempt replaced; {} if there is none. Reads a few lines: each attempt writes its rows after
-    those of the attempts before it, with rising steps.
+    later attempt replaced; {} if there is none. Reads a few lines: each attempt writes its rows
+    after those of the attempts before it, with rising steps.
     """
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}

@@ -98,7 +98,7 @@ def stop_flag(
 
     A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called
     once, in a separate thread, with the name of the first signal. by_clock: whether SIGUSR2 is
-    ignored, see `client.Job.is_short`.
+    ignored, see `jobstate.Job.is_short`.
     """
     flag = StopFlag()
     read_end, write_end = os.pipe()

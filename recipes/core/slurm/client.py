@@ -14,163 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core.errors import MachineError, Next, shown
-from recipes.core.slurm import durations, environment
+from recipes.core.slurm import durations, environment, jobstate
+from recipes.core.slurm.jobstate import Job
 
-# States after which a job does not start again. REVOKED is not one of them: in a federation,
-# another cluster runs that job.
-ENDED = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-}
-# States between two starts of a requeued job, or before the first start.
-WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
-COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
-# in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
-SHORT_S = 480.0
 AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
 TRY_S = 120.0  # timeout for sbatch --test-only
 OWN_JOB_S = 10.0  # timeout if a job that may have little time left, or a user, waits for the answer
-# Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a
-# line.
-_TEXT_FIELD = re.compile(
-    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|"
-    r"(?:Admin|System)?Comment|Extra)=(.*)"
-)
-# What a reason of Slurm for a pending job means. The pattern matches the whole reason.
-ADVICE = {
-    "PartitionTimeLimit": (
-        "its time limit is above that of the partition, so it never starts: cancel it, "
-        "and give a shorter time="
-    ),
-    "PartitionNodeLimit": (
-        "the partition does not allow so many nodes, so it never starts: cancel it, "
-        "and give another nodes="
-    ),
-    "PartitionDown|PartitionInactive": (
-        "the partition accepts no jobs now: give another partition=, or wait"
-    ),
-    "BadConstraints": "no node has what it asks for, so it never starts: cancel it",
-    "ReqNodeNotAvail.*|Reservation": (
-        "nodes are down or reserved, for example for maintenance: a shorter time= may start earlier"
-    ),
-    "(Assoc|QOS)(Grp|Max).*": (
-        "a limit of your account or QOS is reached: it starts when other jobs have ended"
-    ),
-    "InvalidAccount|InvalidQOS": "it never starts: cancel it, and give a valid account= or qos=",
-    "JobLaunchFailure": "its batch script did not start: the folder of its log (-o) must exist",
-    "JobHeldAdmin": "an administrator holds it",
-    "launch failed requeued held": (
-        "a node failed at its start: scontrol release lets it start again"
-    ),
-}
 # Variables that replace options of Slurm's commands, or change the form of the times that they
 # print.
 OF_COMMANDS = re.compile("(SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT)_|SLURM_TIME_FORMAT$")
-_WORD = re.compile(r"(\S+?)=(\S*)")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job, one array task, or one component of a heterogeneous job.
-
-    id: ``<job>`` or ``<array>_<task>``. state: Slurm's name of the state (PENDING, RUNNING, …).
-    reason: why the job is pending or has ended; "" if there is none. exit_status: 0 while the job
-    runs; 128 + N for a job that signal N ended. restarts: how often the job was requeued. start:
-    when it started or is expected to start, as YYYY-MM-DDTHH:MM:SS; "" if unknown. limit_s: its
-    time limit; inf means no limit, None means unknown. run_s: how long it has run. log, error_log:
-    the files of its output; "" if unknown. script: the file that was submitted. number: its own number, also
-    for an array task. all_gpus: the value
-    of ``--gpus`` that gives a step all GPUs of a job that requested them per task; "" for any other
-    job. options: the options of sbatch that describe its size, time and nodes, by their long names
-    without dashes, as far as they are set.
-    """
-
-    id: str
-    state: str
-    reason: str = ""
-    exit_status: int = 0
-    restarts: int = 0
-    start: str = ""
-    limit_s: float | None = None
-    run_s: float | None = None
-    log: str = ""
-    error_log: str = ""
-    script: str = ""
-    number: str = ""
-    all_gpus: str = ""
-    is_array: bool = False
-    has_script: bool = True  # False for a job of salloc
-    is_preempted: bool = False
-    has_no_priority: bool = False
-    options: Mapping[str, str] = field(repr=False, default_factory=dict)
-
-    @property
-    def ended(self) -> bool:
-        return self.state in ENDED
-
-    @property
-    def never_starts(self) -> bool:
-        """Whether the dependency of the job can never be met. Slurm leaves it in the queue."""
-        return self.state == "PENDING" and self.reason == "DependencyNeverSatisfied"
-
-    @property
-    def waiting(self) -> bool:
-        return self.state in WAITING
-
-    @property
-    def held(self) -> bool:
-        """Whether Slurm starts the job only after ``scontrol release``."""
-        return (self.waiting or self.state == COMPLETING) and self.has_no_priority
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the time limit of a job that has started. inf means no limit, None means
-        unknown.
-        """
-        if self.limit_s is None or self.run_s is None:
-            return None
-        return self.limit_s - self.run_s
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the time limit is below SHORT_S. The ready scripts' signal, meant for jobs of
-        hours, would then come soon after the start.
-        """
-        return self.limit_s is not None and self.limit_s < SHORT_S
-
-    @property
-    def is_over_time(self) -> bool:
-        """Whether Slurm is ending the job at its time limit. It can still be requeued (seen with
-        Slurm 22.05).
-        """
-        is_ending = self.state == COMPLETING and not self.is_preempted
-        return is_ending and self.left_s is not None and self.left_s <= 0
-
-    def after_start(self, restarts: int) -> Next | None:
-        """What Slurm does with the job after the start with this number (from 0). None while that
-        start runs.
-        """
-        if self.held:
-            return Next.held
-        if self.ended:
-            return Next.cancelled if self.state == "CANCELLED" else Next.not_requeued
-        if self.waiting or self.restarts > restarts:
-            return Next.requeued
-        if self.state == COMPLETING:  # Slurm hides the state that follows
-            return Next.not_requeued if self.is_preempted or self.is_over_time else Next.cancelled
-        return None
 
 
 def show(job_id: str, timeout_s: float = ANSWER_S) -> list[Job]:
@@ -190,7 +47,7 @@ def show(job_id: str, timeout_s: float = ANSWER_S) -> list[Job]:
     except OSError as error:
         raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
     if not asked.returncode:
-        return parse(asked.stdout)
+        return jobstate.parse(asked.stdout)
     if _is_unknown(asked):
         return []
     raise MachineError(
@@ -293,12 +150,8 @@ def mine(timeout_s: float = OWN_JOB_S) -> dict[str, Line] | None:
     for line in asked.stdout.splitlines():
         job, state, start, nodes, left, priority, reason = line.split("|", 6)
         left_s = durations.seconds(left)
-        jobs[job] = Line(state, start, nodes, left_s, priority == "0", _reason(reason))
+        jobs[job] = Line(state, start, nodes, left_s, priority == "0", jobstate.reason_of(reason))
     return jobs
-
-
-def _reason(text: str) -> str:
-    return "" if text in ("None", "(null)") else text
 
 
 def said(error: Exception) -> str:
@@ -347,7 +200,7 @@ def partition(name: str) -> Partition | None:
     """The limits of a partition; None if Slurm does not answer. name: "" for the default one."""
     answer = _answer("scontrol", "show", "partition", *filter(None, [name]))
     for block in answer.split("\n\n"):
-        fields = dict(_WORD.findall(block))
+        fields = dict(jobstate.WORD.findall(block))
         if name or fields.get("Default") == "YES":
             nodes = fields.get("MaxNodes", "")
             return Partition(
@@ -462,113 +315,6 @@ def cluster_name() -> str:
 def find(job_id: str, timeout_s: float = ANSWER_S) -> Job | None:
     """The first entry of `show`; None if Slurm does not know the job. Raises MachineError."""
     return next(iter(show(job_id, timeout_s)), None)
-
-
-def describe(job: Job) -> str:
-    """One line on the state of a job in the queue."""
-    reason = f" ({with_advice(job.reason)})" if job.reason else ""
-    if job.held:
-        return f"job {job.id} is held{reason}: scontrol release {job.id} lets it start"
-    when = f", expected to start at {job.start}" if job.waiting and job.start else ""
-    return f"job {job.id} is {job.state.lower()}{reason}{when}"
-
-
-def with_advice(reason: str) -> str:
-    """Slurm's reason for a pending job, and what it means if `ADVICE` knows it."""
-    advice = next((text for pattern, text in ADVICE.items() if re.fullmatch(pattern, reason)), "")
-    return f"{reason}: {advice}" if advice else reason
-
-
-def parse(text: str) -> list[Job]:
-    """The jobs in the output of ``scontrol show job`` (without ``-o``). Checked with Slurm 22.05,
-    24.11 and 26.05.
-    """
-    return [_job(block) for block in re.split(r"\n\s*\n", text) if "JobId=" in block]
-
-
-def _gpus(tres: str) -> str:
-    """The GPUs in a list of resources, in the format of sbatch's options: ``2`` or ``a100:2``; ""
-    if there are none.
-
-    tres: such as gres:gpu:2 (Slurm 22.05), gres/gpu:2 or cpu=4,gres/gpu:a100=2 (24.11).
-    """
-    gpu = re.compile(r"(?:^|,)(?:gres[:/])?gpu[:=]([^,]+)")
-    return ",".join(gpu.findall(tres)).replace("=", ":")
-
-
-def _job(block: str) -> Job:
-    fields: dict[str, str] = {}
-    for line in block.splitlines():
-        text_field = _TEXT_FIELD.match(line.strip())
-        words = line[: line.index(f"{text_field[1]}=")] if text_field else line
-        fields |= dict(_WORD.findall(words))
-        if text_field:
-            fields[text_field[1]] = text_field[2]
-    array = fields.get("ArrayJobId")
-    task = fields.get("ArrayTaskId")
-    status, number = map(int, fields.get("ExitCode", "0:0").split(":"))
-    start = fields.get("StartTime", "")
-    return Job(
-        id=f"{array}_{task}" if array and task else fields.get("JobId", ""),
-        state=fields.get("JobState", ""),
-        reason=_reason(fields.get("Reason", "")),
-        exit_status=status or (number and 128 + number),
-        restarts=int(fields.get("Restarts", "0")),
-        start=start if start[:1].isdecimal() else "",
-        limit_s=durations.seconds(fields.get("TimeLimit", "")),
-        run_s=durations.seconds(fields.get("RunTime", "")),
-        log=fields.get("StdOut", ""),
-        error_log=fields.get("StdErr", ""),
-        script=fields.get("Command", "").split(" ")[0],
-        number=fields.get("JobId", ""),
-        all_gpus=_all_gpus(fields),
-        is_array=bool(array),
-        has_script=fields.get("BatchFlag") != "0",
-        is_preempted=fields.get("PreemptTime", "None") != "None",
-        has_no_priority=fields.get("Priority") == "0",
-        options=_options(fields),
-    )
-
-
-def _options(fields: Mapping[str, str]) -> dict[str, str]:
-    """The options of sbatch that describe a job, from the fields that scontrol printed."""
-    per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
-    is_total = per_node == "0"
-    options = {
-        "nodes": fields.get("NumNodes"),
-        "ntasks": fields.get("NumTasks") if is_total else "",
-        "ntasks-per-node": "" if is_total else per_node,
-        "gpus-per-node": _gpus(fields.get("TresPerNode", "")),
-        "cpus-per-task": fields.get("CPUs/Task"),
-        "time": fields.get("TimeLimit"),
-        "partition": fields.get("Partition"),
-        "account": fields.get("Account"),
-        "qos": fields.get("QOS"),
-        "constraint": fields.get("Features"),
-        "reservation": fields.get("Reservation"),
-        "exclude": fields.get("ExcNodeList"),
-        "dependency": fields.get("Dependency"),
-    }
-    unset = ("", "(null)", "N/A")
-    return {name: value for name, value in options.items() if value and value not in unset}
-
-
-def _all_gpus(fields: Mapping[str, str]) -> str:
-    """`Job.all_gpus`. Without this option, a step with fewer tasks than the job gets only the GPUs
-    of those tasks (seen with Slurm 22.05, 24.11 and 26.05).
-    """
-    tasks = fields.get("NumTasks", "")
-    if not tasks.isdecimal():
-        return ""
-    gpus = []
-    for request in _gpus(fields.get("TresPerTask", "")).split(","):
-        kind, colon, count = request.rpartition(":")
-        if count.isdecimal():
-            gpus.append(f"{kind}{colon}{int(count) * int(tasks)}")
-    tasks_per_gpu = fields.get("NtasksPerTRES", "")
-    if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
-        return str(math.ceil(int(tasks) / int(tasks_per_gpu)))
-    return ",".join(gpus)
 
 
 def own(environ: Mapping[str, str]) -> Job | None:

@@ -282,10 +282,11 @@ class _StepEnds:
         if self.cfg.tensorboard:
             trackers.require("tensorboard.compat.proto.event_pb2")
         run.end_dry_run()
-        per_gpu = self.cfg.global_batch_size / (run.world.data.size * self.cfg.accumulate)
+        size = self.cfg.global_batch_size
+        per_gpu = size / (run.world.data.size * self.cfg.accumulate)
         if run.world.device.type == "cuda" and per_gpu < self.cfg.small_part:
             run.say(
-                f"warning: global_batch_size={self.cfg.global_batch_size} leaves {per_gpu:g} per GPU "
+                f"warning: global_batch_size={size} leaves {per_gpu:g} per GPU "
                 "and forward pass, so the GPUs mostly wait for the CPU: "
                 "use a larger batch size, or fewer GPUs"
             )

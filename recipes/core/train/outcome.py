@@ -65,8 +65,8 @@ def finish(run: Run, results: Mapping[str, Any]) -> None:
     """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run
     was stopped before its end.
 
-    Raises RunError if the recipe has left the loop over `loop.steps` early, or if ``results`` cannot
-    be written.
+    Raises RunError if the recipe has left the loop over `loop.steps` early, or if ``results``
+    cannot be written.
     """
     if run.state and not run.complete:
         raise RunError(

@@ -81,9 +81,8 @@ def _choose(checkpoints: Checkpoints) -> Path | None:
         try:
             path.stat()
         except OSError as error:
-            raise InputError(
-                f"resume={wanted}: {error.strerror} on {checkpoints.world.host}: give another resume="
-            ) from None
+            where = f"{error.strerror} on {checkpoints.world.host}"
+            raise InputError(f"resume={wanted}: {where}: give another resume=") from None
         if not path.is_dir():
             return path
         candidates = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)

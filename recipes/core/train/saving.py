@@ -72,8 +72,8 @@ class Checkpoints:
             )
 
     def take(self, state: State, order: Mapping[str, Any]) -> None:
-        """Takes what each checkpoint contains: ``state``, and the values that determine the order of
-        samples.
+        """Takes what each checkpoint contains: ``state``, and the values that determine the order
+        of samples.
         """
         self.state = state
         self.order = order

@@ -15,7 +15,7 @@ from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source
 from recipes.core.slurm import client
-from recipes.core.slurm.client import Job
+from recipes.core.slurm.jobstate import Job
 from tests import helpers
 
 Answers = dict[str, Job | None]

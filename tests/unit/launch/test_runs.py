@@ -21,7 +21,7 @@ from recipes.core.launch import jobs, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.record import Record
-from recipes.core.slurm import client
+from recipes.core.slurm import jobstate
 from recipes.core.slurm.client import Line
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
@@ -466,7 +466,7 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
    Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
    Command=/r/sbatch/mnist_2x8.sh lr=1
    TresPerNode=gres:gpu:2"""
-    (job,) = client.parse(text)
+    (job,) = jobstate.parse(text)
     of_nodes = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
     assert jobs.options_of(job) == [
         *of_nodes,
@@ -474,10 +474,10 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
         "--time=00:30:00",
         "--partition=gpu",
     ]
-    (total,) = client.parse(text.replace("S:C=2:0", "S:C=0:0").replace("gres:gpu:2", "(null)"))
+    (total,) = jobstate.parse(text.replace("S:C=2:0", "S:C=0:0").replace("gres:gpu:2", "(null)"))
     of_job = jobs.options_of(total)
     assert of_job[1:3] == ["--ntasks=4", "--gpus-per-node=0"]
-    (submitted,) = client.parse(text.replace("/r/sbatch/mnist_2x8.sh", "/r/runs/submitit/7.sh"))
+    (submitted,) = jobstate.parse(text.replace("/r/sbatch/mnist_2x8.sh", "/r/runs/submitit/7.sh"))
     assert jobs.options_of(submitted) == []
 
 

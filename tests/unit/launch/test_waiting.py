@@ -7,7 +7,7 @@ import pytest
 from recipes.core.errors import MachineError
 from recipes.core.launch import submit
 from recipes.core.run import directory
-from recipes.core.slurm import client
+from recipes.core.slurm import client, jobstate
 from tests import helpers
 
 
@@ -36,12 +36,12 @@ def test_waiting_returns_the_jobs_exit_status(
 ) -> None:
     states = iter([("PENDING", 0), None, None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
-    def ask(job: str) -> client.Job | None:
+    def ask(job: str) -> jobstate.Job | None:
         answer = next(states)
         if answer is None:
             raise MachineError("a controller that is started again does not answer")
         word, status = answer
-        return client.Job(job, word, "", status, 0) if word else None
+        return jobstate.Job(job, word, "", status, 0) if word else None
 
     monkeypatch.setattr(client, "find", ask)
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)
@@ -62,7 +62,7 @@ def test_an_unmet_dependency_ends_the_wait(
 ) -> None:
     """Slurm does not remove such a job from the queue."""
     options = {"dependency": "afterok:6(failed)"}
-    job = client.Job("7", "PENDING", "DependencyNeverSatisfied", options=options)
+    job = jobstate.Job("7", "PENDING", "DependencyNeverSatisfied", options=options)
     monkeypatch.setattr(client, "find", lambda job_id: job)
     assert submit.wait([submit.Submitted("7", Path("/r"), Path("/l"))]) == 3
     line = (

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from recipes.core.errors import MachineError, Next
-from recipes.core.slurm import client
+from recipes.core.slurm import client, jobstate
 from tests.unit.launch.stand_ins import Stubs
 
 # Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
@@ -32,7 +32,7 @@ JobId=13 JobName=b
 
 
 def test_each_job_that_scontrol_prints_is_parsed() -> None:
-    task, plain = client.parse(PRINTED)
+    task, plain = jobstate.parse(PRINTED)
     assert task.id == "11_0"
     assert task.state == "CANCELLED"
     assert task.reason == "BeginTime"
@@ -53,7 +53,7 @@ def test_each_job_that_scontrol_prints_is_parsed() -> None:
 
 def test_what_slurm_does_after_a_start_follows_from_the_state() -> None:
     def after(states: str) -> set[object]:
-        return {client.Job("7", state, "", 0, 0).after_start(0) for state in states.split()}
+        return {jobstate.Job("7", state, "", 0, 0).after_start(0) for state in states.split()}
 
     assert after(
         "BOOT_FAIL COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
@@ -117,7 +117,7 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
     ],
 )
 def test_a_pending_reason_is_explained(reason: str, means: str) -> None:
-    line = client.describe(client.Job("7", "PENDING", reason, 0, 0))
+    line = jobstate.describe(jobstate.Job("7", "PENDING", reason, 0, 0))
     assert line.startswith(f"job 7 is pending ({reason}{': ' if means else ')'}")
     assert means in line
 
@@ -207,5 +207,5 @@ def test_a_slow_controller_does_not_keep_a_user_waiting(
     ],
 )
 def test_a_step_requests_all_gpus_that_were_requested_per_task(fields: str, expected: str) -> None:
-    (job,) = client.parse(f"JobId=7 {fields}")
+    (job,) = jobstate.parse(f"JobId=7 {fields}")
     assert job.all_gpus == expected
