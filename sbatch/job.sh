@@ -1,5 +1,6 @@
 # The parts of a batch script before and after its srun line. Scripts source this file; it is not submitted:
-#     . sbatch/job.sh; begin RECIPE "$@"; srun … "${step[@]}" "${inside[@]}" -u -m recipes.RECIPE "${words[@]}"; finish RECIPE $?
+#     . sbatch/job.sh; begin RECIPE "$@"
+#     while next_step; do srun … "${step[@]}" "${inside[@]}" -u -m recipes.RECIPE "${words[@]}"; step_ended $?; done
 # shellcheck shell=bash
 
 # A user may export these options of the shell (SHELLOPTS) or add them to the first line of a script. The job ends by the
@@ -19,6 +20,7 @@ stop() { # MESSAGE [STATUS]
 srun() {
     command srun "$@" &
     ranks=$!
+    [ -z "$watched" ] || "$python" -m recipes.core.launch.batch watch "$recipe" "$ranks" &
     while
         signalled=''
         wait "$ranks"
@@ -41,7 +43,8 @@ ask_to_save() {
         early=$1 # Slurm signals a job of a few minutes at its start
     fi
 }
-ranks='' signalled='' early='' program='' # program: the recipe that runs a program of the user, once its job has begun
+ranks='' signalled='' early='' watched='' again=''
+program='' # the recipe that runs a program of the user, once its job has begun
 trap signalled=1 TERM
 trap 'ask_to_save USR1' USR1
 trap 'ask_to_save USR2' USR2
@@ -94,7 +97,8 @@ require_own() {
 # begin RECIPE WORD...: sets up the environment and the snapshot of the code, and checks the keys.
 # Sets words, step and inside for the script.
 begin() {
-    local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word dashes=''
+    local repository=$PWD code=${RECIPES_CODE:-} had word dashes=''
+    recipe=$1
     shift
     # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
@@ -126,26 +130,45 @@ begin() {
     done
     site
     find_python "$repository"
-    # Pairs of a verb and a value, each ended by NUL, on a separate file descriptor, since on some sites Python prints other
-    # lines to stdout. The last pair is the exit status.
-    local verb value status=1 absolute=()
-    step=() inside=()
-    while IFS= read -r -d '' verb && IFS= read -r -d '' value; do
-        case $verb in
-            cd) cd "$value" || exit ;; # the folder of the snapshot
-            export) export "${value?}" ;;
-            unset) unset "$value" ;;
-            word) absolute+=("$value") ;; # an argument, with absolute paths
-            step) step+=("$value") ;;
-            inside) inside+=("$value") ;;
-            program) program=$value ;;
-            status) status=$value ;;
-        esac
-    done < <("$python" -m recipes.core.launch.batch begin "$recipe" "$0" "${words[@]}" 3>&1 >&2; printf 'status\0%s\0' $?)
-    [ "$status" = 0 ] || exit "$status"
+    local absolute=()
+    step=() inside=() again=1
+    follow begin "$recipe" "$0" "${words[@]}" || exit
     words=("${absolute[@]}")
     [ ${#inside[@]} != 0 ] || inside=("$python")
     [ -z "$program" ] || [ -z "$early" ] || ask_to_save "$early"
+}
+
+# follow STEP WORD...: runs a step of launch/batch.py, does what it says, and returns its status. It says pairs of a verb and a
+# value, each ended by NUL, on a separate file descriptor, since on some sites Python prints other lines to stdout.
+follow() {
+    local verb value status=1
+    while IFS= read -r -d '' verb && IFS= read -r -d '' value; do
+        case $verb in
+            again) again=$value step=() ;; # the ranks start again, with other options of srun
+            cd) cd "$value" || exit ;; # the folder of the snapshot
+            export) export "${value?}" ;;
+            inside) inside+=("$value") ;;
+            program) program=$value ;;
+            status) status=$value ;;
+            step) step+=("$value") ;;
+            unset) unset "$value" ;;
+            watched) watched=$value ;;
+            word) absolute+=("$value") ;; # an argument, with absolute paths
+        esac
+    done < <("$python" -m recipes.core.launch.batch "$@" 3>&1 >&4; printf 'status\0%s\0' $?)
+    return "$status"
+} 4>&1
+
+# next_step: whether the ranks are to be started
+next_step() {
+    [ -n "$again" ] || return
+    again='' # else a script that does not call step_ended would start them without end
+}
+
+# step_ended STATUS: starts the ranks again with restarts=, requeues a job that was stopped, or returns the exit status of the run
+step_ended() {
+    require_python "$1"
+    follow step-ended "$recipe" "$1"
 }
 
 # examine RECIPE RESUBMITS: runs the doctor before the ranks start. Requeues or ends the job if a node is bad.
@@ -153,9 +176,13 @@ examine() {
     "$python" -m recipes.core.launch.batch examine "$1" "$2" || exit
 }
 
-# finish RECIPE STATUS: requeues a job that was stopped, and returns the exit status of the run.
+require_python() { # STATUS
+    [ -x "$python" ] || stop "$recipe: ended with status $1 and is not requeued, since $python no longer exists: install it again, then submit with the same run_dir=" "$1"
+}
+
+# finish RECIPE STATUS: step_ended for scripts without a loop, which do not start the ranks again
 finish() {
-    [ -x "$python" ] || stop "$1: ended with status $2 and is not requeued, since $python no longer exists: install it again, then submit with the same run_dir=" "$2"
+    require_python "$2"
     "$python" -m recipes.core.launch.batch finish "$1" "$2"
 }
 

@@ -17,7 +17,9 @@ case $(stat -c %u sbatch sbatch/job.sh 2>&1 | xargs) in
     "0 0" | "$UID $UID") . sbatch/job.sh ;;
     *) echo "mnist_1x1.sh: $PWD is not a clone of yours: cd to the top folder of your clone and run sbatch there" >&2; exit 2 ;;
 esac
-begin mnist "$@" # sets step, inside and words for the next line
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
-    "${inside[@]}" -u -m recipes.mnist "${words[@]}"
-finish mnist $?
+begin mnist "$@" # sets step, inside and words for the lines below
+while next_step; do
+    srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
+        "${inside[@]}" -u -m recipes.mnist "${words[@]}"
+    step_ended $?
+done

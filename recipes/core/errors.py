@@ -76,6 +76,8 @@ class Kind(str, Enum):
     disk_full = "disk-full"
     machine = "machine"  # this machine or allocation cannot run the recipe
     input = "input"  # invalid keys, data or checkpoint
+    # the run cannot continue because of what it computes, such as a loss that is not finite
+    run_error = "run-error"
     # the run was stopped by a signal or shortly before the time limit; if it had completed a step,
     # it was saved
     stopped = "stopped"
@@ -85,9 +87,22 @@ class Kind(str, Enum):
         """Whether the end or the absence of another rank caused this failure."""
         return self in (Kind.peer_lost, Kind.timeout)
 
+    @property
+    def is_curable(self) -> bool:
+        """Whether the same run may succeed if it is started again."""
+        return self not in (
+            Kind.out_of_memory,
+            Kind.disk_full,
+            Kind.input,
+            Kind.run_error,
+            Kind.stopped,
+        )
+
 
 class Next(str, Enum):
-    """What happened to the job after a run was stopped and saved: ``next`` in status.json."""
+    """What happened to the job after a run was stopped and saved, or after it failed: ``next`` in
+    status.json.
+    """
 
     requeued = "requeued"  # the batch script or Slurm requeued the job
     held = "held"  # the job was requeued, but Slurm starts it only after scontrol release
@@ -96,6 +111,7 @@ class Next(str, Enum):
     # not requeued: the last start completed no step, or the program saved no file
     no_progress = "no-progress"
     requeue_failed = "requeue-failed"  # scontrol requeue failed
+    restarted = "restarted"  # the ranks failed, and were started again in the same job
     # not requeued: Slurm ended it at its time limit, or cancelled it for another job
     not_requeued = "not-requeued"
 

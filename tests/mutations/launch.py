@@ -168,4 +168,25 @@ MUTATIONS = [
         "tests/distributed/launch/test_local.py::"
         "test_a_failed_rank_ends_the_others_and_is_reported",
     ),
+    Mutation(
+        "recipes/core/launch/restart.py",
+        "    wanted = len(nodes) - run.spare\n",
+        "    wanted = len(nodes)\n",
+        "a spare node never replaces another one",
+        "tests/unit/launch/test_restart.py::test_a_restart_uses_good_nodes",
+    ),
+    Mutation(
+        "recipes/core/launch/restart.py",
+        "    excluded |= bad\n",
+        "    excluded = bad\n",
+        "a node that was bad once is used again by the next restart",
+        "tests/unit/launch/test_restart.py::test_a_node_that_was_left_out_stays_out",
+    ),
+    Mutation(
+        "recipes/core/launch/restart.py",
+        "    if len(last) <= GAINLESS:\n",
+        "    if True:\n",
+        "a program that always fails is started again restarts= times",
+        "tests/unit/launch/test_restart.py::test_restarts_end_at_their_number_and_without_progress",
+    ),
 ]

@@ -81,6 +81,26 @@ class RunKeys:
     max_requeues: int = key(
         20, "maximum number of times that a preempted job is requeued", low=0, high=10000
     )
+    restarts: int = key(
+        0,
+        "maximum number of times that a job starts its ranks again in its allocation after a "
+        "failure, from the newest checkpoint and without nodes that do not answer or are bad",
+        low=0,
+        high=1000,
+    )
+    spare: int = key(
+        0,
+        "number of nodes of the job that are in reserve, to replace nodes in a restart",
+        low=0,
+        high=1000,
+    )
+    min_nodes: int = key(
+        0,
+        "a restart may use fewer nodes than the start, but not fewer than these; "
+        "0: as many as at the start",
+        low=0,
+        high=100_000,
+    )
     stop_before_s: float = key(
         60.0,
         "how many seconds before the time limit the ranks save and stop, at most a quarter of "

@@ -5,7 +5,12 @@ python -m recipes.core.launch.batch examine RECIPE RESUBMITS    `examination.exa
                                                                 doctor=true
 python -m recipes.core.launch.batch stop RECIPE SIGNAL          `ask_to_stop`, when the batch shell
                                                                 gets a signal
-python -m recipes.core.launch.batch finish RECIPE STATUS        `finish`, with the status of srun
+python -m recipes.core.launch.batch watch RECIPE PID            `restart.watch`, with restarts=; PID
+                                                                of srun
+python -m recipes.core.launch.batch step-ended RECIPE STATUS    `step_ended`, with the status of
+                                                                srun
+python -m recipes.core.launch.batch finish RECIPE STATUS        `finish`: the same for a script that
+                                                                has only one step
 """
 
 import contextlib
@@ -33,7 +38,8 @@ from recipes.core.errors import (
     Next,
 )
 from recipes.core.files import ROOT
-from recipes.core.launch import container, examination, jobs, snapshot
+from recipes.core.launch import container, examination, jobs, restart, snapshot
+from recipes.core.launch.restart import Restart
 from recipes.core.run import attempt as attempts
 from recipes.core.run import (
     command_line,
@@ -55,15 +61,14 @@ from recipes.core.slurm import client, environment, jobstate
 from recipes.core.slurm.jobstate import Job
 
 FOR_SHELL = 3  # the file descriptor that the script's shell reads
+Shell = list[tuple[str, str]]  # what the script's shell does: pairs of a verb and a value
 SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
 UNSAVED_REQUEUES = 2
 SKEW_S = 60.0  # between the clocks of a node and of the controller
 EARLY_S = 60.0  # Slurm may send the signal before the time limit this much early
 
 
-def begin(
-    recipe: str, script: Path, words: list[str], environ: Mapping[str, str]
-) -> list[tuple[str, str]]:
+def begin(recipe: str, script: Path, words: list[str], environ: Mapping[str, str]) -> Shell:
     """Checks the keys, records what was submitted, and opens the attempt.
 
     script: the batch script. Returns what the script's shell does, as pairs of a verb and a value;
@@ -118,7 +123,9 @@ def begin(
     shell = [("unset", name) for name in unset]
     shell += [("export", f"{name}={value}") for name, value in exported.items()]
     shell += [("cd", str(code)), *(("word", word) for word in spec.words)]
-    shell += [("step", option) for option in spec.step]
+    in_reserve = restart.first_nodes(spec, environ) if job_id else []
+    shell += [("step", option) for option in (*spec.step, *in_reserve)]
+    shell += [("watched", "1")] if spec.settings.run.restarts else []
     if is_program:  # its ranks need not end together
         shell += [("program", recipe), ("step", "--wait=0")]
     return [*shell, *(("inside", word) for word in spec.inside)]
@@ -279,15 +286,23 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
 
 
 def finish(recipe: str, srun_status: int, environ: Mapping[str, str]) -> int:
-    """Judges the run after its step, prints how it ended, and requeues a preempted job. Returns the
-    exit status of the run.
+    """Judges the run after the only step of its script. Returns the exit status of the run."""
+    return step_ended(recipe, srun_status, environ, may_restart=False)[0]
 
-    srun_status: may be masked, so the run's own records decide.
+
+def step_ended(
+    recipe: str, srun_status: int, environ: Mapping[str, str], may_restart: bool = True
+) -> tuple[int, Shell]:
+    """Judges the run after a step, prints how it ended, and requeues a preempted job. Returns the
+    exit status of the run, and what the script's shell does.
+
+    srun_status: may be masked, so the run's own records decide. may_restart: whether the script can
+    start the ranks again.
     """
     opened = attempts.given(environ)
     spec = specs.of_job(environ)
     if not opened or not spec:  # only in a script of your own that does not call begin
-        return srun_status
+        return srun_status, []
     settings = spec.settings
     os.umask(int(settings.run.umask, 8))
     job_id = str(environment.job_id(environ))
@@ -302,6 +317,14 @@ def finish(recipe: str, srun_status: int, environ: Mapping[str, str]) -> int:
             by_slurm = job.after_start(environment.restarts(environ))
 
     outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
+    after = ""
+    if may_restart and settings.run.restarts and outcome.state in ("failed", "incomplete"):
+        following = restart.plan(attempt, outcome, spec, environ)
+        after = following.line and f"; {following.line}"
+        if following.attempt:
+            directory.note_next(attempt.run_dir, Next.restarted, attempt.number)
+            say(f"{recipe}: {outcome.state}: {outcome.reason}{after}", 1)
+            return EXIT_DONE, _again(spec, following)
     if outcome.state == "done":
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
@@ -313,11 +336,26 @@ def finish(recipe: str, srun_status: int, environ: Mapping[str, str]) -> int:
         after = outlook.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value} by Slurm")
         say(f"{recipe}: {outcome.line}; {after}")
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
-        say(f"{recipe}: {outcome.line}")
+        say(f"{recipe}: {outcome.line}{after}")
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
-        say(f"{recipe}: {outcome.state}: {outcome.reason}{logs}")
-    return outcome.exit_status
+        say(f"{recipe}: {outcome.state}: {outcome.reason}{after}{logs}")
+    return outcome.exit_status, []
+
+
+def _again(spec: Spec, following: Restart) -> Shell:
+    """What the script's shell does to start the ranks again."""
+    attempt = following.attempt
+    assert attempt
+    if jobs.is_program(spec.settings):
+        _prepare_program(spec.settings, attempt, None)
+    options = [*spec.step, *following.options]
+    options += ["--wait=0"] if jobs.is_program(spec.settings) else []
+    return [
+        ("export", f"{attempts.VARIABLE}={attempt.folder}"),
+        ("again", "1"),
+        *(("step", option) for option in options),
+    ]
 
 
 def _max_requeues(settings: Settings, attempt: Attempt) -> int:
@@ -368,6 +406,11 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     return outlook.NOT_REQUEUED.get(decided, "requeued by Slurm")
 
 
+def _tell_shell(shell: Shell) -> None:
+    with open(FOR_SHELL, "w", errors="surrogateescape") as output:
+        output.write("".join(f"{verb}\0{value}\0" for verb, value in shell))
+
+
 def main(argv: list[str]) -> int:
     source.go_home(ROOT)
     step, recipe, *words = argv
@@ -376,9 +419,16 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         if step == "begin":
-            shell = begin(recipe, Path(words[0]), words[1:], os.environ)
-            with open(FOR_SHELL, "w", errors="surrogateescape") as output:
-                output.write("".join(f"{verb}\0{value}\0" for verb, value in shell))
+            _tell_shell(begin(recipe, Path(words[0]), words[1:], os.environ))
+            return EXIT_DONE
+        if step == "step-ended":
+            status, shell = step_ended(recipe, int(words[0]), os.environ)
+            _tell_shell(shell)
+            return status
+        if step == "watch":
+            attempt = attempts.given(os.environ)
+            if attempt:
+                restart.watch(attempt, int(words[0]), os.environ)
             return EXIT_DONE
         if step == "stop":
             return ask_to_stop(recipe, words[0], os.environ)

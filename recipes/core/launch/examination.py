@@ -5,8 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.core import files
 from recipes.core.errors import EXIT_DONE, EXIT_MACHINE, MachineError
@@ -41,12 +42,7 @@ def examine(recipe: str, resubmits: int, environ: Mapping[str, str]) -> int:
     settings = spec.settings
     run_dir = directory.choose(settings.run.run_dir, recipe, environment.job_id(environ), ROOT)
     folder = run_dir / "doctor"
-    # an older verdict is not valid for these nodes
-    (folder / "doctor.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / "reports", ignore_errors=True)
-    _run_doctor(spec, folder, environ)
-    subprocess.run([*JUDGE, f"run_dir={folder}"], cwd=ROOT, env=environ)
-    verdict = files.read_json(folder / "doctor.json")
+    verdict = examine_nodes(spec, folder, (), environ)
     if not verdict:
         line = "the doctor gave no verdict, so nothing was trained: the lines above say why"
     elif verdict["healthy"]:
@@ -57,17 +53,32 @@ def examine(recipe: str, resubmits: int, environ: Mapping[str, str]) -> int:
         bad = ",".join(verdict["exclude"])
         with contextlib.suppress(OSError):
             bad_nodes.remember(source.home(ROOT), environment.cluster(environ), verdict["exclude"])
-        line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
+        line = f"bad nodes: {bad}; {requeue_without(bad, resubmits, run_dir, environ)}"
     attempts.refuse(environ, EXIT_MACHINE, line)
     say(f"{recipe}: {line}")
     return EXIT_MACHINE
 
 
-def _run_doctor(spec: Spec, run_dir: Path, environ: Mapping[str, str]) -> None:
-    """Runs the doctor with one task on each node of the job, with the keys of the run that concern
-    the nodes.
+def examine_nodes(
+    spec: Spec, folder: Path, nodes: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """The doctor's verdict on some nodes of the job, () for all; None if it gave none. folder: for
+    its reports.
     """
-    command = client.on_each_node(environ)
+    # an older verdict is not valid for these nodes
+    (folder / "doctor.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "reports", ignore_errors=True)
+    _run_doctor(spec, folder, nodes, environ)
+    of_nodes = environment.with_nodes(environ, nodes) if nodes else environ
+    subprocess.run([*JUDGE, f"run_dir={folder}"], cwd=ROOT, env=of_nodes)
+    return files.read_json(folder / "doctor.json")
+
+
+def _run_doctor(
+    spec: Spec, run_dir: Path, nodes: Sequence[str], environ: Mapping[str, str]
+) -> None:
+    """Runs the doctor with one task on each node, with the keys of the run that concern nodes."""
+    command = client.on_each_node(environ, nodes)
     settings = spec.settings
     command += [*spec.step, *(spec.inside or [sys.executable])]
     command += ["-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"]
@@ -89,7 +100,7 @@ def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
     return noted["count"] if noted.get("job_id") == str(environment.job_id(environ)) else 0
 
 
-def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, str]) -> str:
+def requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, str]) -> str:
     """Requeues this job without the nodes ``bad``, at most ``most`` times. Returns a short phrase
     on the result.
 

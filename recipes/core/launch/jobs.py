@@ -216,6 +216,11 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
         )
     if not job.gpus:
         return
+    if settings.run.spare or settings.run.min_nodes:
+        raise ConfigError(
+            f"gpus={job.gpus}: spare= and min_nodes= need the same number of ranks on each node: "
+            "give nodes= and gpus_per_node="
+        )
     nodes = job.nodes or 1
     problem = ""
     if "," in job.gpus:
@@ -250,7 +255,8 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
         ranks = ranks_per_node(job, settings.run.device)
         tasks = tasks_per_node(settings)
         gpus_by = profile.get("gpus", "--gpus-per-node")
-        options |= {"nodes": str(job.nodes or 1), "ntasks-per-node": str(tasks)}
+        nodes = (job.nodes or 1) + settings.run.spare
+        options |= {"nodes": str(nodes), "ntasks-per-node": str(tasks)}
     if not on_cpu:
         kind = "gpu:" if gpus_by == "--gres" else ""
         kind += f"{job.gpu_type}:" if job.gpu_type else ""
@@ -270,6 +276,8 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
     if runs:
         options["array"] = f"0-{runs - 1}%{min(job.parallel or runs, runs)}"
     options |= {"requeue": "", "open-mode": "append"}
+    if settings.run.spare or settings.run.min_nodes:
+        options["no-kill"] = ""  # the job survives the loss of a node
     # Of a program of the user, only the batch shell is signalled: see sbatch/job.sh.
     shell = "B:" if is_program(settings) else ""
     notice = notice_s(settings, 60.0 * minutes)

@@ -23,6 +23,7 @@ from recipes.core.slurm.jobstate import Job
 
 ANSWER_S = 60.0
 AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
+ANSWER_OF_NODE_S = 8.0
 TRY_S = 120.0  # timeout for sbatch --test-only
 OWN_JOB_S = 10.0  # timeout if a job that may have little time left, or a user, waits for the answer
 # Variables that replace options of Slurm's commands, or change the form of the times that they
@@ -225,6 +226,38 @@ def kill_step_later(environ: Mapping[str, str]) -> None:
         subprocess.Popen(["sh", "-c", kill, environment.step(environ)], start_new_session=True)
 
 
+def kill_steps(job_id: str) -> None:
+    """Ends all steps of a job, but not its batch script. Does nothing if Slurm does not answer."""
+    answer = _answer("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
+    steps = [step for step in answer.split() if step.rpartition(".")[2].isdecimal()]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if steps:
+            _call("scancel", "--signal=KILL", *steps)
+
+
+def silent_nodes(nodes: Sequence[str]) -> set[str]:
+    """The nodes of this job that start no task within ANSWER_OF_NODE_S. Slurm may believe for
+    minutes that they are up.
+    """
+    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"]
+    command += ["--gres=none", "--export=ALL", "--quiet"]
+    calls = {
+        node: subprocess.Popen([*command, f"--nodelist={node}", "true"], stderr=subprocess.DEVNULL)
+        for node in nodes
+    }
+    end = time.monotonic() + ANSWER_OF_NODE_S
+    silent = set()
+    for node, call in calls.items():
+        try:
+            if call.wait(max(0.0, end - time.monotonic())):
+                silent.add(node)
+        except subprocess.TimeoutExpired:
+            silent.add(node)
+            call.kill()
+            call.wait()
+    return silent
+
+
 def can_submit() -> bool:
     """Whether this machine can submit jobs."""
     return shutil.which("sbatch") is not None
@@ -291,12 +324,14 @@ def one_line(output: str) -> str:
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
-def on_each_node(environ: Mapping[str, str]) -> list[str]:
+def on_each_node(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> list[str]:
     """The beginning of a command that starts one task on each node of the job, with all GPUs of the
-    node. The command of the task follows.
+    node. The command of the task follows. nodes: only these; () for all.
     """
-    nodes = environment.num_nodes(environ)
-    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    count = len(nodes) or environment.num_nodes(environ)
+    command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+    if nodes:
+        command += [f"--nodelist={','.join(nodes)}", "--overlap"]
     command += ["--export=ALL", "--wait=60", "--mem=0"]
     command.append(f"--cpus-per-task={environment.cpus_per_task(environ) or 1}")
     job = own(environ)

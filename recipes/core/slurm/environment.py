@@ -3,7 +3,7 @@ environment that it is given.
 """
 
 import re
-from collections.abc import Container, Mapping, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from recipes.core.errors import ConfigError, shown
@@ -130,10 +130,24 @@ def num_nodes(environ: Environ) -> int:
     return _decimal(environ, "SLURM_JOB_NUM_NODES") or 1
 
 
+def tasks_per_node(environ: Environ) -> int | None:
+    """The number of tasks of the job on each node; None if the nodes differ, or if it is unknown.
+    Raises ConfigError.
+    """
+    counts = environ.get("SLURM_TASKS_PER_NODE", "")
+    different = set(hostlist.expand_counts(counts)) if counts else set()
+    return different.pop() if len(different) == 1 else None
+
+
 def nodes_of_job(environ: Environ) -> list[str]:
     """The names of the nodes of the job; [] outside Slurm. Raises ConfigError."""
     names = environ.get("SLURM_JOB_NODELIST", "")
     return hostlist.expand(names) if names else []
+
+
+def with_nodes(environ: Environ, nodes: Sequence[str]) -> dict[str, str]:
+    """``environ`` as of a job that has only these nodes, for `nodes_of_job`."""
+    return {**environ, "SLURM_JOB_NODELIST": ",".join(nodes)}
 
 
 def orders_by_name(environ: Environ) -> bool:

@@ -58,8 +58,10 @@ def render(
         # If each task saw only its own GPU, NCCL could not copy directly between GPUs of a node.
         of_srun += " --gpu-bind=none"
     lines += [
-        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {of_srun} "${{step[@]}}" \\',
-        f'    "${{inside[@]}}" -u -m recipes.{recipe} "${{words[@]}}"',
-        f"finish {recipe} $?",
+        "while next_step; do",
+        f'    srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {of_srun} "${{step[@]}}" \\',
+        f'        "${{inside[@]}}" -u -m recipes.{recipe} "${{words[@]}}"',
+        "    step_ended $?",
+        "done",
     ]
     return "\n".join(lines) + "\n"

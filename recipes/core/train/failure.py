@@ -198,7 +198,7 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
     if isinstance(error, InputError):
         return Cause(Kind.input, str(error), EXIT_CONFIG)
     if isinstance(error, RunError):
-        return Cause(Kind.error, str(error))
+        return Cause(Kind.run_error, str(error))
     if torch_errors.is_out_of_memory(error):
         text = torch_errors.text_of(error)
         fix = "use a smaller global_batch_size=, or a larger accumulate="

@@ -34,9 +34,9 @@ def test_ready_scripts_differ_only_in_recipe_and_the_four_directives_of_their_si
         f'    *) echo "{path.name}: $PWD {fix}" >&2; exit 2 ;;',
         "esac",
     ]
-    begin = f'begin {name} "$@" # sets step, inside and words for the next line'
+    begin = f'begin {name} "$@" # sets step, inside and words for the lines below'
     commands = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    assert commands == ["", *source, begin, *made.splitlines()[-3:]]
+    assert commands == ["", *source, begin, *made.splitlines()[-5:]]
     shipped = directives(path.read_text())
     nodes, gpus = path.stem.partition("_")[2].split("x")
     size = {

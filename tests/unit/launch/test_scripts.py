@@ -59,10 +59,12 @@ export RECIPES_CONTAINER_MOUNTS=''
 . /repo/sbatch/job.sh || exit
 set -- epochs=5 "$@"
 begin mnist "$@"
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 """
+while next_step; do
+    srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 """
     r"""--wait=60 --mem=0 "${step[@]}" \
-    "${inside[@]}" -u -m recipes.mnist "${words[@]}"
-finish mnist $?
+        "${inside[@]}" -u -m recipes.mnist "${words[@]}"
+    step_ended $?
+done
 """
 )
 

@@ -1,0 +1,148 @@
+"""Starts the ranks of a job again in its allocation, after a failure that a restart can cure.
+
+The job keeps its place in the queue. Nodes that do not answer, or that the doctor finds bad, are
+left out: ``spare=`` nodes replace them, or ``min_nodes=`` allows fewer.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from recipes.core import files
+from recipes.core.errors import ConfigError, Kind, kind_of
+from recipes.core.launch import examination
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, saves
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.judge import Outcome
+from recipes.core.run.logs import say
+from recipes.core.run.spec import Spec
+from recipes.core.slurm import client, environment
+
+LAG_S = 5.0  # srun may take this long to end after a rank has failed
+# in the folder of an attempt that was started again: the nodes that it leaves out
+FILE = "restart.json"
+GAINLESS = 2  # restarts in a row without a new checkpoint after which the run has failed
+RESUBMITS = 2  # how often a job without enough good nodes is requeued without the bad ones
+
+
+@dataclass(frozen=True)
+class Restart:
+    """line: what is done, for the log. attempt: the new one; None if the ranks do not start again.
+    options: of srun.
+    """
+
+    line: str
+    attempt: Attempt | None = None
+    options: tuple[str, ...] = ()
+
+
+def options_of(nodes: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The options of srun for a step on some nodes of the job. Raises ConfigError if the nodes of
+    the job have different numbers of tasks.
+    """
+    tasks = environment.tasks_per_node(environ)
+    if not tasks:
+        raise ConfigError("spare= and min_nodes= need the same number of ranks on each node")
+    options = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes) * tasks}"]
+    return [*options, f"--nodelist={','.join(nodes)}"]
+
+
+def first_nodes(spec: Spec, environ: Mapping[str, str]) -> list[str]:
+    """The options of srun with which ``spare=`` nodes are left out at the start. Raises
+    ConfigError.
+    """
+    spare = spec.settings.run.spare
+    nodes = environment.nodes_of_job(environ)
+    if not spare:
+        return []
+    if spare >= len(nodes):
+        raise ConfigError(f"spare={spare}: the job has only {len(nodes)} nodes: request more")
+    return options_of(nodes[: len(nodes) - spare], environ)
+
+
+def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, str]) -> Restart:
+    """What follows a step whose ranks have failed. Opens the new attempt, or requeues the job
+    without bad nodes.
+    """
+    run = spec.settings.run
+    recipe = spec.settings.recipe
+    if not outcome.kind or not outcome.kind.is_curable:
+        return Restart("")
+    launch = directory.launch_id(environ)
+    history = [each for each in attempts.every(attempt.run_dir) if _launch(each) == launch]
+    used = len(history) - 1
+    if used >= run.restarts:
+        return Restart(f"not started again, since restarts={run.restarts} is reached")
+    if not has_gained(history):
+        return Restart(f"not started again, since {GAINLESS} restarts gained no step")
+
+    nodes = environment.nodes_of_job(environ)
+    excluded = set((files.read_json(attempt.folder / FILE) or {}).get("excluded", ()))
+    bad = _bad_nodes([node for node in nodes if node not in excluded], spec, attempt, environ)
+    excluded |= bad
+    good = [node for node in nodes if node not in excluded]
+    wanted = len(nodes) - run.spare
+    fewer = len(good) if run.min_nodes and len(good) >= run.min_nodes else 0
+    count = wanted if len(good) >= wanted else fewer
+    if not count:
+        names = ",".join(sorted(bad))
+        requeued = examination.requeue_without(names, RESUBMITS, attempt.run_dir, environ)
+        return Restart(f"too few nodes are left without {names}; {requeued}")
+    options = ["--overlap"]  # of a node that does not answer, Slurm has not taken back its tasks
+    if excluded or run.spare:
+        options += options_of(good[:count], environ)
+    new = attempts.open_next(attempt.run_dir, recipe, environ)
+    files.write_json(new.folder / FILE, {"excluded": sorted(excluded), "time": time.time()})
+    without = f" without {', '.join(sorted(bad))}" if bad else ""
+    line = f"started again{without} (restart {used + 1} of at most {run.restarts})"
+    return Restart(line, new, tuple(options))
+
+
+def _launch(attempt: Attempt) -> str:
+    return str(attempt.facts().get("launch"))
+
+
+def has_gained(history: Sequence[Attempt]) -> bool:
+    """Whether one of the last restarts began at a later step than the start before it, or a program
+    has saved a file. history: the attempts of a job, newest first.
+    """
+    last = history[: GAINLESS + 1]
+    if len(last) <= GAINLESS:
+        return True
+    if last[0].facts().get("of_program"):
+        return any(saves.has_changed(each) for each in last)
+    return len({each.facts().get("step") for each in last}) > 1
+
+
+def _bad_nodes(
+    nodes: Sequence[str], spec: Spec, attempt: Attempt, environ: Mapping[str, str]
+) -> set[str]:
+    """The nodes that do not answer, and those that the doctor finds bad among the others."""
+    silent = client.silent_nodes(nodes)
+    rest = [node for node in nodes if node not in silent]
+    verdict = examination.examine_nodes(spec, attempt.run_dir / "doctor", rest, environ) or {}
+    return silent | set(verdict.get("exclude", ()))
+
+
+def watch(attempt: Attempt, srun: int, environ: Mapping[str, str]) -> None:
+    """Ends the step if srun has not ended LAG_S after a rank has failed: a node does not answer,
+    and Slurm would notice that only after minutes. srun: its process ID.
+    """
+    while attempts.start_time(srun):
+        time.sleep(1.0)
+        failed = [
+            record["time"]
+            for record in attempts.records(attempt)
+            if kind_of(record) is not Kind.stopped
+        ]
+        if failed and time.time() - min(failed) > LAG_S:
+            say(f"a rank has failed, but srun has not ended after {LAG_S:g} s: the step is ended")
+            client.kill_steps(str(environment.job_id(environ)))
+            time.sleep(2.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(srun, signal.SIGKILL)
+            return

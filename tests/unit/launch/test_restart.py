@@ -1,0 +1,158 @@
+"""Which failures start the ranks of a job again, and on which nodes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from recipes.core import files
+from recipes.core.errors import ConfigError, Kind
+from recipes.core.launch import restart
+from recipes.core.run import attempt as attempts
+from recipes.core.run import command_line, saves
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.judge import Outcome
+from recipes.core.run.spec import Spec
+from tests import helpers
+
+ENVIRON = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node[1-4]",
+    "SLURM_TASKS_PER_NODE": "2(x4)",
+}
+
+
+def spec_of(run_dir: Path, *words: str) -> Spec:
+    settings = command_line.parse(
+        [f"run_dir={run_dir}", "device=cpu", *words], recipe="mnist", environ={}
+    )
+    return Spec(settings, (), {})
+
+
+def failed(run_dir: Path, steps: Sequence[int] = (0,)) -> Attempt:
+    """The newest attempt of job 7. steps: at which each of its attempts has begun."""
+    for step in steps:
+        newest = helpers.attempt(run_dir, launch="7.0", step=step)
+    return newest
+
+
+@pytest.fixture
+def bad_nodes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The nodes that a test calls bad."""
+    bad: set[str] = set()
+    monkeypatch.setattr(restart, "_bad_nodes", lambda nodes, *rest: bad & set(nodes))
+    requeued = "requeued without them"
+    monkeypatch.setattr(restart.examination, "requeue_without", lambda *arguments: requeued)
+    return bad
+
+
+def planned(run_dir: Path, *words: str, kind: Kind = Kind.killed) -> restart.Restart:
+    attempt = attempts.newest(run_dir)
+    assert attempt
+    return restart.plan(attempt, Outcome("failed", kind), spec_of(run_dir, *words), ENVIRON)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_only_a_failure_that_may_not_come_again_is_started_again(
+    tmp_path: Path, bad_nodes: set[str], kind: Kind
+) -> None:
+    failed(tmp_path)
+    never = {Kind.input, Kind.out_of_memory, Kind.disk_full, Kind.run_error, Kind.stopped}
+    following = planned(tmp_path, "restarts=1", kind=kind)
+    assert (following.attempt is None) == (kind in never)
+    assert following.line == ("" if kind in never else "started again (restart 1 of at most 1)")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words", "nodes", "line"),
+    [
+        ("", (), None, "started again (restart"),
+        ("", ("spare=1",), "node1,node2,node3", "started again (restart"),
+        ("node2", ("spare=1",), "node1,node3,node4", "started again without node2 ("),
+        ("node2 node3", ("spare=1", "min_nodes=2"), "node1,node4", "without node2, node3 ("),
+        ("node4", ("min_nodes=1",), "node1,node2,node3", "started again without node4 ("),
+        ("node2", (), "", "too few nodes are left without node2; requeued without them"),
+        ("node2 node3", ("spare=1", "min_nodes=3"), "", "too few nodes are left"),
+    ],
+)
+def test_a_restart_uses_good_nodes(
+    tmp_path: Path,
+    bad_nodes: set[str],
+    bad: str,
+    words: Sequence[str],
+    nodes: str | None,
+    line: str,
+) -> None:
+    failed(tmp_path)
+    bad_nodes |= set(bad.split())
+    following = planned(tmp_path, "restarts=3", *words)
+    assert line in following.line
+    assert (following.attempt is None) == (nodes == "")
+    options = dict(option.partition("=")[::2] for option in following.options)
+    assert options.get("--nodelist") == (nodes or None)
+    if nodes:
+        count = len(nodes.split(","))
+        assert options["--nodes"] == str(count)
+        assert options["--ntasks"] == str(2 * count)
+
+
+def test_a_node_that_was_left_out_stays_out(tmp_path: Path, bad_nodes: set[str]) -> None:
+    failed(tmp_path)
+    bad_nodes.add("node2")
+    first = planned(tmp_path, "restarts=3", "spare=2")
+    assert first.attempt
+    bad_nodes.clear()  # it answers again
+    attempts.describe(first.attempt, "mnist", ENVIRON, ("a",))
+    second = planned(tmp_path, "restarts=3", "spare=2")
+    assert "--nodelist=node1,node3" in second.options
+    assert "restart 2 of at most 3" in second.line
+
+
+def test_restarts_end_at_their_number_and_without_progress(
+    tmp_path: Path, bad_nodes: set[str]
+) -> None:
+    failed(tmp_path / "number", (0, 5, 9))
+    line = planned(tmp_path / "number", "restarts=2").line
+    assert line == "not started again, since restarts=2 is reached"
+    for name, steps, is_ended in (("gain", (0, 5, 5), False), ("none", (0, 5, 5, 5), True)):
+        failed(tmp_path / name, steps)
+        following = planned(tmp_path / name, "restarts=9")
+        assert (following.attempt is None) == is_ended
+        assert ("gained no step" in following.line) == is_ended
+
+
+def test_a_program_gains_by_the_files_that_it_saves(tmp_path: Path, bad_nodes: set[str]) -> None:
+    for _ in range(3):
+        attempt = attempts.open_next(tmp_path, "script", {}, (), "7.0")
+        attempts.begin(attempt, 0, own=False, of_program=True)
+        saves.note(attempt, "")
+    assert planned(tmp_path, "restarts=9").attempt is None
+    (tmp_path / "model.pt").write_text("saved")
+    assert planned(tmp_path, "restarts=9").attempt
+
+
+def test_spare_nodes_must_be_there(tmp_path: Path) -> None:
+    options = restart.first_nodes(spec_of(tmp_path, "spare=1"), ENVIRON)
+    assert options == ["--nodes=3", "--ntasks=6", "--nodelist=node1,node2,node3"]
+    assert restart.first_nodes(spec_of(tmp_path), ENVIRON) == []
+    with pytest.raises(ConfigError, match=r"^spare=4: the job has only 4 nodes: request more$"):
+        restart.first_nodes(spec_of(tmp_path, "spare=4"), ENVIRON)
+    uneven = {**ENVIRON, "SLURM_TASKS_PER_NODE": "2(x3),1"}
+    with pytest.raises(ConfigError, match="the same number of ranks on each node"):
+        restart.first_nodes(spec_of(tmp_path, "spare=1"), uneven)
+
+
+def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = failed(tmp_path)
+    files.write_json(
+        attempt.folder / "failed/rank0000.json",
+        {"rank": 0, "host": "a", "kind": "timeout", "error": "x", "exit_status": 1, "time": 1.0},
+    )
+    killed: list[str] = []
+    monkeypatch.setattr(restart.client, "kill_steps", killed.append)
+    with helpers.start(["sleep", "60"]) as srun:
+        restart.watch(attempt, srun.pid, ENVIRON)
+        assert srun.wait(5) == -9
+    assert killed == ["7"]
