@@ -20,11 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import files
 from recipes.core.config.job_keys import Launcher
 from recipes.core.errors import ConfigError, EXIT_DONE, InputError, printable, shown
 from recipes.core.launch import runs
-from recipes.core.run import command_line, efficiency, rows
+from recipes.core.run import command_line, efficiency, record, rows
 from recipes.core.run.rows import number
 
 BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
@@ -129,28 +128,32 @@ class Measured:
 
 def read(folder: Path) -> Measured:
     """Reads a run that is done. Raises InputError."""
-    summary = files.read_json(folder / "summary.json") or {}
+    run = record.read(folder)
+    summary = run.summary
     if summary.get("strategy") == "fsdp":
         raise InputError(
             f"{folder}: was trained with strategy=fsdp, which the prediction does not support: "
             "give a run with strategy=ddp"
         )
-    every = rows.rows(folder)
+    speeds = []
+    work = []
+    for row in rows.newest(folder):
+        speeds.append(number(row.get("samples_per_second")))
+        work += [value for value in rows.numbers(row.get("rank_step_s")) if value > 0]
     names = ("world_size", "num_nodes", "samples_per_second", "parameters")
     sizes = [number(summary.get(name)) for name in names]
-    work = [value for row in every for value in rows.numbers(row.get("rank_step_s")) if value > 0]
     if not all(value > 0 for value in sizes) or not work:
         raise InputError(
             f"{folder}: is not a finished training run with step times of its ranks: "
             "give the directory of a training run that is done"
         )
     ranks, nodes, speed, parameters = sizes
-    usual = [number(row.get("samples_per_second")) for row in every[1:]]
-    speed = statistics.median([value for value in usual if value > 0] or [speed])
+    # without the start, which the first row has in it
+    speed = statistics.median([value for value in speeds[:-1] if value > 0] or [speed])
     samples = number(summary.get("global_batch_size"))
     backward_s = 0.0
     if summary.get("device") == "cuda":
-        share = efficiency.shares(every).get("forward_backward", 0.0) * BACKWARD
+        share = efficiency.shares(run.newest_rows).get("forward_backward", 0.0) * BACKWARD
         backward_s = share * samples / speed
     return Measured(
         folder,
@@ -167,7 +170,7 @@ def read(folder: Path) -> Measured:
 
 def read_link(folder: Path) -> Link:
     """The all_reduce of a run of recipes.collectives with mode=bench. Raises InputError."""
-    summary = files.read_json(folder / "summary.json") or {}
+    summary = record.read(folder).summary
     ranks = number(summary.get("world_size"))
     parts = (summary.get("busbw"), summary.get("latency_us"))
     busbw, latency_us = (

@@ -48,7 +48,6 @@ def export(folder: Path, to: str, project: str) -> str:
     MachineError if the run directory is read-only.
     """
     run = record.read(folder)
-    every = rows.rows(folder)
     project = project or run.recipe or "recipes"
     is_done = run.state is State.done
     place = to if to == "tensorboard" else f"{to} {project}"
@@ -56,13 +55,22 @@ def export(folder: Path, to: str, project: str) -> str:
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
     # A resumed run writes the rows after its newest checkpoint again.
     highest = math.inf if is_done else max(run.status.get("step", 0) - 1, last["step"])
-    final = [row for row in every if row["step"] <= highest]
-    back = len(every) - len(final)
+    back = 0
+    final = []  # newest first
+    exported = None
+    for row in rows.newest(folder):
+        if row["step"] > highest:
+            back += 1
+        elif row["step"] > last["step"]:
+            final.append(row)
+        else:
+            exported = row if row["step"] == last["step"] else None
+            break
     held = f"; {back} rows are held back: a resume may replace them" if back else ""
-    if json.dumps(next((row for row in final if row["step"] == last["step"]), None)) != last["row"]:
+    if json.dumps(exported) != last["row"]:
         fix = f"remove {POSITION} to export all again"
         raise InputError(f"{folder}: {place} has rows that a resume replaced: {fix}")
-    values = [(row["step"], _numbers(row)) for row in final if row["step"] > last["step"]]
+    values = [(row["step"], _numbers(row)) for row in reversed(final)]
     if not values and last["done"] >= is_done:
         return f"{folder}: nothing new for {place}{held}"
     new = New(
@@ -81,10 +89,10 @@ def export(folder: Path, to: str, project: str) -> str:
         raise
     except Exception as error:  # each library has its own classes
         raise InputError(f"{folder}: {to}: {errors.one_line(error)}") from None
-    row = final[-1] if final else None
+    newest = final[0] if final else exported
     position = {
-        "step": row["step"] if row else -1,
-        "row": json.dumps(row),
+        "step": newest["step"] if newest else -1,
+        "row": json.dumps(newest),
         "id": identity,
         "done": is_done,
     }

@@ -13,6 +13,7 @@ import pytest
 from recipes.core.errors import ConfigError, InputError
 from recipes.core.launch import scale
 from recipes.core.launch.scale import Link, Measured
+from recipes.core.run import directory
 
 
 def measured(**changed: Any) -> Measured:
@@ -41,6 +42,7 @@ def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
     summary |= {"parameters": 1_000_000, "global_batch_size": 100}
     summary |= {"busbw": {"all_reduce": 2.0}, "latency_us": {"all_reduce": 60.0}}
     folder.mkdir()
+    directory.write_status(folder, "done", attempt=0, step=2)
     (folder / "job.yaml").write_text("{}")
     (folder / "summary.json").write_text(json.dumps({**summary, **changed}))
     row = {"attempt": 0, "samples_per_second": speed, "rank_step_s": [0.5, 0.3]}
