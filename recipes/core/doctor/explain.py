@@ -117,8 +117,8 @@ def of_run(run_dir: Path) -> list[str]:
     if run.state is State.done:
         return ["status.json says done: nothing failed"]
     if run.state in (State.stopped, State.cancelled):
-        return _shown(outlook.after_stop(run_dir, run.status))
-    slurm = outlook.of_run(run_dir)
+        return _shown(outlook.after_stop(run))
+    slurm = outlook.of_run(run)
     has_job = slurm.job is not None and not slurm.job.ended
     reason, rank = _judgement(run)
     if run.state is State.running:

@@ -4,11 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from recipes.core import files
 from recipes.core.errors import MachineError, Next, next_of
-from recipes.core.run import attempt as attempts
+from recipes.core.run.record import Record
 from recipes.core.slurm import client, jobstate
 from recipes.core.slurm.jobstate import Job
 
@@ -42,16 +40,14 @@ class Outlook:
         return self.job is not None and not self.job.ended and not self.job.waiting
 
 
-def of_run(run_dir: Path) -> Outlook:
+def of_run(run: Record) -> Outlook:
     """The job that was submitted last, or the job that started the run last if only that one has
     not ended.
     """
-    attempt = attempts.facts(run_dir)
-    described = files.read_json(run_dir / "job.yaml") or {}
-    of_attempt = attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0]
+    of_attempt = run.facts.get("job") or str(run.facts.get("launch", "")).rpartition(".")[0]
     ids = [
         job_id
-        for job_id in (str(described.get("job_id")), str(of_attempt))
+        for job_id in (str(run.job.get("job_id")), str(of_attempt))
         if re.fullmatch(r"\d+(_\d+)?", job_id)
     ]
     if not ids:
@@ -77,16 +73,16 @@ def newest(ids: Sequence[str], ended: Mapping[str, bool]) -> str:
     return next(iter([*active, *known, *reversed(ids)]), "")
 
 
-def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:
+def after_stop(run: Record) -> str:
     """One line on a run that was stopped: what stopped it, the step at which it was saved, and what
     happens next.
     """
-    outlook = of_run(run_dir)
+    outlook = of_run(run)
     job = outlook.job
-    why = NOT_REQUEUED.get(next_of(status))
-    line = f"stopped by {status.get('reason') or 'a signal'}"
-    if status.get("step"):
-        line += f", saved at step {status['step']}"
+    why = NOT_REQUEUED.get(next_of(run.status))
+    line = f"stopped by {run.status.get('reason') or 'a signal'}"
+    if run.status.get("step"):
+        line += f", saved at step {run.status['step']}"
     if outlook.id:
         line += f"; {outlook.line}"
 
