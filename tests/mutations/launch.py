@@ -14,8 +14,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/runs.py",
-        "is_copy = os.path.exists(original) and not os.path.samefile(original, run.folder)",
-        "is_copy = False",
+        "is_copy = is_moved and",
+        "is_copy = False and",
         "cancelling a copy of a run cancels the job of the run",
         "tests/unit/launch/test_runs.py",
     ),

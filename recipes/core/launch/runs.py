@@ -126,7 +126,8 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
     # those of a run that is done are not needed
     facts = {} if run.state is State.done and run.job else run.facts
     original = str(facts.get("run_dir") or run.job.get("run_dir") or run.folder)
-    is_copy = os.path.exists(original) and not os.path.samefile(original, run.folder)
+    is_moved = original != str(run.folder)
+    is_copy = is_moved and os.path.exists(original) and not os.path.samefile(original, run.folder)
     of_files = (run.job.get("job_id"), facts.get("job"))
     ids = [str(job_id) for job_id in of_files if job_id and not is_copy]
     elsewhere = facts.get("cluster") if cluster else ""
