@@ -422,7 +422,10 @@ def fake_run(told: list[str]) -> Any:
 
     world = SimpleNamespace(together=together)
     return SimpleNamespace(
-        world=world, say=told.append, progress=lambda text: None, stop=StopFlag()
+        world=world,
+        say=told.append,
+        console=SimpleNamespace(progress=lambda text: None),
+        stop=StopFlag(),
     )
 
 
