@@ -154,7 +154,7 @@ class Run:
     def _start(self) -> None:
         if self.world.rank == 0:
             attempts.check_owner(self.attempt)
-            files.remove_temporary(self.checkpoints.own)
+            files.remove_temporary(self.checkpoints.target)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
                 files.write_bytes(self.dir / "config.yaml", text.encode())
@@ -165,7 +165,7 @@ class Run:
                 files.write_bytes(folder / source.DIFF, diff)
 
             path = self.checkpoints.resumed_from
-            is_own = path is not None and path.parent == self.checkpoints.own
+            is_own = path is not None and path.parent == self.checkpoints.target
             if path and is_own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 # the run may have been resumed from an earlier step
                 checkpoint.point(path, "latest")

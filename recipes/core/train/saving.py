@@ -35,7 +35,8 @@ class Checkpoints:
     """The checkpoints of one attempt.
 
     shared_by: number of ranks that share a copy of the model. The ranks of the first copy have a
-    ``saver``. order: the values that determine the order of samples; each checkpoint keeps them.
+    ``saver``, which writes into ``target``. folder: where ``resume=`` looks. order: the values that
+    determine the order of samples; each checkpoint keeps them.
     """
 
     settings: Settings
@@ -54,16 +55,16 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._saved_at = self.world.clock.now()
         run_dir = self.attempt.run_dir
-        self.own = run_dir / "checkpoints"
+        self.target = run_dir / "checkpoints"
         # folder that resume= uses; for an evaluation of a run, that of the run
         trained = self.settings.config.evaluate and run_dir.name == directory.EVALUATION
-        self.folder = run_dir.parent / "checkpoints" if trained else self.own
+        self.folder = run_dir.parent / "checkpoints" if trained else self.target
         rank = self.world.rank
         if rank < self.shared_by:
             keys = self.settings.run
             number = self.attempt.number
             self.saver = Saver(
-                self.own,
+                self.target,
                 self.attempt.staging,
                 self._saved,
                 keys.keep_checkpoints,
