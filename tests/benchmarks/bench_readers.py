@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recipes import report
 from recipes.core import files
-from recipes.core.launch import runs
+from recipes.core.launch import run_commands
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from tests.benchmarks.measure import Figure, Size, interleaved
@@ -33,11 +33,11 @@ def figures(size: Size) -> list[Figure]:
         values = interleaved(
             size.rounds,
             {
-                "short": partial(seconds, runs.show, [str(short)], Path(folder)),
-                "long": partial(seconds, runs.show, [str(long)], Path(folder)),
+                "short": partial(seconds, run_commands.show, [str(short)], Path(folder)),
+                "long": partial(seconds, run_commands.show, [str(long)], Path(folder)),
                 "page": partial(seconds, report.main, [str(long), f"html={folder}/page.html"]),
                 "parse": partial(seconds, parse, long / "run/metrics.jsonl"),
-                "many": partial(seconds, runs.show, [str(many)], Path(folder)),
+                "many": partial(seconds, run_commands.show, [str(many)], Path(folder)),
                 "json": partial(seconds, read_status, many),
             },
         )

@@ -6,7 +6,7 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
-        "recipes/core/launch/runs.py",
+        "recipes/core/launch/run_commands.py",
         'for word in (*arguments, f"run_dir={run.folder}", *words)',
         'for word in (*words, *arguments, f"run_dir={run.folder}")',
         "resume epochs=20 submits the old number of epochs",

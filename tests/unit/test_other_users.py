@@ -29,7 +29,7 @@ from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data import labelled, pillow, text
 from recipes.core.doctor import explain
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.launch import checks, jobs, runs, snapshot
+from recipes.core.launch import checks, jobs, run_commands, runs, snapshot
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, entry, logs, record, resumed, rows, table
 from recipes.core.run.record import State
@@ -545,10 +545,10 @@ def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
     run = replace(FAILED, folder=str(tmp_path), state="running")
     os.chown(tmp_path, STRANGER, STRANGER)
     with pytest.raises(MachineError, match="belongs to another user"):
-        runs.cancel(run)
+        run_commands.cancel(run)
     os.chown(tmp_path, 0, 0)
     with pytest.raises(MachineError, match="--me is no job ID"):
-        runs.cancel(replace(run, job="--me"))
+        run_commands.cancel(replace(run, job="--me"))
 
 
 def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
@@ -636,12 +636,12 @@ def test_the_doctor_writes_no_verdict_into_a_folder_of_another_user(tmp_path: Pa
 def test_resume_takes_its_words_from_a_file_of_this_user(tmp_path: Path) -> None:
     run = replace(FAILED, folder=str(tmp_path))
     jobs.record(tmp_path, b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
-    assert "max_steps=1" in runs.to_resume(run, [])
+    assert "max_steps=1" in run_commands.to_resume(run, [])
     for change in (lambda path: os.chown(path, STRANGER, STRANGER), lambda path: path.chmod(0o666)):
         jobs.record(tmp_path, b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
         change(tmp_path / "job.yaml")
         with pytest.raises(MachineError, match=r"job\.yaml: .*so it is not executed"):
-            runs.to_resume(run, [])
+            run_commands.to_resume(run, [])
 
 
 def test_a_submission_makes_no_folder_with_an_inherited_list(tmp_path: Path) -> None:
@@ -718,7 +718,7 @@ def test_a_run_that_cannot_be_read_costs_no_other_run(
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
     facts = tmp_path / "runs/a/attempts/0000/opened.json"
     facts.write_text('{"process": "x"}')
-    assert runs.show([], tmp_path) == 0
+    assert run_commands.show([], tmp_path) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2  # the head and the other run
     assert "runs/a: cannot be read (" in err
@@ -732,7 +732,7 @@ def test_a_log_of_another_user_is_escaped(
     log = tmp_path / "logs/rank0.log"
     log.write_text("first\n\x1b]0;pwned\x07last\n")
     os.chown(log, STRANGER, STRANGER)
-    assert runs.logs(tmp_path, "0", False) == 0
+    assert run_commands.logs(tmp_path, "0", False) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["first", r"\x1b]0;pwned\x07last"]
 
 
@@ -748,7 +748,7 @@ def test_a_run_that_cannot_be_read_is_no_success(
         '{"state": "running", "step": 1, "updated": -1e300}'
     )
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
-        runs.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path)
+        run_commands.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path)
 
 
 @pytest.mark.timeout(30)

@@ -20,7 +20,17 @@ from recipes.core.errors import (
     MachineError,
 )
 from recipes.core.files import ROOT
-from recipes.core.launch import bad_nodes, checks, jobs, local, new, runs, scale, snapshot, submit
+from recipes.core.launch import (
+    bad_nodes,
+    checks,
+    jobs,
+    local,
+    new,
+    run_commands,
+    scale,
+    snapshot,
+    submit,
+)
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import command_line, directory, source
@@ -66,8 +76,8 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
             return new.new(argv[1:], ROOT)
         if argv[0] == "scale":
             return scale.scale(argv[1:], home, lambda words: main(words, python))
-        if argv[0] in runs.COMMANDS:
-            return runs.command(argv, home)
+        if argv[0] in run_commands.COMMANDS:
+            return run_commands.command(argv, home)
         settings = command_line.parse(argv[1:] if checked else argv)
         if home != ROOT:
             raise ConfigError(

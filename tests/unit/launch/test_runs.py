@@ -17,7 +17,7 @@ import pytest
 
 from recipes.core import files
 from recipes.core.errors import ConfigError, InputError, MachineError, Next
-from recipes.core.launch import jobs, runs
+from recipes.core.launch import jobs, run_commands, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.record import Record
@@ -211,7 +211,7 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     assert failed.best == {"val_top1": 0.25}
     assert failed.state == "failed"
     assert failed.note == "rank 0 on node1 failed first: no"
-    head, *lines = runs.lines_of([done, pending, failed], time.time())
+    head, *lines = run_commands.lines_of([done, pending, failed], time.time())
     assert head.split() == ["run", "state", "step", "best", "samples/s", "age", "starts", "note"]
     assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
 
@@ -239,12 +239,14 @@ def test_a_narrow_terminal_shows_whole_names_and_notes(
     failed = runs.read(folder, {})
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    head, line, note = runs.lines_of([failed], time.time())
+    head, line, note = run_commands.lines_of([failed], time.time())
     assert head.endswith("note")
     assert line.split()[:2] == [str(folder), "failed"]
     assert note == "    rank 0 on node1 failed first: no"
     monkeypatch.setenv("COLUMNS", "1000")
-    assert runs.lines_of([failed], time.time())[1].endswith("rank 0 on node1 failed first: no")
+    assert run_commands.lines_of([failed], time.time())[1].endswith(
+        "rank 0 on node1 failed first: no"
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
     with pytest.raises(InputError, match="98: no run was found"):
         runs.find(["11", "98"], root)
     with pytest.raises(InputError, match="--faild: must be one of --json, --failed, --sort"):
-        runs.show(["--faild"], root)
+        run_commands.show(["--faild"], root)
     with pytest.raises(
         InputError, match="99: no run was found: give a run directory, a job ID, or last"
     ):
@@ -293,10 +295,10 @@ def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
         stubs.add("scontrol", scontrol)
         for name in ("runs", "logs"):
             with pytest.raises(InputError, match=line):
-                runs.command([name, "98"], root)
+                run_commands.command([name, "98"], root)
     stubs.add("scontrol", f"printf 'JobId=98\\n JobState=PENDING\\n StdOut={log}\\n'")
     with pytest.raises(InputError, match="98: has no run directory yet: job 98 is pending"):
-        runs.command(["runs", "98"], root)
+        run_commands.command(["runs", "98"], root)
 
 
 def test_a_run_outside_runs_is_found_by_its_job(
@@ -323,7 +325,7 @@ def test_a_command_does_not_choose_a_run_that_nobody_named(
     for name in ("scancel", "sbatch"):
         stubs.add(name, "")
     with pytest.raises(InputError, match="give a run"):
-        runs.command(words, root)
+        run_commands.command(words, root)
     assert not stubs.calls("scancel") + stubs.calls("sbatch")
 
 
@@ -336,7 +338,7 @@ def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
     assert of_copy.state == "lost"
     assert of_copy.job == ""
     assert of_copy.note.endswith(f"a copy of {original}")
-    assert runs.cancel(of_copy) == "is not running: lost"
+    assert run_commands.cancel(of_copy) == "is not running: lost"
     shutil.rmtree(original)
     assert runs.read(copy, running).state == "running"  # it was moved
 
@@ -360,7 +362,7 @@ def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -
     with pytest.raises(
         MachineError, match="not known whether it runs: its job is on cluster there"
     ):
-        runs.cancel(runs.read(folder, {"18": RUNNING}, "here"))
+        run_commands.cancel(runs.read(folder, {"18": RUNNING}, "here"))
 
 
 def test_a_run_of_another_cluster_is_not_cancelled_while_no_job_is_here(
@@ -370,27 +372,27 @@ def test_a_run_of_another_cluster_is_not_cancelled_while_no_job_is_here(
     stubs.add("squeue", "")
     stubs.add("scontrol", "echo 'ClusterName = here'")
     with pytest.raises(MachineError, match="its job is on cluster there"):
-        runs.command(["cancel", str(folder)], root)
+        run_commands.command(["cancel", str(folder)], root)
 
 
 def test_the_table_is_json_sorted_or_only_of_what_has_failed(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
-    assert runs.show(["--json", "--failed"], root) == 0
+    assert run_commands.show(["--json", "--failed"], root) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "failed"
     assert told["job"] == "13_1"
-    runs.show(["--sort=step"], root)
+    run_commands.show(["--sort=step"], root)
     _, first, second, third = capsys.readouterr().out.splitlines()
     assert first.split()[1:3] == ["unknown", "0"]
     assert second.split()[1:3] == ["failed", "3/20"]
     assert third.split()[1:3] == ["done", "20/20"]
-    runs.show(["--sort=note"], root)  # a run that is done has none
+    run_commands.show(["--sort=note"], root)  # a run that is done has none
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:]] == ["done", "unknown", "failed"]
     with pytest.raises(InputError, match="--sort=colour: must be one of folder, recipe, job"):
-        runs.show(["--sort=colour"], root)
+        run_commands.show(["--sort=colour"], root)
 
 
 def test_logs_of_a_rank_or_of_the_job_are_shown(root: Path) -> None:
@@ -401,11 +403,11 @@ def test_logs_of_a_rank_or_of_the_job_are_shown(root: Path) -> None:
     for rank, expected in (("", "of the job"), ("1", "of rank 1")):
         code = (
             "from recipes.core.launch import runs; from pathlib import Path; "
-            f"runs.logs(Path({str(folder)!r}), {rank!r}, False)"
+            f"run_commands.logs(Path({str(folder)!r}), {rank!r}, False)"
         )
         assert helpers.run([sys.executable, "-c", code]).lines[-1] == expected
     with pytest.raises(InputError, match=r"has no rank7\.log: its ranks are 1"):
-        runs.logs(folder, "7", False)
+        run_commands.logs(folder, "7", False)
 
 
 def test_a_local_run_is_asked_to_save(root: Path) -> None:
@@ -416,9 +418,9 @@ def test_a_local_run_is_asked_to_save(root: Path) -> None:
         facts = helpers.read(attempt.folder, "opened")
         facts["process"] |= {"pid": sleeper.pid, "started": attempts.start_time(sleeper.pid)}
         files.write_json(attempt.folder / "opened.json", facts)
-        assert "was asked to save and end" in runs.cancel(runs.read(folder, None))
+        assert "was asked to save and end" in run_commands.cancel(runs.read(folder, None))
         assert sleeper.wait(10) == -signal.SIGTERM
-        assert runs.cancel(runs.read(folder, None)) == "is not running: lost"
+        assert run_commands.cancel(runs.read(folder, None)) == "is not running: lost"
     finally:
         sleeper.kill()
 
@@ -443,18 +445,18 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     pending = runs.read(root / "runs/mnist/12", {"12": PENDING})
     local = root / "runs/mnist/here"
     with pytest.raises(InputError, match="is pending: wait until it ends, or cancel it first"):
-        runs.to_resume(pending, [])
+        run_commands.to_resume(pending, [])
     attempts.open_next(local, "mnist", {})
     with pytest.raises(
         InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"
     ):
-        runs.to_resume(runs.read(local, {}), [])
+        run_commands.to_resume(runs.read(local, {}), [])
     ended = root / "runs/mnist/12"
     (ended / "job.sh").write_text("")
     with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
-        runs.to_resume(runs.read(ended, {}), ["epoch=3"])
-    assert "lr=1" in runs.to_resume(runs.read(ended, {}), ["epochs=3"])
-    words = runs.to_resume(runs.read(ended, {}), ["lr=2", "epochs=3"])
+        run_commands.to_resume(runs.read(ended, {}), ["epoch=3"])
+    assert "lr=1" in run_commands.to_resume(runs.read(ended, {}), ["epochs=3"])
+    words = run_commands.to_resume(runs.read(ended, {}), ["lr=2", "epochs=3"])
     assert {"lr=2", "epochs=3"} <= set(words)
     assert "lr=1" not in words
 
@@ -490,7 +492,7 @@ def test_damaged_values_are_left_out_of_the_table(
     row = dict.fromkeys(("step", "total_steps", "epoch", "samples_per_second", "val_top1"), value)
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     for words in ([str(folder)], [str(folder), "--json"], ["--sort=step"]):
-        assert runs.show(words, root) == 0
+        assert run_commands.show(words, root) == 0
     assert "NaN" not in capsys.readouterr().out
     with pytest.raises(InputError, match=r"--json: launch\.py compare does not support it"):
-        runs.command(["compare", "--json", "x", "y"], root)
+        run_commands.command(["compare", "--json", "x", "y"], root)

@@ -1,0 +1,325 @@
+"""``launch.py runs``, ``logs``, ``cancel``, ``resume`` and ``compare``. Never torch."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recipes.core import files, trust
+from recipes.core.errors import (
+    EXIT_DONE,
+    InputError,
+    MachineError,
+    one_line,
+    printable,
+    shown,
+)
+from recipes.core.launch.jobs import write_description
+from recipes.core.run import attempt as attempts
+from recipes.core.run import command_line, in_use, record, table
+from recipes.core.run.record import State
+from recipes.core.slurm import client
+from recipes.core.slurm.client import Line
+from recipes.core.launch.runs import Run, find, read
+
+LOG_BYTES = 1 << 16  # of another user's log, from its end
+WATCH_S = 5.0  # between two tables of `runs watch`
+COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
+OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
+JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
+UNFINISHED = (State.stopped, State.failed, State.lost, State.cancelled, State.refused)
+ACTIVE = (State.pending, State.held, State.requeued, State.starting, State.running)
+
+
+def command(argv: Sequence[str], root: Path) -> int:
+    """Runs ``launch.py runs|logs|cancel|resume|compare …``. Returns the exit status. Raises
+    InputError and MachineError.
+    """
+    name, *words = argv
+    if name == "runs":
+        return show(words, root)
+    if "--json" in words:
+        raise InputError(
+            f"--json: launch.py {name} does not support it; "
+            "use runs --json or recipes.report --json"
+        )
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    names = [word for word in words if "=" not in word and word != "follow"]
+    if not names and name in ("cancel", "resume"):
+        raise InputError(f"{name}: give a run: a run directory, a job ID, or {table.LAST}")
+    folders = find(names or [table.LAST], root)
+    if name == "compare":
+        return compare(folders)
+    if name == "logs":
+        return logs(folders[0], options.get("rank", ""), "follow" in words)
+    # an answer that is missing would leave a job running, or submit it twice
+    jobs = client.mine(client.ANSWER_S)
+    of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
+    runs = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
+    if name == "cancel":
+        for run in runs:
+            print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
+        return EXIT_DONE
+    if len(runs) > 1:
+        runs = [run for run in runs if run.state in UNFINISHED]
+    added = [f"{key}={value}" for key, value in options.items()]
+    every = [to_resume(run, added) for run in runs]  # before one is submitted
+    for run, arguments in zip(runs, every, strict=True):
+        print(f"{_short(run.folder)}: {resume(run, arguments)}", flush=True)
+    return EXIT_DONE
+
+
+def show(words: Sequence[str], root: Path) -> int:
+    """Prints the table of runs. words: folders and job IDs, and ``watch``, ``--json``,
+    ``--failed``, ``--sort=KEY``.
+    """
+    sort = ""
+    names = []
+    for word in words:
+        option, _, value = word.partition("=")
+        if option == "--sort":
+            sort = value
+        elif option.startswith("--") and option not in OPTIONS:
+            raise InputError(f"{shown(word)}: must be one of {', '.join(OPTIONS)}")
+        elif not option.startswith("--") and word != "watch":
+            names.append(word)
+    fields = Run.__dataclass_fields__
+    if sort and sort not in fields:
+        raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(fields)}")
+    jobs = client.mine()
+    cluster = _cluster(jobs)
+    while True:
+        of_run = functools.partial(read, jobs=jobs, cluster=cluster)
+        runs = table.read_each(find(names, root), of_run)
+        if "--failed" in words:
+            runs = [run for run in runs if run.state in UNFINISHED]
+        if sort:
+            runs.sort(key=lambda run: _sortable(getattr(run, sort)))
+        if "--json" in words:
+            lines = [json.dumps(asdict(run)) for run in runs]
+        else:
+            lines = lines_of(runs, time.time())
+        if "watch" not in words:
+            print("\n".join(lines))
+            return EXIT_DONE
+        print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
+        time.sleep(WATCH_S)
+        jobs = client.mine()
+
+
+def _cluster(jobs: Mapping[str, Line] | None) -> str:
+    """The name of this cluster; "" if Slurm does not answer. jobs: `client.mine`."""
+    return "" if jobs is None else client.cluster_name()
+
+
+def _sortable(value: Any) -> tuple[bool, Any]:
+    if isinstance(value, Mapping):
+        value = next(iter(value.values()), None)
+    return value is None, 0 if value is None else value
+
+
+def lines_of(runs: Sequence[Run], now: float) -> list[str]:
+    """A table. In a terminal, a note that does not fit beside its run has its own line. now:
+    time.time().
+    """
+    head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts"]
+    rows = [
+        [
+            _short(run.folder),
+            run.state,
+            f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
+            next((f"{value:.4f}" for value in run.best.values()), ""),
+            f"{run.samples_per_second:,.0f}" if run.samples_per_second else "",
+            _age(now - run.updated) if run.updated else "",
+            _age(run.left_s) if run.left_s is not None else "",
+            str(run.starts),
+        ]
+        for run in runs
+    ]
+    columns = zip(head, *rows, strict=True)
+    used = [
+        column for column in columns if column[0] in ("run", "state", "step") or any(column[1:])
+    ]
+    lines = table.aligned(list(zip(*used, strict=True)))
+    notes = [run.note for run in runs]
+    if not any(notes):
+        return lines
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    between = max(map(len, lines)) + 2
+    with_notes = [f"{lines[0]:<{between}}note"]
+    for line, note in zip(lines[1:], notes, strict=True):
+        beside = f"{line:<{between}}{note}".rstrip()
+        with_notes += [beside] if len(beside) <= width else [line, f"    {note}"]
+    return with_notes
+
+
+def _age(seconds: float) -> str:
+    """A duration in its largest unit, such as 5m or 3d."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
+
+
+def _short(folder: str) -> str:
+    return printable(folder.removeprefix(f"{os.getcwd()}/"))
+
+
+def compare(folders: Sequence[Path]) -> int:
+    """Prints the keys in which runs differ and their results, one column per run. Raises InputError
+    for a single run.
+    """
+    if len(folders) < 2:
+        raise InputError(
+            "compare: give at least two runs: directories, job IDs, or a folder of runs"
+        )
+    runs = [
+        table.read_one(folder, lambda path: table.entry(record.read(path))) for folder in folders
+    ]
+    cells = table.cells(runs)
+    print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
+    names = shlex.join(_short(str(folder)) for folder in folders)
+    print(f"curves: python -m recipes.report {names} html=compare.html")
+    return EXIT_DONE
+
+
+def logs(folder: Path, rank: str, follow: bool) -> int:
+    """Shows the end of a log: of the batch script, or of one rank. Replaces this process by tail.
+    Raises InputError.
+
+    In a log of another user, control characters are escaped.
+    """
+    described = files.read_json(folder / "job.yaml") or {}
+    log = Path(str(described.get("log") or ""))
+    if rank or not log.is_file():
+        log = folder / "logs" / f"rank{rank or 0}.log"
+    if not log.is_file():
+        ranks = sorted(path.stem.removeprefix("rank") for path in log.parent.glob("rank*.log"))
+        have = f"its ranks are {', '.join(ranks)}" if ranks else "it has no logs yet"
+        raise InputError(f"{shown(folder)}: has no {shown(log.name)}: {have}")
+    is_own = trust.is_own(log)
+    if follow and not is_own:
+        raise InputError(f"follow: {shown(log)} belongs to another user; leave out follow")
+    print(f"==> {printable(str(log))} <==", flush=True)
+    if not is_own:
+        with open(log, "rb", opener=files.without_links) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
+        print("\n".join(map(printable, lines[-40:])))
+        return EXIT_DONE
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
+    os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(log)])
+
+
+def cancel(run: Run) -> str:
+    """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises
+    MachineError.
+    """
+    problem = ""
+    if run.state is State.unknown:
+        problem = f"is not cancelled, since it is not known whether it runs: {run.note}"
+    elif run.state not in ACTIVE:
+        return f"is not running: {run.state}"
+    elif not trust.is_own(Path(run.folder)):
+        problem = "belongs to another user; to cancel a job of yours, type scancel JOB"
+    elif run.job and not JOB_ID.fullmatch(run.job):
+        problem = f"{shown(run.job)} is no job ID; to cancel a job, type scancel JOB"
+    if problem:
+        raise MachineError(f"{_short(run.folder)}: {problem}")
+    facts = attempts.facts(Path(run.folder))
+    if in_use.is_running(facts) and not facts.get("job"):
+        pid = facts["process"]["pid"]
+        os.kill(pid, signal.SIGTERM)
+        return f"process {pid} was asked to save and end"
+    try:
+        client.cancel(run.job)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise MachineError(f"scancel {run.job} failed: {client.said(error)}") from None
+    return f"job {run.job} was cancelled"
+
+
+def to_resume(run: Run, words: Sequence[str]) -> list[str]:
+    """The words of `resume`: the keys that a run has, and ``words``. Raises InputError if it cannot
+    be resumed, ConfigError for a key.
+    """
+    folder = Path(run.folder)
+    described = _own_description(folder)
+    if run.state not in (*UNFINISHED, State.done):
+        raise InputError(
+            f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first"
+        )
+    if not described or not (folder / "job.sh").is_file():
+        raise InputError(
+            f"{_short(run.folder)}: was not submitted to Slurm: start it again with: "
+            f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
+        )
+    arguments = [str(word) for word in described.get("arguments") or ()]
+    by_key = {
+        word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)
+    }
+    settings = command_line.parse([*by_key.values()], recipe=str(described.get("recipe")))
+    typed = settings.absolute(settings.typed, Path.cwd())
+    return [f"{name}={value}" for name, value in typed.items()]
+
+
+def _own_description(folder: Path) -> dict[str, Any]:
+    """job.yaml, which decides what `resume` submits; {} if there is none. Raises MachineError if
+    another user could have written it.
+    """
+    try:
+        with trust.open_own(folder / "job.yaml") as file:
+            described = json.loads(file.read())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise MachineError(f"{folder}/job.yaml: cannot be read ({one_line(error, 120)})") from None
+    return described if isinstance(described, dict) else {}
+
+
+def resume(run: Run, arguments: Sequence[str]) -> str:
+    """Submits a run again with its script and the words of `to_resume`. Returns what it did. Raises
+    MachineError.
+    """
+    folder = Path(run.folder)
+    element = run.job.partition("_")[2]
+    try:
+        # sbatch reads the file that was checked, also if another one takes its name meanwhile.
+        described = _own_description(folder)
+        with trust.open_own(folder / "job.sh") as script:
+            options = [*described.get("options", ())]
+            if element:
+                options.append(f"--array={element}")
+            root = str(described.get("root"))
+            job_id = client.submit_open_file(script.fileno(), arguments, options, root)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        raise MachineError(f"sbatch refuses {_short(run.folder)}: {client.said(error)}") from None
+
+    if element:
+        job_id = f"{job_id}_{element}"
+    log = ""
+    with contextlib.suppress(MachineError):  # Slurm knows the job, but does not answer now
+        job = client.find(job_id, timeout_s=client.OWN_JOB_S)
+        log = job.log if job else ""
+    # the job has not begun
+    if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):
+        try:
+            new = {**described, "job_id": job_id, "log": log, "arguments": arguments}
+            write_description(folder, new)
+        except OSError as error:
+            raise MachineError(
+                f"{_short(run.folder)}: job {job_id} is submitted, but job.yaml cannot be written "
+                f"({error.strerror}): to stop the job, type scancel {job_id}"
+            ) from None
+    line = f"submitted as job {job_id}"
+    return f"{line}\nlog: tail -F {shlex.quote(log)}" if log else line
