@@ -150,7 +150,7 @@ def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(
     assert "the loss at step 8 is nan" in status["reason"], status
     records = [helpers.failure(tmp_path, r) for r in (0, 1)]
     assert [(r["kind"], "the loss at step 8" in r["error"]) for r in records] == [
-        ("error", True)
+        ("run-error", True)
     ] * 2
     assert max(conftest.steps(tmp_path)) <= 8
     for row in helpers.rows(tmp_path):

@@ -559,6 +559,10 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data": slurm(
         PHOTOS, {"nodes=4": "nodes=2", "gpus_per_node=8": "gpus_per_node=1", **DATA}
     ),
+    "python launch.py recipe=imagenet nodes=8 gpus_per_node=8 spare=1 restarts=3 "
+    "data_dir=/data": slurm(
+        PHOTOS, {"nodes=8": "nodes=1", "gpus_per_node=8": "gpus_per_node=1", **DATA}
+    ),
     "python -m recipes.doctor explain runs/imagenet/1234": tool(
         says="^rank 0 on .* failed first: .*data_dir='nowhere' has "
     ),

@@ -115,8 +115,9 @@ def test_a_program_that_always_fails_ends_after_two_restarts(
 
 
 def test_bad_input_is_not_started_again(three: Cluster, repo: Path, tmp_path: Path) -> None:
-    job, log = start(
-        three, repo, "recipe=mnist", "restarts=2", f"data_dir={tmp_path}", f"run_dir={tmp_path}/r"
-    )
-    assert jobs.ended(three, job, log)[0] == "FAILED"
-    assert not (tmp_path / "r/attempts/0001").exists()
+    helpers.write_mnist(tmp_path / "MNIST/raw")
+    (tmp_path / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(b"damaged")
+    words = ("restarts=2", f"data_dir={tmp_path}", f"run_dir={tmp_path}/run")
+    job, log = start(three, repo, "recipe=mnist", *words)
+    assert jobs.ended(three, job, log) == ("FAILED", "2:0"), log.read_text()
+    assert not (tmp_path / "run/attempts/0001").exists()
