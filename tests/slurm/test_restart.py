@@ -20,7 +20,7 @@ from tests.slurm.jobs import read
 pytestmark = pytest.mark.timeout(400)
 
 KEYS = ("device=cpu", "cpus_per_rank=1", "cpu_threads=1")
-TRAINING = ("recipe=toy", "checkpoint_every_steps=20", "timeout_s=20", "max_steps=300", "epochs=99")
+TRAINING = ("recipe=toy", "checkpoint_every_steps=20", "timeout_s=20", "max_steps=160", "epochs=99")
 FOUND_S = 120.0  # from the fault to the next attempt, on a machine that runs other tests too
 
 
@@ -39,7 +39,7 @@ def repo(tmp_path: Path) -> Path:
     step = "        optimizer.step()\n"
     text = toy.read_text()
     assert step in text
-    toy.write_text(text.replace(step, f"{step}        __import__('time').sleep(0.05)\n"))
+    toy.write_text(text.replace(step, f"{step}        __import__('time').sleep(0.1)\n"))
     return repo
 
 
@@ -59,7 +59,7 @@ def check_end(slurm: Cluster, job: str, log: Path, run_dir: Path, attempt: int) 
     status = read(run_dir / "status.json")
     assert status["state"] == "done"
     assert status["attempt"] == attempt
-    assert status["step"] == 300
+    assert status["step"] == 160
 
 
 def test_a_killed_rank_is_replaced_and_the_end_is_that_of_an_unbroken_run(
@@ -101,6 +101,7 @@ def test_a_spare_node_replaces_one_that_has_died(
         three.restart_slurmd("node2")
 
 
+@pytest.mark.long
 def test_a_program_that_always_fails_ends_after_two_restarts(
     three: Cluster, repo: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_program_that_always_fails_ends_after_two_restarts(
     assert "not started again, since 2 restarts gained no step" in text
 
 
+@pytest.mark.long
 def test_bad_input_is_not_started_again(three: Cluster, repo: Path, tmp_path: Path) -> None:
     helpers.write_mnist(tmp_path / "MNIST/raw")
     (tmp_path / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(b"damaged")
