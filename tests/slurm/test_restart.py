@@ -33,7 +33,7 @@ def three() -> Iterator[Cluster]:
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """A clone whose toy takes 0.05 s a step, so that a test can hit one."""
+    """A clone whose toy takes 0.1 s a step, so that a test can hit one."""
     repo = jobs.copy_repository(tmp_path / "clone")
     toy = repo / "recipes/toy.py"
     step = "        optimizer.step()\n"

@@ -23,11 +23,12 @@ class Room(NamedTuple):
 
 # The direction of imports. A room is a folder, or one module. An import that the table does not
 # allow fails the test.
-BASE = "errors files trust place slurm"
+BASE = "errors files trust variables slurm place"
 ROOMS = {
     "recipes.core.errors": Room(BASE),
     "recipes.core.files": Room(BASE),
     "recipes.core.trust": Room(BASE),
+    "recipes.core.variables": Room(BASE),
     "recipes.core.place": Room(BASE),
     "recipes.core.slurm": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),

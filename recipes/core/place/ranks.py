@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place.variables import Environ, number, require_equal
+from recipes.core.variables import Environ, number, require_equal
 from recipes.core.slurm import environment
 
 # Names of torchrun's variables with those of Open MPI (docs.open-mpi.org, "Environment variables

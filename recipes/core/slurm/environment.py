@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place.variables import number
+from recipes.core.variables import number
 from recipes.core.slurm import hostlist
 
 Environ = Mapping[str, str]
