@@ -43,4 +43,7 @@ ROWS = {
     38: "a bad env file, variables that contradict each other",
     39: "SIGUSR1, and a signal that only the batch shell gets",
     40: "a job that is suspended, by an operator or by preemption",
+    41: "a rank is killed in a job that may start its ranks again",
+    42: "a node dies in a job with a spare one",
+    43: "a run that fails again after each restart",
 }

@@ -137,7 +137,7 @@ def watch(attempt: Attempt, srun: int, environ: Mapping[str, str]) -> None:
         failed = [
             record["time"]
             for record in attempts.records(attempt)
-            if kind_of(record) is not Kind.stopped
+            if kind_of(record) is not Kind.stopped and not record.get("still_saves")
         ]
         if failed and time.time() - min(failed) > LAG_S:
             say(f"a rank has failed, but srun has not ended after {LAG_S:g} s: the step is ended")

@@ -283,12 +283,14 @@ def record(
     behind: Mapping[str, Any] | None = None,
     moment: float | None = None,
     name: str = "rank",
+    still_saves: bool = False,
 ) -> None:
     """Writes the error record of a rank. Raises OSError.
 
     name: begins the name of the file; "stop" for a request to stop, so that a later failure of the
     rank has its own file. behind: the rank that did not arrive, as `World.behind` returns it.
-    moment: of the failure, as time.time(); None means now.
+    moment: of the failure, as time.time(); None means now. still_saves: whether the rank waits for
+    its last save, and then replaces the record.
     """
     content = {
         "rank": rank,
@@ -298,6 +300,7 @@ def record(
         "exit_status": exit_status,
         "behind": behind,
         "time": moment or time.time(),
+        "still_saves": still_saves,
     }
     files.write_json(attempt.folder / "failed" / f"{name}{rank:04d}.json", content)
 

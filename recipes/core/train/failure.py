@@ -140,7 +140,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "moment": moment,
     }
     with suppress(OSError):
-        attempts.record(run.attempt, **record)
+        attempts.record(run.attempt, **record, still_saves=run.checkpoints.saver is not None)
     if cause.kind.is_consequence:
         with suppress(Exception):  # it only helps to find a cause in NCCL
             _keep_flight_record(run)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import files
 from recipes.core.errors import ConfigError, Kind
 from recipes.core.launch import restart
 from recipes.core.run import attempt as attempts
@@ -146,13 +145,19 @@ def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = failed(tmp_path)
-    files.write_json(
-        attempt.folder / "failed/rank0000.json",
-        {"rank": 0, "host": "a", "kind": "timeout", "error": "x", "exit_status": 1, "time": 1.0},
-    )
     killed: list[str] = []
     monkeypatch.setattr(restart.client, "kill_steps", killed.append)
-    with helpers.start(["sleep", "60"]) as srun:
-        restart.watch(attempt, srun.pid, ENVIRON)
-        assert srun.wait(5) == -9
+    for still_saves, status in ((True, 0), (False, -9)):
+        attempts.record(
+            attempt,
+            rank=0,
+            host="a",
+            kind=Kind.timeout,
+            error="x",
+            moment=1.0,
+            still_saves=still_saves,
+        )
+        with helpers.start(["sleep", "2" if still_saves else "60"]) as srun:
+            restart.watch(attempt, srun.pid, ENVIRON)
+            assert srun.wait(5) == status
     assert killed == ["7"]

@@ -62,6 +62,7 @@ def check_end(slurm: Cluster, job: str, log: Path, run_dir: Path, attempt: int) 
     assert status["step"] == 160
 
 
+@pytest.mark.fault(41)
 def test_a_killed_rank_is_replaced_and_the_end_is_that_of_an_unbroken_run(
     three: Cluster, repo: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_killed_rank_is_replaced_and_the_end_is_that_of_an_unbroken_run(
 
 
 @pytest.mark.long
+@pytest.mark.fault(42)
 def test_a_spare_node_replaces_one_that_has_died(
     three: Cluster, repo: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_spare_node_replaces_one_that_has_died(
 
 
 @pytest.mark.long
+@pytest.mark.fault(43)
 def test_a_program_that_always_fails_ends_after_two_restarts(
     three: Cluster, repo: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +119,7 @@ def test_a_program_that_always_fails_ends_after_two_restarts(
 
 
 @pytest.mark.long
+@pytest.mark.fault(35)
 def test_bad_input_is_not_started_again(three: Cluster, repo: Path, tmp_path: Path) -> None:
     helpers.write_mnist(tmp_path / "MNIST/raw")
     (tmp_path / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(b"damaged")
