@@ -80,7 +80,8 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
         return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
     data_dir = cfg.data_dir or os.environ.get("RECIPES_DATA", "")
     here = Surroundings(os.environ, info, run_dir, data_dir, settings.run.device is Device.cpu)
-    status = examine.run(here, cfg.seconds, judge_later=command == "report")
+    is_later = command == "report"
+    status = examine.run(here, cfg.seconds, judge_later=is_later, bandwidth=cfg.bandwidth)
     told |= files.read_json(run_dir / "doctor.json") or {}
     return status
 

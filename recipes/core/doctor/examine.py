@@ -39,12 +39,14 @@ SLACK_S = 3.0  # the other nodes wait so much longer than the limit of the first
 LEAVE_S = 2.0  # time for the other nodes to end before the node that gave the verdict
 
 
-def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
+def run(
+    here: Surroundings, seconds: float, judge_later: bool = False, bandwidth: bool = True
+) -> int:
     """Examines this node, and judges all nodes if this process is the judge. Returns its exit
     status: 3 from the judge if a node is bad.
 
     Only the first rank of a node does anything. seconds: the time limit of the whole. judge_later:
-    another process judges the reports.
+    another process judges the reports. bandwidth: whether it is measured.
     """
     info = here.info
     begin = time.monotonic()
@@ -68,7 +70,11 @@ def run(here: Surroundings, seconds: float, judge_later: bool = False) -> int:
     mine["findings"] = list(map(asdict, findings))
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * seconds)
     reports.write(mine, Stage.examined)
-    if info.node_rank == 0:
+    if not bandwidth:
+        # a node that had ended would not answer the probes of the others
+        reports.collect(range(info.num_nodes), Stage.examined, at(GO))
+        mine["bandwidth"] = {}
+    elif info.node_rank == 0:
         with network.listener() as listener:
             others = reports.collect(range(info.num_nodes), Stage.examined, at(GO))
             mine["measure"] = _members(others, info, listener.getsockname()[1])

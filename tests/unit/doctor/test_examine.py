@@ -254,6 +254,32 @@ def test_two_nodes_measure_and_are_judged(
     assert first["MASTER_PORT"] == second["MASTER_PORT"]
 
 
+def test_without_bandwidths_a_node_still_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers their probes until they have all ended."""
+    monkeypatch.setattr(probes, "CHECKS", {})
+    monkeypatch.setattr("recipes.core.doctor.examine._measure", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(
+        "recipes.core.doctor.examine._probe_peers",
+        lambda reports, info, *rest: time.sleep(info.node_rank) or [],
+    )
+    ended: dict[int, float] = {}
+
+    def examined(rank: int) -> None:
+        here = Surroundings(os.environ, place(rank), tmp_path, on_cpu=True)
+        assert run(here, 60, judge_later=True, bandwidth=False) == 0
+        ended[rank] = time.monotonic()
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=examined, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert min(ended.values()) - began >= 1.0
+
+
 def test_only_the_first_rank_of_a_node_examines_it(tmp_path: Path) -> None:
     info = replace(place(1), local_rank=1, node_rank=0)
     assert run(Surroundings(os.environ, info, tmp_path), 60) == 0
