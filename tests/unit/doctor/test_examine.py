@@ -258,7 +258,7 @@ def test_without_bandwidths_a_node_still_waits_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers their probes until they have all ended."""
-    monkeypatch.setattr(probes, "CHECKS", {})
+    monkeypatch.setattr(probes, "CHECKS", {"variables": lambda here, facts: ()})
     monkeypatch.setattr("recipes.core.doctor.examine._measure", lambda *arguments: 1 / 0)
     monkeypatch.setattr(
         "recipes.core.doctor.examine._probe_peers",
