@@ -84,7 +84,8 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
 def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path: Path) -> None:
     executable(
         tmp_path / "srun",
-        "#!/bin/bash\ntrap 'exit 75' USR1\necho ready\nwhile :; do sleep 0.05; done\n",
+        f"#!/bin/bash\ntrap 'touch {tmp_path}/asked; sleep 1; exit 75' USR1\necho ready\n"
+        "while :; do sleep 0.05; done\n",
     )
     script = ". sbatch/job.sh; srun; echo status $?"
     environ = helpers.clean_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -99,12 +100,14 @@ def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path:
         try:
             assert shell.stdout.readline() == "ready\n"
 
-            def has_ended() -> bool:
+            def is_asked() -> bool:
                 # Again, since the shell may not have noted the process ID of srun yet.
-                shell.send_signal(signal.SIGUSR2)
-                return shell.poll() is not None
+                asked = (tmp_path / "asked").exists()
+                if not asked:
+                    shell.send_signal(signal.SIGUSR2)
+                return asked
 
-            helpers.wait_until(has_ended, 20, "the end of the batch shell")
+            helpers.wait_until(is_asked, 20, "the signal in srun")
             assert shell.stdout.read() == "status 75\n"
         finally:
             with contextlib.suppress(ProcessLookupError):
