@@ -402,7 +402,7 @@ def test_logs_of_a_rank_or_of_the_job_are_shown(root: Path) -> None:
     (folder / "out").write_text("of the job\n")
     for rank, expected in (("", "of the job"), ("1", "of rank 1")):
         code = (
-            "from recipes.core.launch import runs; from pathlib import Path; "
+            "from recipes.core.launch import run_commands; from pathlib import Path; "
             f"run_commands.logs(Path({str(folder)!r}), {rank!r}, False)"
         )
         assert helpers.run([sys.executable, "-c", code]).lines[-1] == expected
