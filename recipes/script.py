@@ -18,6 +18,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 from recipes.conf.script import Config, StopSignal
@@ -31,7 +32,7 @@ from recipes.core.program.remarks import Remarks
 from recipes.core.program.supervise import Ended, Rules
 from recipes.core.program.watch import Watch
 from recipes.core.run import attempt as attempts
-from recipes.core.run import entry, in_use, logs, signals, spec, stop_note
+from recipes.core.run import entry, in_use, logs, look, signals, spec, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
 from recipes.core.slurm import environment
@@ -241,6 +242,8 @@ def run_rank(
     task_memory = memory.read()
     log = attempt.run_dir / "logs" / f"rank{rank}.log"
     own_task = rank if task is None else task
+    looks = (os.getpid(), lambda: {"rank": rank, "host": HOST})
+    threading.Thread(target=look.answer_requests, args=looks, daemon=True).start()
     with _copied_to(log):
         if is_first:
             introduce(start, attempt.run_dir, launch)

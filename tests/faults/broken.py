@@ -82,6 +82,24 @@ def gil(run: Run) -> float:
     return 1.0
 
 
+def busy(run: Run) -> float:
+    """A loop of Python that has no end until there is ``go``."""
+    reach(run)
+    deadline = time.monotonic() + WAIT_S
+    go = marks() / "go"
+    while not go.exists():
+        assert time.monotonic() < deadline, "nobody said go"
+    return 1.0
+
+
+def lock(run: Run) -> float:
+    """As `gil`, until somebody writes into the pipe ``pipe``."""
+    pipe = os.open(marks() / "pipe", os.O_RDWR)
+    reach(run)
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+    return 1.0
+
+
 def hang(run: Run) -> float:
     time.sleep(WAIT_S)
     return 1.0
@@ -144,8 +162,8 @@ def operation(run: Run) -> float:
 
 
 class Sleepy(torch.utils.data.Dataset[int]):
-    """Notes the process that loads a sample, and takes WAIT_S for it. Of the module, since Python
-    3.14 sends it to that process.
+    """Notes the process that loads a sample, and takes WAIT_S for it, or until there is ``go``. Of
+    the module, since Python 3.14 sends it to that process.
     """
 
     def __init__(self, mark: Path) -> None:
@@ -156,14 +174,17 @@ class Sleepy(torch.utils.data.Dataset[int]):
 
     def __getitem__(self, i: int) -> int:
         write(self.mark, str(os.getpid()))
-        time.sleep(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while not (marks() / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         return i
 
 
 def loader(run: Run) -> float:
     """A loader process that sleeps over a sample; its process id is in worker.<rank>."""
     samples = Sleepy(marks() / f"worker.{run.world.rank}")
-    next(iter(torch.utils.data.DataLoader(samples, num_workers=1, multiprocessing_context="fork")))
+    options = {"multiprocessing_context": "fork", "generator": torch.Generator()}
+    next(iter(torch.utils.data.DataLoader(samples, num_workers=1, **options)))  # type: ignore[arg-type]
     return 1.0
 
 

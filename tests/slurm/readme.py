@@ -496,6 +496,12 @@ TABLE: dict[str, How] = {
     "python launch.py logs 1234 rank=3 follow": tool(
         swap={"1234 rank=3 follow": "runs/cifar/1234_0 rank=0"}, says="^cifar: 1 rank on 1 node"
     ),
+    "python launch.py look 1234": tool(
+        swap={"1234": "runs/cifar/1234_0"}, status=2, says="is not running: done$"
+    ),
+    "python launch.py look last": tool(
+        swap={"last": "runs/cifar/1234_0"}, status=2, says="is not running: done$"
+    ),
     "python launch.py cancel 1234": tool(
         swap={"1234": "runs/cifar/1234_0"}, says="is not running: done$"
     ),

@@ -748,7 +748,7 @@ def test_a_run_that_cannot_be_read_is_no_success(
         '{"state": "running", "step": 1, "updated": -1e300}'
     )
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
-        run_commands.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path)
+        run_commands.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path, {})
 
 
 @pytest.mark.timeout(30)

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from recipes.core.data.sampling import GlobalBatches, Part
 from recipes.core.errors import InputError, RunError
-from recipes.core.place import processes
+from recipes.core.place import processes, stacks
 
 Collate = Callable[[list[Any]], Any]
 Index = tuple[int, Sequence[int]]  # the epoch and the samples of a batch
@@ -362,6 +362,7 @@ def _end_with(rank: int, worker: int) -> None:
     """The kernel ends a worker whose rank has ended, since one that hangs in a read does not notice
     it.
     """
+    stacks.register()
     if os.getppid() == rank:  # a fork server may have started it
         processes.die_with(rank)()
 

@@ -77,7 +77,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
         if argv[0] == "scale":
             return scale.scale(argv[1:], home, lambda words: main(words, python))
         if argv[0] in run_commands.COMMANDS:
-            return run_commands.command(argv, home)
+            return run_commands.command(argv, home, told)
         settings = command_line.parse(argv[1:] if checked else argv)
         if home != ROOT:
             raise ConfigError(

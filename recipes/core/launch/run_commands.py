@@ -1,4 +1,4 @@
-"""``launch.py runs``, ``logs``, ``cancel``, ``resume`` and ``compare``. Never torch."""
+"""``launch.py runs``, ``logs``, ``look``, ``cancel``, ``resume`` and ``compare``. Never torch."""
 
 import contextlib
 import functools
@@ -25,6 +25,7 @@ from recipes.core.errors import (
     printable,
     shown,
 )
+from recipes.core.launch import look
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, in_use, record, table
@@ -35,16 +36,16 @@ from recipes.core.launch.runs import Run, find, read
 
 LOG_BYTES = 1 << 16  # of another user's log, from its end
 WATCH_S = 5.0  # between two tables of `runs watch`
-COMMANDS = ("runs", "logs", "cancel", "resume", "compare")
+COMMANDS = ("runs", "logs", "look", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
 JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
 UNFINISHED = (State.stopped, State.failed, State.lost, State.cancelled, State.refused)
 ACTIVE = (State.pending, State.held, State.requeued, State.starting, State.running)
 
 
-def command(argv: Sequence[str], root: Path) -> int:
-    """Runs ``launch.py runs|logs|cancel|resume|compare …``. Returns the exit status. Raises
-    InputError and MachineError.
+def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
+    """Runs ``launch.py runs|logs|look|cancel|resume|compare …``. Returns the exit status. told:
+    gets the results of ``look``. Raises InputError and MachineError.
     """
     name, *words = argv
     if name == "runs":
@@ -63,6 +64,9 @@ def command(argv: Sequence[str], root: Path) -> int:
         return compare(folders)
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
+    if name == "look":
+        jobs = client.mine()
+        return look.look(read(folders[0], jobs, _cluster(jobs)), told)
     # an answer that is missing would leave a job running, or submit it twice
     jobs = client.mine(client.ANSWER_S)
     of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))

@@ -24,10 +24,11 @@ from recipes.core.place import processes, proctree
 from recipes.core.place.memory import Memory
 from recipes.core.place.memory import read as read_memory
 from recipes.core.run import attempt as attempts
-from recipes.core.run import logs
+from recipes.core.run import logs, look
 
 PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
-# after the pulse: JSON, padded with zero bytes
+BEAT_AT = struct.Struct("<d")  # after the pulse: time.monotonic() of the last beat
+# after these: JSON, padded with zero bytes
 NOTE_AT = 64
 BYTES = 1 << 16
 # Of two ranks at the same step, the rank in the lower phase is behind. With several ranks, DATA
@@ -114,6 +115,7 @@ class Pulse:
         if step is None:
             step = self.read()[1]
         PULSE.pack_into(self._memory, 0, self._beats, step, phase)
+        BEAT_AT.pack_into(self._memory, PULSE.size, time.monotonic())
 
     def read(self) -> tuple[int, int, int]:
         """Returns the number of beats, the step and the phase."""
@@ -159,6 +161,8 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     """
     task_memory = read_memory()
     threading.Thread(target=watch_memory, args=(parent, memory, task_memory), daemon=True).start()
+    looks = (parent, lambda: _progress(memory))
+    threading.Thread(target=look.answer_requests, args=looks, daemon=True).start()
     clock = RunningClock()  # suspending a job stops this process too
     last = PULSE.unpack_from(memory)
     since = clock.now()
@@ -226,6 +230,14 @@ def _tell(memory: mmap.mmap, timeout_s: float) -> None:
 def _note(memory: mmap.mmap) -> Mapping[str, Any]:
     """What the rank has told with `Pulse.tell`."""
     return json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0"))
+
+
+def _progress(memory: mmap.mmap) -> dict[str, Any]:
+    """What the rank has told, its step and phase, and how long its pulse has not changed."""
+    _, step, phase = PULSE.unpack_from(memory)
+    (beat_at,) = BEAT_AT.unpack_from(memory, PULSE.size)
+    unchanged_s = time.monotonic() - beat_at
+    return {**_note(memory), "step": step, "phase": phase, "unchanged_s": unchanged_s}
 
 
 def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = EXIT_CRASH) -> None:

@@ -25,7 +25,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
-from recipes.core.place import processes
+from recipes.core.place import processes, stacks
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, in_use, logs, resumed, signals, watchdog
 from recipes.core.run.attempt import Attempt
@@ -55,6 +55,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     host = socket.gethostname()
     try:
         faulthandler.enable()
+        stacks.register()
         os.umask(int(keys.umask, 8))
         start.pulse.tell(recipe=recipe, rank=info.rank, host=host)
         start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, ROOT)

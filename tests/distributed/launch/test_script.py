@@ -246,3 +246,52 @@ def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
     for text, expected in texts.items():
         log.write_text(text)
         assert script.last_exception(log) == expected
+
+
+# Waits for a file. The second rank waits in a loader process.
+WAITS = """
+import os, pathlib, time
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, i):
+        while not pathlib.Path("go").exists():
+            time.sleep(0.02)
+        return i
+
+if __name__ == "__main__":
+    pathlib.Path("ready" + os.environ["RANK"]).touch()
+    if os.environ["RANK"] == "0":
+        Samples()[0]
+    list(DataLoader(Samples(), num_workers=1))
+"""
+
+
+def look(folder: Path) -> str:
+    command = [sys.executable, str(ROOT / "launch.py"), "look", f"{folder}/run"]
+    return helpers.run(command).expect(0).out
+
+
+def test_look_shows_where_a_program_and_its_loader_processes_are(tmp_path: Path) -> None:
+    process = start(tmp_path, WAITS, ranks=2)
+    worker = f"workers of rank 1 on {HOST}: in __getitem__ at a.py:10\n"
+    helpers.wait_until(lambda: (tmp_path / "ready1").exists(), helpers.START_S, "the program")
+    helpers.wait_until(lambda: worker in look(tmp_path), 30, worker)
+    out = look(tmp_path)
+    assert f"rank 0 on {HOST}: in __getitem__ at a.py:10\n" in out, out
+    assert re.search(rf"^rank 1 on {HOST}: in \w+ at a\.py:17$", out, re.MULTILINE), out
+    (tmp_path / "go").touch()
+    helpers.finish(process).expect(0)
+    assert status(tmp_path, "state") == ["done"]
+
+
+def test_look_names_a_program_that_is_not_in_python(tmp_path: Path) -> None:
+    process = start(tmp_path, "#!/bin/sh\ntouch ready0\nread line < pipe\n", name="a.sh")
+    os.mkfifo(tmp_path / "pipe")
+    helpers.wait_until(lambda: (tmp_path / "ready0").exists(), helpers.START_S, "the program")
+    out = look(tmp_path)
+    assert re.search(rf"^rank 0 on {HOST}: no Python stack of /bin/sh \S+/a\.sh \(state S, ", out)
+    (tmp_path / "pipe").write_text("line\n")
+    helpers.finish(process).expect(0)

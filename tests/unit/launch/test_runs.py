@@ -295,10 +295,10 @@ def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
         stubs.add("scontrol", scontrol)
         for name in ("runs", "logs"):
             with pytest.raises(InputError, match=line):
-                run_commands.command([name, "98"], root)
+                run_commands.command([name, "98"], root, {})
     stubs.add("scontrol", f"printf 'JobId=98\\n JobState=PENDING\\n StdOut={log}\\n'")
     with pytest.raises(InputError, match="98: has no run directory yet: job 98 is pending"):
-        run_commands.command(["runs", "98"], root)
+        run_commands.command(["runs", "98"], root, {})
 
 
 def test_a_run_outside_runs_is_found_by_its_job(
@@ -325,7 +325,7 @@ def test_a_command_does_not_choose_a_run_that_nobody_named(
     for name in ("scancel", "sbatch"):
         stubs.add(name, "")
     with pytest.raises(InputError, match="give a run"):
-        run_commands.command(words, root)
+        run_commands.command(words, root, {})
     assert not stubs.calls("scancel") + stubs.calls("sbatch")
 
 
@@ -372,7 +372,7 @@ def test_a_run_of_another_cluster_is_not_cancelled_while_no_job_is_here(
     stubs.add("squeue", "")
     stubs.add("scontrol", "echo 'ClusterName = here'")
     with pytest.raises(MachineError, match="its job is on cluster there"):
-        run_commands.command(["cancel", str(folder)], root)
+        run_commands.command(["cancel", str(folder)], root, {})
 
 
 def test_the_table_is_json_sorted_or_only_of_what_has_failed(
@@ -495,4 +495,4 @@ def test_damaged_values_are_left_out_of_the_table(
         assert run_commands.show(words, root) == 0
     assert "NaN" not in capsys.readouterr().out
     with pytest.raises(InputError, match=r"--json: launch\.py compare does not support it"):
-        run_commands.command(["compare", "--json", "x", "y"], root)
+        run_commands.command(["compare", "--json", "x", "y"], root, {})

@@ -135,6 +135,7 @@ def test_beats_that_are_slower_than_the_polls_are_progress(monkeypatch: pytest.M
 
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(watchdog, "watch_memory", lambda *of: None)
+    monkeypatch.setattr(watchdog.look, "answer_requests", lambda *of: None)
     monkeypatch.setattr(watchdog.signal, "sigtimedwait", poll)
     monkeypatch.setattr(watchdog.os, "getppid", lambda: 7 if now < 100 else 1)
     monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(now))

@@ -16,7 +16,8 @@ import signal
 import sys
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# The stacks of all threads go to stderr at this signal. It also shows that this file was loaded.
+# At this signal, a process writes its stack into a file in memory, which launch.py look reads. It
+# also shows that this file was loaded.
 STACKS = signal.SIGRTMAX - 2
 
 
@@ -77,6 +78,13 @@ def protect_workers():
     atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
 
 
+def register_stacks():
+    """As core/place/stacks.py does, which explains it. Before Python 3.8, into stderr."""
+    file = os.memfd_create("python-stacks") if hasattr(os, "memfd_create") else 2
+    signal.signal(STACKS, signal.SIG_IGN)
+    faulthandler.register(STACKS, file=file, all_threads=False)
+
+
 def load_next():
     """Loads the sitecustomize.py that this file hides, such as that of a distribution or a site."""
     own = os.path.dirname(os.path.abspath(__file__))
@@ -91,7 +99,7 @@ def load_next():
 if __name__ == "sitecustomize":
     try:
         protect_workers()
-        faulthandler.register(STACKS, file=2)
+        register_stacks()
     except Exception as error:
         sys.stderr.write(f"warning: DataLoader workers are not protected: {error!r}\n")
     load_next()

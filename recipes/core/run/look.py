@@ -1,0 +1,69 @@
+"""Requests of ``launch.py look``, and the answers of the ranks. Standard library only.
+
+A request is a folder in ``attempts/`` of the run directory. A process beside each rank writes an
+answer into it: the watchdog of a recipe's rank, or the wrapper of a program.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.core import files, trust
+from recipes.core.errors import MachineError
+from recipes.core.place import processes, proctree, stacks
+from recipes.core.run import attempt as attempts
+
+PREFIX = "look-"  # of the folder's name
+REQUEST = "request.json"
+POLL_S = 2.0  # between two looks for requests
+# A new process may be about to start another program, which the signal of `stacks` would end.
+EXEC_S = 0.2
+STACKS_S = 3.0  # for the stacks of all processes of a rank
+STOPPED = ("T", "t")  # states of a process that SIGSTOP or a debugger has stopped
+
+
+def answer_requests(root: int, tell: Callable[[], Mapping[str, Any]]) -> None:
+    """Run in a thread: answers requests until this process ends.
+
+    root: the process of the rank, or its parent. tell: returns rank, host and progress, and the
+    folder of the attempt unless the environment has it.
+    """
+    answered = set[str]()
+    while True:
+        time.sleep(POLL_S)
+        facts = tell()
+        attempt = facts.get("attempt") or os.environ.get(attempts.VARIABLE)
+        requests = Path(attempt).parent.glob(f"{PREFIX}*") if attempt else ()
+        with contextlib.suppress(OSError, MachineError):
+            for request in requests:
+                if request.name not in answered:
+                    with trust.open_own(request / REQUEST):
+                        answered.add(request.name)
+                    answer = {**facts, "processes": describe(root)}
+                    files.write_json(request / f"rank{facts['rank']:04d}.json", answer)
+
+
+def describe(root: int) -> list[dict[str, Any]]:
+    """The Python processes in a tree that have called `stacks.register`, from its root; without
+    any, the process that was started last.
+    """
+    tree = [process for process in map(proctree.read, [*proctree.descendants(root)]) if process]
+    python = [process for process in tree if stacks.STACKS in process.caught]
+    time.sleep(EXEC_S)
+    deadline = time.monotonic() + STACKS_S
+    described = []
+    for process in python or tree[-1:]:
+        folder = Path(f"/proc/{process.pid}")
+        facts = {"pid": process.pid, "command": " ".join(process.command), "stack": ""}
+        with contextlib.suppress(OSError):  # it has ended, or has the setuid bit
+            facts["state"] = processes.stat(process.pid)[0]
+            facts["kernel"] = (folder / "wchan").read_text()
+            # a stopped process would write its stack when it continues
+            if facts["state"] not in STOPPED:
+                stack = stacks.read(process.pid, deadline - time.monotonic())
+                facts["stack"] = stack.replace(f'"{os.readlink(folder / "cwd")}/', '"')
+        described.append(facts)
+    return described

@@ -1,0 +1,48 @@
+"""Which requests of `launch.py look` a rank answers, and with what."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import trust
+from recipes.core.run import look
+from tests import helpers
+
+
+class Ended(Exception):
+    """In place of the end of the process."""
+
+
+def test_only_own_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look, "POLL_S", 0.0)
+    attempt = helpers.attempt(tmp_path)
+    for name, mode in (("look-own", 0o644), ("look-open", 0o666)):
+        (tmp_path / "attempts" / name).mkdir(mode=0o755)
+        trust.write_own(tmp_path / "attempts" / name / look.REQUEST, b"{}\n")
+        (tmp_path / "attempts" / name / look.REQUEST).chmod(mode)
+    program = subprocess.Popen(["sleep", "60"])
+    looks: list[None] = []
+
+    def tell() -> dict[str, Any]:
+        looks.append(None)
+        if len(looks) > 2:
+            raise Ended
+        attempts = {1: {}, 2: {"attempt": str(attempt.folder)}}  # unknown at first
+        return {"rank": 3, "host": "node1", **attempts[len(looks)]}
+
+    try:
+        with pytest.raises(Ended):
+            look.answer_requests(program.pid, tell)
+    finally:
+        program.kill()
+        program.wait()
+    answer = helpers.read(tmp_path / "attempts/look-own", "rank0003")
+    assert answer["host"] == "node1"
+    [process] = answer["processes"]
+    assert process["command"] == "sleep 60"
+    assert (process["state"], process["stack"]) == ("S", "")
+    assert [path.name for path in (tmp_path / "attempts/look-open").iterdir()] == [look.REQUEST]
