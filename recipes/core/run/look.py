@@ -18,7 +18,7 @@ from recipes.core.run import attempt as attempts
 
 PREFIX = "look-"  # of the folder's name
 REQUEST = "request.json"
-POLL_S = 2.0  # between two looks for requests
+POLL_S = 4.0  # between two looks for requests, of each rank
 # A new process may be about to start another program, which the signal of `stacks` would end.
 EXEC_S = 0.2
 STACKS_S = 3.0  # for the stacks of all processes of a rank
