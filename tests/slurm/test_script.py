@@ -4,6 +4,7 @@ it that is killed is named.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -67,6 +68,11 @@ def test_a_program_is_stopped_requeued_and_continues(
     run_dir = tmp_path / "run"
     job, log = submit(slurm, repo, run_dir)
     try:
+        look = [sys.executable, "launch.py", "look", str(run_dir), "--json"]
+        told = json.loads(slurm.run(*look, cwd=repo, env=jobs.PYTHON).stdout)
+        places = {answer["rank"]: answer["host"] for answer in told["ranks"]}
+        assert places == {0: "node1", 1: "node2"}, told
+        assert all("program.py" in line for line in told["lines"] if "rank" in line), told
         slurm.run("scancel", "--signal=USR1", job, check=True)
         jobs.wait_requeued(slurm, job, log, 60)
         status = read(run_dir / "status.json")
