@@ -46,4 +46,5 @@ ROWS = {
     41: "a rank is killed in a job that may start its ranks again",
     42: "a node dies in a job with a spare one",
     43: "a run that fails again after each restart",
+    44: "a hang that is looked into while it lasts",
 }

@@ -16,6 +16,8 @@ from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import Start
 
+pytestmark = pytest.mark.fault(44)
+
 LOOK_S = 10.0  # of a command whose ranks all answer; starting Python comes on top
 RUN = ("epochs=1", "seed=3", "pace_s=0.2")  # ten steps
 WAITS = r"^rank 0 on \S+: waiting for rank 1 on \S+, in \w+ at recipes/core/train/loop\.py:\d+ for "
@@ -49,9 +51,17 @@ def undisturbed(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tu
 @pytest.mark.parametrize(
     ("fault", "place"),
     [
-        ("busy", r"^rank 1 on \S+: in \w+ at \S*broken\.py:\d+ for \d+ s, at "),
+        pytest.param(
+            "busy",
+            r"^rank 1 on \S+: in \w+ at \S*broken\.py:\d+ for \d+ s, at ",
+            marks=pytest.mark.long,
+        ),
         ("lock", r"^rank 1 on \S+: in lock at \S*broken\.py:\d+ for \d+ s, at step 4 "),
-        ("loader", r"^workers of rank 1 on \S+: in __getitem__ at \S*broken\.py:\d+$"),
+        pytest.param(
+            "loader",
+            r"^workers of rank 1 on \S+: in __getitem__ at \S*broken\.py:\d+$",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_place(

@@ -72,6 +72,7 @@ def broken_run(slurm: Cluster, repo: Path, run_dir: Path) -> float:
     return read(run_dir / "summary.json")["val_loss"]
 
 
+@pytest.mark.long
 @pytest.mark.fault(41)
 def test_a_killed_rank_is_replaced_in_the_same_job(
     three: Cluster, repo: Path, tmp_path: Path

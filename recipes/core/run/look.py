@@ -29,21 +29,22 @@ def answer_requests(root: int, tell: Callable[[], Mapping[str, Any]]) -> None:
     """Run in a thread: answers requests until this process ends.
 
     root: the process of the rank, or its parent. tell: returns rank, host and progress, and the
-    folder of the attempt unless the environment has it.
+    folder of the attempt unless the environment has it; may raise ValueError.
     """
     answered = set[str]()
     while True:
         time.sleep(POLL_S)
-        facts = tell()
-        attempt = facts.get("attempt") or os.environ.get(attempts.VARIABLE)
-        requests = Path(attempt).parent.glob(f"{PREFIX}*") if attempt else ()
-        with contextlib.suppress(OSError, MachineError):
-            for request in requests:
-                if request.name not in answered:
-                    with trust.open_own(request / REQUEST):
-                        answered.add(request.name)
-                    answer = {**facts, "processes": describe(root)}
-                    files.write_json(request / f"rank{facts['rank']:04d}.json", answer)
+        try:
+            facts = tell()
+            attempt = facts.get("attempt") or os.environ.get(attempts.VARIABLE)
+            requests = list(Path(attempt).parent.glob(f"{PREFIX}*")) if attempt else []
+        except (ValueError, OSError):  # the rank has told nothing yet, or tells something now
+            continue
+        for request in (each for each in requests if each.name not in answered):
+            with contextlib.suppress(OSError, MachineError), trust.open_own(request / REQUEST):
+                answered.add(request.name)
+                answer = {**facts, "processes": describe(root)}
+                files.write_json(request / f"rank{facts['rank']:04d}.json", answer)
 
 
 def describe(root: int) -> list[dict[str, Any]]:

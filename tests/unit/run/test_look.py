@@ -29,9 +29,11 @@ def test_only_own_requests_are_answered(tmp_path: Path, monkeypatch: pytest.Monk
 
     def tell() -> dict[str, Any]:
         looks.append(None)
-        if len(looks) > 2:
+        if len(looks) == 1:  # nothing is known
+            raise ValueError
+        if len(looks) > 3:
             raise Ended
-        attempts = {1: {}, 2: {"attempt": str(attempt.folder)}}  # unknown at first
+        attempts = {2: {}, 3: {"attempt": str(attempt.folder)}}  # unknown at first
         return {"rank": 3, "host": "node1", **attempts[len(looks)]}
 
     try:
