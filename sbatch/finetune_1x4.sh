@@ -12,7 +12,7 @@
 #SBATCH --signal=USR2@120
 #SBATCH --output=%x-%j.out
 
-# Another user could have made sbatch/job.sh, if this folder is not your clone, but /tmp. Root's is used too.
+# sbatch/job.sh must belong to you or to root: in a shared folder such as /tmp, another user could have made it.
 case $(stat -c %u sbatch sbatch/job.sh 2>&1 | xargs) in
     "0 0" | "$UID $UID") . sbatch/job.sh ;;
     *) echo "finetune_1x4.sh: $PWD is not a clone of yours: cd to the top folder of your clone and run sbatch there" >&2; exit 2 ;;

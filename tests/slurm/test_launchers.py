@@ -100,7 +100,7 @@ def test_torchrun_over_two_nodes(
     first = slurm.nodes[0]
     endpoint = {"IPv4": first.address, "IPv6": f"[{first.address6}]", "name": first.name}[family]
     # is_host= names the node that serves the rendezvous. Without it, torchrun looks up the
-    # addresses of its own host name, which are 127.0.1.1 on many machines.
+    # host name of the machine, which has the address 127.0.1.1 on many systems.
     line = (
         "exec $PY -m torch.distributed.run --nnodes=2 --nproc-per-node=1 "
         "--rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "

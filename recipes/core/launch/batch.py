@@ -72,7 +72,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Mapping[str, str
     """Checks the keys, records what was submitted, and opens the attempt.
 
     script: the batch script. Returns what the script's shell does, as pairs of a verb and a value;
-    `begin` in sbatch/job.sh has the verbs. Raises ConfigError if a key is invalid or the job is
+    `follow` in sbatch/job.sh has the verbs. Raises ConfigError if a key is invalid or the job is
     refused, MachineError if the run directory cannot be written.
     """
     job = client.own(environ)
@@ -324,7 +324,7 @@ def step_ended(
         if following.attempt:
             directory.note_next(attempt.run_dir, Next.restarted, attempt.number)
             say(f"{recipe}: {outcome.state}: {outcome.reason}{after}", 1)
-            return EXIT_DONE, _again(spec, following)
+            return EXIT_DONE, _again(spec, following, environ)
     if outcome.state == "done":
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
@@ -343,12 +343,12 @@ def step_ended(
     return outcome.exit_status, []
 
 
-def _again(spec: Spec, following: Restart) -> Shell:
+def _again(spec: Spec, following: Restart, environ: Mapping[str, str]) -> Shell:
     """What the script's shell does to start the ranks again."""
     attempt = following.attempt
     assert attempt
     if jobs.is_program(spec.settings):
-        _prepare_program(spec.settings, attempt, None)
+        _prepare_program(spec.settings, attempt, client.own(environ))
     options = [*spec.step, *following.options]
     options += ["--wait=0"] if jobs.is_program(spec.settings) else []
     return [

@@ -1,4 +1,6 @@
-"""``launch.py look``: where each rank of a running job is, and who waits for whom. Never torch."""
+"""``launch.py look``: where each rank of a running job is, and for which ranks the others
+wait. Never torch.
+"""
 
 import re
 import tempfile

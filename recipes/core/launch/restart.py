@@ -89,7 +89,7 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, s
     fewer = len(good) if run.min_nodes and len(good) >= run.min_nodes else 0
     count = wanted if len(good) >= wanted else fewer
     if not count:
-        names = ",".join(sorted(bad))
+        names = ",".join(sorted(excluded))
         requeued = examination.requeue_without(names, RESUBMITS, attempt.run_dir, environ)
         return Restart(f"too few nodes are left without {names}; {requeued}")
     options = ["--overlap"]  # of a node that does not answer, Slurm has not taken back its tasks

@@ -1,5 +1,5 @@
-"""The variables that Slurm sets in a job and in its steps. Each function is pure: it reads the
-environment that it is given.
+"""The variables that Slurm sets in a job and in its steps. Each function reads only the environment
+that it gets.
 """
 
 import re

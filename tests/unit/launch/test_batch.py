@@ -16,7 +16,7 @@ import pytest
 
 from recipes.core import errors, files
 from recipes.core.errors import ConfigError, Kind, MachineError
-from recipes.core.launch import batch
+from recipes.core.launch import batch, restart
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, saves, source, stop_note
 from recipes.core.run import spec as specs
@@ -469,6 +469,26 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
     assert note.ends is False
     assert note.at - now == pytest.approx(expected_s, abs=1.0)
     assert (note.limit_at or now) - now == pytest.approx(left_s or 0.0, abs=1.0)
+
+
+def test_a_program_that_is_started_again_is_stopped_as_long_before_the_limit(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=01:00:00")
+    first = helpers.attempt(tmp_path, launch="7.0")
+
+    def plan(*arguments: object) -> restart.Restart:
+        return restart.Restart("", helpers.attempt(tmp_path, launch="7.0", step=None))
+
+    monkeypatch.setattr(batch.restart, "plan", plan)
+    environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(first.folder)}
+    environ |= helpers.in_job("script", [PROGRAM, f"run_dir={tmp_path}", "restarts=1"])
+    status, shell = batch.step_ended("script", 1, environ)
+    second = attempts.newest(tmp_path)
+    assert status == 0
+    assert ("export", f"{attempts.VARIABLE}={second.folder}") in shell
+    assert ("again", "1") in shell
+    assert stop_note.read(second).before_s == 120.0
 
 
 def test_a_signal_to_a_batch_shell_without_an_attempt_is_no_error() -> None:

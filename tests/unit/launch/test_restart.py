@@ -102,6 +102,8 @@ def test_a_node_that_was_left_out_stays_out(tmp_path: Path, bad_nodes: set[str])
     assert first.attempt
     bad_nodes.clear()  # it answers again
     attempts.describe(first.attempt, "mnist", ENVIRON, ("a",))
+    without = planned(tmp_path, "restarts=3").line
+    assert without == "too few nodes are left without node2; requeued without them"
     second = planned(tmp_path, "restarts=3", "spare=2")
     assert "--nodelist=node1,node3" in second.options
     assert "restart 2 of at most 3" in second.line
