@@ -192,14 +192,14 @@ MUTATIONS = [
         "tests/distributed/train/test_device.py::test_a_rank_takes_its_gpu",
     ),
     Mutation(
-        "recipes/core/train/loop.py",
+        "recipes/core/train/step.py",
         "(loss * (self._scale * world.data.size / self.part.global_size))",
         "(loss / self.part.global_size)",
         "with more ranks, the gradients are smaller",
         "tests/distributed/train/test_arithmetic.py::test_a_step_of_toy_equals_the_formula",
     ),
     Mutation(
-        "recipes/core/train/loop.py",
+        "recipes/core/train/step.py",
         "run.world.sum(torch.stack(self._weights).sum().double())",
         "run.world.data.size * torch.stack(self._weights).sum().double()",
         "each rank divides by its own tokens: the loss is a mean of means",

@@ -2,18 +2,15 @@
 only here.
 """
 
-import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
@@ -27,6 +24,7 @@ from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Flops, Meter, achieved
 from recipes.core.train.profiling import profiling
 from recipes.core.train.run import Run
+from recipes.core.train.step import Common, Step
 
 # Maximum distance of two sums over the ranks (the shorter one counts; at least one step). A sum
 # costs up to a millisecond.
@@ -40,137 +38,6 @@ def total_steps(cfg: TrainKeys, batches: Source[Part]) -> int:
     """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
-
-
-@dataclass
-class Step(Generic[S]):
-    """One optimiser step, from `steps`. part: this rank's part of the global batch. lr: the step's
-    learning rate.
-
-    ends_epoch: whether the part is of the last batch of its epoch. save: set it to True, on all
-    ranks, to save after this step.
-    """
-
-    _ends: "_StepEnds"
-    part: S
-    ends_epoch: bool
-    _scale: float
-    save: bool = False
-
-    def __post_init__(self) -> None:
-        ends = self._ends
-        scheduler = ends.run.state.scheduler
-        self.lr = float(scheduler.get_last_lr()[0])
-        self._scheduled = scheduler.last_epoch
-        # Under FSDP each piece is a collective, so all ranks have the same number of them.
-        is_divided = isinstance(ends.model, FSDPModule)
-        self._pieces = self.part.pieces(ends.cfg.accumulate, empty=is_divided)
-        self._yielded = 0
-        self._losses: list[Tensor] = []
-        self._weights: list[Tensor] = []
-        ends.calls.clear()
-
-    @property
-    def parts(self) -> Iterator[S]:
-        """The rank's part, or its ``accumulate`` pieces. The last backward pass averages gradients
-        over the ranks.
-        """
-        pulse = self._ends.run.world.pulse
-        model = self._ends.model
-        parallel = isinstance(model, DistributedDataParallel | FSDPModule)
-        for piece in self._pieces:
-            waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
-            with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
-                pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
-                self._yielded += 1
-                self._ends.calls["forward"] = 0
-                yield piece
-
-    def backward(self, losses: Tensor, weights: Tensor | None = None) -> None:
-        """Computes the gradients of a part. Call it once for each part of `parts`.
-
-        losses: the loss of each sample, (B,), also for B = 0. DDP averages gradients over the
-        ranks, so the sum is multiplied by ``world_size / global_size``: the gradient is that of the
-        mean over the global batch, whatever the sizes of the ranks' parts.
-
-        weights: (B,), if a loss is itself a mean, such as over the tokens of its sample: their
-        number. The mean over the global batch is then the weighted one. On all ranks, a step has
-        weights for each part or for none; with them, its last call contains a collective.
-
-        Raises RunError if the shape is another one, if it is called twice for a part, or if the
-        forward pass has bypassed DDP.
-        """
-        world = self._ends.run.world
-        done = len(self._losses)
-        if done != self._yielded - 1:
-            raise RunError(
-                "step.backward(): called again for the same part: "
-                "call it once in the loop over step.parts"
-            )
-        expected = (len(self._pieces[done].indices),)
-        shape = tuple(losses.shape)
-        if shape != expected:
-            raise RunError(
-                f"step.backward(): losses of shape {shape}, not {expected}: "
-                'give one loss per sample, reduction="none"'
-            )
-        if weights is not None and weights.shape != losses.shape:
-            shape = tuple(weights.shape)
-            raise RunError(
-                f"step.backward(): weights of shape {shape}, not {expected}: "
-                "give one weight per sample"
-            )
-        if done and (weights is None) == bool(self._weights):
-            raise RunError("step.backward(): give weights for each part of a step, or for none")
-        if world.size > 1 and not self._ends.calls["forward"]:
-            raise RunError(
-                "the forward pass has bypassed DDP: call the model that world.parallel() returned, "
-                "and pass the same model to loop.steps()"
-            )
-        world.pulse.beat(watchdog.BACKWARD)
-        loss = losses.sum() if weights is None else (losses * weights).sum()
-        (loss * (self._scale * world.data.size / self.part.global_size)).backward()
-        self._losses.append(loss.detach())
-        if weights is not None:
-            self._weights.append(weights.sum())
-            if len(self._weights) == len(self._pieces):
-                self._divide_by_weights()
-        self._ends.meter.mark("forward_backward")
-
-    def _divide_by_weights(self) -> None:
-        """Replaces the number of samples by the sum of all weights, as the divisor of the gradients
-        and of the loss. A collective.
-
-        The sum is known only after the last part. No part has to be kept until then, since the
-        gradient of a sum is divided as well as the sum.
-        """
-        run = self._ends.run
-        weight = run.world.sum(torch.stack(self._weights).sum().double())
-        factor = self.part.global_size / weight
-        gradients.multiply(run.state.optimizer, factor)
-        self._losses = [loss * factor.to(loss.dtype) for loss in self._losses]
-
-    def check(self) -> None:
-        """Raises RunError if the recipe has left out a call in this step, or made it twice."""
-        run = self._ends.run
-        moved = run.state.scheduler.last_epoch - self._scheduled
-        backward = len(self._losses)
-        steps = self._ends.calls["step"]
-        for call, made, due, place in (
-            ("step.backward()", backward, len(self._pieces), "for each part of step.parts"),
-            ("optimizer.step()", steps, 1, "in each step, after the loop over step.parts"),
-            ("scheduler.step()", moved, 1, "in each step, after optimizer.step()"),
-        ):
-            if made != due:
-                times = f"called {made} times in step {run.step + 1}"
-                raise RunError(f"{call}: {times}: call it once {place}")
-
-    @property
-    def loss(self) -> Tensor:
-        """The sum of the losses of this rank's samples, a scalar, detached. With weights, its share
-        of their weighted mean, times the samples of the batch.
-        """
-        return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
 
 
 def steps(
@@ -206,6 +73,7 @@ def steps(
     gradients.check_first_step(run, model)
     scaled = Gradients(state, cfg)
     meter = ends.meter
+    common = Common(run, model, cfg.accumulate, meter)
     flops: Flops | None = None if cfg.compile else Flops(model)
     with profiling(run, cfg.profile) as profile_step:
         while state.step < ends.total and not run.stopping:
@@ -218,7 +86,7 @@ def steps(
                     meter.sample()
                 meter.mark("data_wait")
                 state.optimizer.zero_grad(set_to_none=True)
-                step = Step(ends, part, ends_epoch, scaled.scale)
+                step = Step(common, part, ends_epoch, scaled.scale)
                 yield step
                 step.check()
                 meter.mark("optimizer")
@@ -262,11 +130,6 @@ class _StepEnds:
         self.agreed_at = run.step
         self.agreed_s = run.world.clock.now()
         self.every = 1
-        # in this step: of the optimiser, and of a model that averages gradients
-        self.calls = Counter[str]()
-        run.state.optimizer.register_step_post_hook(lambda *call: self.calls.update(step=1))
-        if isinstance(self.model, DistributedDataParallel | FSDPModule):
-            self.model.register_forward_pre_hook(lambda *call: self.calls.update(forward=1))
 
     def before_steps(self, pretrained: bool) -> bool:
         """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether

@@ -21,6 +21,7 @@ from recipes.core.data.in_memory import ImageSet
 from recipes.core.train import loop, optimisation
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.saving import Checkpoints
+from recipes.core.train.step import Step
 from tests.distributed import one_rank
 
 META = torch.device("meta")
@@ -70,11 +71,11 @@ def test_a_step_does_not_wait_for_its_device(
 def test_a_step_that_waits_for_its_device_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward = loop.Step.backward
+    backward = Step.backward
 
-    def waits(step: loop.Step[Any], losses: torch.Tensor) -> None:
+    def waits(step: Step[Any], losses: torch.Tensor) -> None:
         backward(step, losses * losses.mean().item())
 
-    monkeypatch.setattr(loop.Step, "backward", waits)
+    monkeypatch.setattr(Step, "backward", waits)
     with pytest.raises(RuntimeError, match=r"Tensor\.item\(\) cannot be called on meta tensors"):
         train(toy, tmp_path, monkeypatch)

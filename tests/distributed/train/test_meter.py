@@ -106,12 +106,12 @@ def test_rows_have_the_parts_of_a_step_and_a_profile_is_written(tmp_path: Path) 
 def test_the_time_of_each_rank_and_the_first_thing_to_change(tmp_path: Path) -> None:
     code = """
 import sys, time, recipes.toy as toy
-from recipes.core.train import loop
-backward = loop.Step.backward
+from recipes.core.train.step import Step
+backward = Step.backward
 def late(step, losses):
-    time.sleep(0.04 + 0.1 * step._ends.run.world.rank)
+    time.sleep(0.04 + 0.1 * step._common.run.world.rank)
     backward(step, losses)
-loop.Step.backward = late
+Step.backward = late
 start = toy.entry.begin("toy")
 toy.session.run(toy.main, start)
 """
