@@ -3,7 +3,6 @@ trackers and ``launch.py`` read it here. Never torch, and never asks Slurm.
 """
 
 import contextlib
-import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,7 +139,7 @@ class Record:
     @cached_property
     def newest_rows(self) -> list[dict[str, Any]]:
         """The last rows, at most NEWEST, the newest one last."""
-        return [*itertools.islice(rows.newest(self.folder), NEWEST)][::-1]
+        return rows.rows(self.folder, NEWEST)
 
     def best(self) -> tuple[str, float, int] | None:
         """`rows.best` so far: in the row of the step that ``checkpoints/best`` names, else in the

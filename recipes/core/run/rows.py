@@ -1,6 +1,7 @@
 """The rows of ``metrics.jsonl``, as one continuous series. Standard library only."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -16,16 +17,18 @@ LONGEST_ROW = 1 << 22  # bytes; one with the recall of 60,000 classes has half a
 LAST_PART = 1 << 12
 LONGEST_PART = 1 << 20
 MOST_DAMAGED = 4  # lines in a row, after which a search continues elsewhere
-NEWEST = 200  # rows of a long run that `thinned` keeps
+NEWEST = 200  # rows at the end of a long run that are judged, and that `thinned` keeps
 PLACE = {"attempt", "step", "total_steps", "epoch", "time"}  # of a row, not metrics
 HIGHEST_STEP = 1 << 53  # that a float represents exactly
 # a larger number is a damaged or diverged value; sums and products of values stay finite
 HIGHEST = 1e100
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run that count, with rising steps; [] if there are none."""
-    return [*newest(run_dir)][::-1]
+def rows(run_dir: Path, most: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a run that count, with rising steps, or the last ``most`` of them; [] if there
+    are none.
+    """
+    return [*itertools.islice(newest(run_dir), most)][::-1]
 
 
 def newest(run_dir: Path) -> Iterator[dict[str, Any]]:

@@ -136,7 +136,7 @@ def _summary(run: Run) -> dict[str, Any]:
             summary["best"] = run.state.meta["best"]
 
     facts = run.attempt.facts()
-    line = efficiency.verdict(rows.rows(run.dir), facts, run.settings.saved)
+    line = efficiency.verdict(rows.rows(run.dir, rows.NEWEST), facts, run.settings.saved)
     if line:
         summary["efficiency"] = line
     return summary
