@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
@@ -39,7 +40,8 @@ class Launch:
         of each rank.
         """
         python = [sys.executable, "-u", "-m"]
-        wrapper = [*python, "recipes.script", *words]
+        # from the job's snapshot: this process has changed to the repository
+        wrapper = ["env", "-C", str(files.ROOT), *python, "recipes.script", *words]
         address, port = variables_of_master(info).values()
         of_torchrun = self.extra if self.through == "torchrun" else ()
         torchrun = [

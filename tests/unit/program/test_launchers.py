@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.place.ranks import RankInfo
 from recipes.core.program import launchers
@@ -17,7 +19,7 @@ RANK = RankInfo(9, 1, 1, 16, 8, 2, ("n1", "n2"), "n1", 29500)
 # the second of two tasks, one per node
 NODE = RankInfo(1, 0, 1, 2, 1, 2, ("n1", "n2"), "n1", 29500)
 ALONE = RankInfo(0, 0, 0, 1, 1, 1, ())
-WRAPPER = f"{sys.executable} -u -m recipes.script program=a.py lr=1"
+WRAPPER = f"env -C {files.ROOT} {sys.executable} -u -m recipes.script program=a.py lr=1"
 
 
 def command(
@@ -40,6 +42,15 @@ def test_torchrun_starts_a_wrapper_for_each_rank_of_the_node() -> None:
         f"--master-addr=n1 --master-port=29500 --max-restarts=1 --no-python {WRAPPER}"
     )
     assert command("torchrun", 8, NODE, "--max-restarts=1") == expected
+
+
+def test_the_wrapper_comes_from_the_snapshot_and_not_from_an_edited_clone(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/__init__.py").write_text("raise SystemExit('from the clone')")
+    words = Launch("torchrun", ["a.py"], (), 1, True).command(ALONE, ["--help"])
+    wrapper = words[words.index("--no-python") + 1 :]
+    done = subprocess.run(wrapper, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_accelerate_starts_a_wrapper_for_each_rank_of_the_node() -> None:
