@@ -225,6 +225,7 @@ def find_imagenet(data_dir: str | Path) -> Path:
 # (http://yann.lecun.com/exdb/mnist/, "THE IDX FILE FORMAT"): two zero bytes, the type, the number
 # of dimensions, the dimensions as big-endian uint32, the data. Only the type uint8 is used here.
 UINT8 = 0x08
+LARGEST_IDX = 1 << 30  # bytes; a small .gz, or one with holes, may stand for more than the memory
 
 
 def idx_header(*shape: int) -> bytes:
@@ -237,9 +238,10 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
     line: file, fault, fix).
     """
     try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+        with path.open("rb") as file:
+            is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
+            opened = gzip.GzipFile(fileobj=file) if is_compressed else file
+            content = opened.read(LARGEST_IDX + 1)
         if content[:3] != bytes([0, 0, UINT8]):
             start = content[:4].hex() or "nothing"
             raise InputError(f"is not an IDX file of bytes (it starts with {start})")

@@ -1,9 +1,11 @@
 import gzip
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from recipes.core.data import datasets
 from recipes.core.data.datasets import MNIST, find_files, read_idx
 from recipes.core.errors import InputError
 
@@ -76,3 +78,14 @@ def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> N
     assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in message
     assert f"python -m recipes.prepare mnist data_dir='{data_dir}'" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bytes])
+def test_no_more_of_a_file_is_read_than_a_data_set_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(datasets, "LARGEST_IDX", 1000)
+    path = tmp_path / "bomb"
+    path.write_bytes(compress(idx((1 << 20,), bytes(1 << 20))))
+    with pytest.raises(InputError, match="has 1001 bytes"):
+        read_idx(path)
