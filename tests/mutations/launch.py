@@ -6,6 +6,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/launch/unpack.py",
+        'part = folder.with_name(f".{folder.name}")',
+        "part = folder",
+        "what a killed job has unpacked is used as an environment by the next one",
+        "tests/unit/launch/test_unpack.py",
+    ),
+    Mutation(
         "recipes/core/launch/run_commands.py",
         'for word in (*arguments, f"run_dir={run.folder}", *words)',
         'for word in (*words, *arguments, f"run_dir={run.folder}")',

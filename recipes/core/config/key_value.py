@@ -21,6 +21,7 @@ NOT_IN_FILE = {
     "container",
     "container_runtime",
     "container_mounts",
+    "environment",
     "extra",
     "cluster",
 }

@@ -54,6 +54,13 @@ class RunKeys:
         low=0,
         high=4096,
     )
+    environment: str = key(
+        "",
+        "archive of the ranks' Python environment (.tar, .tar.gz or .tar.zst): each node of a job "
+        "unpacks it once, on its own disk",
+        path=True,
+        not_inherited=True,
+    )
     resume: str = key(
         "auto",
         "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run "

@@ -38,7 +38,7 @@ from recipes.core.errors import (
     Next,
 )
 from recipes.core.files import ROOT
-from recipes.core.launch import container, examination, jobs, restart, snapshot
+from recipes.core.launch import container, examination, jobs, restart, snapshot, unpack
 from recipes.core.launch.restart import Restart
 from recipes.core.run import attempt as attempts
 from recipes.core.run import (
@@ -147,6 +147,11 @@ def _resolve(
     image = container.of_job(settings, settings.typed, environ)
     if image:
         step, inside = container.step(image, code, environ)
+    if settings.run.environment:
+        if image or not job:
+            why = "a container has its own" if image else "needs a job of Slurm"
+            raise ConfigError(f"environment=: {why}; leave it out")
+        inside = [unpack.on_all_nodes(Path(settings.run.environment), environ)]
     by_clock = _is_by_clock(settings, job)
     if by_clock and job and job.left_s:
         exported |= environment.with_end_time(time.time() + job.left_s)

@@ -49,6 +49,8 @@ LOCAL_KEYS = (
     "master",
     *IN_IMAGE,
 )
+# The run keys that have none.
+SLURM_KEYS = ("restarts", "spare", "min_nodes", "environment")
 
 
 def main(argv: list[str], python: str) -> int:
@@ -199,7 +201,7 @@ def run_here(settings: Settings) -> int:
     """
     layout = local_layout(settings)
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
-    unused += [f"{name}=" for name in ("restarts", "spare", "min_nodes") if name in settings.typed]
+    unused += [f"{name}=" for name in SLURM_KEYS if name in settings.typed]
     if settings.job.container:  # perhaps from the site's profile
         unused.append(f"container={settings.job.container}")
     if unused:

@@ -340,6 +340,15 @@ def on_each_node(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> list[
     return command
 
 
+def broadcast(source: Path, target: Path) -> None:
+    """Copies a file to the disk of each node of the job, from node to node. Raises MachineError."""
+    done = subprocess.run(
+        ["sbcast", "--force", source, target], capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode:
+        raise MachineError(f"sbcast {source}: {shown(one_line(done.stderr), 300)}")
+
+
 def cluster_name() -> str:
     """This cluster's name, which is SLURM_CLUSTER_NAME in its jobs; "" if Slurm does not answer."""
     config = _answer("scontrol", "show", "config")

@@ -412,6 +412,7 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
         "run_dir",
         "variant",
         "config",
+        "environment",
         "resume",
         "force",
         "debug",

@@ -1,0 +1,89 @@
+"""environment=: an archive of a Python environment, which each node of a job unpacks on its disk.
+
+Python looks for about 20,000 files until torch is imported, and a shared file system answers each
+question of each rank. An archive is one file, which Slurm copies from the first node to the others.
+
+python -m recipes.core.launch.unpack prepare FOLDER           status 1: it is not yet unpacked
+python -m recipes.core.launch.unpack unpack FOLDER ARCHIVE    each runs once on each node
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from recipes.core import errors, files, trust
+from recipes.core.errors import EXIT_DONE, MachineError
+from recipes.core.files import ROOT
+from recipes.core.run.logs import say
+from recipes.core.slurm import client, environment
+
+PYTHON = "bin/python"  # in a venv and in a conda environment
+COPY = ".archive"  # a node's copy, until it is unpacked
+MISSING = 1
+
+
+def on_all_nodes(archive: Path, environ: Mapping[str, str]) -> str:
+    """Unpacks ``archive`` on each node of the job that has not done so for an earlier job, and
+    returns the path of its Python. Raises MachineError.
+    """
+    try:
+        status = archive.stat()
+    except OSError as error:
+        raise MachineError(f"environment={archive}: {error.strerror}") from None
+    version = f"{archive} {status.st_size} {status.st_mtime_ns}"
+    digest = hashlib.sha256(version.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir(), f"recipes-{os.getuid()}", f"environment-{digest}")
+    began = time.monotonic()
+    if _on_each_node(environ, "prepare", folder) == MISSING:
+        source = archive
+        if environment.num_nodes(environ) > 1:
+            source = folder.with_name(folder.name + COPY)
+            client.broadcast(archive, source)
+        if _on_each_node(environ, "unpack", folder, source):
+            raise MachineError(f"environment={archive}: was not unpacked: the lines above say why")
+        say(f"environment: {archive} is unpacked in {folder} ({time.monotonic() - began:.0f} s)")
+    return str(folder / PYTHON)
+
+
+def _on_each_node(environ: Mapping[str, str], step: str, *paths: Path) -> int:
+    command = client.on_each_node(environ)
+    command += [sys.executable, "-m", __name__, step, *map(str, paths)]
+    return subprocess.run(command, env=environ, cwd=ROOT).returncode
+
+
+def unpack(folder: Path, archive: Path) -> None:
+    """Unpacks ``archive`` into ``folder`` of this node. Raises MachineError."""
+    part = folder.with_name(f".{folder.name}")
+    with files.writing_to(folder.parent, "environment"), files.locked(folder.parent / ".lock"):
+        if not folder.exists():
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            done = subprocess.run(["tar", "-xf", archive, "-C", part], stderr=subprocess.PIPE)
+            if done.returncode or not (part / PYTHON).exists():
+                said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+                rule = said or f"has no {PYTHON}; pack with: tar -cf FILE -C ENVIRONMENT ."
+                shutil.rmtree(part, ignore_errors=True)
+                raise MachineError(f"{os.uname().nodename}: {archive}: {errors.shown(rule)}")
+            part.rename(folder)
+    if archive.name.endswith(COPY):
+        archive.unlink(missing_ok=True)
+
+
+def main(argv: list[str]) -> int:
+    step, folder, *archive = argv
+    # nobody else may exchange what the ranks run
+    trust.private_folder(Path(folder).parent, "set TMPDIR to a folder of your own")
+    if step == "prepare":
+        return EXIT_DONE if Path(folder).exists() else MISSING
+    unpack(Path(folder), Path(archive[0]))
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(errors.status_of("environment", main))
