@@ -41,6 +41,15 @@ def test_paths_are_relative_to_the_folder_of_the_submission() -> None:
     )
 
 
+def test_an_environment_that_is_no_file_is_refused_before_the_queue(tmp_path: Path) -> None:
+    (tmp_path / "there.tar").touch()
+    assert describe("environment=there.tar", base=tmp_path).arguments == (
+        f"environment={tmp_path}/there.tar",
+    )
+    with pytest.raises(ConfigError, match=f"environment={tmp_path}: no such file"):
+        describe("environment=.", base=tmp_path)
+
+
 @pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])
 def test_a_folder_with_an_unprintable_name_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match="cannot be printed"):
