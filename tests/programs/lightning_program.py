@@ -49,31 +49,39 @@ class RecordingIO(TorchCheckpointIO):
         record("saved", checkpoint["global_step"])
 
 
-lightning.seed_everything(0)
-loader = DataLoader(
-    TensorDataset(torch.rand(512, 8), torch.rand(512, 1)), batch_size=8, num_workers=2, shuffle=True
-)
-periodic = ModelCheckpoint(
-    RUN_DIR / "periodic", "{step}", every_n_train_steps=args.save_every, save_top_k=-1
-)
-ranks = int(os.environ.get("WORLD_SIZE", 1))
-local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-trainer = lightning.Trainer(
-    accelerator="cpu",
-    strategy="ddp",
-    devices=local_ranks,
-    num_nodes=ranks // local_ranks,
-    max_steps=args.steps,
-    max_epochs=-1,
-    default_root_dir=RUN_DIR,
-    callbacks=[Journal(), periodic] if args.save_every else [Journal()],
-    plugins=[RecordingIO()],
-    enable_checkpointing=bool(args.save_every),
-    logger=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-# Without Slurm, Lightning does not look for the checkpoint that it has saved on a signal.
-saved = [*RUN_DIR.glob("hpc_ckpt_*.ckpt"), *RUN_DIR.glob("periodic/*.ckpt")]
-newest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
-trainer.fit(Net(), loader, ckpt_path=newest)
+def main() -> None:
+    lightning.seed_everything(0)
+    loader = DataLoader(
+        TensorDataset(torch.rand(512, 8), torch.rand(512, 1)),
+        batch_size=8,
+        num_workers=2,
+        shuffle=True,
+    )
+    periodic = ModelCheckpoint(
+        RUN_DIR / "periodic", "{step}", every_n_train_steps=args.save_every, save_top_k=-1
+    )
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=local_ranks,
+        num_nodes=ranks // local_ranks,
+        max_steps=args.steps,
+        max_epochs=-1,
+        default_root_dir=RUN_DIR,
+        callbacks=[Journal(), periodic] if args.save_every else [Journal()],
+        plugins=[RecordingIO()],
+        enable_checkpointing=bool(args.save_every),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # Without Slurm, Lightning does not look for the checkpoint that it has saved on a signal.
+    saved = [*RUN_DIR.glob("hpc_ckpt_*.ckpt"), *RUN_DIR.glob("periodic/*.ckpt")]
+    newest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
+    trainer.fit(Net(), loader, ckpt_path=newest)
+
+
+if __name__ == "__main__":
+    main()

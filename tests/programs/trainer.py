@@ -64,35 +64,40 @@ def newest_checkpoint() -> str | None:
     return None
 
 
-set_seed(0)
-arguments = TrainingArguments(
-    output_dir=str(RUN_DIR),
-    max_steps=options.steps,
-    per_device_train_batch_size=2,
-    dataloader_num_workers=2,
-    enable_jit_checkpoint=options.jit,
-    save_strategy="steps" if options.save_every else "no",
-    save_steps=options.save_every or 500,
-    logging_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-    use_cpu=options.cpu,
-)
-if arguments.world_size != int(os.environ.get("WORLD_SIZE", 1)):
-    raise SystemExit(f"this process trains alone: world_size={arguments.world_size}")
-config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-tokens = torch.randint(64, (512, 16))
-trainer = Trainer(
-    model=GPT2LMHeadModel(config),
-    args=arguments,
-    train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-    callbacks=[Journal()] if options.jit else [Journal(), StopTogether()],
-)
-resumed = newest_checkpoint()
-trainer.train(resume_from_checkpoint=resumed)
-last = newest_checkpoint()
-if options.jit and last not in (None, resumed) and not options.save_every:
-    record("saved", int(Path(last).name.split("-")[1]))
-# else torch may abort the process at its exit, with gloo once in 13 runs
-if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()
+def main() -> None:
+    set_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(RUN_DIR),
+        max_steps=options.steps,
+        per_device_train_batch_size=2,
+        dataloader_num_workers=2,
+        enable_jit_checkpoint=options.jit,
+        save_strategy="steps" if options.save_every else "no",
+        save_steps=options.save_every or 500,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=options.cpu,
+    )
+    if arguments.world_size != int(os.environ.get("WORLD_SIZE", 1)):
+        raise SystemExit(f"this process trains alone: world_size={arguments.world_size}")
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    tokens = torch.randint(64, (512, 16))
+    trainer = Trainer(
+        model=GPT2LMHeadModel(config),
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[Journal()] if options.jit else [Journal(), StopTogether()],
+    )
+    resumed = newest_checkpoint()
+    trainer.train(resume_from_checkpoint=resumed)
+    last = newest_checkpoint()
+    if options.jit and last not in (None, resumed) and not options.save_every:
+        record("saved", int(Path(last).name.split("-")[1]))
+    # else torch may abort the process at its exit, with gloo once in 13 runs
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

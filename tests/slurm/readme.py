@@ -296,6 +296,15 @@ TABLE: dict[str, How] = {
     "python launch.py check recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data": slurm(
         "device=cpu", DATA, runs=0, says="^nothing was submitted$"
     ),
+    "tar -cf /shared/environment.tar -C .venv .": tool(swap={"/shared": "$NEW"}),
+    "sbatch sbatch/cifar_2x8.sh environment=/shared/environment.tar": slurm(
+        CIFAR,
+        {
+            "sbatch sbatch": "TMPDIR=$NEW sbatch --nodes=1 --ntasks-per-node=1 sbatch",
+            "/shared/": "",
+        },
+        says="^environment: .* is unpacked in ",
+    ),
     # docs/your-script.md
     "python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20": slurm(
         swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu", "20": "2"}

@@ -184,6 +184,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
         f"python -m recipes.finetune {readme.TUNED} dataset=fake run_dir=runs/finetune/1234",
         "cp $(find $DATA/val -name '*.JPEG' | head -1) photo.jpg",
         "cp -r runs/cifar/1234_0 runs/cifar/1234_1",
+        "tar -cf environment.tar -C .venv .",
         "wait $failing",
     )
     ended = helpers.run(["bash", "-ec", "\n".join(before)], cwd=clone, environ=environ)
