@@ -20,7 +20,7 @@ MUTATIONS = [
         "test_opencv_keeps_the_sides_of_an_image_that_is_not_square",
     ),
     Mutation(
-        "recipes/core/data/text.py",
+        "recipes/core/data/documents.py",
         "source.stat().st_size, source.stat().st_mtime_ns)",
         "source.stat().st_size)",
         "a text that was edited without a change of its size is not read again",

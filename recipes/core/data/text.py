@@ -1,36 +1,30 @@
 """Text as token ids: shards that are mapped into memory, and how ``recipes.prepare text`` writes
 them. Without torch.
 
-NNNNN.bin    a shard: the ids of its documents, each document with an end-of-text token behind it
-NNNNN.json   its number of tokens, its SHA-256, and a digest of what it was made from
-index.json   the same of all shards, tokenizer, dtype, end of text and vocabulary; written last
+A shard of `documents` has the ids of its documents, each document with an end-of-text token behind
+it. index.json has tokenizer, dtype, end of text and vocabulary.
 """
 
 import bisect
-import glob
 import hashlib
-import io
 import itertools
 import json
-import multiprocessing
-import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from recipes.core import errors, files, trust
-from recipes.core.data import classfolder, datasets
+from recipes.core import errors, files
+from recipes.core.data import datasets, documents
 from recipes.core.errors import InputError, MachineError
-from recipes.core.place import processes
 
 VERSION = {"format": "text", "version": 1}
-SHARD_BYTES = 1 << 27  # of source; a larger file is one shard
-ENDINGS = (".txt", ".jsonl", ".parquet")  # in any case
+ENDINGS = (".txt", ".jsonl", ".parquet")
+FIX = (
+    "give UTF-8 text; each line of a .jsonl and each row of a .parquet "
+    "must have a string in the field text"
+)
 END_OF_TEXT = "<|endoftext|>"  # may separate the documents of a .txt file
 MOST_VALIDATION = 2**20  # tokens
 Tokens = np.ndarray[Any, np.dtype[Any]]
@@ -121,16 +115,11 @@ def open_text(data_dir: str) -> Text:
         raise InputError(f"{str(folder / 'index.json')!r} {why}: {again}") from None
     for number, (tokens, _) in enumerate(facts):
         path = folder / f"{number:05d}.bin"
-        size = tokens * np.dtype(dtype).itemsize
-        if not path.is_file() or path.stat().st_size != size:
-            raise InputError(f"{str(path)!r} is not a file of {size} bytes: {again}")
-        shards.append(np.memmap(path, dtype, "r") if size else np.empty(0, dtype))
+        shards.append(documents.mapped(path, tokens, dtype, again))
     return Text(shards, vocabulary, end, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
 
 
-def write(
-    source: str, folder: Path, tokenizer: str, workers: int, say: Callable[[str], None]
-) -> None:
+def write(source: str, folder: Path, tokenizer: str, workers: int, say: documents.Say) -> None:
     """Writes ``source``, a folder, a file or a pattern, into ``folder``. Shards that are there and
     valid are kept.
 
@@ -138,104 +127,38 @@ def write(
     """
     _, vocabulary, end = open_tokenizer(tokenizer)
     dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
-    groups = _groups(source, say)
+    groups = documents.find_groups(source, ENDINGS, say)
     tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(groups)]
-    count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
-    spawn = multiprocessing.get_context("spawn")
-    index = folder / "index.json"
-    shards = []
-    with files.writing_to(folder, "data_dir"):
-        trust.own_folder(folder, "data_dir")
-    with files.writing_to(folder, "data_dir"), files.locked(folder / "preparing.lock"):
-        if (files.read_json(index) or {}).get("tokenizer", tokenizer) != tokenizer:
+    with documents.preparing(folder) as index:
+        if index.get("tokenizer", tokenizer) != tokenizer:
             made = f"{str(folder)!r} was made with another tokenizer"
             raise InputError(f"tokenizer={tokenizer}: {made}: give another data_dir=")
-        index.unlink(missing_ok=True)  # an unfinished text must not look complete
-        files.remove_temporary(folder)
-
-        try:
-            # An error or Ctrl-C ends map(), which cancels what has not begun.
-            with ProcessPoolExecutor(count, spawn, _start, (os.getpid(),)) as pool:
-                for shard in pool.map(write_shard, *zip(*tasks, strict=True)):
-                    shards.append(shard)
-                    say(f"shard {len(shards)} of {len(tasks)}: {shard['tokens']:,} tokens")
-        except BrokenProcessPool:
-            why = "a worker process died, probably for lack of memory"
-            raise MachineError(f"{why}: reduce workers=") from None
-
         content = {
             **VERSION,
             "tokenizer": tokenizer,
             "dtype": dtype,
             "end": end,
-            "shards": shards,
+            "shards": documents.write_all(folder, write_shard, tasks, workers, say),
             "vocabulary": " ".join(token.hex() for token in vocabulary),
         }
-        files.write_json(index, content)
+        files.write_json(folder / "index.json", content)
 
 
-def _start(parent: int) -> None:
-    processes.die_with(parent)()
-
-
-def _groups(source: str, say: Callable[[str], None]) -> list[list[Path]]:
-    """The files of each shard, in the order of their names."""
-    root = Path(source).expanduser()
-    candidates = list[Path]()
-    seen = set[bytes]()
-    for path in [root] if root.is_dir() else map(Path, sorted(glob.glob(str(root)))):
-        if path.is_dir():  # also Spark's folder of part files, NAME.parquet/
-            for place, _, names in classfolder.walk(os.fsencode(path), seen):
-                candidates += [Path(os.fsdecode(place), os.fsdecode(name)) for name in names]
-        else:
-            candidates.append(path)
-
-    paths = list[Path]()
-    others = list[bytes]()
-    for path in candidates:
-        # is_file: not a named pipe or a device in another user's folder
-        if path.suffix.lower() in ENDINGS and path.is_file():
-            paths.append(path.absolute())
-        else:
-            others.append(os.fsencode(path.name))
-    classfolder.say_left_out(source, others, say)
-    if not paths:
-        fix = "give a folder, a file or a pattern"
-        raise InputError(f"source={source!r} has no .txt, .jsonl or .parquet: {fix}")
-
-    groups = defaultdict[int, list[Path]](list)
-    end = 0
-    for path in sorted(paths):
-        end += path.stat().st_size
-        groups[end // SHARD_BYTES].append(path)
-    return [*groups.values()]
-
-
-def write_shard(path: Path, sources: Sequence[Path], tokenizer: str, dtype: str) -> dict[str, Any]:
+def write_shard(
+    path: Path, sources: Sequence[Path], tokenizer: str, dtype: str
+) -> documents.Record:
     """Writes the documents of ``sources`` and, beside them, their part of index.json, unless both
     exist. Raises InputError.
     """
-    facts = [(str(source), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
-    identity = hashlib.sha256(json.dumps([tokenizer, facts]).encode()).hexdigest()
-    record = files.read_json(path.with_suffix(".json")) or {}
-    is_made = record.get("source") == identity and path.is_file()
-    if is_made and files.sha256(path) == record["sha256"]:
-        return record
-    encode, _, end = open_tokenizer(tokenizer)
-    digest = hashlib.sha256()
 
-    def fill(file: IO[bytes]) -> None:
+    def fill(file: IO[bytes]) -> documents.Record:
+        encode, _, end = open_tokenizer(tokenizer)
         for document in itertools.chain.from_iterable(map(_documents, sources)):
             ids = np.append(np.asarray(encode(document), np.int64), end)
-            content = ids.astype(dtype).tobytes()
-            digest.update(content)
-            file.write(content)
+            file.write(ids.astype(dtype).tobytes())
+        return {"tokens": file.tell() // np.dtype(dtype).itemsize}
 
-    files.write_whole(path, fill)
-    tokens = path.stat().st_size // np.dtype(dtype).itemsize
-    record = {"tokens": tokens, "sha256": digest.hexdigest(), "source": identity}
-    files.write_json(path.with_suffix(".json"), record)
-    return record
+    return documents.write_one(path, sources, tokenizer, fill)
 
 
 def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
@@ -261,33 +184,14 @@ def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
 
 def _documents(path: Path) -> Iterator[str]:
     """The documents of a file: a line of .jsonl or a row of .parquet is one. Raises InputError."""
-    kind = path.suffix.lower()
-    number = 0
-    try:
-        with open(path, "rb", opener=trust.without_links_of_others) as file:
-            if kind == ".txt":
-                yield from filter(str.strip, _string(file.read()).split(END_OF_TEXT))
-                return
-            if kind == ".parquet":
-                from pyarrow import parquet
-
-                for batch in parquet.ParquetFile(file).iter_batches(columns=["text"]):
-                    values = (value for value in batch["text"].to_pylist() if value is not None)
-                    yield from filter(None, map(_string, values))
-                return
-            lines = io.TextIOWrapper(file, "utf-8-sig")
-            for number, text in enumerate(lines, 1):  # noqa: B007 (in the message)
-                if text.strip():
-                    yield _string(json.loads(text)["text"])
-    except ModuleNotFoundError:
-        raise InputError(f"{str(path)!r}: needs pyarrow: pip install '.[text]'") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = (
-            "give UTF-8 text; each line of a .jsonl and each row of a .parquet "
-            "must have a string in the field text"
-        )
-        line = f", line {number}" if number else ""
-        raise InputError(f"{str(path)!r}{line}: {errors.one_line(error, 120)}: {fix}") from None
+    with documents.reading(path, FIX, ["text"]) as rows:
+        if rows.kind == ".txt":
+            yield from filter(str.strip, _string(rows.file.read()).split(END_OF_TEXT))
+            return
+        is_table = rows.kind == ".parquet"
+        for row in rows:
+            if not (is_table and row["text"] in (None, "")):
+                yield _string(row["text"])
 
 
 def _string(value: Any) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from recipes import prepare
-from recipes.core.data import sentences, text
+from recipes.core.data import documents, sentences, text
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.text import Text
 from recipes.core.errors import InputError
@@ -35,7 +35,9 @@ def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Prepare:
     """Prepares tmp_path/source in threads; exit status, and stdout or the one line of an error."""
-    monkeypatch.setattr(text, "ProcessPoolExecutor", lambda count, *rest: ThreadPoolExecutor(count))
+    monkeypatch.setattr(
+        documents, "ProcessPoolExecutor", lambda count, *rest: ThreadPoolExecutor(count)
+    )
 
     def go(*words: str) -> tuple[int, str]:
         status = prepare.main(
@@ -58,7 +60,7 @@ def put(folder: Path, **contents: str) -> None:
 
 def of_parquet(monkeypatch: pytest.MonkeyPatch, *values: object) -> None:
     """pyarrow, whose files have these values in the column text."""
-    batches = [{"text": SimpleNamespace(to_pylist=lambda: list(values))}]
+    batches = [SimpleNamespace(to_pylist=lambda: [{"text": value} for value in values])]
     parquet = SimpleNamespace(
         ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda columns: batches)
     )
@@ -250,7 +252,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path, run: Prepare) -> None:
 
 
 def six_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "SHARD_BYTES", 1)
+    monkeypatch.setattr(documents, "SHARD_BYTES", 1)
     put(tmp_path, **{f"{i}_txt": f"document {i}" for i in range(6)})
 
 
@@ -259,9 +261,9 @@ import os, sys
 from concurrent.futures import ThreadPoolExecutor
 from recipes import prepare
 from recipes.core import files
-from recipes.core.data import text
-text.ProcessPoolExecutor = lambda count, *rest: ThreadPoolExecutor(count)
-text.SHARD_BYTES, whole = 1, files.write_whole
+from recipes.core.data import documents
+documents.ProcessPoolExecutor = lambda count, *rest: ThreadPoolExecutor(count)
+documents.SHARD_BYTES, whole = 1, files.write_whole
 
 def write_whole(path, write):
     def part(file):
@@ -365,8 +367,8 @@ def test_processes_write_the_same_text(tmp_path: Path) -> None:
     put(tmp_path, a_txt="x", b_txt="y")
     words = ["text", "workers=2", f"source={tmp_path}/source/*.txt", f"data_dir={tmp_path}"]
     code = (
-        "import sys; from recipes import prepare; from recipes.core.data import text; "
-        "text.SHARD_BYTES = 1"
+        "import sys; from recipes import prepare; from recipes.core.data import documents; "
+        "documents.SHARD_BYTES = 1"
     )
     ended = helpers.run(
         [sys.executable, "-c", f"{code}; sys.exit(prepare.main(sys.argv[1:]))", *words], cwd=ROOT

@@ -1,0 +1,205 @@
+"""Documents as shards: which files of a folder are read, their rows, and the processes that write
+the shards. Without torch.
+
+NNNNN.bin    a shard
+NNNNN.json   its record: its SHA-256, a digest of what it was made from, its number of tokens
+index.json   the records of all shards, and what is common to them; written last
+"""
+
+import contextlib
+import glob
+import hashlib
+import json
+import multiprocessing
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from recipes.core import errors, files, trust
+from recipes.core.data import classfolder
+from recipes.core.errors import InputError, MachineError
+from recipes.core.place import processes
+
+SHARD_BYTES = 1 << 27  # of source; a larger file is one group
+LONGEST_LINE = 1 << 26  # bytes
+Say = Callable[[str], None]
+Record = dict[str, Any]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def find_groups(source: str, endings: Sequence[str], say: Say) -> list[list[Path]]:
+    """The files of each shard, in the order of their names. source: a folder, a file or a pattern.
+    endings: of the files to read, in any case. Raises InputError if there are none.
+    """
+    root = Path(source).expanduser()
+    candidates = list[Path]()
+    seen = set[bytes]()
+    for path in [root] if root.is_dir() else map(Path, sorted(glob.glob(str(root)))):
+        if path.is_dir():  # also Spark's folder of part files, NAME.parquet/
+            for place, _, names in classfolder.walk(os.fsencode(path), seen):
+                candidates += [Path(os.fsdecode(place), os.fsdecode(name)) for name in names]
+        else:
+            candidates.append(path)
+
+    paths = list[Path]()
+    others = list[bytes]()
+    for path in candidates:
+        # is_file: not a named pipe or a device in another user's folder
+        if path.suffix.lower() in endings and path.is_file():
+            paths.append(path.absolute())
+        else:
+            others.append(os.fsencode(path.name))
+    classfolder.say_left_out(source, others, say)
+    if not paths:
+        *first, last = endings
+        fix = "give a folder, a file or a pattern"
+        raise InputError(f"source={source!r} has no {', '.join(first)} or {last}: {fix}")
+
+    groups = defaultdict[int, list[Path]](list)
+    end = 0
+    for path in sorted(paths):
+        end += path.stat().st_size
+        groups[end // SHARD_BYTES].append(path)
+    return [*groups.values()]
+
+
+@dataclass
+class Rows:
+    """The rows of an open .jsonl or .parquet file; of these, each ``every``-th from ``first`` on.
+
+    number: of the last row that was read, from 1. columns: those of a .parquet that are read; None:
+    all.
+    """
+
+    file: IO[bytes]
+    kind: str
+    columns: Sequence[str] | None
+    first: int = 0
+    every: int = 1
+    number: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = self._rows_of_table() if self.kind == ".parquet" else self._lines()
+        for number, row in enumerate(rows):
+            self.number = number + 1
+            if number % self.every == self.first:
+                if not isinstance(row, bytes):
+                    yield row
+                elif row.strip():
+                    yield json.loads(row.decode("utf-8-sig"))
+
+    def _rows_of_table(self) -> Iterator[Any]:
+        from pyarrow import parquet
+
+        for batch in parquet.ParquetFile(self.file).iter_batches(columns=self.columns):
+            yield from batch.to_pylist()
+
+    def _lines(self) -> Iterator[bytes]:
+        while line := self.file.readline(LONGEST_LINE):
+            yield line
+            if len(line) == LONGEST_LINE:
+                raise ValueError(f"the line is longer than {files.size_text(LONGEST_LINE)}")
+
+
+@contextlib.contextmanager
+def reading(path: Path, fix: str, columns: Sequence[str] | None = None) -> Iterator[Rows]:
+    """Opens a file of documents. Raises InputError, with file, line and ``fix``, in place of errors
+    within the ``with`` block.
+    """
+    rows = None
+    try:
+        with open(path, "rb", opener=trust.without_links_of_others) as file:
+            rows = Rows(file, path.suffix.lower(), columns)
+            yield rows
+    except ModuleNotFoundError:
+        raise InputError(f"{str(path)!r}: needs pyarrow: pip install '.[text]'") from None
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        line = f", line {rows.number}" if rows and rows.number else ""
+        raise InputError(f"{str(path)!r}{line}: {errors.one_line(error, 120)}: {fix}") from None
+
+
+@contextlib.contextmanager
+def preparing(folder: Path) -> Iterator[Record]:
+    """Locks ``folder``, a data set below data_dir, and yields its index.json; {} if it has none.
+    Raises MachineError.
+    """
+    with files.writing_to(folder, "data_dir"):
+        trust.own_folder(folder, "data_dir")
+    with files.writing_to(folder, "data_dir"), files.locked(folder / "preparing.lock"):
+        files.remove_temporary(folder)
+        yield files.read_json(folder / "index.json") or {}
+
+
+def write_all(
+    folder: Path,
+    write: Callable[..., Record],
+    tasks: Sequence[tuple[Any, ...]],
+    workers: int,
+    say: Say,
+) -> list[Record]:
+    """The records of the shards that ``write`` writes, a call for each task, in processes.
+
+    write: a function of a module. workers: number of processes, 0: one for each CPU. Raises
+    MachineError.
+    """
+    count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
+    spawn = multiprocessing.get_context("spawn")
+    # an unfinished set must not look complete
+    (folder / "index.json").unlink(missing_ok=True)
+    records = list[Record]()
+    try:
+        # An error or Ctrl-C ends map(), which cancels what has not begun.
+        with ProcessPoolExecutor(count, spawn, _start, (os.getpid(),)) as pool:
+            for record in pool.map(write, *zip(*tasks, strict=True)):
+                records.append(record)
+                say(f"shard {len(records)} of {len(tasks)}: {record['tokens']:,} tokens")
+    except BrokenProcessPool:
+        why = "a worker process died, probably for lack of memory"
+        raise MachineError(f"{why}: reduce workers=") from None
+    return records
+
+
+def _start(parent: int) -> None:
+    processes.die_with(parent)()
+
+
+def write_one(
+    path: Path, sources: Sequence[Path], how: Any, fill: Callable[[IO[bytes]], Record]
+) -> Record:
+    """Writes a shard and, beside it, its record, unless both exist and were made from the same
+    ``sources`` in the same way.
+
+    how: what, besides the sources, determines the content. fill: writes it, and returns what the
+    record says about it.
+    """
+    facts = [(str(source), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    identity = hashlib.sha256(json.dumps([how, facts]).encode()).hexdigest()
+    record = files.read_json(path.with_suffix(".json")) or {}
+    is_made = record.get("source") == identity and path.is_file()
+    if is_made and files.sha256(path) == record["sha256"]:
+        return record
+
+    record = {}
+    files.write_whole(path, lambda file: record.update(fill(file)))
+    record |= {"sha256": files.sha256(path), "source": identity}
+    files.write_json(path.with_suffix(".json"), record)
+    return record
+
+
+def mapped(path: Path, count: int, dtype: str, again: str) -> Array:
+    """The ``count`` numbers of a shard, mapped into memory. Checks its size, but not its SHA-256,
+    as it would read all of it. Raises InputError with ``again``, the command that writes it.
+    """
+    size = count * np.dtype(dtype).itemsize
+    if not path.is_file() or path.stat().st_size != size:
+        raise InputError(f"{str(path)!r} is not a file of {size} bytes: {again}")
+    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
