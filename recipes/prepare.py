@@ -4,6 +4,7 @@ have no internet.
     python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]
     python -m recipes.prepare text data_dir=DIR source=FOLDER [tokenizer=gpt2] [workers=N]
+    python -m recipes.prepare dialogues data_dir=DIR source=FOLDER model=FOLDER [val=FILE] …
     python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
     # fetches the weights, and reads each image once
     python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50
@@ -76,6 +77,33 @@ class TextKeys(PrepareKeys):
         "bytes", "bytes; or gpt2 or o200k_base of tiktoken", values=("bytes", "gpt2", "o200k_base")
     )
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
+
+
+@dataclass(frozen=True)
+class DialoguesKeys(PrepareKeys):
+    source: str = key(
+        "",
+        "folder, file or pattern in quotes: .jsonl and .parquet with messages, "
+        "prompt and completion, or text",
+    )
+
+    model: str = key("", "folder of the Hugging Face model, for its tokenizer and chat template")
+    val: str = key("", "as source=, what to evaluate; default: val_fraction= of source=")
+    val_fraction: float = key(0.02, "fraction of the examples to evaluate", low=0, high=1)
+    seed: int = key(0, "draws the examples of val_fraction=", low=0)
+    train_on: str = key(
+        "completion",
+        "the tokens that the loss counts: of the assistant and of completions, or all",
+        values=("completion", "all"),
+    )
+    max_len: int = key(4096, "maximum number of tokens of an example", low=2, high=2**24)
+    too_long: str = key(
+        "refuse",
+        "rows that are longer, or cannot be used: refuse them; drop them; cut long ones and drop "
+        "the others",
+        values=("refuse", "drop", "cut"),
+    )
+    workers: int = declare.default(TextKeys, "workers", 0)
 
 
 @dataclass(frozen=True)
@@ -274,6 +302,21 @@ def prepare_text(keys: TextKeys) -> tuple[str, Path]:
     return "gpt", data_dir
 
 
+def prepare_dialogues(keys: DialoguesKeys) -> tuple[str, Path]:
+    """Writes dialogues as tokens into data_dir/dialogues. Raises InputError, MachineError."""
+    from recipes.core.data import dialogues
+
+    if not keys.source:
+        raise InputError("source= is missing: give the folder of your dialogues, source=FOLDER")
+    data_dir = datasets.folder_of(keys.data_dir).absolute()
+    dialogues.write(keys, data_dir / datasets.DIALOGUES.folder, _say)
+    parts = dialogues.open_dialogues(str(data_dir))
+    for name, examples in zip(("training", "validation"), parts, strict=True):
+        tokens = f"{examples.lengths.sum():,} tokens, of which the loss counts"
+        _say(f"{name}: {len(examples):,} examples, {tokens} {examples.counted.sum():,}")
+    return f"llm model={shlex.quote(keys.model)}", data_dir
+
+
 def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
     """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them.
     Raises InputError, MachineError.
@@ -352,6 +395,7 @@ DATASETS: dict[str, tuple[type, Callable[[Any], tuple[str, Path]]]] = {
     "mnist": (PrepareKeys, prepare_mnist),
     "cifar10": (PrepareKeys, prepare_cifar10),
     "text": (TextKeys, prepare_text),
+    "dialogues": (DialoguesKeys, prepare_dialogues),
     "imagenet": (ImagenetKeys, prepare_imagenet),
     "weights": (WeightsKeys, prepare_weights),
     "finetune": (FinetuneKeys, prepare_finetune),

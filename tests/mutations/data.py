@@ -4,6 +4,22 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/data/chat.py",
+        "(ends > first) & (begins < last)",
+        "(ends >= first) & (begins <= last)",
+        "the loss counts tokens beside the turns of the assistant",
+        "tests/unit/data/test_dialogues.py::"
+        "test_the_loss_counts_the_assistants_tokens_and_their_end_only",
+    ),
+    Mutation(
+        "recipes/core/data/dialogues.py",
+        "documents.find_groups(keys.source, ENDINGS, say, others)",
+        "documents.find_groups(keys.source, ENDINGS, say)",
+        "files of val= that are in source= are also trained on",
+        "tests/unit/data/test_dialogues.py::"
+        "test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files",
+    ),
+    Mutation(
         "recipes/core/data/torch_loader.py",
         "        time.sleep(WORKER_END_S)\n",
         "",

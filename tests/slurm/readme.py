@@ -181,6 +181,18 @@ TUNED = (
 DATA = {"=/data": "=$DATA"}
 NEW = {"data_dir=/data": "data_dir=$NEW"}
 ARTICLES = {"/data/articles": "tested-versions.txt", "data_dir=/data": "data_dir=$NEW"}
+# a tokenizer, and a file of dialogues
+MADE = (
+    "python -c 'from recipes.core.data import made_dialogues as made; "
+    "made.made_tokenizer().save_pretrained(\"'$NEW'/model\")' && "
+    """printf '{"text": "%s"}\\n' one two > $NEW/rows.jsonl && python"""
+)
+TALKS = {
+    "python": MADE,
+    "/data/talks": "$NEW/rows.jsonl",
+    "/models/qwen": "$NEW/model",
+    "data_dir=/data": "data_dir=$NEW",
+}
 PACK = {"/data/imagenet": "$DATA", "/scratch": "$NEW"}
 BENCH = {"--ntasks-per-node=8": "--ntasks-per-node=1", "1M..1G": "1K..4K"}
 # In place of Apptainer, pyxis and Docker: each notes that it was called, and starts the command
@@ -449,6 +461,8 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare text source=/data/articles data_dir=/data tokenizer=gpt2": tool(
         swap={**ARTICLES, "gpt2": "bytes"}, says=NEXT, only="the tokenizer is downloaded"
     ),
+    "python -m recipes.prepare dialogues source=/data/talks model=/models/qwen "
+    "data_dir=/data": tool("workers=1", TALKS, says=NEXT),
     # AGENTS.md
     "python launch.py check recipe=mnist nodes=2 device=cpu": slurm(
         "dataset=fake", runs=0, says="^nothing was submitted$"
@@ -643,6 +657,18 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare text data_dir=DIR source=FOLDER [tokenizer=gpt2] [workers=N]": tool(
         "workers=1",
         {"DIR": "$NEW", "FOLDER": "tested-versions.txt", " [tokenizer=gpt2] [workers=N]": ""},
+        says=NEXT,
+    ),
+    "python -m recipes.prepare dialogues data_dir=DIR source=FOLDER model=FOLDER [val=FILE] "
+    "…": tool(
+        "workers=1",
+        {
+            "python": MADE,
+            "data_dir=DIR": "data_dir=$NEW",
+            "source=FOLDER": "source=$NEW/rows.jsonl",
+            "model=FOLDER": "model=$NEW/model",
+            " [val=FILE] …": "",
+        },
         says=NEXT,
     ),
     "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] "

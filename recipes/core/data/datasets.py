@@ -87,6 +87,11 @@ CIFAR10_IDX = (
 # index.json (source, classes, samples, sha256) is written last.
 CIFAR10 = Dataset("cifar10", "cifar10", (*CIFAR10_IDX, "index.json"))
 TEXT = Dataset("text", "text", ("index.json",))
+DIALOGUES = Dataset("dialogues", "dialogues", ("index.json",))
+OF_SOURCE = {  # those that are not downloaded: what their prepare requires, and what it is
+    TEXT: ("source=FOLDER", "with the folder of your text"),
+    DIALOGUES: ("source=FOLDER model=FOLDER", "with your dialogues and the folder of the model"),
+}
 # names of folders, in any case, and the split that each is for
 SPLITS = {
     "train": "train",
@@ -187,9 +192,9 @@ def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
     if missing:
         command = prepare_command(dataset.name, base)
         how = "on a machine with internet (elsewhere, add source=FOLDER, which has the data)"
-        if dataset is TEXT:  # it is not downloaded
-            command = f"{command} source=FOLDER"
-            how = "with the folder of your text"
+        if dataset in OF_SOURCE:
+            words, how = OF_SOURCE[dataset]
+            command = f"{command} {words}"
         where = f"plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself"
         lacking = f"lacks {', '.join(missing)} ({where})"
         raise InputError(f"data_dir={str(base)!r} {lacking}: run this {how}: {command}")

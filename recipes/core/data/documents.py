@@ -13,7 +13,7 @@ import json
 import multiprocessing
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -34,9 +34,17 @@ Record = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def find_groups(source: str, endings: Sequence[str], say: Say) -> list[list[Path]]:
+def find_groups(
+    source: str,
+    endings: Sequence[str],
+    say: Say,
+    without: Collection[Path] = (),
+    key: str = "source",
+) -> list[list[Path]]:
     """The files of each shard, in the order of their names. source: a folder, a file or a pattern.
-    endings: of the files to read, in any case. Raises InputError if there are none.
+    endings: of the files to read, in any case. without: files that are not read. key: that names
+    ``source``. Raises InputError
+    if there are none.
     """
     root = Path(source).expanduser()
     candidates = list[Path]()
@@ -52,7 +60,8 @@ def find_groups(source: str, endings: Sequence[str], say: Say) -> list[list[Path
     others = list[bytes]()
     for path in candidates:
         # is_file: not a named pipe or a device in another user's folder
-        if path.suffix.lower() in endings and path.is_file():
+        is_left_out = path.absolute() in without
+        if path.suffix.lower() in endings and path.is_file() and not is_left_out:
             paths.append(path.absolute())
         else:
             others.append(os.fsencode(path.name))
@@ -60,7 +69,7 @@ def find_groups(source: str, endings: Sequence[str], say: Say) -> list[list[Path
     if not paths:
         *first, last = endings
         fix = "give a folder, a file or a pattern"
-        raise InputError(f"source={source!r} has no {', '.join(first)} or {last}: {fix}")
+        raise InputError(f"{key}={source!r} has no {', '.join(first)} or {last}: {fix}")
 
     groups = defaultdict[int, list[Path]](list)
     end = 0
@@ -72,40 +81,30 @@ def find_groups(source: str, endings: Sequence[str], say: Say) -> list[list[Path
 
 @dataclass
 class Rows:
-    """The rows of an open .jsonl or .parquet file; of these, each ``every``-th from ``first`` on.
-
-    number: of the last row that was read, from 1. columns: those of a .parquet that are read; None:
-    all.
+    """The rows of an open .jsonl or .parquet file. number: of the last row that was read, from 1.
+    columns: those of a .parquet that are read; None: all.
     """
 
     file: IO[bytes]
     kind: str
     columns: Sequence[str] | None
-    first: int = 0
-    every: int = 1
     number: int = 0
 
     def __iter__(self) -> Iterator[Any]:
-        rows = self._rows_of_table() if self.kind == ".parquet" else self._lines()
-        for number, row in enumerate(rows):
-            self.number = number + 1
-            if number % self.every == self.first:
-                if not isinstance(row, bytes):
+        if self.kind == ".parquet":
+            from pyarrow import parquet
+
+            for batch in parquet.ParquetFile(self.file).iter_batches(columns=self.columns):
+                for row in batch.to_pylist():
+                    self.number += 1
                     yield row
-                elif row.strip():
-                    yield json.loads(row.decode("utf-8-sig"))
-
-    def _rows_of_table(self) -> Iterator[Any]:
-        from pyarrow import parquet
-
-        for batch in parquet.ParquetFile(self.file).iter_batches(columns=self.columns):
-            yield from batch.to_pylist()
-
-    def _lines(self) -> Iterator[bytes]:
+            return
         while line := self.file.readline(LONGEST_LINE):
-            yield line
+            self.number += 1
             if len(line) == LONGEST_LINE:
-                raise ValueError(f"the line is longer than {files.size_text(LONGEST_LINE)}")
+                raise ValueError(f"it is longer than {files.size_text(LONGEST_LINE)}")
+            if line.strip():
+                yield json.loads(line.decode("utf-8-sig"))
 
 
 @contextlib.contextmanager

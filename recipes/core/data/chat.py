@@ -1,0 +1,215 @@
+"""A row of a set of dialogues as tokens, and which of them the loss counts. Without torch.
+
+A row has ``messages``, to which the tokenizer's chat template is applied, or ``prompt`` and
+``completion``, or ``text``.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.core import errors, files
+from recipes.core.data.documents import Array
+from recipes.core.errors import InputError
+
+# The fields of each kind of row. A row that has several kinds counts as the first one.
+KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers searches it
+
+
+class Fault(Enum):
+    """What is wrong with a row, and the fix."""
+
+    kind = (
+        "is of another kind than the first row",
+        "give messages, or prompt and completion, or text, in all rows",
+    )
+    content = (
+        "has content that is not a string, or no role",
+        "give each message a role and a string",
+    )
+    empty = "is empty", "remove it"
+    no_turn = "has no assistant's turn", "add a message with the role assistant"
+    template = "the chat template fails", "correct the roles and the order of the messages"
+    changed = (
+        "the chat template renders a turn differently once others follow it",
+        "end the row with this turn, or mark the turns in the template with {% generation %}",
+    )
+    too_long = "has more than max_len tokens", "raise max_len=, or give too_long=cut"
+    cut_off = "has no token to learn in its first max_len tokens", "raise max_len="
+
+
+class Unusable(Exception):
+    """A row that cannot be used. Its text follows the place of the row in a message."""
+
+    def __init__(self, fault: Fault, detail: str = "") -> None:
+        super().__init__(detail and f" ({detail})")
+        self.fault = fault
+
+
+def open_tokenizer(model: str) -> Any:
+    """The tokenizer in the folder ``model``; no code in it is executed. Raises InputError."""
+    transformers = errors.require("transformers", "llm", f"model={model}: ")
+    fix = "give the folder of a Hugging Face model that has tokenizer.json"
+    folder = Path(model).expanduser()
+    try:
+        if not (model and folder.is_dir()):
+            raise ValueError("not a folder")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if not tokenizer.is_fast:
+            raise ValueError("it cannot tell which characters a token has")
+    except Exception as error:  # whatever its files contain
+        raise InputError(f"model={model!r}: {errors.one_line(error, 120)}: {fix}") from None
+    return tokenizer
+
+
+def end_tokens(model: str, tokenizer: Any) -> list[int]:
+    """The tokens that end a generated text; first the one to put behind a completion. Raises
+    InputError if there is none.
+    """
+    settings = files.read_json(Path(model).expanduser() / "generation_config.json") or {}
+    others = settings.get("eos_token_id")
+    tokens = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
+    ends = [token for token in dict.fromkeys(tokens) if token is not None]
+    if not ends:
+        fix = "set eos_token in its tokenizer_config.json"
+        raise InputError(f"model={model!r}: the tokenizer has no end token: {fix}")
+    return ends
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """The same for all tokenizers that make the same tokens of a text."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content |= {"padding": None, "truncation": None}  # of its last call
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def kind_of(row: Any) -> str:
+    """The kind of a row; "" if it is none."""
+    names = (
+        {name for name, value in row.items() if value is not None}
+        if isinstance(row, dict)
+        else set()
+    )
+    return next((kind for kind, fields in KINDS.items() if names.issuperset(fields)), "")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes rows. facts: of `dialogues.facts_of`."""
+
+    tokenizer: Any
+    facts: Mapping[str, Any]
+
+    def encode(self, row: Any) -> tuple[Array, Array, bool]:
+        """The tokens of a row, int64, which of them the loss counts, and whether each turn of the
+        assistant ends with an end token that is counted. Raises Unusable.
+        """
+        kind = self.facts["kind"]
+        if kind_of(row) != kind:
+            raise Unusable(Fault.kind)
+        encode = self._of_messages if kind == "messages" else self._of_strings
+        tokens, counted = encode(row)
+        is_last = counted & ~np.append(counted[1:], False)
+        is_ended = bool(np.isin(tokens[is_last], self.facts["ends"]).all())
+        counted |= self.facts["train_on"] == "all"
+        counted[:1] = False  # nothing predicts it
+        if not counted.any():
+            raise Unusable(Fault.empty)
+        return tokens, counted, is_ended
+
+    def _of_strings(self, row: Mapping[str, Any]) -> tuple[Array, Array]:
+        """Of a prompt and its completion, or of a text, to which an end token is added."""
+        parts = [row[name] for name in KINDS[self.facts["kind"]]]
+        if not all(isinstance(part, str) for part in parts):
+            raise Unusable(Fault.content)
+        if not parts[-1].strip():
+            raise Unusable(Fault.empty)
+        text = "".join(parts)
+        tokens, counted = self._tokens(text, [(len(text) - len(parts[-1]), len(text))], True)
+        ends = self.facts["ends"]
+        if not np.isin(tokens[-1:], ends).any():
+            tokens = np.append(tokens, ends[0])
+            counted = np.append(counted, False)
+        counted[-1] = True
+        return tokens, counted
+
+    def _of_messages(self, row: Mapping[str, Any]) -> tuple[Array, Array]:
+        """Of a dialogue: of each of the assistant's turns, also the end token is counted."""
+        messages = row["messages"]
+        _check(messages)
+        try:
+            tools = row.get("tools") or None
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            if GENERATION.search(self.tokenizer.get_chat_template(None, tools)):
+                output = self.tokenizer.apply_chat_template(
+                    messages, tools, return_assistant_tokens_mask=True
+                )
+                counted = np.array(output["assistant_masks"], bool)
+                return np.array(output["input_ids"], np.int64), counted
+            render = partial(self.tokenizer.apply_chat_template, tools=tools, tokenize=False)
+            return self._tokens(render(messages), list(_turns(messages, render)), False)
+        except Unusable:
+            raise
+        except Exception as error:  # whatever the template does
+            raise Unusable(Fault.template, errors.one_line(error, 80)) from None
+
+    def _tokens(
+        self, text: str, spans: Sequence[tuple[int, int]], special: bool
+    ) -> tuple[Array, Array]:
+        """The tokens of a text, and which of them have characters of ``spans``. special: whether
+        the tokenizer adds its own, such as one that begins a text.
+        """
+        output = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        begins, ends = np.array(output["offset_mapping"], np.int64).reshape(-1, 2).T
+        counted = np.zeros(len(begins), bool)
+        for first, last in spans:
+            counted |= (ends > first) & (begins < last)
+        return np.array(output["input_ids"], np.int64), counted
+
+
+def _check(messages: Any) -> None:
+    """Raises Unusable for what is no dialogue with a turn of the assistant."""
+    if not isinstance(messages, list):
+        raise Unusable(Fault.content)
+    for number, message in enumerate(messages, 1):
+        values = (
+            [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+        )
+        if values[-1] is None and values[0] and message.get("tool_calls"):
+            values.pop()
+        if not all(isinstance(value, str) for value in values):
+            raise Unusable(Fault.content, f"message {number}")
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if messages and not turns:
+        raise Unusable(Fault.no_turn)
+    if not any((turn.get("content") or "").strip() or turn.get("tool_calls") for turn in turns):
+        raise Unusable(Fault.empty)
+
+
+def _turns(
+    messages: Sequence[Mapping[str, Any]], render: Callable[..., str]
+) -> Iterator[tuple[int, int]]:
+    """Where each turn of the assistant begins and ends in the text of a dialogue. Raises Unusable.
+
+    A turn begins behind the generation prompt, and ends before the white space that follows its end
+    token.
+    """
+    text = render(messages)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            after = render(messages[: i + 1])
+            before = render(messages[: i or 1], add_generation_prompt=True)
+            if not i:  # a template cannot render a dialogue without messages
+                before = before.removeprefix(after)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise Unusable(Fault.changed, f"message {i + 1}")
+            yield len(before), len(after.rstrip())

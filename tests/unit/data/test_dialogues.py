@@ -1,0 +1,398 @@
+"""Dialogues: which tokens the loss counts, what `prepare dialogues` writes, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from recipes import prepare
+from recipes.core.data import chat, dialogues, documents, made_dialogues
+from recipes.core.data.chat import Encoder
+from recipes.core.data.dialogues import Examples
+from recipes.core.errors import InputError
+from tests.unit.data import models
+from tests.unit.data.models import CHATML, INST, TAGGED, put_rows
+
+Prepare = Callable[..., tuple[int, str]]
+
+USER = {"role": "user", "content": "What is the weather in Paris?"}
+SYSTEM = {"role": "system", "content": "You are helpful."}
+ANSWER = {"role": "assistant", "content": "It is sunny – 20 °C ☀️."}
+THANKS = {"role": "user", "content": "Thanks"}
+WELCOME = {"role": "assistant", "content": "Any time!"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}],
+}
+RESULT = {"role": "tool", "content": "sunny"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+DIALOGUE = {"messages": [USER, ANSWER]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Prepare:
+    """Prepares tmp_path/source in a thread; exit status, and stdout or the one line of an error."""
+    monkeypatch.setattr(documents, "ProcessPoolExecutor", lambda *rest: ThreadPoolExecutor(1))
+
+    def go(*words: str) -> tuple[int, str]:
+        of_all = [f"source={tmp_path}/source", f"data_dir={tmp_path}/data", f"model={model}"]
+        status = prepare.main(["dialogues", *of_all, "val_fraction=0.5", *words])
+        out, err = capsys.readouterr()
+        assert err.count("\n") == (status != 0)
+        return status, err or out
+
+    return go
+
+
+def opened(folder: Path) -> tuple[Examples, Examples]:
+    return dialogues.open_dialogues(str(folder / "data"))
+
+
+def texts(model: Path, *parts: Examples) -> list[tuple[str, str]]:
+    """The text of each example, and of its counted tokens."""
+    tokenizer = chat.open_tokenizer(str(model))
+    pairs = [part.take(i) for part in parts for i in range(len(part))]
+    return sorted((tokenizer.decode(t), tokenizer.decode(t[counted])) for t, counted in pairs)
+
+
+def encoder(folder: Path, kind: str = "messages", train_on: str = "completion") -> Encoder:
+    tokenizer = chat.open_tokenizer(str(folder))
+    return Encoder(tokenizer, dialogues.facts_of(str(folder), tokenizer, kind, train_on))
+
+
+# Each dialogue as the parts of its text. The loss counts those in brackets.
+CHATML_TOOLS = [
+    '<|im_start|>system\nYou are helpful.\n{"type": "function", "function": '
+    '{"name": "weather", "parameters": {}}}<|im_end|>\n'
+    "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\n",
+    ['<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call><|im_end|>'],
+    "\n<|im_start|>tool\nsunny<|im_end|>\n<|im_start|>assistant\n",
+    ["It is sunny – 20 °C ☀️.<|im_end|>"],
+    "\n<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n",
+    ["Any time!<|im_end|>"],
+    "\n",
+]
+TAGGED_TOOLS = [
+    '<s>tools:[{"type": "function", "function": {"name": "weather", "parameters": {}}}]'
+    "<|head|>system<|/head|>\n\nYou are helpful.<|eot|>"
+    "<|head|>user<|/head|>\n\nWhat is the weather in Paris?<|eot|><|head|>assistant<|/head|>\n\n",
+    ['[{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]<|eot|>'],
+    "<|head|>tool<|/head|>\n\nsunny<|eot|><|head|>assistant<|/head|>\n\n",
+    ["It is sunny – 20 °C ☀️.<|eot|>"],
+    "<|head|>user<|/head|>\n\nThanks<|eot|><|head|>assistant<|/head|>\n\n",
+    ["Any time!<|eot|>"],
+]
+INST_TURNS = [
+    "<s>[INST]You are helpful.\n\nWhat is the weather in Paris?[/INST]",
+    [" It is sunny – 20 °C ☀️.</s>"],
+    "[INST]Thanks[/INST]",
+    [" Any time!</s>"],
+]
+WITH_TOOLS = {"messages": [SYSTEM, USER, CALL, RESULT, ANSWER, THANKS, WELCOME], "tools": [TOOL]}
+WITHOUT_TOOLS = {"messages": [SYSTEM, USER, ANSWER, THANKS, WELCOME]}
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "row", "expected"),
+    [
+        (CHATML, "<|im_end|>", WITH_TOOLS, CHATML_TOOLS),
+        (TAGGED, "<|eot|>", {**WITH_TOOLS, "tools": json.dumps([TOOL])}, TAGGED_TOOLS),
+        (INST, "</s>", WITHOUT_TOOLS, INST_TURNS),
+    ],
+    ids=["chatml", "generation tags", "inst"],
+)
+def test_the_loss_counts_the_assistants_tokens_and_their_end_only(
+    tmp_path: Path, template: str, eos: str, row: object, expected: list[str | list[str]]
+) -> None:
+    made = encoder(models.make(tmp_path, template, eos))
+    tokens, counted, is_ended = made.encode(row)
+    ids = list[int]()
+    targets = list[bool]()
+    for part in expected:
+        text = part if isinstance(part, str) else part[0]
+        more = made.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += more
+        targets += [not isinstance(part, str)] * len(more)
+    assert tokens.tolist() == ids
+    assert counted.tolist() == targets
+    assert is_ended
+
+    everything = encoder(tmp_path, train_on="all").encode(row)
+    assert everything[0].tolist() == ids
+    assert everything[1].tolist() == [False] + [True] * (len(ids) - 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "counted"),
+    [
+        ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 = 2<|im_end|>", " 2<|im_end|>"),
+        ({"text": "ab"}, "ab<|im_end|>", "b<|im_end|>"),
+        ({"text": "ab<|im_end|>"}, "ab<|im_end|>", "b<|im_end|>"),
+        ({"messages": [WELCOME]}, None, "Any time!<|im_end|>"),
+    ],
+)
+def test_other_kinds_of_rows(model: Path, row: dict[str, str], text: str, counted: str) -> None:
+    made = encoder(model, chat.kind_of(row))
+    tokens, targets, is_ended = made.encode(row)
+    assert made.tokenizer.decode(tokens[targets]) == counted
+    if text:
+        assert made.tokenizer.decode(tokens) == text
+    assert is_ended
+
+
+NAMES = "a turn differently once others follow it .*mark the turns .* with {% generation %}"
+THINKING = CHATML.replace(
+    "(message.content or '')", "(message.content if loop.last else message.content[-4:])"
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ([{"messages": []}], "line 2: is empty"),
+        ([{"messages": [USER, {**ANSWER, "content": " "}]}], "line 2: is empty"),
+        ([{"messages": [USER]}], "line 2: has no assistant's turn"),
+        (
+            [{"messages": [{**USER, "content": [{"type": "text"}]}]}],
+            r"line 2 \(message 1\): has con",
+        ),
+        ([{"messages": [{"content": "x"}]}], r"line 2 \(message 1\): has content .*no role"),
+        ([{"messages": "Hello"}], "line 2: has content that is not a string"),
+        (
+            [{"messages": [USER, {**ANSWER, "content": "x" * 99}]}],
+            r"line 2 \(\d+ tokens\): has more",
+        ),
+        ([{"text": "x"}], "line 2: is of another kind than the first row .*: give messages, or"),
+        (["[]"], "line 2: is of another kind"),
+        ([{"messages": [USER, {**ANSWER, "content": "\ud800"}]}], "line 2 .*: the chat template"),
+        (["{"], "line 2: JSONDecodeError.*: give UTF-8 text; each line of a .jsonl"),
+        ([{"messages": [USER]}] * 9, r"line 6: has no assistant's turn \(9 rows\): add a message"),
+    ],
+)
+def test_a_bad_row_is_one_line(tmp_path: Path, run: Prepare, rows: list[object], line: str) -> None:
+    put_rows(tmp_path / "source/a.jsonl", DIALOGUE, *rows, DIALOGUE, DIALOGUE)
+    status, out = run("max_len=99")
+    assert status == 2
+    assert re.search(rf"^error: '.*/source/a.jsonl', .*{line}", out)
+    if "JSON" in line:
+        return
+
+    assert out.endswith("or give too_long=drop\n")
+    status, out = run("max_len=99", "too_long=drop")
+    assert status == 0
+    assert re.search(rf"left out: .*{line}", out)
+    assert sum(map(len, opened(tmp_path))) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "row", "line"),
+    [
+        (None, "<|im_end|>", DIALOGUE, "no chat template: add chat_template.jinja"),
+        (CHATML, None, DIALOGUE, "no end token: set eos_token in its tokenizer_config.json"),
+        (CHATML, "</s>", DIALOGUE, "is not learnt in 2 of 2 examples: set eos_token in"),
+        (INST, "</s>", {"messages": [USER, USER, ANSWER]}, "line 1 .*roles must alternate.*: the"),
+        (THINKING, "<|im_end|>", WITHOUT_TOOLS, rf"line 1 \(message 3\).*{NAMES}"),
+        ("{{ nothing.at.all }}", "</s>", DIALOGUE, r"UndefinedError.*: the chat template fails"),
+        ("{% if %}", "</s>", DIALOGUE, r"TemplateSyntaxError.*: the chat template fails"),
+    ],
+)
+def test_a_bad_template_is_one_line(
+    tmp_path: Path, run: Prepare, template: str | None, eos: str | None, row: object, line: str
+) -> None:
+    folder = models.make(tmp_path / "model", template, eos)
+    put_rows(tmp_path / "source/a.jsonl", row, row)
+    status, out = run(f"model={folder}")
+    assert status == 2
+    assert re.search(line, out)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["source="], "source= is missing"),
+        (["model="], "model='': ValueError: not a folder: give the folder of a Hugging Face model"),
+        (["model=/dev"], r"model='/dev': .*: give the folder of a Hugging Face model"),
+        (["val_fraction=1"], "2 of 2 examples are held out: give more examples, or another val_fr"),
+        (["val=/none"], r"val='/none' has no \.jsonl or \.parquet"),
+    ],
+)
+def test_bad_keys_are_one_line(tmp_path: Path, run: Prepare, words: list[str], line: str) -> None:
+    put_rows(tmp_path / "source/a.jsonl", DIALOGUE, DIALOGUE)
+    status, out = run(*words)
+    assert status == 2
+    assert re.search(line, out)
+
+
+def test_the_end_token_may_be_one_of_the_models_settings(tmp_path: Path) -> None:
+    """As Gemma's, whose tokenizer names another token."""
+    folder = models.make(tmp_path, eos="</s>")
+    token = chat.open_tokenizer(str(folder)).convert_tokens_to_ids("<|im_end|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, token]}))
+    made = encoder(folder)
+    assert made.facts["ends"] == [1, token]
+    assert made.encode(DIALOGUE)[2]
+
+
+def test_generation_tags_without_the_end_token_are_refused(tmp_path: Path, run: Prepare) -> None:
+    untagged = TAGGED.replace("<|eot|>{% endgeneration %}", "{% endgeneration %}<|eot|>")
+    folder = models.make(tmp_path / "model", untagged, "<|eot|>")
+    put_rows(tmp_path / "source/a.jsonl", DIALOGUE, DIALOGUE)
+    status, out = run(f"model={folder}")
+    assert status == 2
+    assert re.search("not learnt in 2 of 2 .*{% endgeneration %} must follow this token$", out)
+
+
+def test_long_rows_are_cut(tmp_path: Path, run: Prepare, model: Path) -> None:
+    long = {"messages": [USER, {**ANSWER, "content": "A" + "b" * 200}]}
+    late = {"messages": [{**USER, "content": "c" * 200}, ANSWER]}
+    put_rows(tmp_path / "source/a.jsonl", DIALOGUE, long, late, DIALOGUE)
+    status, out = run("max_len=99", "too_long=cut")
+    assert status == 0
+    assert re.search(
+        r"cut: .*line 2 .*tokens\); .*line 3 .*has more than max_len .*\(2 rows\)", out
+    )
+    assert re.search(r"left out: .*line 3: has no token to learn in its first max_len tokens", out)
+    parts = opened(tmp_path)
+    assert sum(map(len, parts)) == 3
+    [(_, counted)] = [pair for pair in texts(model, *parts) if "bbb" in pair[0]]
+    assert re.fullmatch("Ab+", counted)
+    lengths = np.concatenate([part.lengths for part in parts])
+    assert lengths.max() == 99
+
+
+def test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files(
+    tmp_path: Path, run: Prepare, model: Path
+) -> None:
+    rows = [{"text": f"row {i}"} for i in range(20)]
+    put_rows(tmp_path / "source/a.jsonl", *rows[:12])
+    put_rows(tmp_path / "source/b.jsonl", *rows[12:])
+    everything = sorted(f"row {i}<|im_end|>" for i in range(20))
+    drawn = []
+    for seed in (0, 0, 1):
+        assert run(f"seed={seed}", "val_fraction=0.1")[0] == 0
+        training, validation = opened(tmp_path)
+        assert len(validation) == 2
+        assert sorted(text for text, _ in texts(model, training, validation)) == everything
+        assert training.digest != validation.digest
+        drawn.append((texts(model, validation), training.digest))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[2][0]
+    assert drawn[0][1] != drawn[2][1]
+
+    # a file within source= is not also trained on
+    status, out = run(f"val={tmp_path}/source/b.jsonl")
+    assert status == 0
+    _, validation = opened(tmp_path)
+    assert [text for text, _ in texts(model, validation)] == sorted(
+        f"row {i}<|im_end|>" for i in range(12, 20)
+    )
+    assert re.search(r"\ntraining: 12 examples, \d+ tokens, .*\nvalidation: 8 examples", out)
+    assert f"next: python launch.py recipe=llm model={model} data_dir={tmp_path}/data" in out
+
+
+def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
+    """Also if only what happens to bad rows differs. A damaged one, a changed file and other keys
+    make it again.
+    """
+    for name in ("a", "b"):
+        put_rows(tmp_path / f"source/{name}/{name}.jsonl", {"text": name * 3})
+    put_rows(tmp_path / "source/c.jsonl", {"text": ""}, {"text": "last"})
+    bins = [tmp_path / f"data/dialogues/{i:05d}.bin" for i in range(3)]
+
+    def made(*words: str) -> list[int]:
+        """The shards that a run has written."""
+        before = [path.exists() and path.stat().st_mtime_ns for path in bins]
+        run(*words)
+        after = [path.stat().st_mtime_ns for path in bins]
+        return [i for i in range(3) if before[i] != after[i]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "SHARD_BYTES", 1)
+        assert made() == [0, 1, 2]
+        assert not (tmp_path / "data/dialogues/index.json").exists()
+        assert made("too_long=drop") == []
+        training, _ = opened(tmp_path)
+        bins[1].write_bytes(bytes(bins[1].stat().st_size))
+        assert made("too_long=drop") == [1]
+        put_rows(tmp_path / "source/a/a.jsonl", {"text": "xyz"})
+        assert made("too_long=drop") == [0]
+        assert opened(tmp_path)[0].digest != training.digest
+        assert made("too_long=drop", "train_on=all") == [0, 1, 2]
+    bins[0].write_bytes(b"")
+    with pytest.raises(
+        InputError, match=r"00000\.bin' is not a file of .* bytes: run python -m re"
+    ):
+        opened(tmp_path)
+    (tmp_path / "data/dialogues/index.json").write_text("{}")
+    with pytest.raises(InputError, match=r"index\.json' is damaged"):
+        opened(tmp_path)
+    with pytest.raises(InputError, match=r"lacks index\.json .*source=FOLDER model=FOLDER"):
+        dialogues.open_dialogues(str(tmp_path))
+
+
+def test_an_unknown_token_is_refused(tmp_path: Path, run: Prepare) -> None:
+    put_rows(tmp_path / "source/a.jsonl", {"text": "abc"}, {"text": "abd"})
+    run()
+    shard = tmp_path / "data/dialogues/00000.bin"
+    shard.write_bytes(b"\xff\xff\xff\x7f" * 2 + shard.read_bytes()[8:])
+    with pytest.raises(InputError, match="token 2147483647 is not in the vocabulary: prepare it"):
+        [part.take(0) for part in opened(tmp_path)]
+
+
+def test_rows_of_a_table(
+    tmp_path: Path, run: Prepare, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyarrow's rows have all columns, null where a message has none."""
+    empty = {"tool_calls": None, "name": None}
+    rows = [
+        {"messages": [{**USER, **empty}, {**ANSWER, **empty}], "tools": None, "text": None},
+        {"messages": [USER, {**CALL, "name": None}], "tools": None, "text": "unused"},
+    ]
+    batches = [SimpleNamespace(to_pylist=lambda: rows)]
+    parquet = SimpleNamespace(
+        ParquetFile=lambda file: SimpleNamespace(iter_batches=lambda columns: batches)
+    )
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    put_rows(tmp_path / "source/a.parquet")
+    status, out = run()
+    assert status == 0, out
+    counted = [counted for _, counted in texts(model, *opened(tmp_path))]
+    assert sorted(counted) == [
+        '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call><|im_end|>',
+        "It is sunny – 20 °C ☀️.<|im_end|>",
+    ]
+
+
+def test_a_set_that_is_made_has_no_files(tmp_path: Path) -> None:
+    training, validation = made_dialogues.made()
+    assert made_dialogues.made()[0].digest == training.digest != validation.digest
+    tokenizer = made_dialogues.made_tokenizer()
+    tokens, counted = training.take(0)
+    assert training.lengths[0] == len(tokens)
+    assert training.counted[0] == counted.sum()
+    assert re.fullmatch(r"(It \w+s the \w+\.<\|im_end\|>)+", tokenizer.decode(tokens[counted]))
+
+    tokenizer.save_pretrained(tmp_path)
+    saved = chat.open_tokenizer(str(tmp_path))
+    assert chat.tokenizer_digest(saved) == training.facts["tokenizer"]
+    saved.add_tokens(["more"])
+    assert chat.tokenizer_digest(saved) != training.facts["tokenizer"]
