@@ -4,6 +4,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/data/token_batches.py",
+        "documents[place] = document",
+        "documents[place] = 0",
+        "packed examples attend to each other",
+        "tests/unit/data/test_token_batches.py::test_rows_have_positions_and_documents",
+    ),
+    Mutation(
         "recipes/core/data/chat.py",
         "(ends > first) & (begins < last)",
         "(ends >= first) & (begins <= last)",
