@@ -5,6 +5,7 @@ A row has ``messages``, to which the tokenizer's chat template is applied, or ``
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +40,9 @@ class Fault(Enum):
     empty = "is empty", "remove it"
     no_turn = "has no assistant's turn", "add a message with the role assistant"
     template = "the chat template fails", "correct the roles and the order of the messages"
-    changed = (
-        "the chat template renders a turn differently once others follow it",
-        "end the row with this turn, or mark the turns in the template with {% generation %}",
+    prompt = (
+        "the chat template does not begin the assistant's turn with its generation prompt",
+        "mark the turns in the template with {% generation %}",
     )
     too_long = "has more than max_len tokens", "raise max_len=, or give too_long=cut"
     cut_off = "has no token to learn in its first max_len tokens", "raise max_len="
@@ -76,9 +77,9 @@ def end_tokens(model: str, tokenizer: Any) -> list[int]:
     InputError if there is none.
     """
     settings = files.read_json(Path(model).expanduser() / "generation_config.json") or {}
-    others = settings.get("eos_token_id")
-    tokens = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
-    ends = [token for token in dict.fromkeys(tokens) if token is not None]
+    others = np.ravel(settings.get("eos_token_id") or []).tolist()
+    tokens = dict.fromkeys([tokenizer.eos_token_id, *others])
+    ends = [token for token in tokens if token is not None]
     if not ends:
         fix = "set eos_token in its tokenizer_config.json"
         raise InputError(f"model={model!r}: the tokenizer has no end token: {fix}")
@@ -93,13 +94,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def kind_of(row: Any) -> str:
-    """The kind of a row; "" if it is none."""
-    names = (
-        {name for name, value in row.items() if value is not None}
-        if isinstance(row, dict)
-        else set()
-    )
-    return next((kind for kind, fields in KINDS.items() if names.issuperset(fields)), "")
+    """The kind of a row; "" if it has none."""
+    for kind, names in KINDS.items():
+        if isinstance(row, dict) and all(row.get(name) is not None for name in names):
+            return kind
+    return ""
 
 
 @dataclass(frozen=True)
@@ -109,40 +108,36 @@ class Encoder:
     tokenizer: Any
     facts: Mapping[str, Any]
 
-    def encode(self, row: Any) -> tuple[Array, Array, bool]:
-        """The tokens of a row, int64, which of them the loss counts, and whether each turn of the
-        assistant ends with an end token that is counted. Raises Unusable.
+    def encode(self, row: Any) -> Iterator[tuple[Array, Array, bool]]:
+        """The examples of a row: the tokens, int64, which of them the loss counts, and whether each
+        turn of the assistant ends with an end token that is counted. Raises Unusable.
         """
         kind = self.facts["kind"]
         if kind_of(row) != kind:
             raise Unusable(Fault.kind)
         encode = self._of_messages if kind == "messages" else self._of_strings
-        tokens, counted = encode(row)
-        is_last = counted & ~np.append(counted[1:], False)
-        is_ended = bool(np.isin(tokens[is_last], self.facts["ends"]).all())
-        counted |= self.facts["train_on"] == "all"
-        counted[:1] = False  # nothing predicts it
-        if not counted.any():
-            raise Unusable(Fault.empty)
-        return tokens, counted, is_ended
+        for tokens, counted in encode(row):
+            is_last = counted & ~np.append(counted[1:], False)
+            is_ended = bool(np.isin(tokens[is_last], self.facts["ends"]).all())
+            counted |= self.facts["train_on"] == "all"
+            counted[:1] = False  # nothing predicts it
+            if not counted.any():
+                raise Unusable(Fault.empty)
+            yield tokens, counted, is_ended
 
-    def _of_strings(self, row: Mapping[str, Any]) -> tuple[Array, Array]:
-        """Of a prompt and its completion, or of a text, to which an end token is added."""
+    def _of_strings(self, row: Mapping[str, Any]) -> Iterator[tuple[Array, Array]]:
+        """Of a prompt and its completion, or of a text, with an end token behind it."""
         parts = [row[name] for name in KINDS[self.facts["kind"]]]
         if not all(isinstance(part, str) for part in parts):
             raise Unusable(Fault.content)
-        if not parts[-1].strip():
+        *prompt, answer = parts
+        if not answer.strip():
             raise Unusable(Fault.empty)
-        text = "".join(parts)
-        tokens, counted = self._tokens(text, [(len(text) - len(parts[-1]), len(text))], True)
-        ends = self.facts["ends"]
-        if not np.isin(tokens[-1:], ends).any():
-            tokens = np.append(tokens, ends[0])
-            counted = np.append(counted, False)
-        counted[-1] = True
-        return tokens, counted
+        end = self.tokenizer.convert_ids_to_tokens(self.facts["ends"][0])
+        text = "".join(parts).removesuffix(end) + end
+        yield self._tokens(text, [(len("".join(prompt)), len(text))])
 
-    def _of_messages(self, row: Mapping[str, Any]) -> tuple[Array, Array]:
+    def _of_messages(self, row: Mapping[str, Any]) -> Iterator[tuple[Array, Array]]:
         """Of a dialogue: of each of the assistant's turns, also the end token is counted."""
         messages = row["messages"]
         _check(messages)
@@ -154,21 +149,21 @@ class Encoder:
                     messages, tools, return_assistant_tokens_mask=True
                 )
                 counted = np.array(output["assistant_masks"], bool)
-                return np.array(output["input_ids"], np.int64), counted
+                yield np.array(output["input_ids"], np.int64), counted
+                return
             render = partial(self.tokenizer.apply_chat_template, tools=tools, tokenize=False)
-            return self._tokens(render(messages), list(_turns(messages, render)), False)
+            yield from itertools.starmap(self._tokens, _turns(messages, render))
         except Unusable:
             raise
         except Exception as error:  # whatever the template does
             raise Unusable(Fault.template, errors.one_line(error, 80)) from None
 
-    def _tokens(
-        self, text: str, spans: Sequence[tuple[int, int]], special: bool
-    ) -> tuple[Array, Array]:
-        """The tokens of a text, and which of them have characters of ``spans``. special: whether
-        the tokenizer adds its own, such as one that begins a text.
+    def _tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        """The tokens of a text, and which of them have characters of ``spans``. A chat template
+        writes also the token that begins a text.
         """
-        output = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        is_whole = self.facts["kind"] == "messages"
+        output = self.tokenizer(text, add_special_tokens=not is_whole, return_offsets_mapping=True)
         begins, ends = np.array(output["offset_mapping"], np.int64).reshape(-1, 2).T
         counted = np.zeros(len(begins), bool)
         for first, last in spans:
@@ -178,16 +173,8 @@ class Encoder:
 
 def _check(messages: Any) -> None:
     """Raises Unusable for what is no dialogue with a turn of the assistant."""
-    if not isinstance(messages, list):
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise Unusable(Fault.content)
-    for number, message in enumerate(messages, 1):
-        values = (
-            [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
-        )
-        if values[-1] is None and values[0] and message.get("tool_calls"):
-            values.pop()
-        if not all(isinstance(value, str) for value in values):
-            raise Unusable(Fault.content, f"message {number}")
     turns = [message for message in messages if message["role"] == "assistant"]
     if messages and not turns:
         raise Unusable(Fault.no_turn)
@@ -195,21 +182,37 @@ def _check(messages: Any) -> None:
         raise Unusable(Fault.empty)
 
 
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    values = message.get("role"), message.get("content") or ""  # a call has no content
+    return all(isinstance(value, str) for value in values)
+
+
 def _turns(
     messages: Sequence[Mapping[str, Any]], render: Callable[..., str]
-) -> Iterator[tuple[int, int]]:
-    """Where each turn of the assistant begins and ends in the text of a dialogue. Raises Unusable.
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """The text of a dialogue, and where the turns of the assistant begin and end in it. Raises
+    Unusable.
 
     A turn begins behind the generation prompt, and ends before the white space that follows its end
-    token.
+    token. Some templates render a turn differently once others follow, for example without its
+    thoughts. Such a turn is in a text that ends with it, which is what the model sees.
     """
     text = render(messages)
+    spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             after = render(messages[: i + 1])
             before = render(messages[: i or 1], add_generation_prompt=True)
             if not i:  # a template cannot render a dialogue without messages
                 before = before.removeprefix(after)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise Unusable(Fault.changed, f"message {i + 1}")
-            yield len(before), len(after.rstrip())
+            if not after.startswith(before):
+                raise Unusable(Fault.prompt)
+            span = (len(before), len(after.rstrip()))
+            if text.startswith(after):
+                spans.append(span)
+            else:
+                yield after, [span]
+    if spans:
+        yield text, spans

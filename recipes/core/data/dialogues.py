@@ -2,10 +2,12 @@
 them. Without torch.
 
 A shard of `documents` has the tokens of its examples, uint32, with the highest bit of those that
-are counted; then the length of each example, and the number of its counted tokens.
+are counted; then of each example its first token, its length, the number of counted tokens, and
+the number of its row.
 """
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +40,7 @@ MOST_NAMED = 5  # rows that a message names
 @dataclass(frozen=True)
 class Examples:
     """Dialogues as tokens. facts: what they were made with. places: of each example, its shard, its
-    first token there, its length and the number of its counted tokens.
+    first token there, its length, the number of its counted tokens, and its row in the shard.
     """
 
     shards: Sequence[Array]
@@ -61,7 +63,7 @@ class Examples:
         """The tokens of an example, int64, and which of them the loss counts. Raises InputError for
         an unknown token.
         """
-        shard, begin, length, _ = self.places[i]
+        shard, begin, length = self.places[i, :3]
         content = self.shards[shard][begin : begin + length].astype(np.int64)
         tokens = content % COUNTED
         if tokens.max() >= self.facts["vocabulary"]:
@@ -82,7 +84,7 @@ def open_dialogues(data_dir: str) -> tuple[Examples, Examples]:
         raise InputError(f"{str(folder / 'index.json')!r} {why}: {again}")
     shards = []
     for number, record in enumerate(index["shards"]):
-        count = record["tokens"] + 2 * record["examples"]
+        count = record["tokens"] + 4 * record["examples"]
         shards.append(documents.mapped(folder / f"{number:05d}.bin", count, "<u4", again))
     return divided(shards, index)
 
@@ -91,18 +93,20 @@ def divided(shards: Sequence[Array], index: Record) -> tuple[Examples, Examples]
     """The examples of shards to train on, and those to evaluate: those of the shards from the
     number ``training`` on, else ``val_fraction`` of all, drawn by ``seed``. Raises InputError.
     """
-    tables = []
-    for number, (shard, record) in enumerate(zip(shards, index["shards"], strict=True)):
-        sizes = shard[record["tokens"] :].reshape(-1, 2).astype(np.int64)
-        begins = sizes[:, 0].cumsum() - sizes[:, 0]
-        tables.append(np.column_stack([np.full(len(sizes), number), begins, sizes]))
+    tables = [
+        np.insert(shard[record["tokens"] :].reshape(-1, 4).astype(np.int64), 0, number, axis=1)
+        for number, (shard, record) in enumerate(zip(shards, index["shards"], strict=True))
+    ]
     places = np.concatenate(tables)
-
     is_held = places[:, 0] >= index["training"]
     if index["training"] == len(shards):
-        count = max(1, round(len(places) * index["val_fraction"]))
-        chosen = random.Random(index["seed"]).sample(range(len(places)), min(count, len(places)))
-        is_held[chosen] = True
+        # by rows: examples of the same row are not in both parts
+        begins = np.diff(places[:, [0, 4]], axis=0).any(1)
+        rows = np.append(0, begins.cumsum())
+        known = range(rows[-1] + 1)
+        count = min(len(known), max(1, round(len(known) * index["val_fraction"])))
+        chosen = random.Random(index["seed"]).sample(known, count)
+        is_held = np.isin(rows, chosen)
     if is_held.all() or not is_held.any():
         fix = "give more examples, or another val_fraction= or val="
         raise InputError(f"{is_held.sum()} of {len(places)} examples are held out: {fix}")
@@ -142,10 +146,10 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
     held_out = documents.find_groups(keys.val, ENDINGS, say, key="val") if keys.val else []
     others = {path for group in held_out for path in group}
     groups = documents.find_groups(keys.source, ENDINGS, say, others)
-    with documents.reading(groups[0][0], FIX) as rows:
-        kind = chat.kind_of(next(iter(rows), None))
-        if not kind:
-            raise ValueError("it has no dialogue")
+    place, row = next(_rows(itertools.chain(*groups)), (repr(keys.source), None))
+    kind = chat.kind_of(row)
+    if not kind:
+        raise InputError(f"{place}: has no dialogue: {FIX}")
     facts = facts_of(keys.model, chat.open_tokenizer(keys.model), kind, keys.train_on)
     facts |= {"max_len": keys.max_len, "cut": keys.too_long == "cut"}
     tasks = [
@@ -161,7 +165,7 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
             "training": len(groups),
             "val_fraction": keys.val_fraction,
             "seed": keys.seed,
-            "shards": records,
+            "shards": [{**record, "faults": None} for record in records],  # they can be many
         }
         files.write_json(folder / "index.json", index)
 
@@ -169,52 +173,48 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
 def write_shard(path: Path, sources: Sequence[Path], model: str, facts: Record) -> Record:
     """Writes the rows of ``sources`` as a shard, unless it exists. Raises InputError."""
 
-    def rows() -> Iterator[tuple[str, Any]]:
-        for source in sources:
-            with documents.reading(source, FIX) as lines:
-                for row in lines:
-                    yield f"{str(source)!r}, line {lines.number}", row
-
     def fill(file: IO[bytes]) -> Record:
-        return write_examples(file, Encoder(chat.open_tokenizer(model), facts), rows())
+        return write_examples(file, Encoder(chat.open_tokenizer(model), facts), _rows(sources))
 
     return documents.write_one(path, sources, facts, fill)
 
 
+def _rows(sources: Iterable[Path]) -> Iterator[tuple[str, Any]]:
+    """The rows of files, each with its place."""
+    for source in sources:
+        with documents.reading(source, FIX) as rows:
+            for row in rows:
+                yield f"{str(source)!r}, line {rows.number}", row
+
+
 def write_examples(file: IO[bytes], encoder: Encoder, rows: Iterable[tuple[str, Any]]) -> Record:
-    """Writes a shard of rows, each with its place, for messages. Returns its record: of each fault,
-    the number of rows and the places of the first ones.
+    """Writes a shard of rows, each with its place, for messages. Returns its record, which has the
+    places of the rows with each fault.
     """
-    faults = {fault.name: (0, list[str]()) for fault in Fault}
-
-    def note(fault: Fault, place: str) -> None:
-        count, places = faults[fault.name]
-        faults[fault.name] = (count + 1, [*places, place][:MOST_NAMED])
-
-    sizes = []
+    faults = {fault.name: list[str]() for fault in Fault}
+    table = []
+    begin = 0
     endless = 0
     longest = encoder.facts["max_len"]
-    for place, row in rows:
+    for number, (place, row) in enumerate(rows):
         try:
-            tokens, counted, is_ended = encoder.encode(row)
+            for tokens, counted, is_ended in encoder.encode(row):
+                if len(tokens) > longest:
+                    faults["too_long"].append(f"{place} ({len(tokens)} tokens)")
+                    if not encoder.facts["cut"]:
+                        continue
+                    tokens = tokens[:longest]
+                    counted = counted[:longest]
+                    if not counted.any():
+                        raise Unusable(Fault.cut_off)
+                file.write((tokens + COUNTED * counted).astype("<u4").tobytes())
+                table.append((begin, len(tokens), counted.sum(), number))
+                begin += len(tokens)
+                endless += not is_ended
         except Unusable as error:
-            note(error.fault, f"{place}{error}")
-            continue
-        if len(tokens) > longest:
-            note(Fault.too_long, f"{place} ({len(tokens)} tokens)")
-            if not encoder.facts["cut"]:
-                continue
-            counted[longest:] = False
-            if not counted.any():
-                note(Fault.cut_off, place)
-                continue
-        content = tokens + COUNTED * counted
-        file.write(content[:longest].astype("<u4").tobytes())
-        sizes.append((min(len(tokens), longest), int(counted.sum())))
-        endless += not is_ended
-    file.write(np.array(sizes, "<u4").tobytes())
-    tokens_written = sum(length for length, _ in sizes)
-    return {"tokens": tokens_written, "examples": len(sizes), "endless": endless, "faults": faults}
+            faults[error.fault.name].append(f"{place}{error}")
+    file.write(np.array(table, "<u4").tobytes())
+    return {"tokens": begin, "examples": len(table), "endless": endless, "faults": faults}
 
 
 def judge(records: Sequence[Record], too_long: str, say: documents.Say) -> None:
@@ -223,11 +223,10 @@ def judge(records: Sequence[Record], too_long: str, say: documents.Say) -> None:
     """
     refused = ""
     for fault in Fault:
-        counts, named = zip(*(record["faults"][fault.name] for record in records), strict=True)
-        if sum(counts):
+        places = [place for record in records for place in record["faults"][fault.name]]
+        if places:
             what, fix = fault.value
-            places = [place for places in named for place in places]
-            line = f"{'; '.join(places[:MOST_NAMED])}: {what} ({sum(counts)} rows): {fix}"
+            line = f"{'; '.join(places[:MOST_NAMED])}: {what} ({len(places)} rows): {fix}"
             is_cut = fault is Fault.too_long and too_long == "cut"
             say(f"{'cut' if is_cut else 'left out'}: {line}")
             refused = refused or line

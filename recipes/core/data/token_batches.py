@@ -146,24 +146,20 @@ class TokenBatches:
 
 
 def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """The numbers of ``lengths``, which descend, in rows of up to ``size``: each in the row that it
-    fills best.
-    """
-    rows = list[list[int]]()
-    with_space = defaultdict[int, list[list[int]]](list)
-    spaces = list[int]()  # of rows, in order
+    """The numbers of ``lengths`` in rows of up to ``size``, each with the longest that fit."""
+    numbers = defaultdict[int, list[int]](list)
     for i, length in enumerate(lengths):
-        at = bisect.bisect_left(spaces, length)
-        if at == len(spaces):
-            rows.append([])
-            spaces.append(size)
-            with_space[size].append(rows[-1])
-        space = spaces[at]
-        row = with_space[space].pop()
-        row.append(i)
-        if not with_space[space]:
-            del spaces[at]
-        if not with_space[space - length]:
-            bisect.insort(spaces, space - length)
-        with_space[space - length].append(row)
+        numbers[length].append(i)
+    known = sorted(numbers)
+    rows = []
+    while known:
+        row = list[int]()
+        space = size
+        while at := bisect.bisect_right(known, space):
+            length = known[at - 1]
+            row.append(numbers[length].pop())
+            space -= length
+            if not numbers[length]:
+                del known[at - 1]
+        rows.append(row)
     return rows

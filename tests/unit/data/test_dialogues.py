@@ -124,7 +124,7 @@ def test_the_loss_counts_the_assistants_tokens_and_their_end_only(
     tmp_path: Path, template: str, eos: str, row: object, expected: list[str | list[str]]
 ) -> None:
     made = encoder(models.make(tmp_path, template, eos))
-    tokens, counted, is_ended = made.encode(row)
+    [(tokens, counted, is_ended)] = made.encode(row)
     ids = list[int]()
     targets = list[bool]()
     for part in expected:
@@ -136,7 +136,7 @@ def test_the_loss_counts_the_assistants_tokens_and_their_end_only(
     assert counted.tolist() == targets
     assert is_ended
 
-    everything = encoder(tmp_path, train_on="all").encode(row)
+    [everything] = encoder(tmp_path, train_on="all").encode(row)
     assert everything[0].tolist() == ids
     assert everything[1].tolist() == [False] + [True] * (len(ids) - 1)
 
@@ -152,17 +152,52 @@ def test_the_loss_counts_the_assistants_tokens_and_their_end_only(
 )
 def test_other_kinds_of_rows(model: Path, row: dict[str, str], text: str, counted: str) -> None:
     made = encoder(model, chat.kind_of(row))
-    tokens, targets, is_ended = made.encode(row)
+    [(tokens, targets, is_ended)] = made.encode(row)
     assert made.tokenizer.decode(tokens[targets]) == counted
     if text:
         assert made.tokenizer.decode(tokens) == text
     assert is_ended
 
 
-NAMES = "a turn differently once others follow it .*mark the turns .* with {% generation %}"
+# as templates of models that think: an earlier turn has no thoughts
 THINKING = CHATML.replace(
-    "(message.content or '')", "(message.content if loop.last else message.content[-4:])"
+    "(message.content or '')",
+    "('<think>\\n' if message.role == 'assistant' and loop.last else '') + message.content",
 )
+PROMPT = CHATML.replace(
+    "{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>' }}"
+)
+
+
+def test_a_turn_that_changes_once_others_follow_is_learnt_as_it_was(tmp_path: Path) -> None:
+    """Each turn is counted once, behind what the model sees when it writes this turn."""
+    assert "<think>" in THINKING
+    made = encoder(models.make(tmp_path, THINKING))
+    pairs = [
+        (made.tokenizer.decode(tokens), made.tokenizer.decode(tokens[counted]))
+        for tokens, counted, _ in made.encode(WITHOUT_TOOLS)
+    ]
+    start = "<|im_start|>assistant\n"
+    before = (
+        "<|im_start|>system\nYou are helpful.<|im_end|>\n"
+        f"<|im_start|>user\n{USER['content']}<|im_end|>\n{start}"
+    )
+    first = f"{ANSWER['content']}<|im_end|>"
+    last = f"<think>\n{WELCOME['content']}<|im_end|>"
+    assert pairs == [
+        (f"{before}<think>\n{first}\n", f"<think>\n{first}"),
+        (f"{before}{first}\n<|im_start|>user\nThanks<|im_end|>\n{start}{last}\n", last),
+    ]
+
+
+def test_examples_of_a_row_are_not_in_both_parts(tmp_path: Path, run: Prepare) -> None:
+    folder = models.make(tmp_path / "model", THINKING)
+    put_rows(tmp_path / "source/a.jsonl", *[WITHOUT_TOOLS] * 9)
+    assert run(f"model={folder}", "val_fraction=0.3")[0] == 0
+    training, validation = opened(tmp_path)
+    assert (len(training), len(validation)) == (12, 6)
+    rows = [set(part.places[:, 4].tolist()) for part in (training, validation)]
+    assert not rows[0] & rows[1]
 
 
 @pytest.mark.parametrize(
@@ -173,9 +208,9 @@ THINKING = CHATML.replace(
         ([{"messages": [USER]}], "line 2: has no assistant's turn"),
         (
             [{"messages": [{**USER, "content": [{"type": "text"}]}]}],
-            r"line 2 \(message 1\): has con",
+            "line 2: has content that",
         ),
-        ([{"messages": [{"content": "x"}]}], r"line 2 \(message 1\): has content .*no role"),
+        ([{"messages": [{"content": "x"}]}], "line 2: has content .*no role"),
         ([{"messages": "Hello"}], "line 2: has content that is not a string"),
         (
             [{"messages": [USER, {**ANSWER, "content": "x" * 99}]}],
@@ -210,7 +245,7 @@ def test_a_bad_row_is_one_line(tmp_path: Path, run: Prepare, rows: list[object],
         (CHATML, None, DIALOGUE, "no end token: set eos_token in its tokenizer_config.json"),
         (CHATML, "</s>", DIALOGUE, "is not learnt in 2 of 2 examples: set eos_token in"),
         (INST, "</s>", {"messages": [USER, USER, ANSWER]}, "line 1 .*roles must alternate.*: the"),
-        (THINKING, "<|im_end|>", WITHOUT_TOOLS, rf"line 1 \(message 3\).*{NAMES}"),
+        (PROMPT, "<|im_end|>", DIALOGUE, "with its generation prompt .*mark the turns in the t"),
         ("{{ nothing.at.all }}", "</s>", DIALOGUE, r"UndefinedError.*: the chat template fails"),
         ("{% if %}", "</s>", DIALOGUE, r"TemplateSyntaxError.*: the chat template fails"),
     ],
@@ -229,6 +264,7 @@ def test_a_bad_template_is_one_line(
     ("words", "line"),
     [
         (["source="], "source= is missing"),
+        (["source=tested-versions.txt"], r"has no \.jsonl or \.parquet"),
         (["model="], "model='': ValueError: not a folder: give the folder of a Hugging Face model"),
         (["model=/dev"], r"model='/dev': .*: give the folder of a Hugging Face model"),
         (["val_fraction=1"], "2 of 2 examples are held out: give more examples, or another val_fr"),
@@ -249,7 +285,8 @@ def test_the_end_token_may_be_one_of_the_models_settings(tmp_path: Path) -> None
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, token]}))
     made = encoder(folder)
     assert made.facts["ends"] == [1, token]
-    assert made.encode(DIALOGUE)[2]
+    [(_, _, is_ended)] = made.encode(DIALOGUE)
+    assert is_ended
 
 
 def test_generation_tags_without_the_end_token_are_refused(tmp_path: Path, run: Prepare) -> None:
@@ -285,6 +322,7 @@ def test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files(
     rows = [{"text": f"row {i}"} for i in range(20)]
     put_rows(tmp_path / "source/a.jsonl", *rows[:12])
     put_rows(tmp_path / "source/b.jsonl", *rows[12:])
+    put_rows(tmp_path / "source/_empty.jsonl")
     everything = sorted(f"row {i}<|im_end|>" for i in range(20))
     drawn = []
     for seed in (0, 0, 1):
@@ -356,6 +394,14 @@ def test_an_unknown_token_is_refused(tmp_path: Path, run: Prepare) -> None:
     shard.write_bytes(b"\xff\xff\xff\x7f" * 2 + shard.read_bytes()[8:])
     with pytest.raises(InputError, match="token 2147483647 is not in the vocabulary: prepare it"):
         [part.take(0) for part in opened(tmp_path)]
+
+
+def test_the_first_row_says_what_all_have(tmp_path: Path, run: Prepare) -> None:
+    source = put_rows(tmp_path / "source/a.jsonl", {"conversations": []}, DIALOGUE)
+    line = f"{str(source)!r}, line 1: has no dialogue: give UTF-8 text; each line of a .jsonl and"
+    assert run()[1].startswith(f"error: {line}")
+    put_rows(source)
+    assert run()[1].startswith(f"error: '{tmp_path}/source': has no dialogue: give UTF-8")
 
 
 def test_rows_of_a_table(
