@@ -2,28 +2,40 @@
 
     python -m recipes.export runs/finetune/1234 onnx           # compares the outputs with the model
     python -m recipes.export runs/finetune/1234 safetensors    # the weights
+    python -m recipes.export runs/llm/1234 hf                  # a folder for from_pretrained
     python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio
 
 To write a model, give a run directory or a checkpoint, the format, and optionally out=FILE
 (default: model.onnx or model.safetensors in the run directory). The file's metadata has the classes
-and the preprocessing. To export metrics, give run directories, or folders of them; a later call
-adds only the new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or
-the outputs differ.
+and the preprocessing. hf is for runs of llm: out= is a new folder (default: hf in the run
+directory), and adapter=true writes the low-rank additions alone, for PEFT. To export metrics, give
+run directories, or folders of them; a later call adds only the new rows. Exit status: 0 done; 2 if
+the run cannot be read, a library is missing, or the outputs differ.
 """
 
 import json
 import os
 import sys
+import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.core import errors, files, trust
+from recipes.core.config import parser
+from recipes.core.config.declare import key
 from recipes.core.errors import InputError
 from recipes.core.run import table, trackers
 
-FORMATS = ("onnx", "safetensors")
+FORMATS = ("onnx", "safetensors", "hf")
 TOLERANCE = 1e-5  # of the outputs, relative to the largest
+
+
+@dataclass(frozen=True)
+class FolderKeys:
+    out: str = key("", "new folder")
+    adapter: bool = key(False, "write the low-rank additions alone")
 
 
 def main(argv: list[str]) -> int:
@@ -36,6 +48,8 @@ def main(argv: list[str]) -> int:
         if any(word.startswith("to=") for word in argv):
             return to_tracker(argv)
         raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
+    if kind == "hf":
+        return to_folder(run, parser.parse_keys(FolderKeys, more))
     if more and not (len(more) == 1 and more[0].startswith("out=")):
         raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow {kind}")
     from recipes.core.train import trained  # it imports torch
@@ -49,6 +63,22 @@ def main(argv: list[str]) -> int:
     content, difference = to_onnx(model) if kind == "onnx" else (to_safetensors(model), "")
     files.write_bytes(out, content)
     print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
+    return errors.EXIT_DONE
+
+
+def to_folder(run: str, keys: FolderKeys) -> int:
+    """Writes a folder for transformers, or for PEFT. It gets its name when it is complete."""
+    from recipes.core.train import causal
+
+    os.umask(0o077)
+    model = causal.load(run)
+    out = Path(keys.out).expanduser() if keys.out else model.path.parents[1] / "hf"
+    if out.exists():
+        raise InputError(f"out={str(out)!r}: exists: give another out=")
+    with files.writing_to(out.parent, "out"), tempfile.TemporaryDirectory(dir=out.parent) as part:
+        causal.write(model, Path(part, out.name), keys.adapter)
+        os.rename(Path(part, out.name), out)
+    print(f"{out}: from {model.path}")
     return errors.EXIT_DONE
 
 

@@ -1,10 +1,13 @@
-"""Classifies images with a trained model.
+"""Classifies images with a trained model, or answers prompts.
 
     # a run directory or a checkpoint; images, or folders of them
     python -m recipes.predict runs/finetune/1234 photo.jpg
     # one JSON object per line: file, class, probabilities
     python -m recipes.predict runs/finetune/1234 photos --json
     python -m recipes.predict runs/finetune/1234 photos --csv out.csv
+    # a run of llm: the answer to a prompt, or to each dialogue (messages) of a JSONL file
+    python -m recipes.predict runs/llm/1234 prompt="Who wrote Hamlet?" max_tokens=100
+    python -m recipes.predict runs/llm/1234 prompts=questions.jsonl
 
 In Python: recipes.load("RUN")("photo.jpg"). Exit status: 0 done; 2 if a run or an image cannot be
 read.
@@ -17,17 +20,27 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from recipes.core import errors, files
+from recipes.core.config import parser as keys_parser
+from recipes.core.config.declare import key
 from recipes.core.data import classfolder
 from recipes.core.errors import InputError
 
 BATCH = 32
 SHOWN = 3  # classes in a line of text
 DEVICES = (Path("/dev"), Path("/dev/fd"))  # such as /dev/stdout, which is written and not replaced
+
+
+@dataclass(frozen=True)
+class PromptKeys:
+    prompt: str = key("", "a message to answer")
+    prompts: str = key("", "JSONL file of dialogues to answer")
+    max_tokens: int = key(512, "maximum length of an answer", low=1)
 
 
 def images(word: str) -> list[Path]:
@@ -83,7 +96,44 @@ def classify(model: Any, args: argparse.Namespace, faults: list[str], to: IO[byt
     file.detach()  # it flushes; the caller closes the file
 
 
+def dialogues(path: str) -> Iterator[list[dict[str, str]]]:
+    """The messages in each line of a JSONL file. Raises InputError."""
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            yield [
+                {"role": part["role"], "content": part["content"]}
+                for part in json.loads(line)["messages"]
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            fix = 'give {"messages": [{"role": "user", "content": "…"}]}'
+            raise InputError(f"{path}, line {number}: {errors.one_line(error)}: {fix}") from None
+
+
+def reply(run: str, keys: PromptKeys) -> int:
+    """Prints the answer to a prompt, or the dialogues of a file with their answers, as JSON."""
+    import torch
+
+    from recipes.core.train import causal
+
+    asked = [[{"role": "user", "content": keys.prompt}]]
+    if keys.prompts:
+        asked = list(dialogues(keys.prompts))
+    model = causal.load(run, "cuda" if torch.cuda.is_available() else "cpu")
+    print(f"model: {model.path}", file=sys.stderr)
+    for messages in asked:
+        text = model.answer(messages, keys.max_tokens)
+        answer = {"role": "assistant", "content": text}
+        if keys.prompts:
+            print(json.dumps({"messages": [*messages, answer]}), flush=True)
+        else:
+            print("\n".join(map(errors.printable, text.split("\n"))))
+    return errors.EXIT_DONE
+
+
 def main(argv: list[str]) -> int:
+    if any(word.startswith(("prompt=", "prompts=")) for word in argv):
+        run, *words = argv
+        return reply(run, keys_parser.parse_keys(PromptKeys, words))
     parser = argparse.ArgumentParser("python -m recipes.predict", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", help="run directory or checkpoint")

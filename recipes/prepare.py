@@ -10,6 +10,8 @@ have no internet.
     python -m recipes.prepare finetune data_dir=IMAGES arch=resnet50
     # for pretrained=, into $TORCH_HOME; timm/NAME: into $HF_HOME
     python -m recipes.prepare weights arch=resnet50
+    # a language model, for model= of llm; into $HF_HOME
+    python -m recipes.prepare weights model=Qwen/Qwen3-0.6B
 
 Packing imagenet needs its images and CPUs, but no internet. HTTPS_PROXY, SSL_CERT_FILE and
 SSL_CERT_DIR are honoured. Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this
@@ -110,6 +112,7 @@ class DialoguesKeys(PrepareKeys):
 class WeightsKeys:
     arch: str = key("resnet50", "torchvision classifier, or timm/NAME")
     weights: str = key("true", "name of the weights, such as IMAGENET1K_V1; true: the newest")
+    model: str = key("", "in place of arch=: name of a language model on the Hugging Face hub")
 
 
 @dataclass(frozen=True)
@@ -319,8 +322,13 @@ def prepare_dialogues(keys: DialoguesKeys) -> tuple[str, Path]:
 
 def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
     """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them.
-    Raises InputError, MachineError.
+    Or fetches a language model. Raises InputError, MachineError.
     """
+    if keys.model:
+        from recipes.core.data import hub
+
+        _say(f"{keys.model} is in {hub.fetch(keys.model)}")
+        return f"llm model={keys.model}", Path("FOLDER")
     from recipes.core.train import models
 
     if keys.arch.startswith(models.TIMM):

@@ -110,6 +110,7 @@ def train(
         def seen(net: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
             *_, last = net.parameters()
             modes = {module.training for module in net.modules()}
+            outputs = getattr(outputs, "logits", outputs)  # of a model of transformers
             kept = (tensor.detach().clone() for tensor in (inputs[0], outputs, last))
             forward = Forward(net, modes, *kept, torch.initial_seed())  # type: ignore[call-arg]
             trained.forwards.append(forward)

@@ -229,6 +229,37 @@ MUTATIONS = [
         "tests/distributed/recipes/test_gpt.py::test_bits_per_byte_by_hand",
     ),
     Mutation(
+        "recipes/llm.py",
+        "rows.positions if cfg.pack else None",
+        "None",
+        "llm: packed examples attend to each other",
+        "tests/distributed/recipes/test_llm.py::test_the_losses_are_those_of_a_plain_loop",
+    ),
+    Mutation(
+        "recipes/core/train/causal.py",
+        "+ scale * added",
+        "+ added",
+        "llm: an exported model has other low-rank additions than the trained one",
+        "tests/distributed/recipes/test_llm.py::"
+        "test_an_exported_model_has_the_logits_of_the_evaluation",
+    ),
+    Mutation(
+        "recipes/core/train/causal.py",
+        'if report["missing_keys"]:',
+        "if False:",
+        "llm: weights that a model's files lack are random",
+        "tests/distributed/recipes/test_llm.py::"
+        "test_models_that_are_not_usable_are_refused_with_the_fix",
+    ),
+    Mutation(
+        "recipes/core/data/hub.py",
+        "if allow_code != allowed:",
+        "if not allow_code:",
+        "llm: code of a model runs that was changed after it was read",
+        "tests/distributed/recipes/test_llm.py::"
+        "test_code_of_a_model_runs_only_if_its_digest_is_given",
+    ),
+    Mutation(
         "recipes/imagenet.py",
         "loader.in_order(validation, part,",
         "loader.in_order(loader._training.batches.dataset, part,",

@@ -179,6 +179,7 @@ TUNED = (
     "global_batch_size=8"
 )
 DATA = {"=/data": "=$DATA"}
+QWEN = {"Qwen/Qwen3-0.6B": "$MODEL"}
 NEW = {"data_dir=/data": "data_dir=$NEW"}
 ARTICLES = {"/data/articles": "tested-versions.txt", "data_dir=/data": "data_dir=$NEW"}
 # a tokenizer, and a file of dialogues
@@ -574,6 +575,49 @@ TABLE: dict[str, How] = {
     ),
     "python -m recipes.prepare weights arch=resnet50": tool(
         swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python"}, says=NEXT
+    ),
+    # docs/llm.md
+    "python -m recipes.prepare weights model=Qwen/Qwen3-0.6B": tool(
+        swap={"python": "HF_HUB_OFFLINE=1 HF_HOME=$NEW python"},
+        status=3,
+        says="run this command on a machine with internet, and copy its folder",
+        only="the model is downloaded",
+    ),
+    "python -m recipes.prepare dialogues source=chats.jsonl data_dir=/data "
+    "model=Qwen/Qwen3-0.6B": tool(
+        "workers=1", {**QWEN, "data_dir=/data": "data_dir=$NEW"}, says=NEXT
+    ),
+    "python launch.py check recipe=llm gpus_per_node=8 data_dir=/data model=Qwen/Qwen3-0.6B": slurm(
+        "dataset=made",
+        {**QWEN, "gpus_per_node=8": "gpus_per_node=1"},
+        runs=0,
+        says="^nothing was submitted$",
+    ),
+    "sbatch sbatch/llm_1x8.sh data_dir=/data model=Qwen/Qwen3-0.6B": slurm(
+        f"{FEW} dataset=made", {**QWEN, **ONE_EACH}
+    ),
+    'python -m recipes.predict runs/llm/1234 prompt="Who wrote Hamlet?"': tool("max_tokens=5"),
+    "python -m recipes.predict runs/llm/1234 prompts=questions.jsonl max_tokens=200": tool(
+        swap={"=200": "=5"}, says='^{"messages": '
+    ),
+    'python -m recipes.predict runs/llm/1234 prompt="Who wrote Hamlet?" max_tokens=100': tool(
+        swap={"=100": "=5"}
+    ),
+    "python -m recipes.predict runs/llm/1234 prompts=questions.jsonl": tool(
+        "max_tokens=5", says='^{"messages": '
+    ),
+    "python -m recipes.export runs/llm/1234 hf": tool("out=$NEW/hf", says="^/.*/hf: from runs/llm"),
+    "python -m recipes.export runs/llm/1234 hf out=/models/mine": tool(
+        swap={"/models": "$NEW"}, says="^/.*/mine: from runs/llm"
+    ),
+    "python -m recipes.export runs/llm/1234 hf adapter=true out=/models/adapter": tool(
+        swap={"/models": "$NEW"},
+        status=2,
+        says="the run has no low-rank additions",
+        only="the run trained all weights",
+    ),
+    "python launch.py recipe=llm launcher=local ranks_per_node=2 device=cpu dataset=made": here(
+        "max_steps=2"
     ),
     # docs/your-site.md
     "python launch.py recipe=mnist nodes=2 cluster=example launcher=print": tool(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import shlex
 import shutil
@@ -152,6 +153,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
         (clone / name).write_text(text)
     for name in ("my.env", "env/clusters/ours.env"):
         shutil.copy(ROOT / "env/ethernet.env", clone / name)
+    question = {"role": "user", "content": "Who?"}
+    (clone / "questions.jsonl").write_text(json.dumps({"messages": [question]}))
+    answer = {"role": "assistant", "content": "Nobody."}
+    (clone / "chats.jsonl").write_text(f"{json.dumps({'messages': [question, answer]})}\n" * 3)
     (clone / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
         (clone / ".venv" / path.name).symlink_to(path)
@@ -163,6 +168,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     variables = {
         "DATA": str(data),
         "PACKED": f"{folder}/packed",
+        "MODEL": f"{folder}/model",
         "WEIGHTS": str(write_weights(folder / "weights")),
     }
     variables["IMAGES"] = str(write_stand_ins(folder / "images"))
@@ -182,6 +188,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
         "python -m recipes.prepare imagenet source=$DATA data_dir=$PACKED size=40",
         f"python -m recipes.cifar {readme.CIFAR} max_steps=1 run_dir=runs/cifar/1234_0",
         f"python -m recipes.finetune {readme.TUNED} dataset=fake run_dir=runs/finetune/1234",
+        "python -m recipes.llm device=cpu dataset=made max_steps=1 run_dir=runs/llm/1234",
+        "python -m recipes.export runs/llm/1234 hf out=$MODEL",
         "cp $(find $DATA/val -name '*.JPEG' | head -1) photo.jpg",
         "cp -r runs/cifar/1234_0 runs/cifar/1234_1",
         "tar -cf environment.tar -C .venv .",

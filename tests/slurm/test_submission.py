@@ -195,6 +195,7 @@ KEYS_OF = {
     ],
     "finetune": ["dataset=fake", "max_steps=2"],
     "gpt": ["dataset=bytes", "max_steps=2", "sample=0"],
+    "llm": ["dataset=made", "max_steps=2"],
 }
 VAL_SAMPLES = {"mnist": 359, "cifar": 13, "imagenet": 13, "finetune": 12}
 

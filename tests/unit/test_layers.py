@@ -194,6 +194,7 @@ def test_a_recipe_imports_only_entry_before_it_begins() -> None:
         "finetune",
         "gpt",
         "imagenet",
+        "llm",
         "mnist",
         "toy",
     ]

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recipes.core import errors, files
+from recipes.core.data import hub
 from recipes.core.data.documents import Array
 from recipes.core.errors import InputError
 
@@ -57,10 +57,12 @@ class Unusable(Exception):
 
 
 def open_tokenizer(model: str) -> Any:
-    """The tokenizer in the folder ``model``; no code in it is executed. Raises InputError."""
+    """The tokenizer of ``model``, as for `hub.folder_of`; no code of it is executed. Raises
+    InputError, MachineError.
+    """
     transformers = errors.require("transformers", "llm", f"model={model}: ")
     fix = "give the folder of a Hugging Face model that has tokenizer.json"
-    folder = Path(model).expanduser()
+    folder = hub.folder_of(model)
     try:
         if not (model and folder.is_dir()):
             raise ValueError("not a folder")
@@ -76,7 +78,7 @@ def end_tokens(model: str, tokenizer: Any) -> list[int]:
     """The tokens that end a generated text; first the one to put behind a completion. Raises
     InputError if there is none.
     """
-    settings = files.read_json(Path(model).expanduser() / "generation_config.json") or {}
+    settings = files.read_json(hub.folder_of(model) / "generation_config.json") or {}
     others = np.ravel(settings.get("eos_token_id") or []).tolist()
     tokens = dict.fromkeys([tokenizer.eos_token_id, *others])
     ends = [token for token in tokens if token is not None]

@@ -67,7 +67,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     InputError.
     """
     entry.set_compile_cache()  # torch.onnx, too, reads it
-    path = _checkpoint_of(Path(run))
+    path = checkpoint_of(Path(run))
     content = checkpoint.read(path)
     about = content["meta"].get("about")
     recipe = str(content["meta"].get("recipe"))
@@ -80,7 +80,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     cfg = declare.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
     try:
-        net.load_state_dict(_weights_of(content))
+        net.load_state_dict(weights_of(content))
     except (RuntimeError, TypeError) as error:
         why = f"{recipe}.make_net() makes a network that does not fit ({one_line(error, 120)})"
         raise InputError(f"{path}: {why}: use the code that the run was trained with") from None
@@ -101,9 +101,9 @@ def start_from(
     The head of ``net`` stays, and a line is said, unless the run has the same classes. Raises
     InputError if the networks differ in another layer.
     """
-    path = _checkpoint_of(Path(run))
+    path = checkpoint_of(Path(run))
     content = checkpoint.read(path)
-    weights = _without_lora(_weights_of(content))
+    weights = _without_lora(weights_of(content))
     about = content["meta"].get("about")
     if not isinstance(about, dict) or about.get("classes") != list(classes):
         say(f"weights={path}: trained on other classes, so the last layer is replaced")
@@ -116,7 +116,7 @@ def start_from(
         raise InputError(f"weights={path}: {why}: give the arch= of that run") from None
 
 
-def _weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
+def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
     """The weights in a checkpoint, the averaged ones if there are any."""
     averages = content.get("ema")
     if not averages:
@@ -138,7 +138,7 @@ def _without_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
-def _checkpoint_of(path: Path) -> Path:
+def checkpoint_of(path: Path) -> Path:
     """The checkpoint at ``path``: the file itself, or the best one of a run directory, else its
     newest. Raises InputError.
     """

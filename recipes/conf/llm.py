@@ -1,0 +1,95 @@
+"""Keys of the recipe llm."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from recipes.core.config.declare import default, key
+from recipes.core.config.run_keys import Dtype, Mode, TrainKeys
+from recipes.core.errors import ConfigError
+
+LR = {"all": 1e-5, "lora": 1e-4}
+
+
+@dataclass(frozen=True)
+class Config(TrainKeys):
+    prepared: ClassVar[tuple[str, ...]] = ("dialogues",)
+    small_part: ClassVar[int] = 1  # one row is enough work for a GPU: it has many tokens
+
+    dataset: str = key(
+        "dialogues",
+        "dialogues: your own, which recipes.prepare has written; made: dialogues generated in "
+        "memory, for a tiny model with random weights",
+        values=("dialogues", "made"),
+    )
+    model: str = key(
+        "",
+        "model to start from: a name on the Hugging Face hub, which recipes.prepare has fetched, "
+        "or the absolute path of a folder",
+        pattern=r"[/~$].*|\w[\w.-]*(/\w[\w.-]*)?",
+        form="a name such as Qwen/Qwen3-0.6B, or the absolute path of a folder",
+    )
+    allow_code: str = key(
+        "", "digest of the model's own Python files, if you have read them and they may run"
+    )
+    train: str = key(
+        "all",
+        "what to train; all: every weight; lora: a low-rank addition to the matrices of linear "
+        "layers",
+        values=("all", "lora"),
+    )
+    lora_rank: int = key(16, "rank of the matrices of train=lora", low=1, high=4096)
+    lora_alpha: float = key(
+        32.0, "the addition of train=lora is multiplied by lora_alpha / lora_rank", low=0
+    )
+    lora_modules: str = key(
+        "",
+        "names of the linear layers that train=lora changes, such as q_proj,v_proj; "
+        "empty: all but the head",
+    )
+    max_len: int = key(2048, "maximum number of tokens of a row", low=2, high=2**20)
+    pack: bool = key(
+        True,
+        "put several examples into a row of max_len tokens; they do not attend to each other",
+    )
+    global_batch_size: int = key(
+        64,
+        "rows of max_len tokens per optimiser step over all ranks; "
+        "with pack=false, as many examples as such rows hold",
+        low=1,
+        high=2**30,
+    )
+    epochs: int = default(TrainKeys, "epochs", 3)
+    optimizer: str = key(
+        "adamw",
+        "adamw; muon: Muon for the matrices of the layers, AdamW for the other weights",
+        values=("adamw", "muon"),
+    )
+    lr: float = key(0.0, "peak learning rate; 0: 1e-5, with train=lora 1e-4", low=0)
+    warmup: float = key(
+        0.03,
+        "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
+        low=0,
+        high=1,
+    )
+    weight_decay: float = key(0.0, "weight decay of matrices", low=0)
+    clip_grad_norm: float = default(TrainKeys, "clip_grad_norm", 1.0)
+    recompute: bool = key(
+        False,
+        "keep the input of each layer only, and compute the layer again in the backward pass: "
+        "less memory, a third more work",
+        may_change=True,
+    )
+    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
+    best_metric: str = default(TrainKeys, "best_metric", "val_loss")
+    best_mode: Mode = default(TrainKeys, "best_mode", Mode.min)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train == "lora" and self.optimizer == "muon":
+            raise ConfigError("optimizer=muon: cannot be used with train=lora: give adamw")
+        if not self.lr:
+            object.__setattr__(self, "lr", LR[self.train])
+
+
+# Small enough for CPUs.
+DATASETS = {"made": {"max_len": 256, "global_batch_size": 8, "epochs": 2, "lr": 1e-3}}

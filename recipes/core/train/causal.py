@@ -1,0 +1,183 @@
+"""Causal language models of Hugging Face: opened in float32, trained as a whole or by low-rank
+additions, and opened from a checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.core import errors, files
+from recipes.core.data import chat, hub
+from recipes.core.errors import InputError
+from recipes.core.train import checkpoint, trained
+
+FOLDER = "model"  # in the run directory: config, tokenizer and generation config of the model
+DOWN = ".lora_A"  # ends of the names of low-rank additions, as in PEFT
+UP = ".lora_B"
+APART = 1e-3  # of the logits, relative to the largest
+
+
+def open_model(model: str, folder: Path, allow_code: str) -> Any:
+    """The model in ``folder``, in float32 on the CPU. Raises InputError."""
+    trust = hub.allows_code(model, folder, allow_code)
+    try:
+        net, report = hub.transformers().AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=trust,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of many libraries
+        why = f"cannot be loaded ({errors.one_line(error, 120)})"
+        raise InputError(f"model={model}: {why}: fetch it again, or give another one") from None
+    if report["missing_keys"]:
+        lacking = f"its files lack {min(report['missing_keys'])}"
+        raise InputError(f"model={model}: {lacking}: give a causal language model")
+    return net
+
+
+@torch.inference_mode()
+def require_separate_documents(net: Any) -> None:
+    """Raises InputError if a document in a row changes the logits of the next one."""
+    tokens = torch.arange(8)[None]
+    positions = torch.arange(4).repeat(2)[None]
+    try:
+        packed = net(tokens, position_ids=positions, use_cache=False).logits[:, 4:]
+        alone = net(tokens[:, 4:], use_cache=False).logits
+        apart = float((packed - alone).abs().max() / alone.abs().max())
+    except TypeError:  # it has no positions
+        apart = 1.0
+    if not apart <= APART:  # also NaN
+        kind = type(net).__name__
+        raise InputError(f"pack=true: {kind} does not separate the examples of a row: pack=false")
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer, plus the product of two trained matrices (Hu et al., 2021)."""
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features))
+        self.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = F.linear(F.linear(x, self.lora_A), self.lora_B)
+        return F.linear(x, self.weight, self.bias) + self.scale * added
+
+
+def add_low_rank(net: Any, modules: str, rank: int, scale: float) -> None:
+    """Freezes all weights, and adds trained matrices to each linear layer but the head. modules:
+    names of those layers, separated by commas; "" for all. Raises InputError.
+    """
+    head = net.get_output_embeddings()
+    layers = dict[str, list[tuple[str, nn.Linear]]]()
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.Linear) and layer is not head:
+            layers.setdefault(name.rpartition(".")[2], []).append((name, layer))
+    wanted = modules.split(",") if modules else list(layers)
+    unknown = [name for name in wanted if name not in layers]
+    if unknown or not wanted:
+        known = f"the linear layers of {type(net).__name__} are {', '.join(layers) or 'none'}"
+        raise InputError(f"lora_modules={modules}: {known}: give some of them, or train=all")
+    net.requires_grad_(False)
+    for short in wanted:
+        for name, layer in layers[short]:
+            net.set_submodule(name, LowRank(layer, rank, scale))
+
+
+def merged(weights: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """``weights`` with each low-rank addition as a part of its matrix."""
+    whole = {name: value for name, value in weights.items() if not name.endswith((DOWN, UP))}
+    for name in weights:
+        if name.endswith(UP):
+            layer = name.removesuffix(UP)
+            added = weights[name] @ weights[layer + DOWN]
+            whole[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * added
+    return whole
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A trained model in eval mode. path: of the checkpoint. config: the keys of its run. added:
+    its low-rank additions, which are parts of the weights of ``net``.
+    """
+
+    net: Any
+    tokenizer: Any
+    path: Path
+    config: dict[str, Any]
+    added: dict[str, Tensor]
+
+    @torch.inference_mode()
+    def answer(self, messages: list[dict[str, str]], max_tokens: int) -> str:
+        """The most likely answer to a dialogue, at most ``max_tokens`` long."""
+        inputs = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(self.net.device)
+        tokens = self.net.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        return str(self.tokenizer.decode(new, skip_special_tokens=True))
+
+
+def load(run: str | Path, device: str = "cpu") -> Causal:
+    """The model of a run directory (its best checkpoint, else its newest), or of a checkpoint.
+    Raises InputError.
+    """
+    path = trained.checkpoint_of(Path(run))
+    content = checkpoint.read(path)
+    config = content["meta"]["config"]
+    folder = path.parents[1] / FOLDER
+    if not (folder / "config.json").is_file():
+        fix = "give a run of llm, or a checkpoint in its run directory"
+        raise InputError(f"{path}: {str(folder)!r} has no config.json: {fix}")
+    weights = trained.weights_of(content)
+    added = {name: value for name, value in weights.items() if name.endswith((DOWN, UP))}
+    library = hub.transformers()
+    code = str(config.get("allow_code", ""))
+    trust = hub.allows_code(str(folder), folder, code)
+    settings = library.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    net = library.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+    net.load_state_dict(merged(weights, config["lora_alpha"] / config["lora_rank"]))
+    net.generation_config = library.GenerationConfig.from_pretrained(folder)
+    return Causal(net.eval().to(device), chat.open_tokenizer(str(folder)), path, config, added)
+
+
+def write(model: Causal, folder: Path, adapter: bool) -> None:
+    """Writes a folder for transformers' from_pretrained; or, with ``adapter``, one for PEFT, which
+    has the low-rank additions alone. Raises InputError.
+    """
+    model.tokenizer.save_pretrained(folder)
+    if not adapter:
+        model.net.save_pretrained(folder)
+        return
+    if not model.added:
+        raise InputError("adapter=true: the run has no low-rank additions: leave adapter= out")
+    layers = [name.removesuffix(UP) for name in model.added if name.endswith(UP)]
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config["model"],
+        "r": model.config["lora_rank"],
+        "lora_alpha": model.config["lora_alpha"],
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+    }
+    files.write_json(folder / "adapter_config.json", about)
+    weights = {f"base_model.model.{name}.weight": value for name, value in model.added.items()}
+    safetensors = errors.require("safetensors.torch", "llm")
+    safetensors.save_file(weights, folder / "adapter_model.safetensors")
+
+
+def keep(run_dir: Path, net: Any, tokenizer: Any) -> None:
+    """Writes what `load` needs besides a checkpoint."""
+    for part in (net.config, net.generation_config, tokenizer):
+        part.save_pretrained(run_dir / FOLDER)

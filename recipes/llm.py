@@ -1,0 +1,185 @@
+"""LLM: fine-tunes a causal language model of Hugging Face on your own dialogues.
+
+    # once, on a machine with internet
+    python -m recipes.prepare weights model=Qwen/Qwen3-0.6B
+    python -m recipes.prepare dialogues source=chats.jsonl data_dir=/data model=Qwen/Qwen3-0.6B
+    sbatch sbatch/llm_1x8.sh data_dir=/data model=Qwen/Qwen3-0.6B
+    # a tiny model on dialogues that are made in memory
+    python launch.py recipe=llm launcher=local ranks_per_node=2 device=cpu dataset=made
+
+Expected results: not measured on a GPU.
+"""
+
+from recipes.core.run import entry
+
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads
+# some of them at import.
+START = entry.begin("llm") if __name__ == "__main__" else None
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.conf.llm import Config
+from recipes.core.data import chat, dialogues, hub, made_dialogues
+from recipes.core.data.token_batches import Rows, TokenBatches, collate
+from recipes.core.errors import ConfigError, InputError
+from recipes.core.train import causal, loop, models, optimisation, scores, session, sharding
+from recipes.core.train.checkpoint import State
+from recipes.core.train.optimizers import MuonAdamW
+from recipes.core.train.run import Run
+
+# Muon's update of a matrix has about 1 / columns as its mean square. This is the root mean square
+# of an update of AdamW (Liu et al., "Muon is scalable for LLM training", 2025).
+ADAMW_RMS = 0.2
+
+
+def tiny(tokenizer: Any) -> Any:
+    """A Llama with random weights, for dataset=made."""
+    library = hub.transformers()
+    config = library.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return library.AutoModelForCausalLM.from_config(config)
+
+
+def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The model on the CPU, and its tokenizer. facts: of the data, which was made by the same
+    tokenizer.
+    """
+    if not cfg.model:
+        if cfg.dataset != "made":
+            raise ConfigError("model= is missing: give the model to start from")
+        tokenizer = made_dialogues.made_tokenizer()
+        return tiny(tokenizer), tokenizer
+    folder = hub.find(cfg.model)
+    tokenizer = chat.open_tokenizer(str(folder))
+    if chat.tokenizer_digest(tokenizer) != facts["tokenizer"]:
+        fix = f"run python -m recipes.prepare dialogues again, with model={cfg.model}"
+        raise InputError(f"model={cfg.model}: the data has tokens of another tokenizer: {fix}")
+    net = causal.open_model(cfg.model, folder, cfg.allow_code)
+    net.generation_config.eos_token_id = facts["ends"]
+    return net, tokenizer
+
+
+def prepare(cfg: Config, net: Any) -> None:
+    """Prepares a model for its training, in place."""
+    longest = getattr(net.config.get_text_config(), "max_position_embeddings", cfg.max_len)
+    if cfg.max_len > longest:
+        raise InputError(f"max_len={cfg.max_len}: the model has {longest} positions: give fewer")
+    if cfg.pack:
+        causal.require_separate_documents(net)
+    if cfg.train == "lora":
+        causal.add_low_rank(net, cfg.lora_modules, cfg.lora_rank, cfg.lora_alpha / cfg.lora_rank)
+    if cfg.recompute:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
+    net.train()
+
+
+def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; or Muon for the matrices of the layers, with updates as large as those of AdamW."""
+    if cfg.optimizer == "adamw":
+        groups = optimisation.decay_groups(net, cfg.weight_decay)
+        return torch.optim.AdamW(groups, cfg.lr, fused=True)
+    matrices = [p for block in sharding.blocks(net) for p in block.parameters() if p.ndim == 2]
+    others = [p for p in net.parameters() if all(p is not matrix for matrix in matrices)]
+    groups = [{"params": others, "betas": (0.9, 0.999), "weight_decay": 0.0}]
+    for columns in sorted({p.shape[1] for p in matrices}):
+        scale = ADAMW_RMS * columns**0.5
+        alike = [p for p in matrices if p.shape[1] == columns]
+        decay = cfg.weight_decay / scale
+        groups.append({"params": alike, "lr": cfg.lr * scale, "weight_decay": decay})
+    return MuonAdamW(groups, cfg.lr)
+
+
+def lr_factor(cfg: Config, steps: int, step: int) -> float:
+    """The learning rate of a step as a fraction of its peak: a linear rise, then a cosine to
+    zero.
+    """
+    rise = max(1.0, cfg.warmup * steps)
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1.0, steps - rise))))
+
+
+def row_losses(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The mean loss of each row (B,), in nats per counted token, and the number of these tokens."""
+    counted = rows.counted[:, 1:]
+    nats = F.cross_entropy(
+        logits[:, :-1][counted].float(), rows.tokens[:, 1:][counted], reduction="none"
+    )
+    weights = counted.sum(1)
+    sums = torch.zeros(counted.shape, device=nats.device).masked_scatter(counted, nats).sum(1)
+    return sums / weights.clamp(min=1), weights
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    world = run.world
+    torch.manual_seed(cfg.seed)
+    is_made = cfg.dataset == "made"
+    training, validation = (
+        made_dialogues.made() if is_made else dialogues.open_dialogues(cfg.data_dir)
+    )
+    size = (cfg.global_batch_size * cfg.max_len, cfg.max_len, cfg.pack)
+    batches = TokenBatches(training, *size, cfg.seed, *world.data, validation.digest)
+    val_batches = TokenBatches(validation, *size, 0, *world.data)
+    net, tokenizer = open_model(cfg, training.facts)
+    prepare(cfg, net)
+    run.say(f"{type(net).__name__}: {models.trained(net)}")
+    model = world.parallel(net.to(world.device), cfg)
+    optimizer = make_optimizer(cfg, net)
+    steps = loop.total_steps(cfg, batches)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
+    autocast = optimisation.autocast(run, cfg)
+
+    def losses(model: nn.Module, examples: Any, part: Any) -> tuple[Tensor, Tensor]:
+        """The losses and weights of the rows of a part. Without rows, of one of padding, which does
+        not count: each rank takes part in each forward pass.
+        """
+        length = cfg.max_len if cfg.compile else 0
+        rows = Rows(*(t.to(world.device) for t in collate(examples, part.rows, length)))
+        # without positions, torch needs no mask
+        positions = rows.positions if cfg.pack else None
+        with autocast:
+            logits = model(rows.tokens, position_ids=positions, use_cache=False).logits
+        means, weights = row_losses(logits, rows)
+        return means[: len(part.indices)], weights[: len(part.indices)]
+
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Nats and counted tokens of this rank's parts of the validation set."""
+        for part in val_batches.epoch(0):
+            means, weights = losses(net, validation, part)
+            yield (means.double() * weights).sum(), weights.sum()
+
+    def evaluate() -> dict[str, float]:
+        totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for pair in scores.answered(run, answers):
+            totals += torch.stack(pair)
+        nats, tokens = world.sum(totals).tolist()
+        return {"val_loss": nats / max(1.0, tokens), "val_tokens": int(tokens)}
+
+    run.resume(State(net, optimizer, scheduler), batches)
+    if world.rank == 0 and not cfg.evaluate:
+        causal.keep(run.dir, net, tokenizer)
+    for step in loop.steps(run, cfg, model, batches, evaluate):
+        for part in step.parts:
+            step.backward(*losses(model, training, part))
+        optimizer.step()
+        scheduler.step()
+    return run.results
+
+
+if START:
+    session.run(main, START)

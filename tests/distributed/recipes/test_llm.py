@@ -1,0 +1,375 @@
+"""The recipe llm: its losses against a plain loop, on several ranks and packed or not; low-rank
+additions; what it exports; what it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from recipes import export, llm, predict
+from recipes.conf.llm import Config
+from recipes.core import errors
+from recipes.core.data import hub, made_dialogues
+from recipes.core.data.token_batches import Rows, TokenBatches, collate
+from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.train import causal, checkpoint
+from tests import helpers, states
+from tests.distributed import one_rank
+
+KINDS = ("llama", "qwen3")
+SMALL = ("dataset=made", "max_len=160", "global_batch_size=4", "max_steps=4", "cpu_threads=1")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of tiny models with random weights, and the tokenizer of ``dataset=made``."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = made_dialogues.made_tokenizer()
+    for kind in KINDS:
+        net(kind).save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+    return folder
+
+
+def net(kind: str, **more: Any) -> Any:
+    """A tiny model. The weights are large, so that each token matters."""
+    library = hub.transformers()
+    tokenizer = made_dialogues.made_tokenizer()
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind in KINDS:
+        sizes |= {"intermediate_size": 96, "num_key_value_heads": 2, "initializer_range": 0.1}
+    if kind == "qwen3":
+        sizes |= {"head_dim": 16, "tie_word_embeddings": True}
+    torch.manual_seed(1)
+    config = library.AutoConfig.for_model(kind, vocab_size=len(tokenizer), **ids, **sizes)
+    return library.AutoModelForCausalLM.from_config(config, **more)
+
+
+def nats(model: Any, rows: Rows) -> Tensor:
+    """The sum of the losses of each row."""
+    logits = model(rows.tokens, position_ids=rows.positions, use_cache=False).logits
+    means, weights = llm.row_losses(logits, rows)
+    return means * weights
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_packed_examples_have_the_losses_that_they_have_alone(kind: str, attention: str) -> None:
+    model = net(kind, attn_implementation=attention)
+    training, _ = made_dialogues.made()
+    packed = collate(training, [[3, 1, 4], [5, 9]])
+    alone = [nats(model, collate(training, [[i]])) for i in (3, 1, 4, 5, 9)]
+    sums = torch.cat([torch.cat(alone[:3]).sum()[None], torch.cat(alone[3:]).sum()[None]])
+    counted = packed.counted.sum(1)
+    assert counted.tolist() == [
+        sum(training.counted[i] for i in row) for row in ([3, 1, 4], [5, 9])
+    ]
+    assert torch.allclose(nats(model, packed) / counted, sums / counted, rtol=0, atol=1e-5)
+    joined = packed._replace(positions=torch.arange(packed.tokens.shape[1])[None])
+    assert not torch.allclose(nats(model, joined), sums, rtol=1e-2)
+
+
+def test_a_model_that_cannot_separate_packed_examples_is_refused() -> None:
+    for kind in KINDS:
+        causal.require_separate_documents(net(kind).eval())
+    for kind in ("bloom", "mamba"):
+        with pytest.raises(InputError, match=r"pack=true: .* does not separate .*: pack=false"):
+            causal.require_separate_documents(net(kind).eval())
+
+
+def plain_losses(model: Any, cfg: Config) -> list[float]:
+    """A training loop with transformers alone, on the batches of the recipe."""
+    training, _ = made_dialogues.made()
+    size = (cfg.global_batch_size * cfg.max_len, cfg.max_len, cfg.pack)
+    batches = TokenBatches(training, *size, cfg.seed, 0, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), cfg.lr, weight_decay=0.0)
+    steps = cfg.max_steps
+    rise = max(1.0, cfg.warmup * steps)
+    losses = []
+    for part in batches.epoch(0):
+        step = len(losses)
+        if step == steps:
+            break
+        factor = 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.lr * ((step + 1) / (rise + 1) if step < rise else factor)
+        total = 0.0
+        counted = sum(training.counted[i] for row in part.rows for i in row)
+        for row in part.rows:
+            examples = [training.take(i) for i in row]
+            tokens = torch.cat([torch.as_tensor(ids) for ids, _ in examples])
+            is_counted = torch.cat([torch.as_tensor(flags) for _, flags in examples])
+            positions = torch.cat([torch.arange(len(ids)) for ids, _ in examples])
+            loss = model(
+                tokens[None],
+                position_ids=positions[None],
+                labels=tokens.where(is_counted, -100)[None],
+                use_cache=False,
+                num_items_in_batch=counted,
+            ).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_losses_are_those_of_a_plain_loop(
+    kind: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*SMALL, f"model={models / kind}")
+    trained = one_rank.train(llm, tmp_path, monkeypatch, *words)
+    cfg = Config(dataset="made", max_len=160, global_batch_size=4, max_steps=4, lr=1e-3)
+    expected = plain_losses(
+        hub.transformers().AutoModelForCausalLM.from_pretrained(models / kind), cfg
+    )
+    assert [row["loss"] for row in trained.rows] == pytest.approx(expected, abs=1e-5)
+    assert trained.rows[-1]["loss"] < trained.rows[0]["loss"]
+
+
+def launched(run_dir: Path, ranks: int, *words: str) -> Path:
+    """The run directory of a finished run of ``ranks`` ranks."""
+    keys = (f"ranks_per_node={ranks}", f"run_dir={run_dir}", "log_every_steps=1")
+    helpers.run_fork([*helpers.LOCAL, "recipe=llm", *SMALL, *keys, *words]).expect(0)
+    return run_dir
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [(), ("pack=false",), ("train=lora", "lora_rank=4", "lr=0.01")])
+def test_losses_are_the_same_on_any_number_of_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Also in parts, with layers that are computed again, and with a divided model."""
+    few = (*words, "global_batch_size=2")
+    alone = helpers.rows(launched(tmp_path / "1", 1, *few))
+    losses = [row["loss"] for row in alone]
+    assert losses[-1] < losses[0]
+    for ranks, *more in (
+        (2, "recompute=true"),
+        (2, "strategy=fsdp", "accumulate=2", "recompute=true"),
+        (3, "accumulate=2"),
+        (3, "strategy=fsdp"),
+    ):
+        name = "-".join(map(str, (ranks, *more)))
+        rows = helpers.rows(launched(tmp_path / name, ranks, *few, *more))
+        assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-4), name
+        assert rows[-1]["val_loss"] == pytest.approx(alone[-1]["val_loss"], abs=1e-4), name
+        assert rows[-1]["val_tokens"] == alone[-1]["val_tokens"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with low-rank additions; beside its checkpoints, the logits of its last evaluation."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patched:
+        lora = ("train=lora", "lora_modules=q_proj,up_proj", "lora_rank=4", "lora_alpha=6")
+        words = (*SMALL, f"model={models / 'llama'}", *lora, "lr=0.02", "pack=false")
+        trained = one_rank.train(llm, folder, patched, *words)
+    forward = trained.evaluation[-1]
+    torch.save([forward.inputs, forward.outputs], folder / "answers.pt")
+    return folder
+
+
+def test_low_rank_additions_leave_the_weights_untouched(run_dir: Path, models: Path) -> None:
+    weights = checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0])["model"]
+    before = load_file(models / "llama/model.safetensors")
+    added = {name for name in weights if name.endswith((causal.DOWN, causal.UP))}
+    assert weights.keys() - added == before.keys()
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    layers = {name.rpartition(".")[0].split(".", 3)[3] for name in added}
+    assert layers == {"self_attn.q_proj", "mlp.up_proj"}
+    assert all(weights[name].any() for name in added)
+
+
+@torch.no_grad()
+def test_an_exported_model_has_the_logits_of_the_evaluation(
+    run_dir: Path, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = hub.transformers()
+    inputs, logits = torch.load(run_dir / "answers.pt")
+    assert export.main([str(run_dir), "hf"]) == 0
+    model = library.AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+    assert torch.allclose(model(inputs).logits, logits, rtol=0, atol=1e-5)
+    base = library.AutoModelForCausalLM.from_pretrained(models / "llama")
+    assert not torch.allclose(base(inputs).logits, logits, atol=1e-2)
+    with pytest.raises(InputError, match="exists: give another out="):
+        export.main([str(run_dir), "hf"])
+
+    folder = tmp_path / "adapter"
+    assert export.main([str(run_dir), "hf", f"out={folder}", "adapter=true"]) == 0
+    adapter = json.loads((folder / "adapter_config.json").read_text())
+    assert adapter["target_modules"] == ["q_proj", "up_proj"]
+    for name, down in load_file(folder / "adapter_model.safetensors").items():
+        if name.endswith(".lora_A.weight"):
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            up = load_file(folder / "adapter_model.safetensors")[name.replace("_A.", "_B.")]
+            base.get_submodule(layer).weight += adapter["lora_alpha"] / adapter["r"] * up @ down
+    assert torch.allclose(base(inputs).logits, logits, rtol=0, atol=1e-5)
+
+    messages = [{"role": "user", "content": "Where is the ship?"}]
+    tokenizer = library.AutoTokenizer.from_pretrained(run_dir / "hf")
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**prompt, max_new_tokens=9, do_sample=False)
+    expected = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": messages}))
+    capsys.readouterr()
+    words = [str(run_dir), f"prompts={tmp_path / 'asked.jsonl'}", "max_tokens=9"]
+    assert predict.main(words) == 0
+    answered = json.loads(capsys.readouterr().out)["messages"]
+    assert answered == [*messages, {"role": "assistant", "content": expected}]
+    assert predict.main([str(run_dir), f"prompt={messages[0]['content']}", "max_tokens=9"]) == 0
+    shown = "\n".join(map(errors.printable, expected.split("\n")))
+    assert capsys.readouterr().out == f"{shown}\n"
+
+
+def test_a_file_of_prompts_is_read_line_by_line(tmp_path: Path, run_dir: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "?"}]}\n{"text": "?"}\n')
+    with pytest.raises(InputError, match=r"asked.jsonl, line 2: KeyError: 'messages': give {"):
+        predict.main([str(run_dir), f"prompts={path}"])
+
+
+def test_models_that_are_not_usable_are_refused_with_the_fix(models: Path, tmp_path: Path) -> None:
+    def changed(**config: Any) -> Path:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(models / "llama", folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        return folder
+
+    (tmp_path / "empty").mkdir()
+    pickled = changed()
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    lacking = changed()
+    weights = load_file(lacking / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, lacking / "model.safetensors", {"format": "pt"})
+    damaged = changed()
+    (damaged / "model.safetensors").write_bytes(b"x")
+    remote = changed(model_type="mine", auto_map={"AutoModelForCausalLM": "other/repo--mine.Net"})
+    for folder, expected in (
+        (
+            tmp_path / "empty",
+            r"has no config\.json: give the folder of a model, as save_pretrained",
+        ),
+        (pickled, r"has no \.safetensors, but pytorch_model\.bin, a pickle, which can execute"),
+        (lacking, r"its files lack lm_head\.weight: give a causal language model"),
+        (damaged, r"cannot be loaded \(.*\): fetch it again, or give another one"),
+        (changed(model_type="mine"), r"transformers \S+ has no model_type mine: install a newer"),
+        (remote, r"transformers \S+ has no model_type mine: install a newer"),
+    ):
+        with pytest.raises(InputError, match=rf"^model={folder}: .*{expected}"):
+            causal.open_model(str(folder), hub.find(str(folder)), "")
+    line = (
+        "^model=org/name: is not in the cache .*, run python -m recipes.prepare weights model=org"
+    )
+    with pytest.raises(MachineError, match=line):
+        hub.find("org/name")
+
+
+def test_code_of_a_model_runs_only_if_its_digest_is_given(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(models / "llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    config |= {"model_type": "mine", "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    mark = tmp_path / "executed"
+    (folder / "mine.py").write_text(
+        f"open({str(mark)!r}, 'w')\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MyConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
+    )
+    asks = r"asks for code of its own \(mine\.py in .*\): read it, then give allow_code=(\w{16})$"
+    with pytest.raises(InputError, match=asks) as refused:
+        causal.open_model(str(folder), folder, "")
+    digest = str(refused.value).rpartition("=")[2]
+    assert not mark.exists()
+    assert type(causal.open_model(str(folder), folder, digest)).__name__ == "MyModel"
+    assert mark.exists()
+    with open(folder / "mine.py", "a") as file:
+        file.write("# changed\n")
+    with pytest.raises(InputError, match=asks):
+        causal.open_model(str(folder), folder, digest)
+
+
+def test_words_that_do_not_fit_are_refused(models: Path) -> None:
+    training, _ = made_dialogues.made()
+    llama = str(models / "llama")
+    facts = {**training.facts, "tokenizer": "another"}
+    with pytest.raises(InputError, match="has tokens of another tokenizer: run python -m recipes"):
+        llm.open_model(Config(model=llama), facts)
+    with pytest.raises(ConfigError, match="model= is missing: give the model to start from"):
+        llm.open_model(Config(), training.facts)
+    line = (
+        "lora_modules=q_proj,up: the linear layers of LlamaForCausalLM are q_proj, .*, down_proj:"
+    )
+    with pytest.raises(InputError, match=line):
+        llm.prepare(Config(train="lora", lora_modules="q_proj,up"), net("llama").eval())
+    with pytest.raises(InputError, match="max_len=4096: the model has 2048 positions: give fewer"):
+        llm.prepare(Config(max_len=4096), net("llama").eval())
+    with pytest.raises(ConfigError, match="optimizer=muon: cannot be used with train=lora"):
+        Config(train="lora", optimizer="muon")
+    with pytest.raises(ConfigError, match=r"model=\./folder: must be a name such as"):
+        Config(model="./folder")
+    assert Config().lr == 1e-5
+    assert Config(train="lora").lr == 1e-4
+    assert Config(train="lora", lr=0.5).lr == 0.5
+
+
+def test_an_update_of_muon_is_about_as_large_as_one_of_adamw() -> None:
+    """The root mean square of what a step changes in each matrix, without decay; and the decay."""
+    model = net("llama")
+    optimizer = llm.make_optimizer(Config(optimizer="muon", lr=0.01, weight_decay=0.5), model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    matrices = 0
+    for name, p in model.named_parameters():
+        is_matrix = ".layers." in name and p.ndim == 2
+        decayed = before[name] * (1 - 0.01 * 0.5 * is_matrix)
+        change = float((p.detach() - decayed).square().mean().sqrt()) / 0.01
+        if is_matrix:
+            matrices += 1
+            assert 0.1 < change < 0.25, name
+        else:
+            assert change == pytest.approx(1, rel=1e-2), name
+    assert matrices == 2 * 7
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+
+
+@pytest.mark.long
+def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(
+    models: Path, tmp_path: Path
+) -> None:
+    """Of a divided model, after its newest checkpoint was damaged; with Muon."""
+    words = (f"model={models / 'qwen3'}", "strategy=fsdp", "optimizer=muon", "max_steps=6")
+    words = (*words, "checkpoint_every_steps=2", "keep_checkpoints=0")
+    whole = launched(tmp_path / "whole", 2, *words)
+    again = tmp_path / "again"
+    shutil.copytree(whole / "checkpoints", again / "checkpoints")
+    for path in (again / "checkpoints").glob("step-00000006*"):
+        path.unlink()
+    (again / "checkpoints/latest").write_text("step-00000004.pt\n")
+    (rows,) = (again / "checkpoints").glob("step-00000004.*.rows")
+    rows.write_bytes(rows.read_bytes()[:-100])
+    launched(again, 2, *words)
+    assert helpers.rows(again)[0]["step"] == 3
+    for step in (4, 6):
+        assert states.at_step(again, step) == states.at_step(whole, step)
