@@ -111,16 +111,17 @@ class Encoder:
     facts: Mapping[str, Any]
 
     def encode(self, row: Any) -> Iterator[tuple[Array, Array, bool]]:
-        """The examples of a row: the tokens, int64, which of them the loss counts, and whether each
-        turn of the assistant ends with an end token that is counted. Raises Unusable.
+        """The examples of a row: the tokens, int64, which of them the loss counts, and whether it
+        counts an end token for each turn of the assistant. Raises Unusable.
         """
         kind = self.facts["kind"]
         if kind_of(row) != kind:
             raise Unusable(Fault.kind)
         encode = self._of_messages if kind == "messages" else self._of_strings
         for tokens, counted in encode(row):
-            is_last = counted & ~np.append(counted[1:], False)
-            is_ended = bool(np.isin(tokens[is_last], self.facts["ends"]).all())
+            turns = int((counted & ~np.append(counted[1:], False)).sum())
+            ends = np.isin(tokens[counted], self.facts["ends"])
+            is_ended = int(ends.sum()) >= turns
             counted |= self.facts["train_on"] == "all"
             counted[:1] = False  # nothing predicts it
             if not counted.any():

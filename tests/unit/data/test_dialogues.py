@@ -289,6 +289,14 @@ def test_the_end_token_may_be_one_of_the_models_settings(tmp_path: Path) -> None
     assert is_ended
 
 
+def test_generation_tags_may_have_more_than_the_end_token(tmp_path: Path) -> None:
+    """As many templates for training have the line break that follows it."""
+    more = TAGGED.replace("<|eot|>{% endgeneration %}", "<|eot|>{{ '\\n' }}{% endgeneration %}")
+    assert more != TAGGED
+    [(_, _, is_ended)] = encoder(models.make(tmp_path, more, "<|eot|>")).encode(WITHOUT_TOOLS)
+    assert is_ended
+
+
 def test_generation_tags_without_the_end_token_are_refused(tmp_path: Path, run: Prepare) -> None:
     untagged = TAGGED.replace("<|eot|>{% endgeneration %}", "{% endgeneration %}<|eot|>")
     folder = models.make(tmp_path / "model", untagged, "<|eot|>")
