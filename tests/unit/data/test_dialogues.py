@@ -21,6 +21,8 @@ from recipes.core.errors import InputError
 from tests.unit.data import models
 from tests.unit.data.models import CHATML, INST, TAGGED, put_rows
 
+pytest.importorskip("transformers", reason="transformers is optional: pip install '.[llm]'")
+
 Prepare = Callable[..., tuple[int, str]]
 
 USER = {"role": "user", "content": "What is the weather in Paris?"}
@@ -285,6 +287,7 @@ def test_the_end_token_may_be_one_of_the_models_settings(tmp_path: Path) -> None
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, token]}))
     made = encoder(folder)
     assert made.facts["ends"] == [1, token]
+    assert made.facts["pad"] == 1  # it has no pad token
     [(_, _, is_ended)] = made.encode(DIALOGUE)
     assert is_ended
 
