@@ -132,15 +132,21 @@ def test_a_program_gains_by_the_files_that_it_saves(tmp_path: Path, bad_nodes: s
     assert planned(tmp_path, "restarts=9").attempt
 
 
+def test_spare_nodes_without_restarts_are_refused(tmp_path: Path) -> None:
+    line = r"^spare=1: is used only by a restart: give restarts=1 or more$"
+    with pytest.raises(ConfigError, match=line):
+        spec_of(tmp_path, "spare=1")
+
+
 def test_spare_nodes_must_be_there(tmp_path: Path) -> None:
-    options = restart.first_nodes(spec_of(tmp_path, "spare=1"), ENVIRON)
+    options = restart.first_nodes(spec_of(tmp_path, "restarts=1", "spare=1"), ENVIRON)
     assert options == ["--nodes=3", "--ntasks=6", "--nodelist=node1,node2,node3"]
     assert restart.first_nodes(spec_of(tmp_path), ENVIRON) == []
     with pytest.raises(ConfigError, match=r"^spare=4: the job has only 4 nodes: request more$"):
-        restart.first_nodes(spec_of(tmp_path, "spare=4"), ENVIRON)
+        restart.first_nodes(spec_of(tmp_path, "restarts=1", "spare=4"), ENVIRON)
     uneven = {**ENVIRON, "SLURM_TASKS_PER_NODE": "2(x3),1"}
     with pytest.raises(ConfigError, match="the same number of ranks on each node"):
-        restart.first_nodes(spec_of(tmp_path, "spare=1"), uneven)
+        restart.first_nodes(spec_of(tmp_path, "restarts=1", "spare=1"), uneven)
 
 
 def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
