@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.run import ledger
+from recipes.core.run.attempt import Attempt
 from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
@@ -60,6 +62,10 @@ def check_end(slurm: Cluster, job: str, log: Path, run_dir: Path, attempt: int) 
     assert status["state"] == "done"
     assert status["attempt"] == attempt
     assert status["step"] == 80
+    if attempt:
+        parts = ledger.recovery(Attempt(run_dir, attempt))
+        assert tuple(parts) == ledger.PARTS  # all are known
+        assert f"first step {sum(parts.values()):.1f} s after the failure" in log.read_text()
 
 
 def broken_run(slurm: Cluster, repo: Path, run_dir: Path) -> float:

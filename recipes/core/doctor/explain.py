@@ -15,7 +15,7 @@ from recipes.core.doctor.patterns import PATTERNS, Pattern
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use, judge, outlook, record, source, table
+from recipes.core.run import directory, in_use, judge, ledger, outlook, record, source, table
 from recipes.core.run.record import Record, State
 from recipes.core.slurm import client, jobstate
 
@@ -23,6 +23,7 @@ from recipes.core.slurm import client, jobstate
 # long
 QUIET_S = 120.0
 MOST_EXPLAINED = 3  # patterns
+MOST_RESTARTS = 10
 MOST_BYTES = 8 << 20  # of each log; the part before its last bytes is not read
 LONGEST_LINE = 2000  # characters of a line that is shown
 TAIL = 6  # last lines of a log that are shown
@@ -103,7 +104,19 @@ def _sections(path: Path) -> Sequence[Section]:
 
 
 def _of_run(run_dir: Path) -> Section:
-    return shown(_short(run_dir), LONGEST_LINE), of_run(run_dir)
+    lines = [*of_run(run_dir), *_restarts(run_dir)]
+    return shown(_short(run_dir), LONGEST_LINE), lines
+
+
+def _restarts(run_dir: Path) -> list[str]:
+    """How long each of the newest restarts took, and its parts."""
+    lines = []
+    for attempt in attempts.every(run_dir)[:MOST_RESTARTS]:
+        parts = ledger.recovery(attempt)
+        if parts:
+            total = f"attempt {attempt.number} was started again in {sum(parts.values()):.1f} s"
+            lines.append(f"{total}: {ledger.text(parts)}")
+    return lines
 
 
 def of_run(run_dir: Path) -> list[str]:

@@ -15,7 +15,7 @@ from recipes.core import files
 from recipes.core.errors import ConfigError, Kind, kind_of
 from recipes.core.launch import examination
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, saves
+from recipes.core.run import directory, ledger, saves
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import Outcome
 from recipes.core.run.logs import say
@@ -23,8 +23,6 @@ from recipes.core.run.spec import Spec
 from recipes.core.slurm import client, environment
 
 LAG_S = 5.0  # srun may take this long to end after a rank has failed
-# in the folder of an attempt that was started again: the nodes that it leaves out
-FILE = "restart.json"
 GAINLESS = 2  # restarts in a row without a new checkpoint after which the run has failed
 RESUBMITS = 2  # how often a job without enough good nodes is requeued without the bad ones
 
@@ -81,7 +79,7 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, s
         return Restart(f"not started again, since {GAINLESS} restarts gained no step")
 
     nodes = environment.nodes_of_job(environ)
-    excluded = set((files.read_json(attempt.folder / FILE) or {}).get("excluded", ()))
+    excluded = set((files.read_json(attempt.folder / attempts.RESTART) or {}).get("excluded", ()))
     bad = _bad_nodes([node for node in nodes if node not in excluded], spec, attempt, environ)
     excluded |= bad
     good = [node for node in nodes if node not in excluded]
@@ -96,10 +94,12 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, s
     if excluded or run.spare:
         options += options_of(good[:count], environ)
     new = attempts.open_next(attempt.run_dir, recipe, environ)
-    files.write_json(new.folder / FILE, {"excluded": sorted(excluded), "time": time.time()})
+    left_out = {"excluded": sorted(excluded), "time": time.time()}
+    files.write_json(new.folder / attempts.RESTART, left_out)
     without = f" without {', '.join(sorted(bad))}" if bad else ""
     line = f"started again{without} (restart {used + 1} of at most {run.restarts})"
-    return Restart(line, new, tuple(options))
+    took = ledger.text(ledger.recovery(new))
+    return Restart("; ".join(filter(None, (line, took))), new, tuple(options))
 
 
 def _launch(attempt: Attempt) -> str:

@@ -28,6 +28,8 @@ from recipes.core.slurm import environment
 
 # in the folder of an attempt: the stop signals that a user's program catches
 CATCHES = "catches.json"
+# in the folder of an attempt that was started again in its job: the nodes that it leaves out
+RESTART = "restart.json"
 # set by the parent of the ranks: the folder of the attempt that it has opened
 VARIABLE = "RECIPES_ATTEMPT"
 REPEATED_S = 1.5  # the other ranks wait this long before they print why they are refused
@@ -54,6 +56,11 @@ class Attempt:
     @property
     def has_begun(self) -> bool:
         return (self.folder / "begun.json").exists()
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether ``restarts=`` has started it, in the allocation of the attempt before it."""
+        return (self.folder / RESTART).exists()
 
     def facts(self) -> dict[str, Any]:
         """What was recorded when this attempt was opened and when it began, and its number as
@@ -192,13 +199,16 @@ def describe(
     files.write_json(path, content)
 
 
-def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> None:
+def begin(
+    attempt: Attempt, step: int, own: bool, of_program: bool = False, load_s: float = 0.0
+) -> None:
     """Makes this attempt the owner of the run. Only rank 0 calls it.
 
     Earlier attempts that still run can then no longer rename a checkpoint, and their rows go into a
     file without a name. step: the step at which it begins. own: whether it resumes from a
     checkpoint of this run directory. of_program: whether the ranks are a program of the user, which
-    writes no steps. Raises MachineError if a later attempt has begun. Raises OSError.
+    writes no steps. load_s: how long the checkpoint was read. Raises MachineError if a later
+    attempt has begun. Raises OSError.
     """
     check_owner(attempt)
     for earlier in every(attempt.run_dir):
@@ -212,7 +222,8 @@ def begin(attempt: Attempt, step: int, own: bool, of_program: bool = False) -> N
         attempt.staging.mkdir(parents=True, exist_ok=True)
     try:
         with open(attempt.folder / "begun.json", "x") as file:
-            json.dump({"step": step, "own": own, "of_program": of_program}, file)
+            begun = {"step": step, "own": own, "of_program": of_program}
+            json.dump({**begun, "begun_at": time.time(), "load_s": load_s}, file)
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
@@ -282,6 +293,7 @@ def record(
     exit_status: int = EXIT_CRASH,
     behind: Mapping[str, Any] | None = None,
     moment: float | None = None,
+    progress: float | None = None,
     name: str = "rank",
     still_saves: bool = False,
 ) -> None:
@@ -289,7 +301,8 @@ def record(
 
     name: begins the name of the file; "stop" for a request to stop, so that a later failure of the
     rank has its own file. behind: the rank that did not arrive, as `World.behind` returns it.
-    moment: of the failure, as time.time(); None means now. still_saves: whether the rank waits for
+    moment: of the failure, as time.time(); None means now. progress: when the rank made progress
+    last; None if unknown. still_saves: whether the rank waits for
     its last save, and then replaces the record.
     """
     content = {
@@ -300,6 +313,7 @@ def record(
         "exit_status": exit_status,
         "behind": behind,
         "time": moment or time.time(),
+        "progress": progress,
         "still_saves": still_saves,
     }
     files.write_json(attempt.folder / "failed" / f"{name}{rank:04d}.json", content)

@@ -121,6 +121,10 @@ class Pulse:
         """Returns the number of beats, the step and the phase."""
         return PULSE.unpack_from(self._memory)
 
+    def unchanged_s(self) -> float:
+        """Seconds since the last beat."""
+        return _unchanged_s(self._memory)
+
     def tell(self, **note: Any) -> None:
         """Tells the watchdog recipe, rank and host, and the folder of its attempt if it exists, for
         its message and record. Must be called before `watch`.
@@ -198,7 +202,7 @@ def watch_memory(parent: int, memory: mmap.mmap, task_memory: Memory) -> None:
 
 
 def _tell_out_of_memory(memory: mmap.mmap, task_memory: Memory) -> None:
-    note = _note(memory)
+    note = _progress(memory)
     line = task_memory.describe(note["rank"] - note.get("local_rank", 0))
     _record(note, Kind.out_of_memory, line, exit_status=128 + signal.SIGKILL)
 
@@ -220,24 +224,24 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Prints which rank is ended and why, and writes its error record."""
-    _, step, phase = PULSE.unpack_from(memory)
-    note = _note(memory)
-    line = f"made no progress for {timeout_s:g} s at {place(step, phase)}"
+    note = _progress(memory)
+    line = f"made no progress for {timeout_s:g} s at {place(note['step'], note['phase'])}"
     logs.say(f"{note['recipe']}: rank {note['rank']} on {note['host']} {line}: killing it")
     _record(note, Kind.hang, line)
 
 
-def _note(memory: mmap.mmap) -> Mapping[str, Any]:
-    """What the rank has told with `Pulse.tell`."""
-    return json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0"))
+def _unchanged_s(memory: mmap.mmap) -> float:
+    (beat_at,) = BEAT_AT.unpack_from(memory, PULSE.size)
+    return time.monotonic() - beat_at
 
 
 def _progress(memory: mmap.mmap) -> dict[str, Any]:
-    """What the rank has told, its step and phase, and how long its pulse has not changed."""
+    """What the rank has told with `Pulse.tell`, its step and phase, and how long its pulse has not
+    changed.
+    """
     _, step, phase = PULSE.unpack_from(memory)
-    (beat_at,) = BEAT_AT.unpack_from(memory, PULSE.size)
-    unchanged_s = time.monotonic() - beat_at
-    return {**_note(memory), "step": step, "phase": phase, "unchanged_s": unchanged_s}
+    note = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0"))
+    return {**note, "step": step, "phase": phase, "unchanged_s": _unchanged_s(memory)}
 
 
 def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = EXIT_CRASH) -> None:
@@ -251,6 +255,7 @@ def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = E
                 kind=kind,
                 error=line,
                 exit_status=exit_status,
+                progress=time.time() - note["unchanged_s"],
             )
 
 

@@ -138,6 +138,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "exit_status": cause.exit_status,
         "behind": behind,
         "moment": moment,
+        "progress": moment - run.world.pulse.unchanged_s(),
     }
     with suppress(OSError):
         attempts.record(run.attempt, **record, still_saves=run.checkpoints.saver is not None)

@@ -17,7 +17,7 @@ from torch.optim import swa_utils
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Part, Source
 from recipes.core.errors import InputError, RunError
-from recipes.core.run import trackers, watchdog
+from recipes.core.run import ledger, trackers, watchdog
 from recipes.core.train import gradients, lines, metrics, outcome
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.gradients import Gradients
@@ -280,6 +280,11 @@ class _StepEnds:
         if run.checkpoints.saver:
             run.checkpoints.saver.check()
         _log_row(run, row, self.cfg.global_batch_size)
+        if run.rows and run.step == self.first_step:
+            parts = ledger.recovery(run.attempt)
+            if parts:
+                took = f"{sum(parts.values()):.1f} s after the failure"
+                run.say(f"first step {took}: {ledger.text(parts)}")
         run.state.meta["unevaluated"] = row if ends_epoch and stop else None
         if ends_epoch and run.step < self.total and self.has_stalled():
             run.say(f"no better result for patience={self.cfg.patience} epochs: the run ends")

@@ -120,8 +120,9 @@ class Run:
         seed = self.settings.config.seed * 1_000_003 + self.world.rank + 1
         torch.manual_seed(seed % 2**63)
         resume.compare_keys(self.world, self.settings, batches.order)
+        began = time.monotonic()
         resume.load_chosen(self.checkpoints)
-        self._start()
+        self._start(time.monotonic() - began)
 
     def start(self) -> None:
         """Starts a run that saves and resumes nothing. Called by all ranks, not with `resume`."""
@@ -151,7 +152,7 @@ class Run:
         files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
         raise DryRunEnd
 
-    def _start(self) -> None:
+    def _start(self, load_s: float = 0.0) -> None:
         if self.world.rank == 0:
             attempts.check_owner(self.attempt)
             files.remove_temporary(self.checkpoints.target)
@@ -169,7 +170,7 @@ class Run:
             if path and is_own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 # the run may have been resumed from an earlier step
                 checkpoint.point(path, "latest")
-            attempts.begin(self.attempt, self.step, is_own)
+            attempts.begin(self.attempt, self.step, is_own, load_s=load_s)
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             attempts.write_status(self.attempt, "running", self.step)
         self.is_running = True

@@ -352,3 +352,15 @@ def test_a_run_is_found_by_its_job_and_as_the_last_one(
     ):
         [(name, _)] = explaining.explain([Path(word)])
         assert name.endswith(run)
+
+
+def test_the_duration_of_each_restart_is_shown(tmp_path: Path) -> None:
+    run_dir = run_directory(tmp_path / "run", "done")
+    first = attempts.newest(run_dir)
+    assert first
+    attempts.record(first, rank=0, host="a", kind=Kind.killed, error="x", moment=10, progress=8)
+    files.write_json(first.folder / "ended.json", {"time": 14.0})
+    second = helpers.attempt(run_dir, step=None, time=20.0)
+    files.write_json(second.folder / attempts.RESTART, {"excluded": []})
+    line = "attempt 1 was started again in 12.0 s: detection 2.0 s, teardown 4.0 s, examination"
+    assert f"{line} 6.0 s" in explain([run_dir], NO_SLURM)
