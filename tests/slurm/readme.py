@@ -517,6 +517,7 @@ TABLE: dict[str, How] = {
     ),
     "python launch.py runs": tool(says="^runs/cifar/1234_1 +done +1/1 "),
     "python launch.py runs --failed --sort=updated": tool(says="^runs/imagenet/1234 +failed "),
+    "python launch.py runs --ledger": tool(says="^all "),
     "python launch.py logs 1234 rank=3 follow": tool(
         swap={"1234 rank=3 follow": "runs/cifar/1234_0 rank=0"}, says="^cifar: 1 rank on 1 node"
     ),

@@ -98,7 +98,7 @@ def set_list(
     os.setxattr(path, f"system.posix_acl_{kind}", content)
 
 
-FAILED = runs.Run("", "toy", "7", State.failed, 0, 0, None, {}, None, None, None, 1, "", "")
+FAILED = runs.Run("", "toy", "7", State.failed, 0, 0, None, {}, None, None, None, None, 1, "", "")
 
 
 @contextlib.contextmanager

@@ -120,6 +120,12 @@ class RunKeys:
         low=1,
         high=86400,
     )
+    idle_warn_s: float = key(
+        900.0,
+        "seconds in which no GPU computes, after which the log has a warning, since many sites "
+        "cancel jobs with idle GPUs; 0: off",
+        low=0,
+    )
     debug: bool = key(
         False,
         "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match between "

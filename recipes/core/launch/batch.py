@@ -173,7 +173,8 @@ def _open_attempt(
     folder = run_dir
     if settings.config.evaluate:
         folder = directory.inside(run_dir, directory.EVALUATION)
-    attempt = attempts.open_next(folder, settings.recipe, environ)
+    submitted = job.submitted if job else None
+    attempt = attempts.open_next(folder, settings.recipe, environ, submitted=submitted)
     repository = source.home(ROOT)
     problem = ""
     if not attempt.number and snapshot.was_begun(
@@ -201,10 +202,11 @@ def _is_of_earlier_job(attempt: Attempt, job: Job | None, environ: Mapping[str, 
     """Whether the attempts before this one are older than this job: its ID was used before, and it
     was never requeued.
     """
-    if not attempt.number or environment.restarts(environ) or not job or not job.start:
+    start = jobstate.moment(job.start) if job else None
+    if not attempt.number or environment.restarts(environ) or not start:
         return False
     first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
-    return float(first) < time.mktime(time.strptime(job.start, "%Y-%m-%dT%H:%M:%S")) - SKEW_S
+    return float(first) < start - SKEW_S
 
 
 def _restrict_log(job: Job | None, umask: int) -> None:

@@ -28,7 +28,7 @@ from recipes.core.errors import (
 from recipes.core.launch import look
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, in_use, record, table
+from recipes.core.run import command_line, in_use, ledger, record, table
 from recipes.core.run.record import State
 from recipes.core.slurm import client
 from recipes.core.slurm.client import Line
@@ -37,7 +37,7 @@ from recipes.core.launch.runs import Run, find, read
 LOG_BYTES = 1 << 16  # of another user's log, from its end
 WATCH_S = 5.0  # between two tables of `runs watch`
 COMMANDS = ("runs", "logs", "look", "cancel", "resume", "compare")
-OPTIONS = ("--json", "--failed", "--sort")  # of `runs`
+OPTIONS = ("--json", "--failed", "--sort", "--ledger")  # of `runs`
 JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
 UNFINISHED = (State.stopped, State.failed, State.lost, State.cancelled, State.refused)
 ACTIVE = (State.pending, State.held, State.requeued, State.starting, State.running)
@@ -86,7 +86,7 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
 
 def show(words: Sequence[str], root: Path) -> int:
     """Prints the table of runs. words: folders and job IDs, and ``watch``, ``--json``,
-    ``--failed``, ``--sort=KEY``.
+    ``--failed``, ``--sort=KEY``; with ``--ledger``, the table of their times.
     """
     sort = ""
     names = []
@@ -101,6 +101,8 @@ def show(words: Sequence[str], root: Path) -> int:
     fields = Run.__dataclass_fields__
     if sort and sort not in fields:
         raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(fields)}")
+    if "--ledger" in words:
+        return show_ledger(find(names, root), "--json" in words)
     jobs = client.mine()
     cluster = _cluster(jobs)
     while True:
@@ -122,6 +124,22 @@ def show(words: Sequence[str], root: Path) -> int:
         jobs = client.mine()
 
 
+def show_ledger(folders: Sequence[Path], as_json: bool) -> int:
+    """Prints where the time of each run went, and the sum of all runs."""
+    entries = table.read_each(
+        folders, lambda folder: (str(folder), ledger.of_run(record.read(folder)))
+    )
+    entries.append(("all", ledger.total([entry for _, entry in entries])))
+    if as_json:
+        print("\n".join(json.dumps({"folder": name, **entry}) for name, entry in entries))
+        return EXIT_DONE
+    head, *lines = ledger.cells([entry for _, entry in entries])
+    names = ["run", *(_short(name) for name, _ in entries)]
+    cells = [[name, *line] for name, line in zip(names, (head, *lines), strict=True)]
+    print("\n".join(table.aligned(cells)))
+    return EXIT_DONE
+
+
 def _cluster(jobs: Mapping[str, Line] | None) -> str:
     """The name of this cluster; "" if Slurm does not answer. jobs: `client.mine`."""
     return "" if jobs is None else client.cluster_name()
@@ -137,7 +155,7 @@ def lines_of(runs: Sequence[Run], now: float) -> list[str]:
     """A table. In a terminal, a note that does not fit beside its run has its own line. now:
     time.time().
     """
-    head = ["run", "state", "step", "best", "samples/s", "age", "left", "starts"]
+    head = ["run", "state", "step", "best", "samples/s", "effective", "age", "left", "starts"]
     rows = [
         [
             _short(run.folder),
@@ -145,6 +163,7 @@ def lines_of(runs: Sequence[Run], now: float) -> list[str]:
             f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
             next((f"{value:.4f}" for value in run.best.values()), ""),
             f"{run.samples_per_second:,.0f}" if run.samples_per_second else "",
+            f"{run.effective:.0%}" if run.effective else "",
             _age(now - run.updated) if run.updated else "",
             _age(run.left_s) if run.left_s is not None else "",
             str(run.starts),

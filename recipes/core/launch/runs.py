@@ -14,7 +14,7 @@ from recipes.core.errors import (
     next_of,
     shown,
 )
-from recipes.core.run import efficiency, in_use, outlook, record, rows, table
+from recipes.core.run import efficiency, in_use, ledger, outlook, record, rows, table
 from recipes.core.run.record import Record, State
 from recipes.core.slurm import client, jobstate
 from recipes.core.slurm.client import Line
@@ -22,7 +22,8 @@ from recipes.core.slurm.client import Line
 
 @dataclass(frozen=True)
 class Run:
-    """A run in the list. steps: of the whole run, 0 if unknown. left_s: until the time limit; None
+    """A run in the list. steps: of the whole run, 0 if unknown. effective: the share of its time in
+    which it has trained, see run/ledger.py. left_s: until the time limit; None
     if unknown.
     """
 
@@ -35,6 +36,7 @@ class Run:
     epoch: int | None
     best: Mapping[str, float]
     samples_per_second: float | None
+    effective: float | None
     updated: float | None
     left_s: float | None
     starts: int
@@ -147,6 +149,7 @@ def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Ru
         epoch=rows.whole(run.row.get("epoch")),
         best={key: number for key, number in numbers.items() if number is not None},
         samples_per_second=_finite(of_newest.get("samples_per_second")),
+        effective=ledger.of_run(run)["effective"] or None,
         updated=_finite(run.status.get("updated")),
         left_s=job.left_s if job and state is State.running else None,
         starts=len(run.attempts),

@@ -17,7 +17,7 @@ from recipes.core import errors, files
 from recipes.core.report import figure
 from recipes.core.report.figure import Series
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, record, rows, table
+from recipes.core.run import directory, efficiency, ledger, record, rows, table
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.record import Record, State
 from recipes.core.run.rows import number
@@ -27,6 +27,7 @@ LONGEST = 500  # characters of a text from a file
 MOST_RUNS = 24
 MOST_RECORDS = 16
 MOST_RANKS = 64
+BAR_PX = 18  # height of an attempt in the bars of time
 # Title and label of the y axis, and whether it includes 0. Other metrics of an evaluation have
 # their name.
 COLUMNS = {
@@ -70,6 +71,7 @@ svg text{fill:var(--fg);font:12px system-ui,sans-serif}.end{text-anchor:end}
 svg path{fill:none;stroke:currentColor;stroke-width:1.6;stroke-linecap:round;stroke-linejoin:round}
 svg .grid{stroke:var(--grid);stroke-width:1}svg .axis{stroke:var(--muted);stroke-width:1}
 svg .mark{stroke:var(--muted);stroke-width:1;stroke-dasharray:3 3}svg .dot{stroke-width:5}
+svg rect{fill:currentColor}svg .pale{opacity:.45}
 svg .line.d1{stroke-dasharray:7 4}svg .line.d2{stroke-dasharray:2 4}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;list-style:none;padding:0;margin:0}
 .legend li{display:flex;gap:6px;align-items:center}.legend svg{width:28px;flex:none}
@@ -247,7 +249,7 @@ def _facts(shown: Shown) -> dict[str, object]:
     run = shown.run
     times = [number(facts.get("time")) for _, facts, _ in shown.history]
     start = next(filter(math.isfinite, times), math.nan)
-    passed = _end(run) - start
+    passed = run.end - start
     took = "unknown: a clock was set back" if passed < 0 else ""
     if passed >= 0:
         took = record.ago(passed)
@@ -273,11 +275,6 @@ def _facts(shown: Shown) -> dict[str, object]:
         **(versions if isinstance(versions, dict) else {}),
     }
     return {name: value for name, value in values.items() if value not in (None, "")}
-
-
-def _end(run: Record) -> float:
-    """When the run ended, or now if it runs."""
-    return run.read_at if run.state is State.running else number(run.status.get("updated"))
 
 
 def _details(shown: Shown) -> list[str]:
@@ -311,8 +308,6 @@ def _details(shown: Shown) -> list[str]:
     times = rows.numbers(newest.get("rank_step_s"))[:MOST_RANKS]
     named = itertools.zip_longest(times, hosts_of.get(newest.get("attempt", -1), [])[: len(times)])
     of_ranks = [[rank, host, f"{s:.4g}"] for rank, (s, host) in enumerate(named)]
-    durations = efficiency.time_spent(folder, _end(shown.run))
-    spent = [[name, record.ago(seconds)] for name, seconds in durations.items()]
     keys = [(name, value) for name, value in shown.run.values.items() if value != ""]
     first = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
     return [
@@ -326,7 +321,7 @@ def _details(shown: Shown) -> list[str]:
             of_ranks,
             "Ranks (without the wait for other ranks)",
         ),
-        _table(["part of the run", "duration"], spent, "Time of all attempts"),
+        *_ledger(shown.run),
         _table(
             ["attempt", "job", "start", "began at step", "state", "kind", "reason"],
             ends,
@@ -337,6 +332,44 @@ def _details(shown: Shown) -> list[str]:
         _table(["step", "size", ""], _checkpoints(folder / "checkpoints"), "Checkpoints"),
         _table(["key", "value"], keys, "Keys"),
     ]
+
+
+def _ledger(run: Record) -> list[str]:
+    """Where the time of each attempt went: a bar, and a table with their sum."""
+    entries = ledger.of_attempts(run.folder, run.end, run.state is State.running)
+    if not entries:
+        return []
+    scale = 1000 / max(1e-3, *(entry["wall_s"] for entry in entries))
+    bars = []
+    for row, entry in enumerate(entries):
+        at = 0.0
+        for place, cause in enumerate(ledger.CAUSES):
+            seconds = entry["seconds"].get(cause, 0.0)
+            title = f"attempt {row}: {cause} {record.ago(seconds)}"
+            bars.append(
+                f'<rect class="{_bar(place)}" x="{at:.1f}" y="{BAR_PX * row}" '
+                f'width="{seconds * scale:.1f}" height="{BAR_PX - 3}"><title>{title}</title></rect>'
+            )
+            at += seconds * scale
+    names = "".join(
+        f'<li><svg viewBox="0 0 28 8" aria-hidden="true"><rect class="{_bar(place)}" width="28" '
+        f'height="8"/></svg>{cause}</li>'
+        for place, cause in enumerate(ledger.CAUSES)
+    )
+    head, *lines = ledger.cells([*entries, ledger.total(entries)])
+    numbers = [*range(len(entries)), "all"]
+    box = f"0 0 1000 {BAR_PX * len(entries)}"
+    return [
+        f'<h3>Time of each attempt</h3><ul class="legend">{names}</ul>',
+        f'<svg class="bars" viewBox="{box}" role="img" aria-label="time of each attempt">',
+        f"{''.join(bars)}</svg>",
+        _table(["attempt", *head], [[n, *line] for n, line in zip(numbers, lines, strict=True)]),
+    ]
+
+
+def _bar(place: int) -> str:
+    """The classes of a cause's bars: more causes than colours."""
+    return f"c{place % 8}{' pale' * (place >= 8)}"
 
 
 def _checkpoints(folder: Path) -> list[list[object]]:

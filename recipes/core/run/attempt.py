@@ -140,9 +140,11 @@ def open_next(
     environ: Mapping[str, str],
     hosts: Sequence[str] = (),
     launch: str = "",
+    submitted: float | None = None,
 ) -> Attempt:
     """Opens an attempt; the last one that has begun still owns the run. hosts: by rank; empty for
-    the parent. launch: a launcher's own ID, in place of Slurm's. Raises MachineError.
+    the parent. launch: a launcher's own ID, in place of Slurm's. submitted: when the job was put
+    into the queue. Raises MachineError.
     """
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
@@ -158,7 +160,7 @@ def open_next(
                 break
         (new.folder / "failed").mkdir()
         (new.folder / "ranks").mkdir()
-        describe(new, recipe, environ, hosts, launch)
+        describe(new, recipe, environ, hosts, launch, submitted)
         return new
 
 
@@ -168,6 +170,7 @@ def describe(
     environ: Mapping[str, str],
     hosts: Sequence[str],
     launch: str = "",
+    submitted: float | None = None,
 ) -> None:
     """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are
     known. Raises OSError.
@@ -179,6 +182,8 @@ def describe(
     requested = {
         "cpus": environment.cpus_on_node(environ),
         "memory_mb": environment.memory_mb(environ),
+        "gpus": environment.gpus_on_node(environ),
+        "nodes": environment.num_nodes(environ),
     }
     content = {
         "recipe": recipe,
@@ -194,6 +199,7 @@ def describe(
             "place": namespace(),
         },
         "hosts": list(hosts),
+        "submitted": opened.get("submitted", submitted),
         "time": opened.get("time", round(time.time(), 3)),
     }
     files.write_json(path, content)

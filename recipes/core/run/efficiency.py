@@ -6,10 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from recipes.core.run import attempt as attempts
 from recipes.core.run import rows as all_rows
 from recipes.core.run.rows import number
 
@@ -146,37 +144,3 @@ def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_t
         name += f" on {hosts[rank]}"
     fix = "the others wait for it: python -m recipes.doctor examines its node"
     return f"{name} needs {longest / usual:.1f} times as long per step as the median rank; {fix}"
-
-
-def time_spent(folder: Path, now: float) -> dict[str, float]:
-    """Seconds of all attempts of a run: ``start``, ``training``, ``lost`` (trained again after a
-    resume), ``waiting`` (after each attempt).
-
-    now: the time of the run's end, or time.time() while it runs. {} if the times are unknown, or if
-    a clock was set back.
-    """
-    begun = [attempt.facts() for attempt in reversed(attempts.every(folder)) if attempt.has_begun]
-    if not begun or not next(all_rows.newest(folder), {}):
-        return {}
-    spent = dict.fromkeys(("start", "training", "lost", "waiting"), 0.0)
-    after_the_last = {"time": now, "step": math.inf}
-    for facts, following in pairwise([*begun, after_the_last]):
-        attempt = facts["attempt"]
-        end = number(following.get("time"))
-        _, first_row = all_rows.around(folder, attempt, 0)
-        last_kept, _ = all_rows.around(folder, attempt, following.get("step", 0) + 1)
-        last_row, _ = all_rows.around(folder, attempt + 1, 0)
-        first = _time(first_row, attempt, end)
-        kept = _time(last_kept, attempt, first)
-        last = _time(last_row, attempt, end)
-        moments = (number(facts.get("time")), first, kept, last, end)
-        for name, (before, after) in zip(spent, pairwise(moments), strict=True):
-            if not before <= after:
-                return {}
-            spent[name] += after - before
-    return spent
-
-
-def _time(row: Mapping[str, Any], attempt: int, default: float) -> float:
-    """The time of a row; ``default`` if it is not of the attempt."""
-    return number(row.get("time")) if row.get("attempt") == attempt else default

@@ -163,6 +163,12 @@ class Record:
         return rows.whole(self.row.get("step") or self.status.get("step")) or 0
 
     @property
+    def end(self) -> float:
+        """When the run ended, or when it was read if it runs; NaN if unknown."""
+        is_running = self.state is State.running
+        return self.read_at if is_running else rows.number(self.status.get("updated"))
+
+    @property
     def quiet_s(self) -> float:
         """Seconds since the last change of status.json."""
         return max(0.0, self.read_at - self.status.get("updated", 0.0))

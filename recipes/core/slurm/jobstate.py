@@ -1,7 +1,9 @@
 """What Slurm says about a job: its state, what follows, and what its reason means."""
 
+import contextlib
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -69,12 +71,13 @@ class Job:
     id: ``<job>`` or ``<array>_<task>``. state: Slurm's name of the state (PENDING, RUNNING, …).
     reason: why the job is pending or has ended; "" if there is none. exit_status: 0 while the job
     runs; 128 + N for a job that signal N ended. restarts: how often the job was requeued. start:
-    when it started or is expected to start, as YYYY-MM-DDTHH:MM:SS; "" if unknown. limit_s: its
-    time limit; inf means no limit, None means unknown. run_s: how long it has run. log, error_log:
-    the files of its output; "" if unknown. script: the file that was submitted. number: its own
-    number, also for an array task. all_gpus: the value of ``--gpus`` that gives a step all GPUs of
-    a job that requested them per task; "" for any other job. options: the options of sbatch that
-    describe its size, time and nodes, by their long names without dashes, as far as they are set.
+    when it started or is expected to start, as YYYY-MM-DDTHH:MM:SS; "" if unknown. submitted: when
+    it came into the queue last, as time.time(); None if unknown. limit_s: its time limit; inf means
+    no limit, None means unknown. run_s: how long it has run. log, error_log: the files of its
+    output; "" if unknown. script: the file that was submitted. number: its own number, also for an
+    array task. all_gpus: the value of ``--gpus`` that gives a step all GPUs of a job that requested
+    them per task; "" for any other job. options: the options of sbatch that describe its size, time
+    and nodes, by their long names without dashes, as far as they are set.
     """
 
     id: str
@@ -83,6 +86,7 @@ class Job:
     exit_status: int = 0
     restarts: int = 0
     start: str = ""
+    submitted: float | None = None
     limit_s: float | None = None
     run_s: float | None = None
     log: str = ""
@@ -204,6 +208,7 @@ def _job(block: str) -> Job:
         exit_status=status or (number and 128 + number),
         restarts=int(fields.get("Restarts", "0")),
         start=start if start[:1].isdecimal() else "",
+        submitted=moment(fields.get("SubmitTime", "")),
         limit_s=durations.seconds(fields.get("TimeLimit", "")),
         run_s=durations.seconds(fields.get("RunTime", "")),
         log=fields.get("StdOut", ""),
@@ -258,6 +263,13 @@ def _all_gpus(fields: Mapping[str, str]) -> str:
     if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
         return str(math.ceil(int(tasks) / int(tasks_per_gpu)))
     return ",".join(gpus)
+
+
+def moment(text: str) -> float | None:
+    """A time that Slurm prints, YYYY-MM-DDTHH:MM:SS, as time.time(); None if it is not one."""
+    with contextlib.suppress(ValueError):
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    return None
 
 
 def reason_of(text: str) -> str:

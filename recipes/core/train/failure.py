@@ -74,6 +74,28 @@ def watch_owner(run: Run, over: threading.Event) -> None:
             leave(EXIT_MACHINE)
 
 
+def watch_idle(run: Run, over: threading.Event) -> None:
+    """Run in a thread: warns each time that no GPU has computed for ``idle_warn_s``. Ranks that
+    wait for others in a collective of NCCL keep their GPUs busy.
+    """
+    idle_phases = (watchdog.OUTSIDE, watchdog.START, watchdog.SAVING, watchdog.DATA)
+    limit_s = run.keys.idle_warn_s
+    last_step = -1
+    since = run.world.clock.now()
+    while not over.wait(POLL_S):
+        _, step, phase = run.world.pulse.read()
+        if step != last_step or phase not in idle_phases:
+            last_step = step
+            since = run.world.clock.now()
+        elif run.world.clock.now() - since > limit_s:
+            since = run.world.clock.now()
+            place = watchdog.place(step, phase)
+            run.warn(
+                f"no GPU has computed for {limit_s:g} s (idle_warn_s) at {place}: "
+                "many sites cancel such jobs"
+            )
+
+
 def watch_peers(run: Run, over: threading.Event) -> None:
     """Run in a thread: ends this process if it waits ``timeout_s`` for other ranks. torch's
     timeouts also count time in suspension.

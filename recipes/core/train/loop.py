@@ -119,6 +119,7 @@ class _StepEnds:
         run = self.run
         self.meter = Meter(run.world.clock, run.world.device)
         self.first_step = run.step + 1
+        self.suspended_s = run.world.clock.stopped_s
         self.total = total_steps(self.cfg, self.batches)
         self.has_stalled = partial(outcome.has_stalled, run, self.batches.per_epoch)
         if self.has_stalled():
@@ -256,6 +257,9 @@ class _StepEnds:
         run = self.run
         part = step.part
         measured = self.meter.lap(_unhidden_s(self.model))
+        spent = self.meter.spent
+        if self.cfg.compile and run.step == self.first_step:
+            spent["compile"] = self.meter.train_s - spent["data"]
         row = {
             "total_steps": self.total,
             "epoch": part.epoch,
@@ -279,7 +283,7 @@ class _StepEnds:
             raise
         if run.checkpoints.saver:
             run.checkpoints.saver.check()
-        _log_row(run, row, self.cfg.global_batch_size)
+        self._log_row(row, self.cfg.global_batch_size)
         if run.rows and run.step == self.first_step:
             parts = ledger.recovery(run.attempt)
             if parts:
@@ -291,7 +295,8 @@ class _StepEnds:
             self.total = run.step
         last = run.step == self.total
         if save or stop or last or best:
-            run.checkpoints.save(best=best, wait=last or bool(stop))
+            with self.meter.spending("checkpoint"):
+                run.checkpoints.save(best=best, wait=last or bool(stop))
         self.meter.lap()
         return stop
 
@@ -306,7 +311,8 @@ class _StepEnds:
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
         run.cut_short = False
         try:
-            results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
+            with self.meter.spending("evaluation"):
+                results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
         except Exception:
             # After a stop, a metric may fail on the samples that were evaluated. Its error
             # is ignored, as their results are.
@@ -325,10 +331,38 @@ class _StepEnds:
         """
         run = self.run
         if self._evaluate():
-            _log_row(run, {**EARLIER_ROW, **run.state.meta["unevaluated"]})
+            self._log_row({**EARLIER_ROW, **run.state.meta["unevaluated"]})
             run.state.meta["unevaluated"] = None
             if outcome.is_best(run) and run.keys.keep_best:
                 run.checkpoints.save(best=True, wait=True)
+
+    def _log_row(self, of_step: Mapping[str, Any], per_step: int = 0) -> None:
+        """Writes a row of ``metrics.jsonl``, a log line, and one for an evaluation, on rank 0.
+
+        of_step: the row without its place, time and results. per_step: samples of a step; with it,
+        the log line has the time left.
+        """
+        run = self.run
+        run.world.pulse.beat(watchdog.SAVING, run.step)
+        if not run.rows:
+            return
+        suspended_s = run.world.clock.stopped_s - self.suspended_s
+        spent = {**self.meter.spent, "hang": suspended_s}
+        row = {
+            "attempt": run.attempt.number,
+            "step": run.step,
+            "time": round(time.time(), 3),
+            **of_step,
+            "spent_s": {cause: round(seconds, 3) for cause, seconds in spent.items()},
+        }
+        results = {name: value for name, value in run.results.items() if name not in row}
+        run.rows.add({**row, **results})
+        speed = row["samples_per_second"]
+        left_s = (row["total_steps"] - run.step) * per_step / speed if speed else 0.0
+        run.say(lines.of_row(row, run.settings.config.epochs, left_s))
+        numbers = lines.of_results(results)
+        if numbers:
+            run.say(f"evaluation at step {run.step}:  {numbers}")
 
 
 def _unhidden_s(model: nn.Module) -> float:
@@ -343,29 +377,3 @@ def _unhidden_s(model: nn.Module) -> float:
     timers = model._get_ddp_logging_data()
     overlap = timers.get("backward_compute_comm_overlap_time", 0)
     return max(0.0, timers.get("backward_comm_time", 0) - overlap) / 1e9
-
-
-def _log_row(run: Run, of_step: Mapping[str, Any], per_step: int = 0) -> None:
-    """Writes a row of ``metrics.jsonl``, a log line, and one for an evaluation, on rank 0. Called
-    by all ranks.
-
-    of_step: the row without its place, time and results. per_step: samples of a step; with it, the
-    log line has the time left.
-    """
-    run.world.pulse.beat(watchdog.SAVING, run.step)
-    if not run.rows:
-        return
-    row = {
-        "attempt": run.attempt.number,
-        "step": run.step,
-        "time": round(time.time(), 3),
-        **of_step,
-    }
-    results = {name: value for name, value in run.results.items() if name not in row}
-    run.rows.add({**row, **results})
-    speed = row["samples_per_second"]
-    left_s = (row["total_steps"] - run.step) * per_step / speed if speed else 0.0
-    run.say(lines.of_row(row, run.settings.config.epochs, left_s))
-    numbers = lines.of_results(results)
-    if numbers:
-        run.say(f"evaluation at step {run.step}:  {numbers}")

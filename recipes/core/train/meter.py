@@ -2,12 +2,14 @@
 and what the ranks use.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import math
 import struct
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +67,8 @@ class Meter:
         self._lap_steps = 0
         self._lap_start = self._at = self._progress_at = self._now()
         self._parts = defaultdict[str, float](float)  # seconds in this interval
+        # seconds of this attempt that were not training, by the causes of run/ledger.py
+        self.spent = defaultdict[str, float](float)
         # of the step that is measured
         self._events: list[tuple[str, torch.cuda.Event]] | None = None
         # since the last `of_ranks`
@@ -92,6 +96,13 @@ class Meter:
             event.record()
             self._events.append((part, event))
 
+    @contextlib.contextmanager
+    def spending(self, cause: str) -> Iterator[None]:
+        """Counts the time in the block for a cause."""
+        began = self._now()
+        yield
+        self.spent[cause] += self._now() - began
+
     def step_ends(self, samples: int) -> None:
         self.lap_samples += samples
         self._lap_steps += 1
@@ -113,6 +124,9 @@ class Meter:
             unhidden_s *= steps
             self.samples += self.lap_samples
             self.train_s += seconds
+            busy = sum(parts[name] for name in ON_GPU)
+            # the host may wait for data while a GPU still has work
+            self.spent["data"] += max(0.0, min(parts["data_wait"], seconds - busy))
             row = {
                 name: round(min(1.0, parts[name] / seconds), 3) for name in PARTS if name in parts
             }

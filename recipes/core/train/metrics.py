@@ -21,6 +21,7 @@ RESERVED = table.NO_RESULTS | {
     "best",
     "steps",
     "rank_step_s",
+    "spent_s",
     "efficiency",
 }
 

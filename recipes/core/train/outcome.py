@@ -14,7 +14,7 @@ from recipes.core import files
 from recipes.core.config.run_keys import Mode
 from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, rows, watchdog
+from recipes.core.run import directory, efficiency, ledger, rows, watchdog
 from recipes.core.train import metrics
 from recipes.core.train.run import Run
 
@@ -135,6 +135,8 @@ def _summary(run: Run) -> dict[str, Any]:
         if run.state.meta["best"]:
             summary["best"] = run.state.meta["best"]
 
+    of_attempts = ledger.of_attempts(run.dir, time.time(), is_running=False)
+    summary["ledger"] = ledger.total(of_attempts)
     facts = run.attempt.facts()
     line = efficiency.verdict(rows.rows(run.dir, rows.NEWEST), facts, run.settings.saved)
     if line:

@@ -134,6 +134,8 @@ def _attempt(
         watchers = [failure.watch_peers]
         if world.rank == 0:
             watchers.append(failure.watch_owner)
+            if world.device.type == "cuda" and start.settings.run.idle_warn_s:
+                watchers.append(failure.watch_idle)
         for watch in watchers:
             name = watch.__name__  # in a dump of the stacks
             threading.Thread(target=watch, name=name, args=(current, over), daemon=True).start()

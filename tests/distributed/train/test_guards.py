@@ -4,6 +4,7 @@ a crash after its end.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -191,3 +193,34 @@ def test_a_crash_after_the_end_does_not_fail_the_run(
     ]
     ended = helpers.run(command, environ=helpers.clean_environment(**looked_into)).expect(status)
     assert "at exit" in ended.lines
+
+
+def test_idle_gpus_are_a_warning_each_time_that_the_limit_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of one rank takes two looks; loading data takes four, the evaluation as many."""
+    from recipes.core.train import failure
+
+    looks = iter(
+        [
+            *[(step, watchdog.DATA) for step in (0, 0, 1, 1)],
+            *[(1, watchdog.DATA)] * 4,
+            *[(1, watchdog.EVALUATION)] * 4,
+            *[(1, watchdog.OUTSIDE)] * 6,
+        ]
+    )
+    pulse = SimpleNamespace(read=lambda: (0, *next(looks)))
+    times = itertools.count()
+    clock = SimpleNamespace(now=lambda: next(times))
+    warnings: list[str] = []
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(pulse=pulse, clock=clock),
+        keys=SimpleNamespace(idle_warn_s=3.0),
+        warn=warnings.append,
+    )
+    with pytest.raises(StopIteration):
+        failure.watch_idle(run, cast(Any, SimpleNamespace(wait=lambda seconds: False)))
+    line = "no GPU has computed for 3 s (idle_warn_s) at {}: many sites cancel such jobs"
+    assert warnings[0] == line.format("step 2 (data)")
+    assert line.format("step 1 (outside the steps)") in warnings
+    assert len(warnings) == 2

@@ -34,7 +34,10 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     lap = measured.lap(unhidden_s=1.5)
     parts = {"data_wait": 0.1, "forward_backward": 0.6, "communication": 0.15, "optimizer": 0.2}
     assert lap == {**parts, "samples_per_second": 3.0}
-    clock.time += 100.0  # an evaluation
+    assert measured.spent == {"data": 2.0}
+    with measured.spending("evaluation"):
+        clock.time += 100.0
+    assert measured.spent == {"data": 2.0, "evaluation": 100.0}
     assert measured.lap() == {"samples_per_second": 0.0}
     assert measured.samples == 60
     assert measured.train_s == 20.0

@@ -410,6 +410,27 @@ def test_logs_of_a_rank_or_of_the_job_are_shown(root: Path) -> None:
         run_commands.logs(folder, "7", False)
 
 
+def test_the_ledger_has_a_line_for_each_run_and_their_sum(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, hours in (("a", 1), ("b", 3)):
+        seconds = {"queue": 1800.0 * hours, "training": 1800.0 * hours}
+        folder = root / "runs/new" / name
+        attempts.begin(attempts.open_next(folder, "mnist", {}), 0, own=False)
+        directory.write_status(folder, "done", attempt=0, step=1)
+        saved = {"seconds": seconds, "gpu_hours_lost": {"queue": 0.5 * hours}}
+        files.write_json(folder / "summary.json", {"ledger": saved})
+    assert run_commands.command(["runs", "--ledger", str(root / "runs/new")], root, {}) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "time", "effective", "queue", "training", "GPU-hours", "lost"]
+    assert lines[-1].split() == ["all", "4:00:00", "50.0%", "2:00:00", "2:00:00", "2.00"]
+    assert len(lines) == 3
+    run_commands.command(["runs", "--ledger", "--json", str(root / "runs/new/a")], root, {})
+    run, whole = map(json.loads, capsys.readouterr().out.splitlines())
+    assert run["wall_s"] == whole["wall_s"] == 3600.0
+    assert runs.read(root / "runs/new/a", None).effective == 0.5
+
+
 def test_a_local_run_is_asked_to_save(root: Path) -> None:
     folder = root / "runs/mnist/here"
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -239,6 +239,21 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     assert not any("val_f1" in label for label in shown.labels())
 
 
+def test_a_bar_of_each_attempt_shows_where_its_time_went(tmp_path: Path) -> None:
+    for at in (100.0, 200.0):
+        attempt = helpers.attempt(tmp_path / "run", job="1", time=at)
+        files.write_json(attempt.folder / "begun.json", {"step": 0, "begun_at": at + 25})
+        files.write_json(attempt.folder / "ended.json", {"state": "preempted", "time": at + 50})
+    status = {"state": "preempted", "attempt": 1, "step": 0, "updated": 250.0}
+    files.write_json(tmp_path / "run/status.json", status)
+    shown = page(tmp_path, tmp_path / "run")
+    bars = [attributes for tag, attributes in shown.tags if tag == "rect" and "x" in attributes]
+    drawn = [(bar["x"], bar["y"]) for bar in bars if float(bar["width"] or 0)]
+    assert drawn == [("0.0", "0"), ("250.0", "0"), ("0.0", "18"), ("500.0", "18"), ("750.0", "18")]
+    assert "attempt 1: queue 0:00:50" in shown.texts
+    assert shown.after("all") == "0:02:30"
+
+
 def test_a_clock_that_went_back(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", [row(0, 1)])
     opened = folder / "attempts/0000/opened.json"

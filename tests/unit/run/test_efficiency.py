@@ -1,8 +1,7 @@
-"""The first thing to change in a run, and where the time of its attempts went."""
+"""The first thing to change in a run."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -123,35 +122,3 @@ def test_rows_of_an_earlier_attempt_say_nothing_about_the_hosts_of_the_newest(
     assert advice == ""
     again = [{**row, "attempt": 1} for row in rows(rank_step_s=[0.3, 0.1])]
     assert "rank 0 on good" in efficiency.verdict([*rows(), *again], facts, {})
-
-
-def attempt(run_dir: Path, number: int, at: float, step: int | None) -> None:
-    folder = run_dir / "attempts" / f"{number:04d}"
-    folder.mkdir(parents=True)
-    (folder / "opened.json").write_text(json.dumps({"time": at}))
-    if step is not None:
-        (folder / "begun.json").write_text(json.dumps({"step": step}))
-
-
-def write(run_dir: Path, *steps: tuple[int, int, float]) -> None:
-    with open(run_dir / "metrics.jsonl", "w") as file:
-        for number, step, moment in steps:
-            print(json.dumps({"attempt": number, "step": step, "time": moment}), file=file)
-        file.write('{"attempt": 1, "st')
-
-
-def test_time_of_all_attempts_by_what_it_was_spent_on(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 100.0, 0)
-    attempt(tmp_path, 1, 200.0, None)  # it did not begin
-    attempt(tmp_path, 2, 300.0, 20)
-    write(tmp_path, (0, 1, 110.0), (0, 20, 130.0), (0, 30, 150.0), (2, 21, 305.0), (2, 40, 325.0))
-    spent = {"start": 10.0 + 5.0, "training": 20.0 + 20.0, "lost": 20.0, "waiting": 150.0 + 2.0}
-    assert efficiency.time_spent(tmp_path, 327.0) == spent
-
-
-def test_no_times_if_a_clock_was_set_back_or_nothing_was_trained(tmp_path: Path) -> None:
-    assert efficiency.time_spent(tmp_path, 1.0) == {}
-    attempt(tmp_path, 0, 100.0, 0)
-    assert efficiency.time_spent(tmp_path, 200.0) == {}
-    write(tmp_path, (0, 1, 90.0))
-    assert efficiency.time_spent(tmp_path, 200.0) == {}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from recipes.core import files
 from recipes.core.errors import Kind
@@ -13,9 +17,11 @@ from recipes.core.run.attempt import Attempt
 from tests import helpers
 
 
-def opened(run_dir: Path, at: float, *, launch: str = "7.0", step: int | None = 0) -> Attempt:
-    """A new attempt that is opened at 100 * its number, with the times of its begin."""
-    attempt = helpers.attempt(run_dir, launch=launch, step=step, time=at)
+def opened(
+    run_dir: Path, at: float, *, launch: str = "7.0", step: int | None = 0, **facts: float
+) -> Attempt:
+    """A new attempt that is opened at this time, and begins 5 s later."""
+    attempt = helpers.attempt(run_dir, launch=launch, step=step, time=at, **facts)
     if step is not None:
         begun = {"step": step, "begun_at": at + 5.0, "load_s": 2.0}
         files.write_json(attempt.folder / "begun.json", begun)
@@ -30,10 +36,106 @@ def failed(attempt: Attempt, at: float) -> None:
     files.write_json(attempt.folder / "ended.json", {"state": "failed", "time": at + 7})
 
 
-def write(run_dir: Path, *rows: tuple[int, int, float]) -> None:
+def write(run_dir: Path, *rows: tuple[Any, ...]) -> None:
+    """Rows of attempt, step, time and, if given, ``spent_s``."""
+    names = ("attempt", "step", "time", "spent_s")
     with open(run_dir / "metrics.jsonl", "w") as file:
-        for number, step, moment in rows:
-            print(json.dumps({"attempt": number, "step": step, "time": moment}), file=file)
+        for row in rows:
+            print(json.dumps(dict(zip(names, row, strict=False))), file=file)
+
+
+def spent(run_dir: Path, end: float, is_running: bool = False) -> list[dict[str, float]]:
+    """The seconds of each attempt, whose sum is the time from the submission to the end."""
+    entries = ledger.of_attempts(run_dir, end, is_running)
+    whole = ledger.total(entries)
+    facts = Attempt(run_dir, 0).facts()
+    assert whole["wall_s"] == pytest.approx(end - (facts["submitted"] or facts["time"]))
+    return [entry["seconds"] for entry in entries]
+
+
+def test_the_time_of_a_run_with_a_restart_and_a_requeue(tmp_path: Path) -> None:
+    first = opened(tmp_path, 100.0, submitted=60.0, gpus=4, nodes=2)
+    failed(first, 130.0)
+    second = opened(tmp_path, 145.0, step=20, gpus=4, nodes=2)
+    files.write_json(second.folder / attempts.RESTART, {"excluded": []})
+    files.write_json(second.folder / "ended.json", {"state": "preempted", "time": 200.0})
+    third = opened(tmp_path, 300.0, launch="7.1", step=40, submitted=202.0)
+    files.write_json(third.folder / "ended.json", {"state": "done", "time": 400.0})
+    of_second = {"data": 8.0, "evaluation": 5.0, "checkpoint": 2.0, "hang": 3.0, "compile": 4.0}
+    write(
+        tmp_path,
+        (0, 1, 106.0),
+        (0, 20, 120.0),
+        (0, 30, 129.0),
+        (1, 21, 151.0),
+        (1, 40, 190.0, of_second),
+        (2, 80, 395.0, {"data": "x", "other": 3.0, "evaluation": 1e9}),
+    )
+    assert spent(tmp_path, 400.0) == [
+        {"queue": 40, "start": 5, "training": 15, "repeated": 9 + 1, "hang": 3, "restart": 4},
+        {
+            "restart": 8 + 5,
+            "training": 40 - 22,
+            "checkpoint": 10 + 2,
+            **{cause: of_second[cause] for cause in ("data", "evaluation", "hang", "compile")},
+        },
+        {"queue": 100, "start": 5, "evaluation": 90, "checkpoint": 5},
+    ]
+    whole = ledger.total(ledger.of_attempts(tmp_path, 400.0, False))
+    assert whole["effective"] == round(33 / 340, 4)
+    assert whole["gpu_hours_lost"]["restart"] == pytest.approx(8 * 17 / 3600, rel=0.01)
+    assert whole["gpu_hours_lost"].keys().isdisjoint({"queue", "training"})
+    doubled = ledger.total([whole, whole])
+    assert doubled["wall_s"] == 680.0
+    assert doubled["effective"] == whole["effective"]
+
+
+def test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue(
+    tmp_path: Path,
+) -> None:
+    first = opened(tmp_path, 100.0)
+    os.utime(first.folder / "opened.json", (130.0, 130.0))
+    opened(tmp_path, 500.0, launch="7.1", step=20, submitted=430.0)
+    write(tmp_path, (0, 20, 120.0), (0, 22, 126.0), (1, 21, 506.0))
+    died = {"start": 5.0, "training": 15.0, "repeated": 10.0}
+    again = {"hang": 300.0, "queue": 70.0, "start": 5.0, "training": 95.0}
+    assert spent(tmp_path, 600.0, is_running=True) == [died, again]
+
+
+def test_attempts_that_have_not_begun_and_programs(tmp_path: Path) -> None:
+    failed(opened(tmp_path / "refused", 100.0, step=None), 101.0)
+    assert spent(tmp_path / "refused", 108.0) == [{"start": 1.0, "hang": 3.0, "restart": 4.0}]
+    program = opened(tmp_path / "program", 100.0)
+    begun = files.read_json(program.folder / "begun.json")
+    assert begun
+    files.write_json(program.folder / "begun.json", {**begun, "of_program": True})
+    attempts.record(program, rank=0, host="a", kind=Kind.error, error="x", moment=150.0)
+    files.write_json(program.folder / "ended.json", {"state": "failed", "time": 152.0})
+    assert spent(tmp_path / "program", 152.0) == [{"start": 5.0, "training": 45.0, "restart": 2.0}]
+
+
+def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
+    """Its records have neither the time of the begin nor the parts of the time of the steps."""
+    for at, launch, step in ((100.0, "7.0", 0), (300.0, "7.1", 20)):
+        attempt = opened(tmp_path, at, launch=launch, step=step)
+        files.write_json(attempt.folder / "begun.json", {"step": step})
+        os.utime(attempt.folder / "opened.json", (at + 60, at + 60))
+    write(tmp_path, (0, 1, 110.0), (0, 20, 130.0), (0, 30, 150.0), (1, 21, 305.0), (1, 40, 325.0))
+    first, second = spent(tmp_path, 327.0)
+    assert first == {"start": 10.0, "training": 20.0, "repeated": 20.0 + 10.0}
+    assert second == {"queue": 140.0, "start": 5.0, "training": 20.0, "checkpoint": 2.0}
+
+
+def test_no_ledger_without_attempts_or_if_a_clock_was_set_back(tmp_path: Path) -> None:
+    assert ledger.of_attempts(tmp_path, 1.0, False) == []
+    opened(tmp_path, 100.0)
+    assert ledger.of_attempts(tmp_path, 90.0, False) == []
+    assert ledger.total([]) == {
+        "wall_s": 0.0,
+        "effective": 0.0,
+        "seconds": {},
+        "gpu_hours_lost": {},
+    }
 
 
 def test_the_parts_of_a_restart(tmp_path: Path) -> None:
