@@ -21,6 +21,7 @@ srun() {
     command srun "$@" &
     ranks=$!
     [ -z "$watched" ] || "$python" -m recipes.core.launch.batch watch "$recipe" "$ranks" &
+    watcher=$!
     while
         signalled=''
         wait "$ranks"
@@ -28,6 +29,7 @@ srun() {
         [ -n "$signalled" ]
     do :; done
     ranks=''
+    [ -z "$watched" ] || wait "$watcher" # it may still ask the nodes
     return "$status"
 }
 

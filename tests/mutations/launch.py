@@ -177,6 +177,13 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/restart.py",
+        "        if failures and not asking:\n",
+        "        if not asking:\n",
+        "a restart trusts the answers that the nodes gave at the start of the step",
+        "tests/unit/launch/test_restart.py::test_nodes_are_asked_only_after_a_failure",
+    ),
+    Mutation(
+        "recipes/core/launch/restart.py",
         "    wanted = len(nodes) - run.spare\n",
         "    wanted = len(nodes)\n",
         "a spare node never replaces another one",

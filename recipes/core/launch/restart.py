@@ -7,6 +7,7 @@ left out: ``spare=`` nodes replace them, or ``min_nodes=`` allows fewer.
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from recipes.core.run.logs import say
 from recipes.core.run.spec import Spec
 from recipes.core.slurm import client, environment
 
-LAG_S = 5.0  # srun may take this long to end after a rank has failed
+LAG_S = 4.0  # srun may take this long to end after a rank has failed
+WATCH_S = 0.5  # between two looks for records
+# in the folder of an attempt that failed: the nodes that did not answer then
+SILENT = "silent.json"
 GAINLESS = 2  # restarts in a row without a new checkpoint after which the run has failed
 RESUBMITS = 2  # how often a job without enough good nodes is requeued without the bad ones
 
@@ -79,7 +83,7 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, s
         return Restart(f"not started again, since {GAINLESS} restarts gained no step")
 
     nodes = environment.nodes_of_job(environ)
-    excluded = set((files.read_json(attempt.folder / attempts.RESTART) or {}).get("excluded", ()))
+    excluded = _excluded(attempt)
     bad = _bad_nodes([node for node in nodes if node not in excluded], spec, attempt, environ)
     excluded |= bad
     good = [node for node in nodes if node not in excluded]
@@ -102,6 +106,11 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, s
     return Restart("; ".join(filter(None, (line, took))), new, tuple(options))
 
 
+def _excluded(attempt: Attempt) -> set[str]:
+    """The nodes that the restarts so far have left out."""
+    return set((files.read_json(attempt.folder / attempts.RESTART) or {}).get("excluded", ()))
+
+
 def _launch(attempt: Attempt) -> str:
     return str(attempt.facts().get("launch"))
 
@@ -122,27 +131,39 @@ def _bad_nodes(
     nodes: Sequence[str], spec: Spec, attempt: Attempt, environ: Mapping[str, str]
 ) -> set[str]:
     """The nodes that do not answer, and those that the doctor finds bad among the others."""
-    silent = client.silent_nodes(nodes)
+    noted = files.read_json(attempt.folder / SILENT)  # by the watcher, unless srun was faster
+    silent = set(noted["nodes"]) if noted else client.silent_nodes(nodes)
     rest = [node for node in nodes if node not in silent]
     verdict = examination.examine_nodes(spec, attempt.run_dir / "doctor", rest, environ) or {}
     return silent | set(verdict.get("exclude", ()))
 
 
 def watch(attempt: Attempt, srun: int, environ: Mapping[str, str]) -> None:
-    """Ends the step if srun has not ended LAG_S after a rank has failed: a node does not answer,
-    and Slurm would notice that only after minutes. srun: its process ID.
+    """Asks the nodes for an answer as soon as a rank has failed, for the restart. Ends the step if
+    srun has not ended LAG_S later: a node does not answer, and Slurm would notice that only after
+    minutes. srun: its process ID.
     """
+    asking = None
     while attempts.start_time(srun):
-        time.sleep(1.0)
-        failed = [
-            record["time"]
-            for record in attempts.records(attempt)
-            if kind_of(record) is not Kind.stopped and not record.get("still_saves")
-        ]
+        time.sleep(WATCH_S)
+        records = attempts.records(attempt)
+        failures = [record for record in records if kind_of(record) is not Kind.stopped]
+        if failures and not asking:
+            asking = threading.Thread(target=_note_silent, args=(attempt, environ))
+            asking.start()
+        failed = [record["time"] for record in failures if not record.get("still_saves")]
         if failed and time.time() - min(failed) > LAG_S:
             say(f"a rank has failed, but srun has not ended after {LAG_S:g} s: the step is ended")
             client.kill_steps(str(environment.job_id(environ)))
-            time.sleep(2.0)
+            time.sleep(1.0)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(srun, signal.SIGKILL)
-            return
+            break
+    if asking:
+        asking.join()
+
+
+def _note_silent(attempt: Attempt, environ: Mapping[str, str]) -> None:
+    excluded = _excluded(attempt)
+    nodes = [node for node in environment.nodes_of_job(environ) if node not in excluded]
+    files.write_json(attempt.folder / SILENT, {"nodes": sorted(client.silent_nodes(nodes))})

@@ -227,12 +227,14 @@ def kill_step_later(environ: Mapping[str, str]) -> None:
 
 
 def kill_steps(job_id: str) -> None:
-    """Ends all steps of a job, but not its batch script. Does nothing if Slurm does not answer."""
+    """Ends all steps of a job, but not its batch script, soon after this call: scancel waits ten
+    seconds for a node that does not answer. Does nothing if Slurm does not answer.
+    """
     answer = _answer("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
     steps = [step for step in answer.split() if step.rpartition(".")[2].isdecimal()]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError):
         if steps:
-            _call("scancel", "--signal=KILL", *steps)
+            subprocess.Popen(["scancel", "--signal=KILL", *steps], start_new_session=True)
 
 
 def silent_nodes(nodes: Sequence[str]) -> set[str]:

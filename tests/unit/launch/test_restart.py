@@ -149,12 +149,27 @@ def test_spare_nodes_must_be_there(tmp_path: Path) -> None:
         restart.first_nodes(spec_of(tmp_path, "restarts=1", "spare=1"), uneven)
 
 
+def test_nodes_are_asked_only_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = failed(tmp_path)
+    monkeypatch.setattr(restart.client, "silent_nodes", lambda nodes: set())
+    with helpers.start(["sleep", "1"]) as srun:
+        restart.watch(attempt, srun.pid, ENVIRON)
+    assert not (attempt.folder / restart.SILENT).exists()
+
+
 def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = failed(tmp_path)
     killed: list[str] = []
     monkeypatch.setattr(restart.client, "kill_steps", killed.append)
+    asked: list[list[str]] = []
+    silent = {"node2"}
+    monkeypatch.setattr(
+        restart.client, "silent_nodes", lambda nodes: (asked.append(list(nodes)), silent)[1]
+    )
     for still_saves, status in ((True, 0), (False, -9)):
         attempts.record(
             attempt,
@@ -169,3 +184,9 @@ def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
             restart.watch(attempt, srun.pid, ENVIRON)
             assert srun.wait(5) == status
     assert killed == ["7"]
+    assert asked == [["node1", "node2", "node3", "node4"]] * 2
+    # the restart does not ask again
+    monkeypatch.setattr(restart.examination, "examine_nodes", lambda *arguments: None)
+    line = planned(tmp_path, "restarts=1", "min_nodes=1").line
+    assert line.startswith("started again without node2 (")
+    assert len(asked) == 2
