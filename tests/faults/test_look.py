@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fault(44)
 
 LOOK_S = 10.0  # of a command whose ranks all answer; starting Python comes on top
 RUN = ("epochs=1", "seed=3", "pace_s=0.2")  # ten steps
-WAITS = r"^rank 0 on \S+: waiting for rank 1 on \S+, in \w+ at recipes/core/train/loop\.py:\d+ for "
+WAITS = r"^rank 0 on \S+: waiting for rank 1 on \S+, in \w+ at recipes/core/train/step\.py:\d+ for "
 
 
 def look(run_dir: Path, fault: str) -> str:

@@ -110,6 +110,12 @@ def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path
     assert status["first_failing_rank"] == 1
     assert status["reason"] == place
     assert place in ended.lines[-1], ended.out
+    for line in (
+        rf"^rank 1 on {HOST}: in hang at \S*broken\.py:\d+ for \d+ s, at step 8 \(data\), ",
+        rf"^rank 0 on {HOST}: waiting for rank 1 on {HOST}, in \w+ at \S*\.py:\d+ for \d+ s, at ",
+    ):
+        assert re.search(line, (tmp_path / "run/logs/hang-0.txt").read_text(), re.MULTILINE)
+        assert re.search(line, ended.out, re.MULTILINE), ended.out
 
 
 @pytest.mark.long
@@ -125,6 +131,9 @@ def test_the_watchdog_ends_a_single_rank_with_its_interpreter_stuck(
     assert time.time() - stuck < 2 + WATCHED_S + ROOM_S
     assert ended.status not in (0, 75), ended.out
     assert "made no progress" in helpers.failure(tmp_path / "run", 0)["error"]
+    assert re.search(
+        rf"^rank 0 on {HOST}: in gil at \S*broken\.py:\d+ for ", ended.out, re.MULTILINE
+    )
     assert "Fatal Python error: Aborted" in conftest.log(tmp_path / "run", 0)
     assert "in gil\n" in conftest.log(tmp_path / "run", 0)
     assert conftest.newest(tmp_path / "run")

@@ -56,10 +56,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def cpu_time() -> tuple[float, float]:
-    """CPU seconds of this process and its descendants so far, and seconds of a monotonic clock."""
+def cpu_time(root: int | None = None) -> tuple[float, float]:
+    """CPU seconds of a process (by default this one) and its descendants so far, and seconds of a
+    monotonic clock.
+    """
     ticks = 0
-    for pid in proctree.descendants(os.getpid()):
+    for pid in proctree.descendants(root or os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
             # its own and that of its children that have ended
             ticks += sum(map(int, stat(pid)[11:15]))

@@ -292,7 +292,7 @@ def newest_heartbeat(attempt: Attempt) -> float:
 def record(
     attempt: Attempt,
     *,
-    rank: int,
+    rank: int | None,
     host: str,
     kind: Kind,
     error: str,
@@ -306,10 +306,10 @@ def record(
     """Writes the error record of a rank. Raises OSError.
 
     name: begins the name of the file; "stop" for a request to stop, so that a later failure of the
-    rank has its own file. behind: the rank that did not arrive, as `World.behind` returns it.
-    moment: of the failure, as time.time(); None means now. progress: when the rank made progress
-    last; None if unknown. still_saves: whether the rank waits for
-    its last save, and then replaces the record.
+    rank has its own file. rank: None if no rank is known to be the cause. behind: the rank that did
+    not arrive, as `World.behind` returns it. moment: of the failure, as time.time(); None means
+    now. progress: when the rank made progress last; None if unknown. still_saves: whether the rank
+    waits for its last save, and then replaces the record.
     """
     content = {
         "rank": rank,
@@ -322,7 +322,7 @@ def record(
         "progress": progress,
         "still_saves": still_saves,
     }
-    files.write_json(attempt.folder / "failed" / f"{name}{rank:04d}.json", content)
+    files.write_json(attempt.folder / "failed" / f"{name}{rank or 0:04d}.json", content)
 
 
 def records(attempt: Attempt) -> list[dict[str, Any]]:
@@ -347,6 +347,15 @@ def program_ranks(attempt: Attempt) -> list[dict[str, Any]]:
     """The ranks that `note_rank` has noted, in order."""
     paths = sorted((attempt.folder / "ranks").glob("*.json"))
     return list(filter(None, map(files.read_json, paths)))
+
+
+def hosts(attempt: Attempt) -> dict[int, str]:
+    """The hosts of the ranks, by rank, as far as they are known; not of a program's ranks that have
+    ended.
+    """
+    known = dict(enumerate(attempt.facts().get("hosts") or ()))
+    running = [rank for rank in program_ranks(attempt) if not rank["ended"]]
+    return known | {rank["rank"]: rank["host"] for rank in running}
 
 
 def print_refusal(line: str, is_first: bool) -> None:

@@ -43,22 +43,25 @@ def answer_requests(root: int, tell: Callable[[], Mapping[str, Any]]) -> None:
         for request in (each for each in requests if each.name not in answered):
             with contextlib.suppress(OSError, MachineError), trust.open_own(request / REQUEST):
                 answered.add(request.name)
-                answer = {**facts, "processes": describe(root)}
+                answer = {**facts, **describe(root)}
                 files.write_json(request / f"rank{facts['rank']:04d}.json", answer)
 
 
-def describe(root: int) -> list[dict[str, Any]]:
-    """The Python processes in a tree that have called `stacks.register`, from its root; without
-    any, the process that was started last.
+def describe(root: int) -> dict[str, Any]:
+    """How many CPUs a tree of processes uses as ``cpus``, and as ``processes`` its Python processes
+    that have called `stacks.register`, from its root; without any, the one that was started last.
     """
     tree = [process for process in map(proctree.read, [*proctree.descendants(root)]) if process]
     python = [process for process in tree if stacks.STACKS in process.caught]
+    cpu_s, begun = processes.cpu_time(root)
     time.sleep(EXEC_S)
+    later_s, ended = processes.cpu_time(root)
     deadline = time.monotonic() + STACKS_S
     described = []
     for process in python or tree[-1:]:
         folder = Path(f"/proc/{process.pid}")
-        facts = {"pid": process.pid, "command": " ".join(process.command), "stack": ""}
+        facts = {"pid": process.pid, "command": " ".join(process.command)}
+        facts |= dict.fromkeys(("state", "kernel", "stack"), "")
         with contextlib.suppress(OSError):  # it has ended, or has the setuid bit
             facts["state"] = processes.stat(process.pid)[0]
             facts["kernel"] = (folder / "wchan").read_text()
@@ -67,4 +70,6 @@ def describe(root: int) -> list[dict[str, Any]]:
                 stack = stacks.read(process.pid, deadline - time.monotonic())
                 facts["stack"] = stack.replace(f'"{os.readlink(folder / "cwd")}/', '"')
         described.append(facts)
-    return described
+    # less than 0 if a process has ended
+    cpus = max(0.0, later_s - cpu_s) / (ended - begun)
+    return {"processes": described, "cpus": round(cpus, 2)}

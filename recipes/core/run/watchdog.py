@@ -24,7 +24,7 @@ from recipes.core.place import processes, proctree
 from recipes.core.place.memory import Memory
 from recipes.core.place.memory import read as read_memory
 from recipes.core.run import attempt as attempts
-from recipes.core.run import logs, look
+from recipes.core.run import logs, look, positions
 
 PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
 BEAT_AT = struct.Struct("<d")  # after the pulse: time.monotonic() of the last beat
@@ -210,7 +210,7 @@ def _tell_out_of_memory(memory: mmap.mmap, task_memory: Memory) -> None:
 def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     # The wait has a limit, since the rank may hang in the file system of the log and the error
     # record.
-    telling = threading.Thread(target=_tell, args=(memory, timeout_s), daemon=True)
+    telling = threading.Thread(target=_tell, args=(parent, memory, timeout_s), daemon=True)
     telling.start()
     telling.join(TELL_S)
     # At SIGABRT, faulthandler writes the stack.
@@ -222,12 +222,14 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
             time.sleep(0.05)
 
 
-def _tell(memory: mmap.mmap, timeout_s: float) -> None:
-    """Prints which rank is ended and why, and writes its error record."""
+def _tell(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
+    """Prints which rank is ended and why, writes its error record, and prints where it is."""
     note = _progress(memory)
-    line = f"made no progress for {timeout_s:g} s at {place(note['step'], note['phase'])}"
+    line = f"made no progress for {timeout_s:g} s at {note['at']}"
     logs.say(f"{note['recipe']}: rank {note['rank']} on {note['host']} {line}: killing it")
     _record(note, Kind.hang, line)
+    answer = {**note, **look.describe(parent)}
+    logs.say("\n".join(positions.lines_of([answer], {})))
 
 
 def _unchanged_s(memory: mmap.mmap) -> float:
@@ -236,12 +238,19 @@ def _unchanged_s(memory: mmap.mmap) -> float:
 
 
 def _progress(memory: mmap.mmap) -> dict[str, Any]:
-    """What the rank has told with `Pulse.tell`, its step and phase, and how long its pulse has not
-    changed.
+    """What the rank has told with `Pulse.tell`, its step and phase, whether it may wait for other
+    ranks there, and how long its pulse has not changed.
     """
     _, step, phase = PULSE.unpack_from(memory)
     note = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0"))
-    return {**note, "step": step, "phase": phase, "unchanged_s": _unchanged_s(memory)}
+    return {
+        **note,
+        "step": step,
+        "phase": phase,
+        "at": place(step, phase),
+        "may_wait": phase > START,
+        "unchanged_s": _unchanged_s(memory),
+    }
 
 
 def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = EXIT_CRASH) -> None:

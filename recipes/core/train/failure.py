@@ -25,7 +25,7 @@ from recipes.core.errors import DiskFull, InputError, Kind, MachineError, RunErr
 from recipes.core.files import ROOT
 from recipes.core.place import memory
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use, judge, source, watchdog
+from recipes.core.run import directory, in_use, judge, positions, source, watchdog
 from recipes.core.train import torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
@@ -119,6 +119,8 @@ def watch_peers(run: Run, over: threading.Event) -> None:
                 late = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = EXIT_CRASH
                 try:
+                    with suppress(Exception):  # it only helps to find the cause
+                        positions.report(run.attempt, dict(enumerate(world.hosts)))
                     code = fail(run, torch_errors.PeerTimeout(late), behind)
                 finally:
                     leave(code)

@@ -1,91 +1,14 @@
-"""What `launch.py look` says about answers of ranks, and about runs that do not answer."""
+"""Which runs `launch.py look` refuses."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from recipes.core.errors import InputError, MachineError
 from recipes.core.launch import look, run_commands
-from recipes.core.run import watchdog
 from tests import helpers
-
-OF_TORCH = '  File "/env/lib/python3.11/site-packages/torch/x.py", line 9 in all_reduce\n'
-OWN = '  File "recipes/mnist.py", line 118 in main\n'
-READS = '  File "data.py", line 31 in __getitem__\n'
-HOSTS = {rank: f"node{rank // 4 + 1}" for rank in range(8)}
-
-
-def process(stack: str = "", state: str = "S") -> dict[str, Any]:
-    return {"pid": 7, "command": "sleep 60", "state": state, "kernel": "do_nap", "stack": stack}
-
-
-def rank(
-    number: int, step: int, phase: int, seconds: float, *processes: dict[str, Any]
-) -> dict[str, Any]:
-    facts = {"rank": number, "host": HOSTS[number], "processes": list(processes)}
-    return {**facts, "step": step, "phase": phase, "unchanged_s": seconds}
-
-
-def heads(answers: list[dict[str, Any]], hosts: dict[int, str]) -> list[str]:
-    """The lines without the stacks."""
-    return [line for line in look.lines_of(answers, hosts) if not line.startswith(" ")]
-
-
-def waiting(number: int) -> dict[str, Any]:
-    return rank(number, 31, watchdog.BACKWARD, 12.3, process(OF_TORCH + OWN))
-
-
-def test_ranks_at_one_place_are_one_line_and_wait_for_the_rank_that_is_behind() -> None:
-    answers = [waiting(number) for number in (7, 6, 5, 3, 2, 1, 0)]
-    answers.append(rank(4, 31, watchdog.DATA, 312.0, process(READS + OF_TORCH + OWN)))
-    assert look.lines_of(answers, HOSTS) == [
-        "rank 4 on node2: in __getitem__ at data.py:31 for 312 s, at step 32 (data)",
-        *(READS + OF_TORCH + OWN).splitlines(),
-        "ranks 0-3, 5-7: waiting for rank 4 on node2, in all_reduce at recipes/mnist.py:118 "
-        "for 12 s, at step 32 (backward)",
-        *(OF_TORCH + OWN).splitlines(),
-    ]
-
-
-def test_a_stopped_rank_is_awaited_wherever_it_is() -> None:
-    stopped = rank(2, 31, watchdog.BACKWARD, 3.4, process(state="T"))
-    assert heads([waiting(0), waiting(1), stopped], {}) == [
-        "rank 2 on node1: stopped by a signal for 3 s, at step 32 (backward)",
-        "ranks 0-1 on node1: waiting for rank 2 on node1, in all_reduce at recipes/mnist.py:118 "
-        "for 12 s, at step 32 (backward)",
-    ]
-
-
-def test_a_rank_that_does_not_answer_is_awaited() -> None:
-    first, second = heads([waiting(0), waiting(1)], {0: "node1", 1: "node1", 4: "node2"})
-    assert first.startswith("rank 4 on node2: no answer within 10 s: suspended, ")
-    assert second.startswith("ranks 0-1 on node1: waiting for rank 4 on node2, in all_reduce ")
-    [line] = look.lines_of([], {})
-    assert line.startswith("ranks of this run: no answer within 10 s: ")
-
-
-def test_ranks_that_move_wait_for_nobody_and_may_be_at_any_step() -> None:
-    frames = process(OF_TORCH + OWN)
-    answers = [rank(number, 31 + number, watchdog.FORWARD, 0.3, frames) for number in range(4)]
-    assert heads(answers, {}) == ["ranks 0-3 on node1: in all_reduce at recipes/mnist.py:118"]
-
-
-def test_workers_and_programs_of_any_kind_are_shown() -> None:
-    facts = {"rank": 5, "host": "node2"}
-    worker = process('  File "/usr/lib/python3.11/a.py", line 1 in get\n' + OF_TORCH)
-    programs = [
-        {**facts, "processes": [process(OWN), worker, worker]},
-        {**facts, "rank": 4, "processes": [process(state="D")]},
-    ]
-    assert heads(programs, {}) == [
-        "rank 5 on node2: in main at recipes/mnist.py:118",
-        "workers of rank 5 on node2: in get at /usr/lib/python3.11/a.py:1",
-        "rank 4 on node2: no Python stack of sleep 60 (state D, do_nap)",
-    ]
 
 
 def test_a_run_that_does_not_run_or_belongs_to_another_user_is_refused(
@@ -100,12 +23,3 @@ def test_a_run_that_does_not_run_or_belongs_to_another_user_is_refused(
     monkeypatch.setattr(look.trust, "is_own", lambda path: False)
     with pytest.raises(MachineError, match=r"/run: belongs to another user$"):
         run_commands.command(words, tmp_path, {})
-
-
-def test_nothing_is_left_of_a_request_that_nobody_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(look, "WAIT_S", 0.5)
-    helpers.attempt(tmp_path)
-    assert look.ask(tmp_path, [0]) == []
-    assert os.listdir(tmp_path / "attempts") == ["0000"]
