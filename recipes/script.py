@@ -24,9 +24,9 @@ from pathlib import Path
 from recipes.conf.script import Config, StopSignal
 from recipes.core import errors, files, trust
 from recipes.core.config.run_keys import Device
-from recipes.core.errors import InputError, Kind, MachineError
+from recipes.core.errors import Hang, InputError, Kind, MachineError
 from recipes.core.place import memory
-from recipes.core.program import delivery, launchers, supervise
+from recipes.core.program import delivery, launchers, silence, supervise
 from recipes.core.program.launchers import Launch
 from recipes.core.program.remarks import Remarks
 from recipes.core.program.supervise import Ended, Rules
@@ -162,6 +162,16 @@ def rules(
     return Rules(order, start.settings.run.timeout_s, remarks)
 
 
+def watch_run(start: Start, attempt: Attempt, is_first: bool) -> Watch:
+    """The view of the run directory of this task. Only the first task looks for a hang."""
+    cfg: Config = start.settings.config
+    watch = Watch(attempt, start.ranks.rank)
+    if is_first and cfg.silent_s:
+        facts = (attempt, watch, cfg.silent_s, cfg.saves)
+        threading.Thread(target=silence.wait, args=facts, daemon=True).start()
+    return watch
+
+
 def main(start: Start) -> int:
     """Runs the program, or the launcher of this task, and records how it ended. Raises InputError
     and MachineError.
@@ -206,7 +216,7 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     environ.setdefault("OMP_NUM_THREADS", str(start.settings.run.cpu_threads or 1))
     for name in launchers.variables_of_rank(info):
         environ.pop(name, None)
-    watch = Watch(attempt, info.rank)
+    watch = watch_run(start, attempt, is_first)
     task_memory = memory.read()
     command = launch.command(info, sys.argv[1:])
     log = attempt.run_dir / "logs" / f"node{info.node_rank}.log"
@@ -238,7 +248,7 @@ def run_rank(
     None without a launcher.
     """
     rank = start.ranks.rank
-    watch = Watch(attempt, rank) if task is None else None
+    watch = watch_run(start, attempt, is_first) if task is None else None
     task_memory = memory.read()
     log = attempt.run_dir / "logs" / f"rank{rank}.log"
     own_task = rank if task is None else task
@@ -332,4 +342,6 @@ if __name__ == "__main__":
         status = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         attempts.refuse(os.environ, status, str(error), START.ranks.rank)
         attempts.print_refusal(f"script: {error}", START.ranks.rank == 0)
+    except Hang:
+        status = errors.EXIT_CRASH
     entry.end(status)

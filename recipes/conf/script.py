@@ -57,6 +57,15 @@ class Config(RecipeKeys):
         "requeued again",
         path=True,
     )
+    silent_s: float = key(
+        0.0,
+        "seconds without output of any rank and without a new or changed file in the run directory "
+        "(or in saves=) after which the program is ended, since it hangs; 0: off",
+        low=0,
+    )
+    restart_on_hang: bool = key(
+        False, "requeue the job after a hang (silent_s=); with restarts=, the job is not requeued"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +83,11 @@ class Config(RecipeKeys):
             raise ConfigError(
                 f"args=…: is longer than {MOST_BYTES} bytes, which Linux cannot hand on: "
                 "write the list into a file"
+            )
+        if self.restart_on_hang and not self.silent_s:
+            raise ConfigError(
+                "restart_on_hang=true: requires silent_s=, such as silent_s=1800: "
+                "longer than the program is ever silent"
             )
         if self.launcher_args and self.through not in (Through.torchrun, Through.accelerate):
             raise ConfigError(

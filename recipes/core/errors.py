@@ -61,6 +61,12 @@ class InputError(_Printable, ValueError):
     """Other input (data, a checkpoint) is invalid. One line. Exit status 2."""
 
 
+class Hang(Exception):
+    """Ends a program of the user whose ranks make no progress. Its record says where they are. Exit
+    status 1.
+    """
+
+
 class Kind(str, Enum):
     """Why a rank or a run ended: ``kind`` in status.json and in a rank's error record."""
 
@@ -68,7 +74,7 @@ class Kind(str, Enum):
     peer_lost = "peer-lost"  # the rank lost the connection to another rank
     timeout = "timeout"  # another rank did not reach a collective within timeout_s
     # the rank itself made no progress for timeout_s (outside of training and evaluation: six times
-    # timeout_s)
+    # timeout_s); a program: silent_s=
     hang = "hang"
     killed = "killed"  # the rank ended without an error record
     exited = "exited"  # the rank exited with status 0 before the end of the run

@@ -47,4 +47,6 @@ ROWS = {
     42: "a node dies in a job with a spare one",
     43: "a run that fails again after each restart",
     44: "a hang that is looked into while it lasts",
+    45: "a program of the user that hangs",
+    46: "a rank of such a program is stopped (SIGSTOP)",
 }

@@ -350,6 +350,8 @@ TABLE: dict[str, How] = {
     "python launch.py script=acc.py nodes=2 gpus_per_node=8 -- 100000": slurm(
         swap=FRAMEWORK | {"100000": "20"}
     ),
+    "python launch.py script=ddp.py nodes=2 gpus_per_node=8 silent_s=1800 restart_on_hang=true "
+    "-- --epochs 20": slurm(swap={"gpus_per_node=8": "gpus_per_node=1 device=cpu", "20": "2"}),
     "python launch.py script=ddp.py nodes=2 gpus_per_node=8 through=torchrun -- --epochs 20": slurm(
         swap=FRAMEWORK | {"20": "2"}
     ),

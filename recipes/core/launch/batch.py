@@ -332,11 +332,14 @@ def step_ended(
             directory.note_next(attempt.run_dir, Next.restarted, attempt.number)
             say(f"{recipe}: {outcome.state}: {outcome.reason}{after}", 1)
             return EXIT_DONE, _again(spec, following, environ)
+    most = _max_requeues(settings, attempt) + examination.requeues(run_dir, environ)
+    of_hang = outcome.kind is Kind.hang and getattr(settings.config, "restart_on_hang", False)
+    if of_hang and not after:
+        after = f"; {requeue(attempt, outcome.step, most, environ)}"
     if outcome.state == "done":
         say(f"{recipe}: done{directory.results(attempt.run_dir)}; run directory {run_dir}", 1)
     elif outcome.state == "preempted":
         how = f"saved at step {outcome.step}" if outcome.step else "stopped"
-        most = _max_requeues(settings, attempt) + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
         say(f"{recipe}: {how}; {line}; run directory {run_dir}", 1)
     elif outcome.kind is Kind.stopped and by_slurm:

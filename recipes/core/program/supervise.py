@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import Hang, InputError, MachineError
 from recipes.core.place import processes, proctree
 from recipes.core.program import delivery
 from recipes.core.program.delivery import Target
@@ -65,7 +65,7 @@ class Supervisor:
     def __init__(self, pid: int, canary: int, rules: Rules, watch: Watch | None) -> None:
         self.stop = ""
         self.was_killed = False
-        self.fenced: InputError | MachineError | None = None
+        self.fenced: Exception | None = None
         self._pid = pid
         self._canary = canary
         self._rules = rules
@@ -138,6 +138,8 @@ class Supervisor:
             self._fence(MachineError(f"the run directory cannot be read for {unseen_s:.0f} s"))
         elif watch.fenced:
             self._fence(MachineError(watch.fenced))
+        elif watch.hangs:
+            self._fence(Hang())
         note = watch.note
         if note.limit_at and time.time() >= note.limit_at:
             self._ask(note.reason)
@@ -179,7 +181,7 @@ class Supervisor:
         self.was_killed = True
         delivery.end(self._pid, signal.SIGKILL)
 
-    def _fence(self, reason: InputError | MachineError) -> None:
+    def _fence(self, reason: Exception) -> None:
         self.fenced = self.fenced or reason
         delivery.end(self._pid, signal.SIGKILL)
 

@@ -10,7 +10,7 @@ import threading
 
 from recipes.core.errors import EXIT_REQUEUE, Kind, MachineError
 from recipes.core.run import attempt as attempts
-from recipes.core.run import in_use, stop_note
+from recipes.core.run import in_use, positions, stop_note
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.stop_note import StopNote
 from recipes.core.run.watchdog import RunningClock
@@ -20,7 +20,8 @@ class Watch:
     """The view of the run directory that the thread has: it is new every few seconds.
 
     note: the stop note of the attempt. fenced: why the program must end at once; "" if it may
-    continue. seen_at: when the run directory was last read, by ``clock``.
+    continue. hangs: whether it must end because it hangs. seen_at: when the run directory was last
+    read, by ``clock``.
     """
 
     def __init__(self, attempt: Attempt, task: int) -> None:
@@ -29,6 +30,7 @@ class Watch:
         clock.start()
         self.note = StopNote()
         self.fenced = ""
+        self.hangs = False
         self.clock = clock.now
         self.seen_at = clock.now()
         self._attempt = attempt
@@ -38,6 +40,11 @@ class Watch:
         self._is_recorded = False
         self._changed = threading.Event()
         threading.Thread(target=self._run, name="run directory", daemon=True).start()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the program was asked to stop."""
+        return bool(self._stop or self.note.reason)
 
     def tell_stop(self, reason: str, moment: float) -> None:
         """Lets the thread record that the program was asked to stop at ``moment`` (time.time())."""
@@ -85,5 +92,7 @@ class Watch:
             self.record_stop()
         except MachineError as error:
             self.fenced = str(error)
+        report = positions.file_of(self._attempt)
+        self.hangs = self.hangs or (report.exists() and report.stat().st_size > 0)
         if self._task == 0:
             attempts.heartbeat(self._attempt)

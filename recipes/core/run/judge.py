@@ -238,6 +238,8 @@ def _first_failure(
         kind = _kind(first)
         if kind is Kind.stopped:
             return Outcome("preempted", kind, first["error"], first)
+        if first["rank"] is None:
+            return Outcome("failed", kind, first["error"])
         return Outcome("failed", kind, f"{_who(first)} failed first: {first['error']}", first)
 
     late = _late_rank(records)

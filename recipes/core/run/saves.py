@@ -16,7 +16,7 @@ from recipes.core.run.attempt import Attempt
 
 # What the recipes write in a run directory.
 OWN = {"attempts", "job.sh", "job.yaml", "status.json", "doctor", "summary.json"}
-OWN_LOG = re.compile(r"(rank|node)\d+\.log")  # in logs
+OWN_LOG = re.compile(r"(rank|node)\d+\.log|hang-\d+\.txt")  # in logs
 MOST_FILES = 100_000  # of more files, only these are looked at
 
 
@@ -24,7 +24,7 @@ def note(attempt: Attempt, folder: str) -> None:
     """Notes at the begin of an attempt what is saved in ``folder``; "" is the run directory. Raises
     OSError.
     """
-    content = {"folder": folder, "digest": _digest(attempt, folder)}
+    content = {"folder": folder, "digest": digest(attempt, folder)}
     files.write_json(attempt.folder / "saves.json", content)
 
 
@@ -35,23 +35,25 @@ def has_changed(attempt: Attempt) -> bool | None:
     before = files.read_json(attempt.folder / "saves.json")
     if not before:
         return None
-    digest = _digest(attempt, before["folder"])
-    return digest != before["digest"] if digest else None
+    now = digest(attempt, before["folder"])
+    return now != before["digest"] if now else None
 
 
-def _digest(attempt: Attempt, folder: str) -> str:
-    """The digest of a folder; "" if it has no file."""
-    digest = hashlib.sha256()
+def digest(attempt: Attempt, folder: str) -> str:
+    """The digest of a folder; "" if it has no file. The run directory ("") counts without what the
+    recipes write in it.
+    """
+    content = hashlib.sha256()
     count = 0
     for path in _files(Path(folder), set()) if folder else _files(attempt.run_dir, OWN):
         with contextlib.suppress(OSError):
             facts = path.stat()
             line = f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n"
-            digest.update(os.fsencode(line))
+            content.update(os.fsencode(line))
             count += 1
         if count == MOST_FILES:
             break
-    return digest.hexdigest() if count else ""
+    return content.hexdigest() if count else ""
 
 
 def _files(folder: Path, hidden: set[str]) -> Iterator[Path]:

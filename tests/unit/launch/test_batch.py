@@ -47,7 +47,9 @@ def of_job(restarts: str) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts, "RECIPES_SNAPSHOT": "false"}
 
 
-def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
+def finish(
+    run_dir: Path, *words: str, srun_status: int = 0, recipe: str = "mnist", **environ: str
+) -> int:
     """batch.finish in job 7, as the launch that has left the files in ``run_dir``."""
     environ = {"SLURM_JOB_ID": "7", **environ}
     attempt = attempts.newest(run_dir)
@@ -55,8 +57,8 @@ def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> 
         launch = directory.launch_id(environ)
         files.write_json(attempt.folder / "opened.json", {**attempt.facts(), "launch": launch})
         environ[attempts.VARIABLE] = str(attempt.folder)
-    environ |= helpers.in_job("mnist", [f"run_dir={run_dir}", *words])
-    return batch.finish("mnist", srun_status, environ)
+    environ |= helpers.in_job(recipe, [f"run_dir={run_dir}", *words])
+    return batch.finish(recipe, srun_status, environ)
 
 
 def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> None:
@@ -427,6 +429,40 @@ def test_a_program_that_catches_no_signal_and_saves_nothing_is_requeued_twice(
         (run_dir / "checkpoint").touch()
     assert finish(run_dir, *words, SLURM_RESTART_COUNT=str(restarts)) == 75
     assert next_of(run_dir) == following
+
+
+@pytest.mark.parametrize(
+    ("words", "is_saved", "calls", "following"),
+    [
+        (("restart_on_hang=true",), True, ["show", "requeue"], "requeued"),
+        (("restart_on_hang=true",), False, ["show"], "no-progress"),
+        ((), True, [], None),
+    ],
+)
+def test_a_program_that_hung_is_requeued_if_the_user_asks_for_it(
+    tmp_path: Path,
+    stubs: Stubs,
+    words: Sequence[str],
+    is_saved: bool,
+    calls: Sequence[str],
+    following: str | None,
+) -> None:
+    stub_scontrol(stubs)
+    run_dir = tmp_path / "run"
+    helpers.attempt(run_dir, step=None)
+    again = helpers.attempt(run_dir, launch="7.1", step=None)
+    attempts.begin(again, 0, own=False, of_program=True)
+    (run_dir / "checkpoint").write_text("of the first start")
+    saves.note(again, "")
+    if is_saved:
+        (run_dir / "checkpoint").write_text("of this start")
+    attempts.record(again, rank=None, host="", kind=Kind.hang, error="no output", name="hang")
+    words = (PROGRAM, "silent_s=9", *words)
+    assert finish(run_dir, *words, recipe="script", SLURM_RESTART_COUNT="1") == 1
+    assert [call[0] for call in stubs.calls("scontrol")] == calls
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["reason"], status["next"]) == ("failed", "no output", following)
+    assert status["first_failing_rank"] is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import Hang, InputError, MachineError
 from recipes.core.place import proctree
 from recipes.core.program import delivery, supervise
 from recipes.core.program.supervise import Rules, Supervisor
@@ -53,6 +53,8 @@ class View:
 
     note: StopNote = field(default_factory=StopNote)
     fenced: str = ""
+    hangs: bool = False
+    is_stopping: bool = False
     seen_at: float = 0.0
     now: float = 0.0
     told: list[tuple[str, float]] = field(default_factory=list)
@@ -311,6 +313,15 @@ def test_a_program_that_lost_its_run_directory_is_killed(
     assert run.process.wait(20) == -signal.SIGKILL
     assert isinstance(run.supervisor.fenced, MachineError)
     assert str(run.supervisor.fenced) == reason
+
+
+def test_a_program_that_hangs_is_killed(program: Callable[..., Program]) -> None:
+    run = program(TERM)
+    run.view.hangs = True
+    run.supervisor.look()
+    assert run.process.wait(20) == -signal.SIGKILL
+    assert isinstance(run.supervisor.fenced, Hang)
+    assert run.supervisor.stop == ""
 
 
 def test_a_program_that_cannot_work_is_killed(program: Callable[..., Program]) -> None:

@@ -87,6 +87,10 @@ def test_a_launcher_may_be_the_program_of_a_node(here: Path) -> None:
             ["'--epochs' is not key=value; arguments of the program come after --"],
         ),
         (["script=a.py", "nods=3"], ["nods=3: ", "did you mean 'nodes'?"]),
+        (
+            ["script=a.py", "restart_on_hang=true"],
+            ["restart_on_hang=true: requires silent_s=, such as "],
+        ),
         (["script=a.py", "args='"], ["args=': ", "type the arguments after --"]),
     ],
 )

@@ -1,0 +1,57 @@
+"""Finds out that a program hangs: for ``silent_s=`` seconds, no rank has written a line or saved a
+file. Standard library only.
+"""
+
+import contextlib
+import time
+
+from recipes.core.errors import Kind, MachineError, shown
+from recipes.core.program.watch import Watch
+from recipes.core.run import attempt as attempts
+from recipes.core.run import positions, saves
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.logs import say
+
+LOOKS = 10  # in silent_s
+LONGEST = 600  # characters of the reason
+
+
+def wait(attempt: Attempt, watch: Watch, silent_s: float, folder: str) -> None:
+    """Run in a thread of the first task: waits until the program hangs, reports where its ranks
+    are, and lets all wrappers end it. A program that was asked to stop does not hang.
+
+    folder: in which the program saves; "" is the run directory. The logs count too.
+    """
+    logs = str(attempt.run_dir / "logs")
+    before: tuple[str, ...] = ()
+    since = watch.clock()
+    while watch.clock() - since < silent_s:
+        time.sleep(silent_s / LOOKS)
+        now = (saves.digest(attempt, folder), saves.digest(attempt, logs))
+        if now != before or watch.is_stopping:
+            before = now
+            since = watch.clock()
+    report(attempt, f"no output and no new file for {silent_s:g} s (silent_s=)")
+    watch.hangs = True
+
+
+def report(attempt: Attempt, why: str) -> None:
+    """Prints and records why the program is ended, and where its ranks are."""
+    say(f"script: {why}: the program is ended")
+    late = None
+    host = ""
+    with contextlib.suppress(OSError, MachineError):
+        hosts = attempts.hosts(attempt)
+        lines, behind = positions.report(attempt, hosts)
+        late = min(behind, default=None)
+        host = hosts.get(late, "") if late is not None else ""
+        why = shown("; ".join([why, *lines]), LONGEST)
+    with contextlib.suppress(OSError):
+        attempts.record(
+            attempt,
+            rank=late,
+            host=host,
+            kind=Kind.hang,
+            error=why,
+            name="hang",
+        )
