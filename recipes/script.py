@@ -252,7 +252,7 @@ def run_rank(
     task_memory = memory.read()
     log = attempt.run_dir / "logs" / f"rank{rank}.log"
     own_task = rank if task is None else task
-    looks = (os.getpid(), lambda: {"rank": rank, "host": HOST})
+    looks = (lambda: {"rank": rank, "host": HOST}, lambda: look.describe(os.getpid()))
     threading.Thread(target=look.answer_requests, args=looks, daemon=True).start()
     with _copied_to(log):
         if is_first:

@@ -25,11 +25,13 @@ STACKS_S = 3.0  # for the stacks of all processes of a rank
 STOPPED = ("T", "t")  # states of a process that SIGSTOP or a debugger has stopped
 
 
-def answer_requests(root: int, tell: Callable[[], Mapping[str, Any]]) -> None:
+def answer_requests(
+    tell: Callable[[], Mapping[str, Any]], more: Callable[[], Mapping[str, Any]]
+) -> None:
     """Run in a thread: answers requests until this process ends.
 
-    root: the process of the rank, or its parent. tell: returns rank, host and progress, and the
-    folder of the attempt unless the environment has it; may raise ValueError.
+    tell: returns rank, host and progress, and the folder of the attempt unless the environment has
+    it; may raise ValueError. more: returns `describe`, and what else an answer has.
     """
     answered = set[str]()
     while True:
@@ -43,7 +45,7 @@ def answer_requests(root: int, tell: Callable[[], Mapping[str, Any]]) -> None:
         for request in (each for each in requests if each.name not in answered):
             with contextlib.suppress(OSError, MachineError), trust.open_own(request / REQUEST):
                 answered.add(request.name)
-                answer = {**facts, **describe(root)}
+                answer = {**facts, **more()}
                 files.write_json(request / f"rank{facts['rank']:04d}.json", answer)
 
 

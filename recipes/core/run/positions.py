@@ -67,6 +67,8 @@ def lines_of(answers: Sequence[Answer], hosts: Mapping[int, str]) -> list[str]:
             at = waits = ""
             if number == 0 and answer.get("unchanged_s", 0.0) > STUCK_S:
                 at = f", at {answer.get('at')}"
+                collective = answer.get("collective")
+                at += f", last collective: {collective}" if collective else ""
             if number == 0 and late and answer["rank"] not in late and _may_wait(answer):
                 waits = awaited
             key = ("workers of " if number else "", waits, _where(process), at)

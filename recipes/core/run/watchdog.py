@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ from recipes.core.run import logs, look, positions
 
 PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
 BEAT_AT = struct.Struct("<d")  # after the pulse: time.monotonic() of the last beat
+ASKED_AT = 32  # a byte: 1 while the watchdog asks for the collective of the rank
 # after these: JSON, padded with zero bytes
 NOTE_AT = 64
-BYTES = 1 << 16
+COLLECTIVE_AT = 1 << 16  # the answer of the rank, likewise
+BYTES = COLLECTIVE_AT + 512
+ANSWER_S = 1.0  # for this answer; a rank that holds the interpreter's lock has none
 # Of two ranks at the same step, the rank in the lower phase is behind. With several ranks, DATA
 # lasts until the model is called, since DDP's forward pass can wait for the other ranks. BACKWARD
 # includes the optimiser.
@@ -130,8 +133,16 @@ class Pulse:
         its message and record. Must be called before `watch`.
         """
         text = json.dumps(note).encode()
-        assert len(text) < BYTES - NOTE_AT
-        self._memory[NOTE_AT:BYTES] = text.ljust(BYTES - NOTE_AT, b"\0")
+        assert len(text) < COLLECTIVE_AT - NOTE_AT
+        self._memory[NOTE_AT:COLLECTIVE_AT] = text.ljust(COLLECTIVE_AT - NOTE_AT, b"\0")
+
+    def answer(self, collective: Callable[[], str]) -> None:
+        """Tells the watchdog the collective of this rank, if it asks."""
+        if self._memory[ASKED_AT]:
+            length = BYTES - COLLECTIVE_AT
+            text = collective().encode()[:length]
+            self._memory[COLLECTIVE_AT:BYTES] = text.ljust(length, b"\0")
+            self._memory[ASKED_AT] = 0
 
     def watch(self, timeout_s: float, root: Path) -> None:
         """Starts the clock of this rank, and the watchdog, which shares only this memory and ends
@@ -165,7 +176,7 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     """
     task_memory = read_memory()
     threading.Thread(target=watch_memory, args=(parent, memory, task_memory), daemon=True).start()
-    looks = (parent, lambda: _progress(memory))
+    looks = (lambda: _progress(memory), lambda: _describe(parent, memory))
     threading.Thread(target=look.answer_requests, args=looks, daemon=True).start()
     clock = RunningClock()  # suspending a job stops this process too
     last = PULSE.unpack_from(memory)
@@ -228,8 +239,19 @@ def _tell(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     line = f"made no progress for {timeout_s:g} s at {note['at']}"
     logs.say(f"{note['recipe']}: rank {note['rank']} on {note['host']} {line}: killing it")
     _record(note, Kind.hang, line)
-    answer = {**note, **look.describe(parent)}
+    answer = {**note, **_describe(parent, memory)}
     logs.say("\n".join(positions.lines_of([answer], {})))
+
+
+def _describe(parent: int, memory: mmap.mmap) -> dict[str, Any]:
+    """`look.describe`, and the collective of the rank."""
+    memory[ASKED_AT] = 1
+    description = look.describe(parent)
+    deadline = time.monotonic() + ANSWER_S
+    while memory[ASKED_AT] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    answer = b"" if memory[ASKED_AT] else memory[COLLECTIVE_AT:BYTES].rstrip(b"\0")
+    return {**description, "collective": answer.decode(errors="replace")}
 
 
 def _unchanged_s(memory: mmap.mmap) -> float:
@@ -242,7 +264,7 @@ def _progress(memory: mmap.mmap) -> dict[str, Any]:
     ranks there, and how long its pulse has not changed.
     """
     _, step, phase = PULSE.unpack_from(memory)
-    note = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0"))
+    note = json.loads(memory[NOTE_AT:COLLECTIVE_AT].rstrip(b"\0"))
     return {
         **note,
         "step": step,

@@ -26,7 +26,7 @@ from recipes.core.files import ROOT
 from recipes.core.place import memory
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, positions, source, watchdog
-from recipes.core.train import torch_errors
+from recipes.core.train import flight, torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
 
@@ -94,6 +94,12 @@ def watch_idle(run: Run, over: threading.Event) -> None:
                 f"no GPU has computed for {limit_s:g} s (idle_warn_s) at {place}: "
                 "many sites cancel such jobs"
             )
+
+
+def tell_collective(run: Run, over: threading.Event) -> None:
+    """Run in a thread: tells the watchdog the collective of this rank, when it asks."""
+    while not over.wait(POLL_S):
+        run.world.pulse.answer(lambda: flight.collective(run.world.backend))
 
 
 def watch_peers(run: Run, over: threading.Event) -> None:

@@ -131,7 +131,7 @@ def _attempt(
         )
         over = threading.Event()
         stack.callback(over.set)
-        watchers = [failure.watch_peers]
+        watchers = [failure.watch_peers, failure.tell_collective]
         if world.rank == 0:
             watchers.append(failure.watch_owner)
             if world.device.type == "cuda" and start.settings.run.idle_warn_s:

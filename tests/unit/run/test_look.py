@@ -38,7 +38,7 @@ def test_only_own_requests_are_answered(tmp_path: Path, monkeypatch: pytest.Monk
 
     try:
         with pytest.raises(Ended):
-            look.answer_requests(program.pid, tell)
+            look.answer_requests(tell, lambda: look.describe(program.pid))
     finally:
         program.kill()
         program.wait()
