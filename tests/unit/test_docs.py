@@ -100,7 +100,7 @@ def test_the_keys_of_the_skeleton_are_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_scripts_become_the_recipe_beside_them() -> None:
-    """Their lines without the indentation, which the difference leaves out."""
+    """The lines before and after are those of the whole files."""
     page = (ROOT / "docs/your-script.md").read_text()
     shown = readme.files(page)
     single, ddp = readme.differences(page)
