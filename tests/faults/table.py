@@ -49,4 +49,10 @@ ROWS = {
     44: "a hang that is looked into while it lasts",
     45: "a program of the user that hangs",
     46: "a rank of such a program is stopped (SIGSTOP)",
+    47: "a node loses its network in a job with a spare one",
+    48: "a second node dies, no spare one is left, and fewer nodes are allowed",
+    49: "a second node dies, no spare one is left, and the job needs its size",
+    50: "the first node dies in a job that may start its ranks again",
+    51: "ranks of a node that was cut off return after a restart",
+    52: "ten failures of ranks at random moments of one run",
 }
