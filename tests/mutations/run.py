@@ -5,15 +5,15 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/run/ledger.py",
-        '    clock.until(_time(last, attempt), "repeated")\n',
-        '    clock.until(_time(last, attempt), "training")\n',
+        '        (_time(last, attempt), "repeated"),\n',
+        '        (_time(last, attempt), "training"),\n',
         "the ledger counts steps that were lost as training",
         "tests/unit/run/test_ledger.py::test_the_time_of_a_run_with_a_restart_and_a_requeue",
     ),
     Mutation(
         "recipes/core/run/ledger.py",
-        '            clock.until(number(fact.get("submitted")), "hang")\n',
-        "            pass\n",
+        "requeued = math.nan if has_ended else",
+        "requeued = math.nan if True else",
         "the ledger takes the minutes until Slurm notices a dead node for time in the queue",
         "tests/unit/run/test_ledger.py::"
         "test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue",

@@ -126,17 +126,18 @@ def show(words: Sequence[str], root: Path) -> int:
 
 def show_ledger(folders: Sequence[Path], as_json: bool) -> int:
     """Prints where the time of each run went, and the sum of all runs."""
-    entries = table.read_each(
-        folders, lambda folder: (str(folder), ledger.of_run(record.read(folder)))
-    )
-    entries.append(("all", ledger.total([entry for _, entry in entries])))
-    if as_json:
-        print("\n".join(json.dumps({"folder": name, **entry}) for name, entry in entries))
-        return EXIT_DONE
-    head, *lines = ledger.cells([entry for _, entry in entries])
-    names = ["run", *(_short(name) for name, _ in entries)]
-    cells = [[name, *line] for name, line in zip(names, (head, *lines), strict=True)]
-    print("\n".join(table.aligned(cells)))
+
+    def entry(folder: Path) -> dict[str, Any]:
+        return {"folder": str(folder), **ledger.of_run(record.read(folder))}
+
+    entries = table.read_each(folders, entry)
+    entries.append({"folder": "all", **ledger.total(entries)})
+    lines = list(map(json.dumps, entries))
+    if not as_json:
+        names = ["run", *(_short(each["folder"]) for each in entries)]
+        cells = zip(names, ledger.cells(entries), strict=True)
+        lines = table.aligned([[name, *line] for name, line in cells])
+    print("\n".join(lines))
     return EXIT_DONE
 
 

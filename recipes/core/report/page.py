@@ -249,10 +249,6 @@ def _facts(shown: Shown) -> dict[str, object]:
     run = shown.run
     times = [number(facts.get("time")) for _, facts, _ in shown.history]
     start = next(filter(math.isfinite, times), math.nan)
-    passed = run.end - start
-    took = "unknown: a clock was set back" if passed < 0 else ""
-    if passed >= 0:
-        took = record.ago(passed)
     best = rows.best(shown.rows, run.values)
     versions = run.summary.get("versions")
     begun = sum(attempt.has_begun for attempt, _, _ in shown.history)
@@ -268,7 +264,6 @@ def _facts(shown: Shown) -> dict[str, object]:
         "ranks": shown.ranks or "",
         "nodes": shown.nodes or "",
         "start": _moment(start),
-        "duration, with waiting": took,
         "restarts": max(0, begun - 1),
         **{name: table.text(value) for name, value in shown.entry["results"].items()},
         **{name: run.summary.get(name) for name in ("device", "backend", "git_commit")},

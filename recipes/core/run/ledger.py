@@ -39,33 +39,12 @@ PARTS = (
     "load",
     "first step",
 )
-RUNNING = "running"
-OVER = "over"
-
-
-class _Clock:
-    """Assigns the time that passes to causes, so that their sum is the time that has passed.
-
-    at: the time before it is assigned. end: the time after it is not.
-    """
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-        self.end = math.inf
-        self.seconds = defaultdict[str, float](float)
-
-    def until(self, moment: float, cause: str) -> None:
-        """Assigns the time up to a moment, unless that is unknown (NaN) or has passed."""
-        moment = min(moment, self.end)
-        if moment > self.at:
-            self.seconds[cause] += moment - self.at
-            self.at = moment
 
 
 def of_run(run: Record) -> dict[str, Any]:
     """Where the time of a run went, in the form of `total`."""
     saved = run.summary.get("ledger")
-    if isinstance(saved, dict):
+    if saved:
         return total([saved])
     return total(of_attempts(run.folder, run.end, run.state is State.running))
 
@@ -74,57 +53,62 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
     """Where the time of each attempt went, oldest first, each in the form of `total`. The time in
     the queue belongs to the attempt after it.
 
-    end: of the run, or time.time() if it runs. The list is empty if a clock was set back.
+    end: of the run, or time.time() if it runs; without it, the list is empty. Time by which a clock
+    was set back counts as nothing.
     """
-    every = attempts.every(run_dir)[::-1]
+    every = attempts.every(run_dir)[::-1] if math.isfinite(end) else []
     facts = [attempt.facts() for attempt in every]
     opened = [*(number(fact.get("time")) for fact in facts), end]
-    if not every or not all(before <= after for before, after in pairwise(opened)):
-        return []
-    submitted = number(facts[0].get("submitted"))
-    clock = _Clock(min(opened[0], submitted) if submitted > 0 else opened[0])
-    newest = len(every) - 1
-    state = RUNNING if is_running else OVER
-    entries = []
+    at = number(facts[0].get("submitted") or opened[0]) if facts else end
     has_ended = True
+    entries = []
     for place, (attempt, fact) in enumerate(zip(every, facts, strict=True)):
-        clock.seconds.clear()
-        clock.end = opened[place]
-        if not has_ended:  # nothing has noticed the failure until Slurm has requeued the job
-            clock.until(number(fact.get("submitted")), "hang")
-        clock.until(clock.end, "restart" if attempt.is_restart else "queue")
-        clock.end = opened[place + 1]
         later = [number(each["step"]) for each in facts[place + 1 :] if "step" in each]
         resumed_at = later[0] if later else math.inf
-        has_ended = _spend(clock, attempt, fact, resumed_at, "" if place < newest else state)
+        kept, _ = rows.around(run_dir, attempt.number, resumed_at + 1)
+        gap = "restart" if attempt.is_restart else "queue"
+        # else nothing has noticed the failure until Slurm has requeued the job
+        requeued = math.nan if has_ended else number(fact.get("submitted"))
+        moments = [(requeued, "hang"), (opened[place], gap)]
+        moments += _moments(attempt, fact, kept, is_running if attempt is every[-1] else None)
+        seconds = defaultdict[str, float](float)
+        for moment, cause in moments:
+            passed = min(moment, opened[place + 1]) - at
+            if passed > 0:  # not if the moment is unknown
+                seconds[cause] += passed
+                at += passed
+        spent = kept.get("spent_s") if kept.get("attempt") == attempt.number else None
+        for cause, value in (spent or {}).items():
+            part = min(number(value), seconds["training"])
+            if cause in CAUSES and part > 0:
+                seconds["training"] -= part
+                seconds[cause] += part
+        # no GPU is held in the queue
+        lost = {cause: seconds[cause] for cause in seconds if cause not in ("queue", "training")}
         gpus = number(fact.get("gpus")) * number(fact.get("nodes"))
-        entries.append(_entry(clock.seconds, gpus))
+        hours = {cause: gpus * value / 3600 for cause, value in lost.items()}
+        entries.append(total([{"seconds": seconds, "gpu_hours_lost": hours}]))
+        has_ended = math.isfinite(_end(attempt)[2])
     return entries
 
 
-def _spend(
-    clock: _Clock, attempt: Attempt, facts: Mapping[str, Any], resumed_at: float, now: str
-) -> bool:
-    """Assigns the time of an attempt from its opening. Returns whether its end is known.
+def _moments(
+    attempt: Attempt, facts: Mapping[str, Any], kept: Mapping[str, Any], is_running: bool | None
+) -> list[tuple[float, str]]:
+    """The moments of an attempt after its opening, and the cause of the time before each. A later
+    one may have passed before, and those that are unknown are NaN.
 
-    resumed_at: the step from which the next attempt has continued. now: of the newest attempt, the
-    state of the run: RUNNING or OVER.
+    kept: the last row that counts. is_running: whether the run does; None if there is a later
+    attempt.
     """
     start = "restart" if attempt.is_restart else "start"
     _, first = rows.around(attempt.run_dir, attempt.number, 0)
-    kept, _ = rows.around(attempt.run_dir, attempt.number, resumed_at + 1)
     last, _ = rows.around(attempt.run_dir, attempt.number + 1, 0)
-    begun = number(facts.get("begun_at"))
-    clock.until(begun if math.isfinite(begun) else _time(first, attempt), start)
-    clock.until(_time(kept, attempt), "training")
-    spent = kept.get("spent_s") if kept.get("attempt") == attempt.number else None
-    for cause, value in spent.items() if isinstance(spent, dict) else ():
-        seconds = min(number(value), clock.seconds["training"])
-        if cause in CAUSES and seconds > 0:
-            clock.seconds["training"] -= seconds
-            clock.seconds[cause] += seconds
-    clock.until(_time(last, attempt), "repeated")
-
+    moments = [
+        (number(facts.get("begun_at", _time(first, attempt))), start),
+        (_time(kept, attempt), "training"),
+        (_time(last, attempt), "repeated"),
+    ]
     # after the last row: until a failure, and until an end as planned
     work = saving = start
     if facts.get("of_program"):  # it writes no rows
@@ -134,44 +118,26 @@ def _spend(
         saving = "checkpoint" if last.get("attempt") == attempt.number else "evaluation"
     progress, failed, ended = _end(attempt)
     judgement = files.read_json(attempt.folder / "ended.json") or {}
+    is_newest = is_running is not None
+    over = math.inf if is_newest else ended
     if judgement.get("state") in ("done", "preempted"):
-        clock.until(clock.end if now else ended, saving)
-        return True
-    has_failed = math.isfinite(failed)
-    clock.until(progress, work)
-    clock.until(failed, "hang" if math.isfinite(progress) else work)
-    if not has_failed and (judgement or not now):
-        clock.until(attempts.newest_heartbeat(attempt), work)
-    clock.until(ended, "restart" if has_failed else "hang")
-    if now and has_failed:
-        clock.until(clock.end, "restart")
-    elif now:
-        is_training = now == RUNNING and attempt.has_begun
-        clock.until(clock.end, "training" if is_training else saving)
-    return math.isfinite(ended)
-
-
-def _entry(seconds: Mapping[str, float], gpus: float) -> dict[str, Any]:
-    """Time and, if the number of GPUs is known, the GPU-hours in which no step was done that
-    counts. No GPU is held in the queue.
-    """
-    lost = {
-        cause: gpus * value / 3600
-        for cause, value in seconds.items()
-        if gpus > 0 and cause not in ("queue", "training")
-    }
-    return total([{"seconds": seconds, "gpu_hours_lost": lost}])
+        return [*moments, (over, saving)]
+    if math.isfinite(failed):
+        undetected = "hang" if math.isfinite(progress) else work
+        return [*moments, (progress, work), (failed, undetected), (over, "restart")]
+    if judgement or not is_newest:
+        return [*moments, (attempts.newest_heartbeat(attempt), work), (over, "hang")]
+    return [*moments, (over, "training" if is_running and attempt.has_begun else saving)]
 
 
 def total(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sum of several entries: ``wall_s``, ``effective`` (the share of the training that
-    counts), and by cause ``seconds`` and ``gpu_hours_lost``.
+    counts), and by cause ``seconds`` and, if it is known, ``gpu_hours_lost``.
     """
     sums: dict[str, dict[str, float]] = {}
     for name in ("seconds", "gpu_hours_lost"):
-        values = [entry[name] for entry in entries if isinstance(entry.get(name), dict)]
         by_cause = {
-            cause: math.fsum(filter(math.isfinite, (number(value.get(cause)) for value in values)))
+            cause: math.fsum(number(entry[name].get(cause, 0.0)) for entry in entries)
             for cause in CAUSES
         }
         sums[name] = {cause: round(value, 4) for cause, value in by_cause.items() if value > 0}

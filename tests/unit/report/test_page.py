@@ -254,23 +254,6 @@ def test_a_bar_of_each_attempt_shows_where_its_time_went(tmp_path: Path) -> None
     assert shown.after("all") == "0:02:30"
 
 
-def test_a_clock_that_went_back(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run", [row(0, 1)])
-    opened = folder / "attempts/0000/opened.json"
-    for time_s, took in (
-        (4e9, "unknown: a clock was set back"),
-        (1e300, ""),
-        (math.nan, ""),
-        ("x", ""),
-    ):
-        files.write_json(opened, {**helpers.read(opened.parent, "opened"), "time": time_s})
-        shown = page(tmp_path, folder)
-        if took:
-            assert shown.after("duration, with waiting") == took
-        else:
-            assert "duration, with waiting" not in shown.texts
-
-
 def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
     encodable = HOSTILE.replace("\ud800", "")
     name = encodable.replace("/", "∕").replace("\x1b", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -126,16 +127,13 @@ def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
     assert second == {"queue": 140.0, "start": 5.0, "training": 20.0, "checkpoint": 2.0}
 
 
-def test_no_ledger_without_attempts_or_if_a_clock_was_set_back(tmp_path: Path) -> None:
+def test_no_times_without_attempts_or_if_a_clock_was_set_back(tmp_path: Path) -> None:
     assert ledger.of_attempts(tmp_path, 1.0, False) == []
     opened(tmp_path, 100.0)
-    assert ledger.of_attempts(tmp_path, 90.0, False) == []
-    assert ledger.total([]) == {
-        "wall_s": 0.0,
-        "effective": 0.0,
-        "seconds": {},
-        "gpu_hours_lost": {},
-    }
+    nothing = {"wall_s": 0.0, "effective": 0.0, "seconds": {}, "gpu_hours_lost": {}}
+    assert ledger.of_attempts(tmp_path, 90.0, False) == [nothing]
+    assert ledger.of_attempts(tmp_path, math.nan, False) == []
+    assert ledger.total([]) == nothing
 
 
 def test_the_parts_of_a_restart(tmp_path: Path) -> None:
