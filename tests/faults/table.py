@@ -55,4 +55,5 @@ ROWS = {
     50: "the first node dies in a job that may start its ranks again",
     51: "ranks of a node that was cut off return after a restart",
     52: "ten failures of ranks at random moments of one run",
+    53: "a signal to the peers of a rank that has failed",
 }

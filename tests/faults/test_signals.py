@@ -16,7 +16,7 @@ import pytest
 from recipes.core.train import checkpoint
 from tests import helpers
 from tests.faults import conftest
-from tests.faults.conftest import ENDLESS, Start
+from tests.faults.conftest import ENDLESS, Start, Started
 from tests.helpers import Ended
 
 HOST = socket.gethostname()
@@ -214,3 +214,53 @@ def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) ->
         helpers.finish(rank)  # its watchdog may not have begun to watch
     finally:
         conftest.end(rank)
+
+
+@pytest.mark.long
+@pytest.mark.fault(53)
+def test_a_signal_after_a_failure_does_not_make_it_a_stop(
+    start: Start, tmp_path: Path, marks: Path
+) -> None:
+    """Slurm 26.05 sends CONT and TERM to the peers of a failed task before it kills them."""
+    environ = {"FAULT": "fail", "FAULT_AT": "6"}
+    process = start(tmp_path / "run", *ENDLESS, **environ)
+    [peer] = end_peers(tmp_path / "run", process, failing=1)
+    ended = helpers.finish(process).expect(1)
+    status = helpers.read(tmp_path / "run", "status")
+    assert (status["state"], status["first_failing_rank"]) == ("failed", 1), ended.out
+    assert "ValueError: broken on purpose, rank 1" in status["reason"]
+    assert not helpers.alive(peer)
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("caught", ["", "signal.signal(signal.SIGTERM, lambda *of: sys.exit(0))"])
+def test_a_signal_after_a_failure_of_a_program_does_not_make_it_a_stop(
+    tmp_path: Path, caught: str
+) -> None:
+    """Neither if the program catches the signal, and its end looks like one after a save."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, signal, sys, time\n{caught}\nprint('ready', flush=True)\n"
+        "time.sleep(1 if os.environ['RANK'] == '1' else 60)\nsys.exit(7)\n"
+    )
+    words = [f"script={program}", "launcher=local", "ranks_per_node=2", "device=cpu"]
+    launcher = [sys.executable, str(helpers.ROOT / "launch.py")]
+    process = helpers.start([*launcher, *words, f"run_dir={tmp_path}/run"])
+    end_peers(tmp_path / "run", process, failing=1)
+    ended = helpers.finish(process).expect(7)
+    status = helpers.read(tmp_path / "run", "status")
+    assert (status["state"], status["first_failing_rank"]) == ("failed", 1), ended.out
+    stop = helpers.read(tmp_path / "run/attempts/0000/failed", "stop0000")
+    assert stop["kind"] == "stopped"  # the signal came, and was recorded
+
+
+def end_peers(run_dir: Path, process: Started, failing: int) -> list[int]:
+    """Sends CONT and TERM to the other ranks as soon as one has recorded its failure."""
+    record = run_dir / f"attempts/0000/failed/rank{failing:04d}.json"
+    helpers.wait_until(record.exists, helpers.START_S, "the failure")
+    ranks = helpers.children(process.pid)
+    peers = [pid for number, pid in enumerate(ranks) if number != failing]
+    for number in (signal.SIGCONT, signal.SIGTERM):
+        for pid in peers:
+            os.kill(pid, number)
+    return peers

@@ -19,6 +19,13 @@ MUTATIONS = [
         "test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue",
     ),
     Mutation(
+        "recipes/core/run/judge.py",
+        'stops[0]["time"] <= failures[0]["time"]',
+        "True",
+        "a program that failed is requeued, since Slurm then signals its other ranks",
+        "tests/unit/run/test_judge.py",
+    ),
+    Mutation(
         "recipes/core/run/watchdog.py",
         "            since = moment\n",
         "",
