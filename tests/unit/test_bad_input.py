@@ -111,7 +111,7 @@ JOB: tuple[str, ...] = (
     "extra=--mem=1 2",
     "extra=--nodes=2",
     "extra=--outp=x",
-    "extra=--requeue",
+    "extra=--no-requeue",
     "extra=--signal=USR1@9",
     "extra=--wait",
     "extra=--parsable",

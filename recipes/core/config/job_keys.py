@@ -219,7 +219,6 @@ OUR_OPTIONS = (
     "error",
     "open-mode",
     "input",
-    "requeue",
     "no-requeue",
     "signal",
     "wait",

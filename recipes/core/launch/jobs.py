@@ -278,7 +278,8 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
     options |= job_keys.extra_options(profile.get("extra", "")) | job_keys.extra_options(job.extra)
     if runs:
         options["array"] = f"0-{runs - 1}%{min(job.parallel or runs, runs)}"
-    options |= {"requeue": "", "open-mode": "append"}
+    # of extra=, from Slurm 25.11 on: expedite
+    options |= {"requeue": options.get("requeue", ""), "open-mode": "append"}
     if settings.run.spare or settings.run.min_nodes:
         options["no-kill"] = ""  # the job survives the loss of a node
     # Of a program of the user, only the batch shell is signalled: see sbatch/job.sh.

@@ -15,6 +15,9 @@ def test_typed_options_take_precedence_over_the_profile(site: Path) -> None:
     site.write_text("gpus: --gres\nextra: --mem=64G --switches=2\n")
     typed = describe("cluster=here", "extra=--exclusive --switches=1")
     assert {"mem": "64G", "switches": "1", "exclusive": ""}.items() <= typed.directives.items()
+    assert typed.directives["requeue"] == ""
+    expedited = describe("extra=--requeue=expedite").directives
+    assert expedited["requeue"] == "expedite"
     with pytest.raises(
         ConfigError, match="gpus=10: cluster=here requires --gres: give nodes= and gpus_per_node="
     ):
