@@ -4,6 +4,14 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/train/failure.py",
+        "if client.silent_nodes([first, mine]) == {first}:",
+        "if client.silent_nodes([first, mine]):",
+        "a node that has lost its network requeues a job that is about to restart without it",
+        "tests/distributed/train/test_guards.py::"
+        "test_a_rank_of_the_second_node_requeues_a_job_whose_first_node_is_gone",
+    ),
+    Mutation(
         "recipes/core/train/meter.py",
         "memory[host] += size",
         "memory[host] = size",

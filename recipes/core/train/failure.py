@@ -8,6 +8,7 @@ the run directory.
 import errno
 import functools
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from recipes.core.run import directory, in_use, judge, positions, source, watchd
 from recipes.core.train import flight, torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
+from recipes.core.slurm import client, environment
 
 FENCE_S = in_use.HEARTBEAT_S  # between two checks of the run directory's owner
 # a rank that has failed waits this long for the checkpoint that is being written
@@ -190,6 +192,8 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     with suppress(OSError):
         _print(run, cause, error, record)
     if cause.kind.is_consequence:
+        with suppress(OSError, subprocess.SubprocessError):
+            _requeue_without_first_node(run)
         time.sleep(0.0 if behind else LINGER_S)
     elif cause.kind is not Kind.stopped:
         why = {"reason": judge.describe(record), "kind": cause.kind, "first": record}
@@ -198,6 +202,23 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
                 # the judgement of the parent replaces it
                 attempts.write_status(run.attempt, "failed", run.step, **why)
     return cause.exit_status
+
+
+def _requeue_without_first_node(run: Run) -> None:
+    """With ``restarts=``, requeues the job if its first node does not answer, on which the batch
+    script runs: with --no-kill, Slurm would keep the other nodes until the time limit (seen with
+    Slurm 22.05). A rank of the second node does it. Raises OSError and SubprocessError.
+    """
+    ranks = run.world.ranks
+    does_it = ranks.node_rank == 1 and ranks.local_rank == 0 and attempts.given(os.environ)
+    if not (does_it and ranks.in_slurm and run.keys.restarts):
+        return
+    first = environment.nodes_of_job(os.environ)[0]
+    mine = ranks.nodes[ranks.node_rank]
+    if client.silent_nodes([first, mine]) == {first}:
+        print(f"the first node, {first}, does not answer: the job is requeued", file=sys.stderr)
+        job_id = str(environment.job_id(os.environ))
+        client.requeue(job_id, environment.restarts(os.environ))
 
 
 def cause_of(error: BaseException, stop: str = "") -> Cause:

@@ -224,3 +224,37 @@ def test_idle_gpus_are_a_warning_each_time_that_the_limit_has_passed(
     assert warnings[0] == line.format("step 2 (data)")
     assert line.format("step 1 (outside the steps)") in warnings
     assert len(warnings) == 2
+
+
+@pytest.mark.parametrize(
+    ("silent", "node_rank", "restarts", "is_requeued"),
+    [
+        ({"node1"}, 1, 1, True),
+        ({"node1"}, 2, 1, False),
+        ({"node1"}, 1, 0, False),
+        (set(), 1, 1, False),
+        ({"node1", "node2"}, 1, 1, False),  # this node's own network is the cause
+    ],
+)
+def test_a_rank_of_the_second_node_requeues_a_job_whose_first_node_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+    silent: set[str],
+    node_rank: int,
+    restarts: int,
+    is_requeued: bool,
+) -> None:
+    from recipes.core.train import failure
+
+    nodes = ("node1", "node2", "node3")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    monkeypatch.setenv("RECIPES_ATTEMPT", "/run/attempts/0000")
+    requeued: list[tuple[str, int]] = []
+    monkeypatch.setattr(failure.client, "silent_nodes", silent.intersection)
+    monkeypatch.setattr(failure.client, "requeue", lambda *job: requeued.append(job))
+    ranks = SimpleNamespace(node_rank=node_rank, local_rank=0, in_slurm=True, nodes=nodes)
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(ranks=ranks), keys=SimpleNamespace(restarts=restarts)
+    )
+    failure._requeue_without_first_node(run)
+    assert requeued == [("7", 0)] * is_requeued
