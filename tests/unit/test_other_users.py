@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -588,7 +589,7 @@ def test_compiled_code_is_in_a_folder_that_others_cannot_change(
         usual.mkdir() if planted == "a folder" else usual.touch()
         os.chown(usual, STRANGER, STRANGER)
     folder = entry._cache_of_compiled_code()
-    assert (folder == usual) == (planted == "nothing")
+    assert (folder.parent == usual) == (planted == "nothing")
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -837,7 +838,8 @@ def test_a_loaded_model_has_a_private_compile_cache(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(InputError, match="has no checkpoint"):
         trained.load(tmp_path)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/recipes-{os.getuid()}"
+    place = f"{tmp_path}/recipes-{os.getuid()}/{sys.implementation.cache_tag}-"
+    assert re.fullmatch(rf"{place}[0-9a-f]{{8}}", os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,11 +152,20 @@ def _cache_of_compiled_code() -> Path:
     create first, and torch creates this folder even without compile=true (seen with torch 2.15).
     """
     try:
-        return trust.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
+        of_user = trust.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}")
+        return trust.private_folder(of_user / _kind_of_machine())
     except MachineError:
         folder = Path(tempfile.mkdtemp(prefix="recipes-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return trust.private_temporary(folder)
+
+
+def _kind_of_machine() -> str:
+    """The Python and the CPU for which code is compiled. torch compares its own version and the GPU
+    (2.15), but $TMPDIR may be shared by different nodes.
+    """
+    flags = re.search(r"^(flags|Features)\b.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{sys.implementation.cache_tag}-{zlib.crc32(str(flags and flags[0]).encode()):08x}"
 
 
 def _rank_unchecked() -> str:
