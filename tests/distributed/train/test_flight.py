@@ -58,6 +58,5 @@ def test_the_first_collective_that_is_not_complete_is_named(
 
 
 def test_without_a_record_nothing_is_named() -> None:
-    assert flight.collective("gloo") == ""  # no collective yet
     assert flight.collective("nccl") == ""
     assert flight.collective("mpi") == ""
