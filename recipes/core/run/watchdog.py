@@ -33,7 +33,7 @@ ASKED_AT = 32  # a byte: 1 while the watchdog asks for the collective of the ran
 NOTE_AT = 64
 COLLECTIVE_AT = 1 << 16  # the answer of the rank, likewise
 BYTES = COLLECTIVE_AT + 512
-ANSWER_S = 1.0  # for this answer; a rank that holds the interpreter's lock has none
+ANSWER_S = 2.0  # for this answer; a rank that holds the interpreter's lock has none
 # Of two ranks at the same step, the rank in the lower phase is behind. With several ranks, DATA
 # lasts until the model is called, since DDP's forward pass can wait for the other ranks. BACKWARD
 # includes the optimiser.

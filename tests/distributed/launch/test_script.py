@@ -280,8 +280,10 @@ def test_look_shows_where_a_program_and_its_loader_processes_are(tmp_path: Path)
     helpers.wait_until(lambda: (tmp_path / "ready1").exists(), helpers.START_S, "the program")
     helpers.wait_until(lambda: worker in look(tmp_path), 30, worker)
     out = look(tmp_path)
-    assert f"rank 0 on {HOST}: in __getitem__ at a.py:10, " in out, out
-    assert re.search(rf"^rank 1 on {HOST}: in \w+ at a\.py:17, ", out, re.MULTILINE), out
+    assert f"rank 0 on {HOST}: in __getitem__ at a.py:10, 0." in out, out
+    assert re.search(
+        rf"^rank 1 on {HOST}: in \w+ at a\.py:17, \d\.\d CPUs per rank$", out, re.MULTILINE
+    ), out
     (tmp_path / "go").touch()
     helpers.finish(process).expect(0)
     assert status(tmp_path, "state") == ["done"]

@@ -57,6 +57,9 @@ def test_the_first_collective_that_is_not_complete_is_named(
     assert flight.describe({"entries": entries}) == expected
 
 
-def test_without_a_record_nothing_is_named() -> None:
-    assert flight.collective("nccl") == ""
+def test_without_a_record_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flight.collective("mpi") == ""
+    monkeypatch.setattr(flight, "DUMPS", {"gloo": "not in this version of torch"})
+    assert flight.collective("gloo") == ""
+    monkeypatch.setattr(flight, "DUMPS", {"gloo": "__doc__"})  # not a function
+    assert flight.collective("gloo") == ""
