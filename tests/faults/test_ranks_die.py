@@ -211,22 +211,17 @@ IMAGES = (
 @pytest.mark.long
 @pytest.mark.fault(8)
 def test_a_hanging_read_names_the_rank(tmp_path: Path) -> None:
-    """One of the images is a pipe without a writer, like a file on a file system that is gone."""
-    folder = tmp_path / "images"
-    for split in ("train", "val"):
-        helpers.write_images(folder / split, 2, 24, 32)
-    os.mkfifo(tmp_path / "pipe")
-    (folder / "train" / "class1" / "hanging.JPEG").symlink_to(tmp_path / "pipe")
-    words = [
-        "launcher=local",
-        "ranks_per_node=2",
-        "timeout_s=3",
-        f"data_dir={folder}",
-        f"run_dir={tmp_path}/run",
-    ]
-    keys = ["recipe=imagenet", "device=cpu", "cpu_threads=1", *words, *IMAGES]
-    ended = helpers.run([sys.executable, str(helpers.ROOT / "launch.py"), *keys]).expect(1)
-    assert re.search(rf"rank \d on {HOST} got no further than step \d \(data\)", ended.lines[-1]), (
+    """A process that reads images is stopped, as if its file system were gone."""
+    run_dir = tmp_path / "run"
+    words = ["launcher=local", "ranks_per_node=2", "timeout_s=3", "max_steps=100000"]
+    keys = ["recipe=imagenet", "dataset=fake", "device=cpu", "cpu_threads=1", *words, *IMAGES]
+    launch = [sys.executable, str(helpers.ROOT / "launch.py"), *keys, f"run_dir={run_dir}"]
+    process = helpers.fork([*launch, "log_every_steps=1"])
+    conftest.wait_for_step(process, run_dir, 2)
+    reader = helpers.children(helpers.children(process.pid)[-1])[-1]
+    os.kill(reader, signal.SIGSTOP)
+    ended = helpers.finish(process).expect(1)
+    assert re.search(rf"rank \d on {HOST} got no further than step \d+ \(data\)", ended.out), (
         ended.out
     )
 
