@@ -13,7 +13,7 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import bench_login
 from tests.benchmarks.measure import TINY, Figure
 
-LONG = ("cifar_training", "collectives", "memory", "step")
+LONG = ("cifar_training", "collectives", "llm", "memory", "step")
 
 
 NAMES = benchmarks.benchmarks()
@@ -25,6 +25,8 @@ NAMES = benchmarks.benchmarks()
 def test_each_benchmark_measures_both_sides(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name == "llm":
+        pytest.importorskip("trl")
     # seconds of work that this test does not need
     monkeypatch.setattr(bench_login, "IMPORT_TORCH", ("-c", "pass"))
     threads = torch.get_num_threads()
