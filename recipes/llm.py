@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.llm import Config
+from recipes.core.config.run_keys import Dtype
 from recipes.core.data import chat, dialogues, hub, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError
@@ -74,13 +75,17 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
     return net, tokenizer
 
 
-def prepare(cfg: Config, net: Any) -> None:
-    """Prepares a model for its training, in place."""
+def require_fit(cfg: Config, net: Any) -> None:
+    """Raises InputError if the model cannot be trained on such rows."""
     longest = getattr(net.config.get_text_config(), "max_position_embeddings", cfg.max_len)
     if cfg.max_len > longest:
         raise InputError(f"max_len={cfg.max_len}: the model has {longest} positions: give fewer")
     if cfg.pack:
         causal.require_separate_documents(net)
+
+
+def prepare(cfg: Config, net: Any) -> None:
+    """Prepares a model for its training, in place."""
     if cfg.train == "lora":
         causal.add_low_rank(net, cfg.lora_modules, cfg.lora_rank, cfg.lora_alpha / cfg.lora_rank)
     if cfg.recompute:
@@ -136,6 +141,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     batches = TokenBatches(training, *size, cfg.seed, *world.data, validation.digest)
     val_batches = TokenBatches(validation, *size, 0, *world.data)
     net, tokenizer = open_model(cfg, training.facts)
+    require_fit(cfg, net)
     prepare(cfg, net)
     run.say(f"{type(net).__name__}: {models.trained(net)}")
     model = world.parallel(net.to(world.device), cfg)
@@ -170,6 +176,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         nats, tokens = world.sum(totals).tolist()
         return {"val_loss": nats / max(1.0, tokens), "val_tokens": int(tokens)}
 
+    if run.dry_run:
+        rows = -(-cfg.global_batch_size // (run.ranks * cfg.accumulate))
+        half = cfg.dtype not in (Dtype.float32, Dtype.tf32)
+        run.activation_bytes = causal.activation_bytes(
+            net, partial(prepare, cfg), (rows, cfg.max_len), half
+        )
     run.resume(State(net, optimizer, scheduler), batches)
     if world.rank == 0 and not cfg.evaluate:
         causal.keep(run.dir, net, tokenizer)

@@ -161,15 +161,16 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
 
 
 def memory(findings: Found, is_divided: bool, gpu_memory_gb: float) -> str:
-    """A phrase on the memory that a rank needs, without activations. Raises ConfigError if a GPU
-    has less.
+    """A phrase on the memory that a rank needs; without activations, unless the recipe estimates
+    them. Raises ConfigError if a GPU has less.
 
     is_divided: whether strategy=fsdp divides the model. Each rank then also needs all weights, in
-    float32, for an evaluation.
+    float32, for an evaluation, at another time than the activations.
     """
     assert findings.rank_bytes is not None and findings.parameters is not None
     whole = 4 * findings.parameters  # bytes of all weights
-    needed = findings.rank_bytes + whole * is_divided
+    needed = findings.rank_bytes + max(whole * is_divided, findings.activation_bytes or 0)
+    extent = "without activations" if findings.activation_bytes is None else "with activations"
     if needed > gpu_memory_gb * 1e9:
         fix = "train a smaller model"
         if whole < gpu_memory_gb * 1e9:
@@ -179,9 +180,9 @@ def memory(findings: Found, is_divided: bool, gpu_memory_gb: float) -> str:
             fix = f"{divide}, or {fix}"
         raise ConfigError(
             f"gpu_memory_gb={gpu_memory_gb:g}: the training needs {files.size_text(needed)} on "
-            f"each GPU, without activations: {fix}"
+            f"each GPU, {extent}: {fix}"
         )
-    return f"{files.size_text(needed)} of {gpu_memory_gb:g} GB on each GPU, without activations"
+    return f"{files.size_text(needed)} of {gpu_memory_gb:g} GB on each GPU, {extent}"
 
 
 def disk_space(run_dir: Path, keep: int, findings: Found | None) -> str:

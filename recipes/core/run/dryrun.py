@@ -28,13 +28,15 @@ class Found:
     """What a dry run found. None: the run does not have it. checkpoint_bytes: the most bytes of
     tensors in a checkpoint.
 
-    rank_bytes: of weights, gradients and optimiser state on a rank of the job.
+    rank_bytes: of weights, gradients and optimiser state on a rank of the job. activation_bytes: of
+    what else a step needs on a rank.
     """
 
     parameters: int | None = None
     samples: int | None = None
     checkpoint_bytes: int | None = None
     rank_bytes: int | None = None
+    activation_bytes: int | None = None
     resumed_from_step: int | None = None
     evaluates: bool = False
 

@@ -2,13 +2,19 @@
 additions, and opened from a checkpoint.
 """
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from recipes.core import errors, files
 from recipes.core.data import chat, hub
@@ -56,6 +62,60 @@ def require_separate_documents(net: Any) -> None:
     if not apart <= APART:  # also NaN
         kind = type(net).__name__
         raise InputError(f"pack=true: {kind} does not separate the examples of a row: pack=false")
+
+
+class PeakMemory(TorchDispatchMode):
+    """While entered, counts the bytes of the tensors that are made. peak: the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._sizes = WeakIdKeyDictionary()  # by storage; several tensors can share one
+        self._used = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage not in self._sizes:
+                self._sizes[storage] = storage.nbytes()
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return result
+
+    def _add(self, size: int) -> None:
+        self._used += size
+        self.peak = max(self.peak, self._used)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def activation_bytes(
+    net: Any, change: Callable[[Any], object], shape: tuple[int, int], half: bool
+) -> int:
+    """Bytes that a forward and a backward pass need besides weights and gradients, from tensors
+    without data.
+
+    change: prepares a model like ``net`` for the training. shape: rows and tokens, which the loss
+    all counts. half: whether products are computed in bfloat16.
+    """
+    with FakeTensorMode():
+        twin = type(net)(net.config)
+        change(twin)
+        for parameter in twin.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        positions = tokens + torch.arange(shape[1])
+        with PeakMemory() as memory:
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                logits = twin(tokens, position_ids=positions, use_cache=False).logits
+            F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+    return memory.peak
 
 
 class LowRank(nn.Module):

@@ -45,6 +45,7 @@ class Run:
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run starts
     was_done: bool = False
     dry_run: Request | None = None  # set if `launch.py check` started this process
+    activation_bytes: int | None = None  # of a step on a rank; a recipe may set it in a dry run
     is_running: bool = False
     stopping: str = ""
     # of the last evaluation; set by loop.steps
@@ -149,6 +150,7 @@ class Run:
                 "checkpoint_bytes": size,
             }
             facts["rank_bytes"] = (size + gradients) // self.checkpoints.shared_by
+            facts["activation_bytes"] = self.activation_bytes
         files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
         raise DryRunEnd
 

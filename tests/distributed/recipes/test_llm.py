@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +323,7 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     with pytest.raises(InputError, match=line):
         llm.prepare(Config(train="lora", lora_modules="q_proj,up"), net("llama").eval())
     with pytest.raises(InputError, match="max_len=4096: the model has 2048 positions: give fewer"):
-        llm.prepare(Config(max_len=4096), net("llama").eval())
+        llm.require_fit(Config(max_len=4096), net("llama").eval())
     with pytest.raises(ConfigError, match="optimizer=muon: cannot be used with train=lora"):
         Config(train="lora", optimizer="muon")
     with pytest.raises(ConfigError, match=r"model=\./folder: must be a name such as"):
@@ -373,3 +374,57 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(
     assert helpers.rows(again)[0]["step"] == 3
     for step in (4, 6):
         assert states.at_step(again, step) == states.at_step(whole, step)
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import torch
+from recipes import llm
+from recipes.conf.llm import Config
+from recipes.core.data import hub
+from recipes.core.data.token_batches import Rows
+from recipes.core.train import causal
+_, is_half, *words = sys.argv
+is_half = is_half == "bfloat16"
+cfg = Config(**dict(word.split("=") for word in words))
+library = hub.transformers()
+config = library.LlamaConfig(
+    vocab_size=4000, hidden_size=512, intermediate_size=1536, num_hidden_layers=6
+)
+net = library.AutoModelForCausalLM.from_config(config)
+def step(rows, length):
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    places = torch.arange(length).repeat(rows, 1)
+    positions = places % 300
+    batch = Rows(tokens, positions, positions, places >= 0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+        logits = net(tokens, position_ids=positions, use_cache=False).logits
+    means, _ = llm.row_losses(logits, batch)
+    means.sum().backward()
+def used():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+change = lambda net: llm.prepare(cfg, net)
+change(net)
+trained = sum(p.nbytes for p in net.parameters() if p.requires_grad)
+state = sum(p.nbytes for p in net.parameters()) + 3 * trained  # with gradients and AdamW's averages
+step(1, 16)  # makes the gradients
+before = used()
+step(2, 1024)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+estimate = causal.activation_bytes(net, change, (2, 1024), is_half)
+print(state + peak, state + estimate)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [("float32",), ("bfloat16",), ("float32", "recompute=1"), ("float32", "train=lora")],
+)
+def test_the_memory_of_a_step_is_estimated_without_computing_it(words: tuple[str, ...]) -> None:
+    """Each tensor in its own pages, which are returned when it is freed."""
+    environ = helpers.clean_environment(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
+    ended = helpers.run([sys.executable, "-c", MEASURE, *words], environ=environ).expect(0)
+    peak, estimate = map(int, ended.lines[-1].split())
+    assert estimate == pytest.approx(peak, rel=0.15)

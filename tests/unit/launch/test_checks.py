@@ -73,3 +73,11 @@ def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
     except ConfigError as error:
         line = str(error)
     assert re.search(expected, line), line
+
+
+def test_activations_count_beside_the_weights_of_an_evaluation() -> None:
+    """They are not needed at the same time."""
+    for size, needed in ((3 * 10**8, "2000.0 MB"), (9 * 10**8, "2500.0 MB")):
+        model = dryrun.Found(parameters=10**8, rank_bytes=16 * 10**8, activation_bytes=size)
+        line = checks.memory(model, True, 3)
+        assert line == f"{needed} of 3 GB on each GPU, with activations"
