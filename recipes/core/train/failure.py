@@ -124,14 +124,19 @@ def watch_peers(run: Run, over: threading.Event) -> None:
             # if no rank is behind, the network is the cause
             waits = behind or now[2] == watchdog.WAITING
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
-                late = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
-                code = EXIT_CRASH
-                try:
-                    with suppress(Exception):  # it only helps to find the cause
-                        positions.report(run.attempt, dict(enumerate(world.hosts)))
-                    code = fail(run, torch_errors.PeerTimeout(late), behind)
-                finally:
-                    leave(code)
+                _time_out(run, behind)
+
+
+def _time_out(run: Run, behind: Mapping[str, Any] | None) -> NoReturn:
+    """Ends this process, which has waited ``timeout_s`` for other ranks."""
+    late = f"Timed out waiting for the other ranks for {run.keys.timeout_s:g} s (timeout_s)"
+    code = EXIT_CRASH
+    try:
+        with suppress(Exception):  # it only helps to find the cause
+            positions.report(run.attempt, dict(enumerate(run.world.hosts)))
+        code = fail(run, torch_errors.PeerTimeout(late), behind)
+    finally:
+        leave(code)
 
 
 class Cause(NamedTuple):
