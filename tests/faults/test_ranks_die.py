@@ -241,9 +241,8 @@ def test_a_killed_loader_process_ends_the_run_with_the_fix(tmp_path: Path) -> No
     # the one that was started last: its ID need not be the highest
     os.kill(helpers.children(rank.pid)[-1], signal.SIGKILL)
     ended = helpers.finish(rank).expect(3)
-    [line] = [
-        line for line in ended.lines if "is killed by signal: Killed" in line and "--mem" in line
-    ]
+    # torch says "is killed by signal: Killed", or sometimes "exited unexpectedly"
+    [line] = [line for line in ended.lines if "DataLoader worker (pid" in line and "--mem" in line]
     assert "num_workers=" in line
     assert "Traceback" not in ended.out
 
