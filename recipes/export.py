@@ -36,6 +36,7 @@ TOLERANCE = 1e-5  # of the outputs, relative to the largest
 class FolderKeys:
     out: str = key("", "new folder")
     adapter: bool = key(False, "write the low-rank additions alone")
+    allow_code: str = key("", "digest of the model's own Python files, if they may run")
 
 
 def main(argv: list[str]) -> int:
@@ -71,8 +72,11 @@ def to_folder(run: str, keys: FolderKeys) -> int:
     from recipes.core.train import causal
 
     os.umask(0o077)
-    model = causal.load(run)
-    out = Path(keys.out).expanduser() if keys.out else model.path.parents[1] / "hf"
+    place = Path(run) if Path(run).is_dir() else Path(run).parents[1]
+    if not keys.out:
+        trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
+    model = causal.load(run, allow_code=keys.allow_code)
+    out = Path(keys.out).expanduser() if keys.out else place / "hf"
     if out.exists():
         raise InputError(f"out={str(out)!r}: exists: give another out=")
     with files.writing_to(out.parent, "out"), tempfile.TemporaryDirectory(dir=out.parent) as part:

@@ -41,6 +41,7 @@ class PromptKeys:
     prompt: str = key("", "a message to answer")
     prompts: str = key("", "JSONL file of dialogues to answer")
     max_tokens: int = key(512, "maximum length of an answer", low=1)
+    allow_code: str = key("", "digest of the model's own Python files, if they may run")
 
 
 def images(word: str) -> list[Path]:
@@ -118,7 +119,8 @@ def reply(run: str, keys: PromptKeys) -> int:
     asked = [[{"role": "user", "content": keys.prompt}]]
     if keys.prompts:
         asked = list(dialogues(keys.prompts))
-    model = causal.load(run, "cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = causal.load(run, device, keys.allow_code)
     print(f"model: {model.path}", file=sys.stderr)
     for messages in asked:
         text = model.answer(messages, keys.max_tokens)

@@ -66,7 +66,9 @@ def open_tokenizer(model: str) -> Any:
     try:
         if not (model and folder.is_dir()):
             raise ValueError("not a folder")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         if not tokenizer.is_fast:
             raise ValueError("it cannot tell which characters a token has")
     except Exception as error:  # whatever its files contain

@@ -189,9 +189,12 @@ class Causal:
         return str(self.tokenizer.decode(new, skip_special_tokens=True))
 
 
-def load(run: str | Path, device: str = "cpu") -> Causal:
+def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
     """The model of a run directory (its best checkpoint, else its newest), or of a checkpoint.
     Raises InputError.
+
+    allow_code: as for `hub.allows_code`; that of the run does not count, since the run may be
+    another user's.
     """
     path = trained.checkpoint_of(Path(run))
     content = checkpoint.read(path)
@@ -203,8 +206,7 @@ def load(run: str | Path, device: str = "cpu") -> Causal:
     weights = trained.weights_of(content)
     added = {name: value for name, value in weights.items() if name.endswith((DOWN, UP))}
     library = hub.transformers()
-    code = str(config.get("allow_code", ""))
-    trust = hub.allows_code(str(folder), folder, code)
+    trust = hub.allows_code(str(folder), folder, allow_code)
     settings = library.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     net = library.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
     net.load_state_dict(merged(weights, config["lora_alpha"] / config["lora_rank"]))

@@ -22,7 +22,7 @@ from recipes.core import errors
 from recipes.core.data import hub, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.train import causal, checkpoint
+from recipes.core.train import causal, checkpoint, trained
 from tests import helpers, states
 from tests.distributed import one_rank
 
@@ -307,6 +307,26 @@ def test_code_of_a_model_runs_only_if_its_digest_is_given(models: Path, tmp_path
         file.write("# changed\n")
     with pytest.raises(InputError, match=asks):
         causal.open_model(str(folder), folder, digest)
+
+
+def test_code_in_a_run_of_another_user_does_not_run(run_dir: Path, tmp_path: Path) -> None:
+    """Although that run says that it may."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    mark = tmp_path / "executed"
+    (folder / "model/mine.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    config = json.loads((folder / "model/config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}
+    (folder / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="asks for code of its own") as refused:
+        causal.load(folder)
+    path = trained.checkpoint_of(folder)
+    content = torch.load(path, weights_only=True)
+    content["meta"]["config"]["allow_code"] = str(refused.value).rpartition("=")[2]
+    torch.save(content, path)
+    with pytest.raises(InputError, match="asks for code of its own"):
+        causal.load(folder)
+    assert not mark.exists()
 
 
 def test_words_that_do_not_fit_are_refused(models: Path) -> None:
