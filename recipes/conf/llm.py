@@ -29,7 +29,9 @@ class Config(TrainKeys):
         form="a name such as Qwen/Qwen3-0.6B, or the absolute path of a folder",
     )
     allow_code: str = key(
-        "", "digest of the model's own Python files, if you have read them and they may run"
+        "",
+        "digest of the model's own Python files, if you have read them and they may run",
+        not_inherited=True,
     )
     train: str = key(
         "all",

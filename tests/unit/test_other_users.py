@@ -532,7 +532,14 @@ def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "line", ["recipe: script", "program: /x/evil.sh", "container: docker://evil", "cluster: x"]
+    "line",
+    [
+        "recipe: script",
+        "program: /x/evil.sh",
+        "container: docker://evil",
+        "cluster: x",
+        "environment: x.tar",
+    ],
 )
 def test_a_file_of_keys_does_not_choose_what_runs(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys.yaml").write_text(f"lr: 0.1\n{line}\n")

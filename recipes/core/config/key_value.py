@@ -22,6 +22,7 @@ NOT_IN_FILE = {
     "container_runtime",
     "container_mounts",
     "environment",
+    "allow_code",
     "extra",
     "cluster",
 }
