@@ -13,7 +13,7 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import bench_login
 from tests.benchmarks.measure import TINY, Figure
 
-LONG = ("cifar_training", "collectives", "llm", "memory", "step")
+LONG = ("cifar_training", "collectives", "doctor", "llm", "memory", "step")
 
 
 NAMES = benchmarks.benchmarks()

@@ -56,7 +56,11 @@ def undisturbed(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tu
             r"^rank 1 on \S+: in \w+ at \S*broken\.py:\d+ for \d+ s, at ",
             marks=pytest.mark.long,
         ),
-        ("lock", r"^rank 1 on \S+: in lock at \S*broken\.py:\d+ for \d+ s, at step 4 "),
+        pytest.param(
+            "lock",
+            r"^rank 1 on \S+: in lock at \S*broken\.py:\d+ for \d+ s, at step 4 ",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "loader",
             r"^workers of rank 1 on \S+: in __getitem__ at \S*broken\.py:\d+$",
