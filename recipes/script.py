@@ -270,8 +270,7 @@ def run_rank(
             _note_end(attempt, rank, own_task, ended)
             return errors.EXIT_DONE
         if code and task_memory.is_exceeded:
-            first_rank = rank - start.ranks.local_rank if task is None else None
-            why = task_memory.describe(first_rank)
+            why = task_memory.describe(rank if task is None else None)
             words = why if kind is Kind.killed else f"{words}; a process of it {why}"
             kind = Kind.out_of_memory if kind is Kind.killed else kind
         if code:

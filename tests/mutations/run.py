@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/memory.py",
-        "{name} {first + task}",
+        "{name} {before + task}",
         "{name} {task}",
         "with several nodes, the peak memory of a rank is shown for another rank",
         "tests/unit/place/test_memory.py",

@@ -76,7 +76,7 @@ def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(
         status = read(runs / stopped / "status.json")
         assert status["kind"] == "stopped"
         assert status["next"] == "requeued"
-        assert read(runs / failed / "status.json")["kind"] == "error"
+        assert read(runs / failed / "status.json")["kind"] == "run-error"
 
         slurm.run("scontrol", "hold", stopped, check=True)
         slurm.run("scancel", running, check=True)

@@ -195,8 +195,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
         "tar -cf environment.tar -C .venv .",
         "wait $failing",
     )
-    ended = helpers.run(["bash", "-ec", "\n".join(before)], cwd=clone, environ=environ)
-    assert ended.status == 0, ended.out
+    prepared = helpers.start(["bash", "-ec", "\n".join(before)], cwd=clone, environ=environ)
+    helpers.finish(prepared, 300).expect(0)
     return Site(clone, environ)
 
 

@@ -67,18 +67,22 @@ class Memory:
         poll.poll()
         os.close(descriptor)
 
-    def describe(self, first_rank: int | None = None) -> str:
+    def describe(self, rank: int | None = None) -> str:
         """The limit, and the largest memory that each task of this node has used.
 
-        first_rank: of the ranks of this node, each of which is a task; None if the tasks are not
-        ranks, or if that is unknown.
+        rank: of this process, if the tasks of its node are ranks that follow each other. Slurm
+        numbers tasks by node or, as 26.05 does, over all nodes.
         """
         limit = min(limits(self.cgroup), default=None)
         memory = f"its limit of {files.size_text(limit)}" if limit else "the memory of its node"
         line = f"was killed since {memory} was used up"
-        name, first = ("task", 0) if first_rank is None else ("rank", first_rank)
         peaks = sorted(task_peaks(self.cgroup).items(), key=lambda peak: -peak[1])
-        sizes = [f"{name} {first + task} {files.size_text(size)}" for task, size in peaks]
+        name = "task"
+        before = 0
+        if peaks and rank is not None and self.cgroup:
+            name = "rank"
+            before = rank - _task(self.cgroup)
+        sizes = [f"{name} {before + task} {files.size_text(size)}" for task, size in peaks]
         return f"{line}; peak memory: {', '.join(sizes)}" if sizes else line
 
 
@@ -106,14 +110,16 @@ def limits(cgroup: Path | None) -> list[int]:
 
 
 def task_peaks(cgroup: Path | None) -> dict[int, int]:
-    """The largest memory of each task of this step on this node, in bytes, by the task's number on
-    the node.
-    """
+    """The largest memory of each task of this step on this node, in bytes, by the task's number."""
     peaks = {}
     for folder in cgroup.parent.glob("task_*") if cgroup else ():
         for text in _texts(folder, PEAKS):
-            peaks[int(folder.name.removeprefix("task_"))] = int(text)
+            peaks[_task(folder)] = int(text)
     return peaks
+
+
+def _task(cgroup: Path) -> int:
+    return int(cgroup.name.removeprefix("task_"))
 
 
 def _texts(cgroup: Path | None, names: tuple[str, ...]) -> Iterator[str]:

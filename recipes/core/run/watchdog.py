@@ -214,7 +214,7 @@ def watch_memory(parent: int, memory: mmap.mmap, task_memory: Memory) -> None:
 
 def _tell_out_of_memory(memory: mmap.mmap, task_memory: Memory) -> None:
     note = _progress(memory)
-    line = task_memory.describe(note["rank"] - note.get("local_rank", 0))
+    line = task_memory.describe(note["rank"])
     _record(note, Kind.out_of_memory, line, exit_status=128 + signal.SIGKILL)
 
 

@@ -125,7 +125,6 @@ def _attempt(
         world.pulse.tell(
             recipe=current.settings.recipe,
             rank=world.rank,
-            local_rank=world.ranks.local_rank,
             host=world.host,
             attempt=str(attempt.folder),
         )

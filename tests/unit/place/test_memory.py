@@ -42,9 +42,19 @@ def test_the_lowest_limit_and_the_largest_rank_are_described(
     """The killed rank, here rank 5, need not be the largest one."""
     cgroup = memory.own_cgroup(make(tmp_path, content))
     assert memory.count_kills(cgroup) == 2
-    killed, peak = memory.Memory(cgroup, 1).describe(first_rank=4).split("; ")
+    killed, peak = memory.Memory(cgroup, 1).describe(rank=5).split("; ")
     assert killed == "was killed since its limit of 2000.0 MB was used up"
     assert peak == "peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
+
+
+def test_tasks_may_be_numbered_over_all_nodes(tmp_path: Path) -> None:
+    """As Slurm 26.05 does."""
+    content = {
+        name.replace("task_0", "task_4").replace("task_1", "task_5"): text
+        for name, text in (V2 | {"proc/self/cgroup": "0::/slurm/job_7/step_0/task_5\n"}).items()
+    }
+    line = memory.Memory(memory.own_cgroup(make(tmp_path, content)), 1).describe(rank=5)
+    assert line.endswith("; peak memory: rank 4 1500.0 MB, rank 5 400.0 MB")
 
 
 def test_tasks_that_are_not_ranks_have_their_own_numbers(tmp_path: Path) -> None:
