@@ -79,7 +79,8 @@ def require_fit(cfg: Config, net: Any) -> None:
     """Raises InputError if the model cannot be trained on such rows."""
     longest = getattr(net.config.get_text_config(), "max_position_embeddings", cfg.max_len)
     if cfg.max_len > longest:
-        raise InputError(f"max_len={cfg.max_len}: the model has {longest} positions: give fewer")
+        problem = f"the model has only {longest} positions"
+        raise InputError(f"max_len={cfg.max_len}: {problem}: give max_len={longest} or less")
     if cfg.pack:
         causal.require_separate_documents(net)
 

@@ -61,7 +61,8 @@ def require_separate_documents(net: Any) -> None:
         apart = 1.0
     if not apart <= APART:  # also NaN
         kind = type(net).__name__
-        raise InputError(f"pack=true: {kind} does not separate the examples of a row: pack=false")
+        problem = f"{kind} does not separate the examples of a row"
+        raise InputError(f"pack=true: {problem}: give pack=false")
 
 
 class PeakMemory(TorchDispatchMode):

@@ -75,7 +75,7 @@ def load(run: str | Path, device: str = "cpu") -> Trained:
     recipe_conf.require(recipe, f"{path}: recipe={shown(recipe)}")
     module = importlib.import_module(f"recipes.{recipe}")
     if not (classes and hasattr(module, "make_net") and hasattr(module, "transforms")):
-        fix = "give a run of finetune, or of a copy of it"
+        fix = "give a run of finetune, or of a copy of it; to ask a run of llm, type prompt="
         raise InputError(f"{path}: recipe {recipe} does not keep what a prediction needs: {fix}")
     cfg = declare.build(recipe_conf.load(recipe)[0], content["meta"]["config"])
     net: nn.Module = module.make_net(cfg, classes, pretrained=False)
