@@ -35,8 +35,8 @@ from recipes.core.train.checkpoint import State
 from recipes.core.train.optimizers import MuonAdamW
 from recipes.core.train.run import Run
 
-# Muon's update of a matrix has about 1 / columns as its mean square. This is the root mean square
-# of an update of AdamW (Liu et al., "Muon is scalable for LLM training", 2025).
+# Root mean square of an update of AdamW (Liu et al., "Muon is scalable for LLM training", 2025).
+# The mean square of Muon's update of a matrix is about 1 / columns, so it is scaled to this value.
 ADAMW_RMS = 0.2
 
 
@@ -57,8 +57,8 @@ def tiny(tokenizer: Any) -> Any:
 
 
 def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The model on the CPU, and its tokenizer. facts: of the data, which was made by the same
-    tokenizer.
+    """The model on the CPU, and its tokenizer. facts: those of the training set. Raises InputError
+    if the set was made with another tokenizer.
     """
     if not cfg.model:
         if cfg.dataset != "made":
@@ -76,7 +76,9 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def require_fit(cfg: Config, net: Any) -> None:
-    """Raises InputError if the model cannot be trained on such rows."""
+    """Raises InputError if the model has fewer positions than a row, or if it cannot separate the
+    examples of a packed row.
+    """
     longest = getattr(net.config.get_text_config(), "max_position_embeddings", cfg.max_len)
     if cfg.max_len > longest:
         problem = f"the model has only {longest} positions"
@@ -152,12 +154,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
 
     def losses(model: nn.Module, examples: Any, part: Any) -> tuple[Tensor, Tensor]:
-        """The losses and weights of the rows of a part. Without rows, of one of padding, which does
-        not count: each rank takes part in each forward pass.
+        """The losses and weights of the rows of a part. A part may have no rows. The model then
+        computes one row of padding, which does not count: each rank must run each forward pass.
         """
         length = cfg.max_len if cfg.compile else 0
         rows = Rows(*(t.to(world.device) for t in collate(examples, part.rows, length)))
-        # without positions, torch needs no mask
+        # without positions, a row is one example, and the causal mask suffices
         positions = rows.positions if cfg.pack else None
         with autocast:
             logits = model(rows.tokens, position_ids=positions, use_cache=False).logits
@@ -177,7 +179,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         nats, tokens = world.sum(totals).tolist()
         return {"val_loss": nats / max(1.0, tokens), "val_tokens": int(tokens)}
 
-    if run.dry_run:
+    if run.dry_run:  # launch.py check compares this with the memory of a GPU
         rows = -(-cfg.global_batch_size // (run.ranks * cfg.accumulate))
         half = cfg.dtype not in (Dtype.float32, Dtype.tf32)
         run.activation_bytes = causal.activation_bytes(

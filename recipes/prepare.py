@@ -89,7 +89,9 @@ class DialoguesKeys(PrepareKeys):
         "prompt and completion, or text",
     )
 
-    model: str = key("", "folder of the Hugging Face model, for its tokenizer and chat template")
+    model: str = key(
+        "", "folder of a Hugging Face model, or the name of a downloaded one: for its tokenizer"
+    )
     val: str = key("", "as source=, what to evaluate; default: val_fraction= of source=")
     val_fraction: float = key(0.02, "fraction of the examples to evaluate", low=0, high=1)
     seed: int = key(0, "draws the examples of val_fraction=", low=0)

@@ -30,13 +30,12 @@ class Config(TrainKeys):
     )
     allow_code: str = key(
         "",
-        "digest of the model's own Python files, if you have read them and they may run",
+        "digest of the Python files in the model's folder: allows a job to execute them",
         not_inherited=True,
     )
     train: str = key(
         "all",
-        "what to train; all: every weight; lora: a low-rank addition to the matrices of linear "
-        "layers",
+        "all: train every weight; lora: train low-rank additions to the matrices of linear layers",
         values=("all", "lora"),
     )
     lora_rank: int = key(16, "rank of the matrices of train=lora", low=1, high=4096)
@@ -45,18 +44,18 @@ class Config(TrainKeys):
     )
     lora_modules: str = key(
         "",
-        "names of the linear layers that train=lora changes, such as q_proj,v_proj; "
-        "empty: all but the head",
+        "names of the linear layers with additions for train=lora, such as q_proj,v_proj; "
+        "empty: all linear layers except the head",
     )
     max_len: int = key(2048, "maximum number of tokens of a row", low=2, high=2**20)
     pack: bool = key(
         True,
-        "put several examples into a row of max_len tokens; they do not attend to each other",
+        "put several examples into a row of up to max_len tokens; they do not attend to each other",
     )
     global_batch_size: int = key(
         64,
-        "rows of max_len tokens per optimiser step over all ranks; "
-        "with pack=false, as many examples as such rows hold",
+        "number of rows of max_len tokens per optimiser step, over all ranks; "
+        "with pack=false, examples with together at most as many tokens, padding included",
         low=1,
         high=2**30,
     )
@@ -66,7 +65,7 @@ class Config(TrainKeys):
         "adamw; muon: Muon for the matrices of the layers, AdamW for the other weights",
         values=("adamw", "muon"),
     )
-    lr: float = key(0.0, "peak learning rate; 0: 1e-5, with train=lora 1e-4", low=0)
+    lr: float = key(0.0, "peak learning rate; 0 means 1e-5, or 1e-4 with train=lora", low=0)
     warmup: float = key(
         0.03,
         "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
@@ -77,8 +76,8 @@ class Config(TrainKeys):
     clip_grad_norm: float = default(TrainKeys, "clip_grad_norm", 1.0)
     recompute: bool = key(
         False,
-        "keep the input of each layer only, and compute the layer again in the backward pass: "
-        "less memory, a third more work",
+        "keep only the input of each layer, and compute the layer again in the backward pass: "
+        "less memory, a third more computation",
         may_change=True,
     )
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
