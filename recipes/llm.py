@@ -76,13 +76,14 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def require_fit(cfg: Config, net: Any) -> None:
-    """Raises InputError if the model has fewer positions than a row, or if it cannot separate the
-    examples of a packed row.
+    """Raises InputError if the model has fewer positions than a row, if a token attends to later
+    ones, or if the model cannot separate the examples of a packed row.
     """
     longest = getattr(net.config.get_text_config(), "max_position_embeddings", cfg.max_len)
     if cfg.max_len > longest:
         problem = f"the model has only {longest} positions"
         raise InputError(f"max_len={cfg.max_len}: {problem}: give max_len={longest} or less")
+    causal.require_causal(net)
     if cfg.pack:
         causal.require_separate_documents(net)
 

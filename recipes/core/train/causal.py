@@ -24,7 +24,9 @@ from recipes.core.train import checkpoint, trained
 FOLDER = "model"  # in the run directory: config, tokenizer and generation config of the model
 DOWN = ".lora_A"  # ends of the names of low-rank additions, as in PEFT
 UP = ".lora_B"
-APART = 1e-3  # of the logits, relative to the largest
+# of the logits, relative to the largest
+APART = 1e-3
+SAME = 1e-5
 
 
 def open_model(model: str, folder: Path, allow_code: str) -> Any:
@@ -46,6 +48,18 @@ def open_model(model: str, folder: Path, allow_code: str) -> Any:
         lacking = f"its files lack {min(report['missing_keys'])}"
         raise InputError(f"model={model}: {lacking}: give a causal language model")
     return net
+
+
+@torch.inference_mode()
+def require_causal(net: Any) -> None:
+    """Raises InputError if a token changes the logits before it, as in an encoder such as BERT."""
+    tokens = torch.arange(8)[None]
+    other = tokens.clone()
+    other[0, -1] = 0
+    before, after = (net(row, use_cache=False).logits[:, :-1] for row in (tokens, other))
+    if not torch.allclose(before, after, rtol=0, atol=SAME * float(before.abs().max())):
+        what = "is no causal language model: its tokens attend to later ones"
+        raise InputError(f"model=: {type(net).__name__} {what}: give another model")
 
 
 @torch.inference_mode()

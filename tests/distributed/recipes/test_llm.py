@@ -89,6 +89,14 @@ def test_a_model_that_cannot_separate_packed_examples_is_refused() -> None:
             causal.require_separate_documents(net(kind).eval())
 
 
+def test_a_model_whose_tokens_attend_to_later_ones_is_refused() -> None:
+    """Its losses would be small, since it sees the tokens that it predicts."""
+    llm.require_fit(Config(max_len=16, pack=False), net("llama").eval())
+    for kind in ("bert", "roberta"):
+        with pytest.raises(InputError, match="is no causal language model: its tokens attend to"):
+            llm.require_fit(Config(max_len=16, pack=False), net(kind).eval())
+
+
 def plain_losses(model: Any, cfg: Config) -> list[float]:
     """A training loop with transformers alone, on the batches of the recipe."""
     training, _ = made_dialogues.made()
