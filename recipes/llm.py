@@ -79,7 +79,7 @@ def require_fit(cfg: Config, net: Any) -> None:
     """Raises InputError if the model has fewer positions than a row, if a token attends to later
     ones, or if the model cannot separate the examples of a packed row.
     """
-    longest = getattr(net.config.get_text_config(), "max_position_embeddings", cfg.max_len)
+    longest = causal.positions_of(net, cfg.max_len)
     if cfg.max_len > longest:
         problem = f"the model has only {longest} positions"
         raise InputError(f"max_len={cfg.max_len}: {problem}: give max_len={longest} or less")
@@ -186,7 +186,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         run.activation_bytes = causal.activation_bytes(
             net, partial(prepare, cfg), (rows, cfg.max_len), half
         )
-    run.resume(State(net, optimizer, scheduler), batches)
+    about = {"kind": training.facts["kind"]}
+    run.resume(State(net, optimizer, scheduler, about=about), batches)
     if world.rank == 0 and not cfg.evaluate:
         causal.keep(run.dir, net, tokenizer)
     for step in loop.steps(run, cfg, model, batches, evaluate):

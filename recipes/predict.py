@@ -28,7 +28,7 @@ from typing import IO, Any
 from recipes.core import errors, files
 from recipes.core.config import parser as keys_parser
 from recipes.core.config.declare import key
-from recipes.core.data import classfolder
+from recipes.core.data import classfolder, documents
 from recipes.core.errors import InputError
 
 BATCH = 32
@@ -99,15 +99,16 @@ def classify(model: Any, args: argparse.Namespace, faults: list[str], to: IO[byt
 
 def dialogues(path: str) -> Iterator[list[dict[str, str]]]:
     """The messages in each line of a JSONL file. Raises InputError."""
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        try:
-            yield [
-                {"role": part["role"], "content": part["content"]}
-                for part in json.loads(line)["messages"]
+    fix = 'give {"messages": [{"role": "user", "content": "…"}]}'
+    with documents.reading(Path(path), fix) as rows:
+        for row in rows:
+            messages = [
+                {name: part[name] for name in ("role", "content")} for part in row["messages"]
             ]
-        except (ValueError, KeyError, TypeError) as error:
-            fix = 'give {"messages": [{"role": "user", "content": "…"}]}'
-            raise InputError(f"{path}, line {number}: {errors.one_line(error)}: {fix}") from None
+            texts = [text for message in messages for text in message.values()]
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise ValueError("has no messages, or content that is not a string")
+            yield messages
 
 
 def reply(run: str, keys: PromptKeys) -> int:

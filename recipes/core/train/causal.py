@@ -50,6 +50,11 @@ def open_model(model: str, folder: Path, allow_code: str) -> Any:
     return net
 
 
+def positions_of(net: Any, otherwise: int) -> int:
+    """The number of tokens that a text may have; ``otherwise`` if the model does not tell."""
+    return getattr(net.config.get_text_config(), "max_position_embeddings", None) or otherwise
+
+
 @torch.inference_mode()
 def require_causal(net: Any) -> None:
     """Raises InputError if a token changes the logits before it, as in an encoder such as BERT."""
@@ -184,7 +189,8 @@ def merged(weights: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class Causal:
     """A trained model in eval mode. path: of the checkpoint. config: the keys of its run. added:
-    its low-rank additions, which are parts of the weights of ``net``.
+    its low-rank additions, which are parts of the weights of ``net``. kind: of the rows that it was
+    trained on, see `chat.KINDS`.
     """
 
     net: Any
@@ -192,16 +198,38 @@ class Causal:
     path: Path
     config: dict[str, Any]
     added: dict[str, Tensor]
+    kind: str
 
     @torch.inference_mode()
     def answer(self, messages: list[dict[str, str]], max_tokens: int) -> str:
-        """The most likely answer to a dialogue, at most ``max_tokens`` long."""
-        inputs = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        ).to(self.net.device)
-        tokens = self.net.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-        new = tokens[0, inputs["input_ids"].shape[1] :]
+        """The most likely answer to a dialogue, at most ``max_tokens`` long, or as long as the
+        positions of the model suffice. Raises InputError.
+        """
+        inputs = self._inputs(messages).to(self.net.device)
+        asked = inputs["input_ids"].shape[1]
+        left = positions_of(self.net, asked + max_tokens) - asked
+        if left < 1:
+            raise InputError(f"prompt: has {asked} tokens, too many for the model: shorten it")
+        most = min(max_tokens, left)
+        tokens = self.net.generate(**inputs, max_new_tokens=most, do_sample=False)
+        new = tokens[0, asked:]
         return str(self.tokenizer.decode(new, skip_special_tokens=True))
+
+    def _inputs(self, messages: list[dict[str, str]]) -> Any:
+        """The tokens of a prompt, as in the training. Raises InputError."""
+        if self.kind == "messages":
+            try:
+                return self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                )
+            except Exception as error:  # whatever the template does
+                why = f"the chat template fails ({errors.one_line(error, 80)})"
+                fix = "correct the roles and the order of the messages"
+                raise InputError(f"prompt: {why}: {fix}") from None
+        if len(messages) > 1:
+            why = f"the run was trained on {self.kind}, without turns"
+            raise InputError(f"prompt: {why}: give one message")
+        return self.tokenizer(messages[0]["content"], return_tensors="pt")
 
 
 def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
@@ -226,7 +254,9 @@ def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
     net = library.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
     net.load_state_dict(merged(weights, config["lora_alpha"] / config["lora_rank"]))
     net.generation_config = library.GenerationConfig.from_pretrained(folder)
-    return Causal(net.eval().to(device), chat.open_tokenizer(str(folder)), path, config, added)
+    tokenizer = chat.open_tokenizer(str(folder))
+    kind = content["meta"].get("about", {}).get("kind", "messages")
+    return Causal(net.eval().to(device), tokenizer, path, config, added, kind)
 
 
 def write(model: Causal, folder: Path, adapter: bool) -> None:

@@ -4,6 +4,7 @@ additions; what it exports; what it refuses.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -247,9 +248,36 @@ def test_an_exported_model_has_the_logits_of_the_evaluation(
 
 def test_a_file_of_prompts_is_read_line_by_line(tmp_path: Path, run_dir: Path) -> None:
     path = tmp_path / "asked.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "?"}]}\n{"text": "?"}\n')
-    with pytest.raises(InputError, match=r"asked.jsonl, line 2: KeyError: 'messages': give {"):
+    line = '{"messages": [{"role": "user", "content": "a\u2028b"}]}\n'
+    path.write_text(f"\ufeff{line}\n{line}")
+    assert [len(messages) for messages in predict.dialogues(str(path))] == [1, 1]
+    path.write_text(f'{line}{{"text": "?"}}\n')
+    with pytest.raises(InputError, match=r"asked.jsonl', line 2: KeyError: 'messages': give {"):
         predict.main([str(run_dir), f"prompts={path}"])
+
+
+@pytest.mark.parametrize("row", [b"\xff", b'{"messages": []}', b'{"messages": [{"role": "user"}]}'])
+def test_a_file_that_has_no_prompts_is_one_line(tmp_path: Path, row: bytes) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_bytes(row)
+    with pytest.raises(InputError, match=r"asked.jsonl', line 1: \w+: .*: give {"):
+        list(predict.dialogues(str(path)))
+
+
+def test_a_prompt_is_made_of_tokens_as_in_the_training(run_dir: Path) -> None:
+    model = causal.load(run_dir)
+    asked = [{"role": "user", "content": "Q:"}]
+    assert model.kind == "messages"
+    assert len(model._inputs(asked)["input_ids"][0]) > 2
+    plain = dataclasses.replace(model, kind="prompt")
+    assert model.tokenizer.decode(plain._inputs(asked)["input_ids"][0]) == "Q:"
+    with pytest.raises(InputError, match="trained on prompt, without turns: give one message"):
+        plain.answer(asked * 2, 1)
+    model.tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(InputError, match=r"the chat template fails \(.*no system\): correct the"):
+        model.answer(asked, 1)
+    with pytest.raises(InputError, match="prompt: has 3000 tokens, too many for the model"):
+        plain.answer([{"role": "user", "content": "Q" * 3000}], 1)
 
 
 def test_models_that_are_not_usable_are_refused_with_the_fix(models: Path, tmp_path: Path) -> None:
