@@ -69,10 +69,11 @@ def main(argv: list[str]) -> int:
 
 def to_folder(run: str, keys: FolderKeys) -> int:
     """Writes a folder for transformers, or for PEFT. It gets its name when it is complete."""
-    from recipes.core.train import causal
+    from recipes.core.train import causal, trained
 
     os.umask(0o077)
-    place = Path(run) if Path(run).is_dir() else Path(run).parents[1]
+    is_run = Path(run).is_dir()
+    place = Path(run) if is_run else trained.checkpoint_of(Path(run)).absolute().parents[1]
     if not keys.out:
         trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
     model = causal.load(run, allow_code=keys.allow_code)

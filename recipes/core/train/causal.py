@@ -242,7 +242,7 @@ def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
     path = trained.checkpoint_of(Path(run))
     content = checkpoint.read(path)
     config = content["meta"]["config"]
-    folder = path.parents[1] / FOLDER
+    folder = path.absolute().parents[1] / FOLDER
     if not (folder / "config.json").is_file():
         fix = "give a run of llm, or a checkpoint in its run directory"
         raise InputError(f"{path}: {str(folder)!r} has no config.json: {fix}")

@@ -280,6 +280,15 @@ def test_a_prompt_is_made_of_tokens_as_in_the_training(run_dir: Path) -> None:
         plain.answer([{"role": "user", "content": "Q" * 3000}], 1)
 
 
+def test_a_checkpoint_is_exported_from_its_own_folder(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir / "checkpoints")
+    assert export.main(["step-00000004.pt", "hf", f"out={tmp_path / 'hf'}"]) == 0
+    with pytest.raises(InputError, match="'none': has no checkpoint"):
+        export.main(["none", "hf"])
+
+
 def test_models_that_are_not_usable_are_refused_with_the_fix(models: Path, tmp_path: Path) -> None:
     def changed(**config: Any) -> Path:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
