@@ -38,22 +38,7 @@ from recipes.core.train.run import Run
 # Root mean square of an update of AdamW (Liu et al., "Muon is scalable for LLM training", 2025).
 # The mean square of Muon's update of a matrix is about 1 / columns, so it is scaled to this value.
 ADAMW_RMS = 0.2
-
-
-def tiny(tokenizer: Any) -> Any:
-    """A Llama with random weights, for dataset=made."""
-    library = hub.transformers()
-    config = library.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return library.AutoModelForCausalLM.from_config(config)
+FEW_STEPS = 10  # of an epoch
 
 
 def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -64,7 +49,7 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
         if cfg.dataset != "made":
             raise ConfigError("model= is missing: give the model to start from")
         tokenizer = made_dialogues.made_tokenizer()
-        return tiny(tokenizer), tokenizer
+        return causal.tiny(tokenizer), tokenizer
     folder = hub.find(cfg.model)
     tokenizer = chat.open_tokenizer(str(folder))
     if chat.tokenizer_digest(tokenizer) != facts["tokenizer"]:
@@ -148,6 +133,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     require_fit(cfg, net)
     prepare(cfg, net)
     run.say(f"{type(net).__name__}: {models.trained(net)}")
+    run.say(f"{len(training):,} examples: {batches.per_epoch} steps of an epoch")
+    if batches.per_epoch < FEW_STEPS:
+        run.say("warning: these are few steps to learn from: reduce global_batch_size= or max_len=")
     model = world.parallel(net.to(world.device), cfg)
     optimizer = make_optimizer(cfg, net)
     steps = loop.total_steps(cfg, batches)

@@ -55,6 +55,22 @@ def positions_of(net: Any, otherwise: int) -> int:
     return getattr(net.config.get_text_config(), "max_position_embeddings", None) or otherwise
 
 
+def tiny(tokenizer: Any) -> Any:
+    """A Llama with random weights, for dataset=made."""
+    library = hub.transformers()
+    config = library.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return library.AutoModelForCausalLM.from_config(config)
+
+
 @torch.inference_mode()
 def require_causal(net: Any) -> None:
     """Raises InputError if a token changes the logits before it, as in an encoder such as BERT."""

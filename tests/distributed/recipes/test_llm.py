@@ -374,6 +374,16 @@ def test_code_in_a_run_of_another_user_does_not_run(run_dir: Path, tmp_path: Pat
     assert not mark.exists()
 
 
+def test_an_epoch_of_few_steps_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The rates of large batches teach a model nothing in a handful of steps."""
+    for size, expected in ((1, False), (64, True)):
+        words = [f"global_batch_size={size}", "max_len=256", "max_steps=1"]
+        one_rank.train(llm, tmp_path / str(size), monkeypatch, "dataset=made", *words)
+        assert ("warning: these are few steps" in capfd.readouterr().out) == expected
+
+
 def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     training, _ = made_dialogues.made()
     llama = str(models / "llama")
