@@ -316,7 +316,6 @@ TABLE: dict[str, How] = {
             "sbatch sbatch": "TMPDIR=$NEW sbatch --nodes=1 --ntasks-per-node=1 sbatch",
             "/shared/": "",
         },
-        says="^environment: .* is unpacked in ",
     ),
     # docs/your-script.md
     "python launch.py script=ddp.py nodes=2 gpus_per_node=8 -- --epochs 20": slurm(
