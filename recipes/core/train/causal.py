@@ -47,6 +47,12 @@ def open_model(model: str, folder: Path, allow_code: str) -> Any:
     if report["missing_keys"]:
         lacking = f"its files lack {min(report['missing_keys'])}"
         raise InputError(f"model={model}: {lacking}: give a causal language model")
+    settings = net.generation_config
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        # older models set a temperature without do_sample; transformers does not write this
+        settings.do_sample = True
     return net
 
 

@@ -327,6 +327,17 @@ def test_models_that_are_not_usable_are_refused_with_the_fix(models: Path, tmp_p
         hub.find("org/name")
 
 
+def test_a_temperature_without_sampling_can_be_written(models: Path, tmp_path: Path) -> None:
+    """As in the generation config of older models, which transformers reads but does not write."""
+    folder = tmp_path / "model"
+    shutil.copytree(models / "llama", folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    model = causal.open_model(str(folder), folder, "")
+    causal.keep(tmp_path, model, made_dialogues.made_tokenizer())
+    kept = json.loads((tmp_path / "model/generation_config.json").read_text())
+    assert (kept["temperature"], kept["do_sample"]) == (0.6, True)
+
+
 def test_code_of_a_model_runs_only_if_its_digest_is_given(models: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(models / "llama", folder)
