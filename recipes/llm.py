@@ -52,9 +52,12 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
         return causal.tiny(tokenizer), tokenizer
     folder = hub.find(cfg.model)
     tokenizer = chat.open_tokenizer(str(folder))
+    fix = f"run python -m recipes.prepare dialogues again, with model={cfg.model}"
     if chat.tokenizer_digest(tokenizer) != facts["tokenizer"]:
-        fix = f"run python -m recipes.prepare dialogues again, with model={cfg.model}"
         raise InputError(f"model={cfg.model}: the data has tokens of another tokenizer: {fix}")
+    is_rendered = facts["kind"] == "messages"
+    if is_rendered and chat.template_digest(tokenizer) != facts["template"]:
+        raise InputError(f"model={cfg.model}: the data has another chat template: {fix}")
     net = causal.open_model(cfg.model, folder, cfg.allow_code)
     net.generation_config.eos_token_id = facts["ends"]
     return net, tokenizer

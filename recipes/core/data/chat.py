@@ -97,6 +97,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
+def template_digest(tokenizer: Any) -> str:
+    """The same for equal chat templates."""
+    return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
+
+
 def kind_of(row: Any) -> str:
     """The kind of a row; "" if it has none."""
     for kind, names in KINDS.items():

@@ -127,12 +127,11 @@ def facts_of(model: str, tokenizer: Any, kind: str, train_on: str) -> Record:
     if kind == "messages" and not tokenizer.chat_template:
         fix = "add chat_template.jinja, or give prompt and completion"
         raise InputError(f"model={model!r}: the tokenizer has no chat template: {fix}")
-    template = json.dumps(tokenizer.chat_template).encode()
     return {
         "kind": kind,
         "train_on": train_on,
         "tokenizer": chat.tokenizer_digest(tokenizer),
-        "template": hashlib.sha256(template).hexdigest(),
+        "template": chat.template_digest(tokenizer),
         "vocabulary": len(tokenizer),
         "pad": ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         "ends": ends,

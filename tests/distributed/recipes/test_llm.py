@@ -401,6 +401,10 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     facts = {**training.facts, "tokenizer": "another"}
     with pytest.raises(InputError, match="has tokens of another tokenizer: run python -m recipes"):
         llm.open_model(Config(model=llama), facts)
+    facts = {**training.facts, "template": "another"}
+    with pytest.raises(InputError, match="the data has another chat template: run python -m recip"):
+        llm.open_model(Config(model=llama), facts)
+    llm.open_model(Config(model=llama), {**facts, "kind": "prompt"})
     with pytest.raises(ConfigError, match="model= is missing: give the model to start from"):
         llm.open_model(Config(), training.facts)
     line = (
