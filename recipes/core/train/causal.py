@@ -184,7 +184,9 @@ def add_low_rank(net: Any, modules: str, rank: int, scale: float) -> None:
     head = net.get_output_embeddings()
     layers = dict[str, list[tuple[str, nn.Linear]]]()
     for name, layer in net.named_modules():
-        if isinstance(layer, nn.Linear) and layer is not head:
+        # a router of Llama 4 is a linear layer that returns more than a product
+        is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+        if is_plain and layer is not head:
             layers.setdefault(name.rpartition(".")[2], []).append((name, layer))
     wanted = modules.split(",") if modules else list(layers)
     unknown = [name for name in wanted if name not in layers]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes import export, llm, predict
 from recipes.conf.llm import Config
@@ -393,6 +393,18 @@ def test_an_epoch_of_few_steps_is_warned_of(
         words = [f"global_batch_size={size}", "max_len=256", "max_steps=1"]
         one_rank.train(llm, tmp_path / str(size), monkeypatch, "dataset=made", *words)
         assert ("warning: these are few steps" in capfd.readouterr().out) == expected
+
+
+def test_a_linear_layer_with_its_own_forward_pass_stays() -> None:
+    class Router(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return (super().forward(x),)
+
+    model: Any = net("llama")
+    model.model.layers[0].mlp.router = Router(4, 4)
+    causal.add_low_rank(model, "", 2, 1.0)
+    assert isinstance(model.model.layers[0].mlp.router, Router)
+    assert isinstance(model.model.layers[0].mlp.up_proj, causal.LowRank)
 
 
 def test_words_that_do_not_fit_are_refused(models: Path) -> None:
