@@ -134,6 +134,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     val_batches = TokenBatches(validation, *size, 0, *world.data)
     net, tokenizer = open_model(cfg, training.facts)
     require_fit(cfg, net)
+    count = net.get_input_embeddings().num_embeddings
+    training, validation = (dialogues.limited(part, count) for part in (training, validation))
     prepare(cfg, net)
     run.say(f"{type(net).__name__}: {models.trained(net)}")
     run.say(f"{len(training):,} examples: {batches.per_epoch} steps of an epoch")

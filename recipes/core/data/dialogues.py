@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,8 +67,20 @@ class Examples:
         content = self.shards[shard][begin : begin + length].astype(np.int64)
         tokens = content % COUNTED
         if tokens.max() >= self.facts["vocabulary"]:
-            raise InputError(f"token {tokens.max()} is not in the vocabulary: prepare it again")
+            fix = "prepare the data again, or give a model that has all tokens of its tokenizer"
+            raise InputError(f"token {tokens.max()} is not in the vocabulary: {fix}")
         return tokens, content >= COUNTED
+
+
+def limited(examples: Examples, size: int) -> Examples:
+    """``examples`` for a model that has only the first ``size`` tokens. A tokenizer can have more,
+    of which the data needs none, or only one for padding, which nothing sees.
+    """
+    facts = dict(examples.facts)
+    facts["vocabulary"] = min(facts["vocabulary"], size)
+    if facts["pad"] >= size:
+        facts["pad"] = facts["ends"][0]
+    return replace(examples, facts=facts)
 
 
 def open_dialogues(data_dir: str) -> tuple[Examples, Examples]:

@@ -403,8 +403,20 @@ def test_an_unknown_token_is_refused(tmp_path: Path, run: Prepare) -> None:
     run()
     shard = tmp_path / "data/dialogues/00000.bin"
     shard.write_bytes(b"\xff\xff\xff\x7f" * 2 + shard.read_bytes()[8:])
-    with pytest.raises(InputError, match="token 2147483647 is not in the vocabulary: prepare it"):
+    with pytest.raises(InputError, match="token 2147483647 is not in the vocabulary: prepare "):
         [part.take(0) for part in opened(tmp_path)]
+
+
+def test_a_model_may_have_fewer_tokens_than_its_tokenizer(tmp_path: Path, run: Prepare) -> None:
+    put_rows(tmp_path / "source/a.jsonl", {"text": "abc"}, {"text": "abd"})
+    run()
+    examples = opened(tmp_path)[0]
+    most = int(examples.take(0)[0].max())
+    few = dialogues.limited(examples, most + 1)
+    assert few.take(0)[0].tolist() == examples.take(0)[0].tolist()
+    assert few.facts["pad"] <= most
+    with pytest.raises(InputError, match=f"token {most} is not in the vocabulary: .* give a model"):
+        dialogues.limited(examples, most).take(0)
 
 
 def test_the_first_row_says_what_all_have(tmp_path: Path, run: Prepare) -> None:
