@@ -81,6 +81,9 @@ def prepare(cfg: Config, net: Any) -> None:
     if cfg.train == "lora":
         causal.add_low_rank(net, cfg.lora_modules, cfg.lora_rank, cfg.lora_alpha / cfg.lora_rank)
     if cfg.recompute:
+        if not net.supports_gradient_checkpointing:
+            kind = type(net).__name__
+            raise InputError(f"recompute=true: {kind} does not support it: leave it out")
         net.gradient_checkpointing_enable({"use_reentrant": False})
     net.train()
 

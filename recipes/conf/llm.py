@@ -88,6 +88,9 @@ class Config(TrainKeys):
         super().__post_init__()
         if self.train == "lora" and self.optimizer == "muon":
             raise ConfigError("optimizer=muon: cannot be used with train=lora: give adamw")
+        if self.compile and not self.pack:
+            # rows of any number of short examples would all be padded to max_len
+            raise ConfigError("compile=true: requires pack=true")
         if not self.lr:
             object.__setattr__(self, "lr", LR[self.train])
 

@@ -428,6 +428,10 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
         llm.require_fit(Config(max_len=4096), net("llama").eval())
     with pytest.raises(ConfigError, match="optimizer=muon: cannot be used with train=lora"):
         Config(train="lora", optimizer="muon")
+    with pytest.raises(ConfigError, match="compile=true: requires pack=true"):
+        Config(compile=True, pack=False)
+    with pytest.raises(InputError, match=r"recompute=true: OpenAIGPTLMHeadModel .*: leave it out"):
+        llm.prepare(Config(recompute=True), net("openai-gpt"))
     with pytest.raises(ConfigError, match=r"model=\./folder: must be a name such as"):
         Config(model="./folder")
     assert Config().lr == 1e-5
