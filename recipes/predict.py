@@ -117,6 +117,8 @@ def reply(run: str, keys: PromptKeys) -> int:
 
     from recipes.core.train import causal
 
+    if keys.prompt and keys.prompts:
+        raise InputError("prompt= and prompts=: give one of them")
     asked = [[{"role": "user", "content": keys.prompt}]]
     if keys.prompts:
         asked = list(dialogues(keys.prompts))

@@ -210,14 +210,15 @@ def write_examples(file: IO[bytes], encoder: Encoder, rows: Iterable[tuple[str, 
     for number, (place, row) in enumerate(rows):
         try:
             for tokens, counted, is_ended in encoder.encode(row):
-                if len(tokens) > longest:
+                is_too_long = len(tokens) > longest
+                if is_too_long:
                     faults["too_long"].append(f"{place} ({len(tokens)} tokens)")
-                    if not encoder.facts["cut"]:
-                        continue
-                    tokens = tokens[:longest]
-                    counted = counted[:longest]
-                    if not counted.any():
-                        raise Unusable(Fault.cut_off)
+                if is_too_long and not encoder.facts["cut"]:
+                    continue
+                tokens = tokens[:longest]
+                counted = counted[:longest]
+                if is_too_long and not counted.any():
+                    raise Unusable(Fault.cut_off)
                 file.write((tokens + COUNTED * counted).astype("<u4").tobytes())
                 table.append((begin, len(tokens), counted.sum(), number))
                 begin += len(tokens)

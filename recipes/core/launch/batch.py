@@ -148,16 +148,12 @@ def _resolve(
     if image:
         step, inside = container.step(image, code, environ)
     if settings.run.environment:
-        if image or not job:
-            why = "a container has its own" if image else "needs a job of Slurm"
-            raise ConfigError(f"environment=: {why}; leave it out")
-        inside = [unpack.on_all_nodes(Path(settings.run.environment), environ)]
+        inside = [unpack.on_all_nodes(settings.run.environment, bool(image), environ)]
     by_clock = _is_by_clock(settings, job)
     if by_clock and job and job.left_s:
         exported |= environment.with_end_time(time.time() + job.left_s)
     variables = profiles.env_variables(settings.run.network, settings.job.cluster)
-    words = tuple(_words(settings))
-    spec = Spec(settings, words, variables, tuple(step), tuple(inside), by_clock)
+    spec = Spec(settings, tuple(_words(settings)), variables, tuple(step), tuple(inside), by_clock)
     exported[specs.VARIABLE] = specs.to_text(spec)
     if image:
         exported |= container.exports(image, {**environ, **exported})

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import errors, files, trust
-from recipes.core.errors import EXIT_DONE, MachineError
+from recipes.core.errors import EXIT_DONE, ConfigError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run.logs import say
 from recipes.core.slurm import client, environment
@@ -28,12 +28,15 @@ COPY = ".archive"  # a node's copy, until it is unpacked
 MISSING = 1
 
 
-def on_all_nodes(archive: Path, environ: Mapping[str, str]) -> str:
+def on_all_nodes(archive: str, in_container: bool, environ: Mapping[str, str]) -> str:
     """Unpacks ``archive`` on each node of the job that has not done so for an earlier job, and
-    returns the path of its Python. Raises MachineError.
+    returns the path of its Python. Raises ConfigError and MachineError.
     """
+    if in_container or not environment.job_id(environ):
+        why = "a container has its own" if in_container else "needs a job of Slurm"
+        raise ConfigError(f"environment=: {why}; leave it out")
     try:
-        status = archive.stat()
+        status = Path(archive).stat()
     except OSError as error:
         raise MachineError(f"environment={archive}: {error.strerror}") from None
     version = f"{archive} {status.st_size} {status.st_mtime_ns}"
@@ -41,10 +44,11 @@ def on_all_nodes(archive: Path, environ: Mapping[str, str]) -> str:
     folder = Path(tempfile.gettempdir(), f"recipes-{os.getuid()}", f"environment-{digest}")
     began = time.monotonic()
     if _on_each_node(environ, "prepare", folder) == MISSING:
-        source = archive
+        source = Path(archive)
         if environment.num_nodes(environ) > 1:
-            source = folder.with_name(folder.name + COPY)
-            client.broadcast(archive, source)
+            copy = folder.with_name(folder.name + COPY)
+            client.broadcast(source, copy)
+            source = copy
         if _on_each_node(environ, "unpack", folder, source):
             raise MachineError(f"environment={archive}: was not unpacked: the lines above say why")
         say(f"environment: {archive} is unpacked in {folder} ({time.monotonic() - began:.0f} s)")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -138,25 +138,28 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def activation_bytes(
     net: Any, change: Callable[[Any], object], shape: tuple[int, int], half: bool
-) -> int:
+) -> int | None:
     """Bytes that a forward and a backward pass need besides weights and gradients, from tensors
-    without data.
+    without data. None if what the model computes depends on their values.
 
     change: prepares a model like ``net`` for the training. shape: rows and tokens, which the loss
     all counts. half: whether products are computed in bfloat16.
     """
-    with FakeTensorMode():
-        twin = type(net)(net.config)
-        change(twin)
-        for parameter in twin.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        positions = tokens + torch.arange(shape[1])
-        with PeakMemory() as memory:
-            with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                logits = twin(tokens, position_ids=positions, use_cache=False).logits
-            F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+    try:
+        with FakeTensorMode():
+            twin = type(net)(net.config)
+            change(twin)
+            for parameter in twin.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            tokens = torch.zeros(shape, dtype=torch.int64)
+            positions = tokens + torch.arange(shape[1])
+            with PeakMemory() as memory:
+                with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                    logits = twin(tokens, position_ids=positions, use_cache=False).logits
+                F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+    except DataDependentOutputException:
+        return None
     return memory.peak
 
 
@@ -189,9 +192,11 @@ def add_low_rank(net: Any, modules: str, rank: int, scale: float) -> None:
         if is_plain and layer is not head:
             layers.setdefault(name.rpartition(".")[2], []).append((name, layer))
     wanted = modules.split(",") if modules else list(layers)
-    unknown = [name for name in wanted if name not in layers]
-    if unknown or not wanted:
-        known = f"the linear layers of {type(net).__name__} are {', '.join(layers) or 'none'}"
+    kind = type(net).__name__
+    if not layers:
+        raise InputError(f"train=lora: {kind} has no linear layer but its head: give train=all")
+    if not layers.keys() >= set(wanted):
+        known = f"the linear layers of {kind} are {', '.join(layers)}"
         raise InputError(f"lora_modules={modules}: {known}: give some of them, or train=all")
     net.requires_grad_(False)
     for short in wanted:

@@ -419,6 +419,10 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     llm.open_model(Config(model=llama), {**facts, "kind": "prompt"})
     with pytest.raises(ConfigError, match="model= is missing: give the model to start from"):
         llm.open_model(Config(), training.facts)
+    library = hub.transformers()
+    config = library.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(InputError, match="train=lora: GPT2LMHeadModel has no linear layer but its"):
+        causal.add_low_rank(library.GPT2LMHeadModel(config), "", 2, 1.0)
     line = (
         "lora_modules=q_proj,up: the linear layers of LlamaForCausalLM are q_proj, .*, down_proj:"
     )
@@ -534,3 +538,18 @@ def test_the_memory_of_a_step_is_estimated_without_computing_it(words: tuple[str
     ended = helpers.run([sys.executable, "-c", MEASURE, *words], environ=environ).expect(0)
     peak, estimate = map(int, ended.lines[-1].split())
     assert estimate == pytest.approx(peak, rel=0.15)
+
+
+def test_the_memory_of_a_model_that_reads_values_is_not_known() -> None:
+    class Reads(type(net("llama"))):  # type: ignore[misc]
+        def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
+            assert int(tokens.sum()) >= 0
+            return super().forward(tokens, **kwargs)
+
+    model = Reads(net("llama").config)
+    assert causal.activation_bytes(model, lambda twin: None, (1, 16), False) is None
+
+
+def test_a_prompt_and_prompts_are_not_both_answered() -> None:
+    with pytest.raises(InputError, match="prompt= and prompts=: give one of them"):
+        predict.main(["runs/llm/1234", "prompt=a", "prompts=b.jsonl"])
