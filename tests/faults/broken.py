@@ -184,7 +184,8 @@ def loader(run: Run) -> float:
     """A loader process that sleeps over a sample; its process id is in worker.<rank>."""
     samples = Sleepy(marks() / f"worker.{run.world.rank}")
     options = {"multiprocessing_context": "fork", "generator": torch.Generator()}
-    next(iter(torch.utils.data.DataLoader(samples, num_workers=1, **options)))  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(samples, num_workers=1, **options)  # type: ignore[arg-type]
+    next(iter(loader))
     return 1.0
 
 

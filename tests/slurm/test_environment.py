@@ -39,7 +39,7 @@ def pack(folder: Path) -> Path:
 
 @pytest.fixture
 def disk(slurm: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """A folder that is on a disk of its own on each node."""
+    """A folder that is on a separate disk on each node."""
     folder = tmp_path / "disk"
     folder.mkdir()
     for node in ("node1", "node2"):

@@ -90,7 +90,7 @@ def allows_code(model: str, folder: Path, allow_code: str) -> bool:
     if allow_code != allowed:
         names = ", ".join(source.name for source in sources)
         raise InputError(
-            f"model={model}: its config asks for code of its own ({names} in {folder}): "
+            f"model={model}: its config requires Python code ({names} in {folder}): "
             f"read it, then give allow_code={allowed}"
         )
     return True

@@ -49,16 +49,23 @@ def ask(folder: Path, ranks: Collection[int]) -> list[Answer]:
 
 
 def lines_of(answers: Sequence[Answer], hosts: Mapping[int, str]) -> list[str]:
+    """The lines of `places_of`, each with the stack below it."""
+    return [line for head, stack in places_of(answers, hosts) for line in (head, *stack)]
+
+
+def places_of(
+    answers: Sequence[Answer], hosts: Mapping[int, str]
+) -> list[tuple[str, Sequence[str]]]:
     """A line for each group of processes that are at the same place, those first for which others
-    wait; below it the stack of one of them. hosts: of the ranks that should have answered.
+    wait, and the lines of the stack of one of them. hosts: of the ranks that should have answered.
     """
     hosts = {**hosts, **{answer["rank"]: answer["host"] for answer in answers}}
     silent = hosts.keys() - {answer["rank"] for answer in answers}
     late = behind(answers, hosts)
-    lines = []
+    places: list[tuple[str, Sequence[str]]] = []
     if silent or not answers:
         why = "suspended, without its node, or without a view of the run directory"
-        lines.append(f"{_names(silent, hosts)}: no answer within {WAIT_S:g} s: {why}")
+        places.append((f"{_names(silent, hosts)}: no answer within {WAIT_S:g} s: {why}", ()))
 
     awaited = f"waiting for {_names(late, hosts)}, "
     groups: dict[tuple[str, ...], list[tuple[Answer, str]]] = {}
@@ -79,9 +86,9 @@ def lines_of(answers: Sequence[Answer], hosts: Mapping[int, str]) -> list[str]:
         used = [answer["cpus"] for answer, _ in members if "cpus" in answer and not workers]
         cpus = f", {mean(used):.1f} CPUs per rank" if used else ""
         ranks = _names({answer["rank"] for answer, _ in members}, hosts)
-        lines.append(f"{workers}{ranks}: {waits}{where}{seconds}{at}{cpus}")
-        lines += stack.splitlines()
-    return lines
+        head = f"{workers}{ranks}: {waits}{where}{seconds}{at}{cpus}"
+        places.append((head, stack.splitlines()))
+    return places
 
 
 def file_of(attempt: Attempt) -> Path:
@@ -106,9 +113,9 @@ def report(attempt: Attempt, hosts: Mapping[int, str]) -> tuple[list[str], set[i
         return [], set()
     with file:
         answers = ask(attempt.run_dir, hosts)
-        lines = list(map(printable, lines_of(answers, hosts)))
+        lines = map(printable, lines_of(answers, hosts))
         file.write("\n".join([*lines, ""]))
-    heads = [line for line in lines if not line.startswith(" ")]
+    heads = [printable(head) for head, _ in places_of(answers, hosts)]
     say("\n".join([*heads, f"stacks in {path}"]))
     return heads, behind(answers, hosts)
 

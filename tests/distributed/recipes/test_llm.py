@@ -352,7 +352,7 @@ def test_code_of_a_model_runs_only_if_its_digest_is_given(models: Path, tmp_path
         "class MyConfig(LlamaConfig):\n    model_type = 'mine'\n"
         "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
     )
-    asks = r"asks for code of its own \(mine\.py in .*\): read it, then give allow_code=(\w{16})$"
+    asks = r"requires Python code \(mine\.py in .*\): read it, then give allow_code=(\w{16})$"
     with pytest.raises(InputError, match=asks) as refused:
         causal.open_model(str(folder), folder, "")
     digest = str(refused.value).rpartition("=")[2]
@@ -374,13 +374,13 @@ def test_code_in_a_run_of_another_user_does_not_run(run_dir: Path, tmp_path: Pat
     config = json.loads((folder / "model/config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}
     (folder / "model/config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="asks for code of its own") as refused:
+    with pytest.raises(InputError, match="requires Python code") as refused:
         causal.load(folder)
     path = trained.checkpoint_of(folder)
     content = torch.load(path, weights_only=True)
     content["meta"]["config"]["allow_code"] = str(refused.value).rpartition("=")[2]
     torch.save(content, path)
-    with pytest.raises(InputError, match="asks for code of its own"):
+    with pytest.raises(InputError, match="requires Python code"):
         causal.load(folder)
     assert not mark.exists()
 

@@ -91,7 +91,7 @@ def make(folder: Path, template: str | None = CHATML, eos: str | None = "<|im_en
 
 
 def put_rows(path: Path, *rows: object) -> Path:
-    """A .jsonl with these rows; a string is a line as it is."""
+    """A .jsonl file with these rows. A string is written unchanged as a line."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")

@@ -33,7 +33,7 @@ def rank(
 
 def heads(answers: list[dict[str, Any]], hosts: dict[int, str]) -> list[str]:
     """The lines without the stacks."""
-    return [line for line in positions.lines_of(answers, hosts) if not line.startswith(" ")]
+    return [head for head, _ in positions.places_of(answers, hosts)]
 
 
 def waiting(number: int) -> dict[str, Any]:
