@@ -25,7 +25,7 @@ HOST = socket.gethostname()
     "fault",
     [
         pytest.param("shape", marks=pytest.mark.fault(10)),
-        pytest.param("operation", marks=pytest.mark.fault(11)),
+        pytest.param("operation", marks=[pytest.mark.fault(11), pytest.mark.long]),
     ],
 )
 def test_mismatched_collectives_are_reported_in_debug_mode(

@@ -14,9 +14,9 @@ from tests import helpers, states
 from tests.faults import conftest
 from tests.faults.conftest import Start
 
-STEPS = {"cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
+STEPS = {"cifar": (12, 18), "imagenet": (13, 20)}  # of an epoch, and of the run
 KEYS = {
-    "cifar": ("arch=airbench94", "ema=0.9", "cutout=4", "global_batch_size=8"),
+    "cifar": ("arch=airbench94", "ema=0.9", "cutout=4", "global_batch_size=16"),
     "imagenet": (
         "arch=resnet18",
         "px=32",

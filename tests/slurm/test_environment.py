@@ -18,7 +18,7 @@ from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(400)
 
-PROGRAM = "import sys, torch; print('runs in', sys.prefix)"
+PROGRAM = "import sys, omegaconf; print('runs in', sys.prefix)"
 
 
 def pack(folder: Path) -> Path:

@@ -62,10 +62,9 @@ WITH_REGULAR_SAVES = {
 }
 EVENTS = ("time limit", "requeue", "preemption")
 # One cell of each program runs in `make test`, and one of a launcher: on CPUs, accelerate's starts
-# torchrun.
+# torchrun. The shell and torchrun start the program of "ddp".
 FAST = {
-    ("ddp", "preemption"),
-    ("shell", "requeue"),
+    ("shell", "preemption"),
     ("accelerate", "requeue"),
     ("trainer", "requeue"),
     ("lightning, saves", "requeue"),
@@ -120,10 +119,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill", "memory", "exit"])
+# Without Slurm, test_script.py has a rank that raises, and one that is killed.
+FAST_FAULTS = {("ddp", "memory"), ("ddp", "exit")}
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS if name != "ddp")],
+    ("name", "fault"),
+    [
+        pytest.param(name, fault, marks=() if (name, fault) in FAST_FAULTS else pytest.mark.long)
+        for name in PROGRAMS
+        for fault in ("raise", "kill", "memory", "exit")
+    ],
 )
 def test_the_rank_that_failed_is_named(
     slurm: Cluster, tmp_path: Path, name: str, fault: str
