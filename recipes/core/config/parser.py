@@ -48,9 +48,8 @@ class Settings:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for
         none.
         """
-        of_dataset = recipe_conf.datasets(self.recipe).get(
-            str(getattr(self.config, "dataset", "")), {}
-        )
+        dataset = str(getattr(self.config, "dataset", ""))
+        of_dataset = recipe_conf.datasets(self.recipe).get(dataset, {})
         usual = {**vars(RunKeys()), **vars(declare.build(type(self.config), of_dataset))}
         now = {**vars(self.run), **vars(self.config)}
         return ", ".join(
@@ -76,33 +75,20 @@ def settings(
     with_job_keys = not recipe
     recipe = recipe or words.get("recipe", "")
     if not recipe:
-        raise ConfigError(
-            f"recipe= is missing: give one of {', '.join(recipe_conf.names())}, or script=FILE"
-        )
+        recipes = ", ".join(recipe_conf.names())
+        raise ConfigError(f"recipe= is missing: give one of {recipes}, or script=FILE")
     recipe_class, variants = recipe_conf.load(recipe)
     _check_names(words, recipe, recipe_class, with_job_keys)
-    variant = words.get("variant", "")
-    if variant and variant not in variants:
-        rule = (
-            declare.choice(variant, variants)
-            if variants
-            else f"recipe {recipe} has no variants; leave variant= out"
-        )
-        raise ConfigError(f"variant={shown(variant)}: {rule}")
+
     cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
-    profile = profiles.cluster_profile(cluster) if cluster else {}
-    defaults = {k: v for k, v in profile.items() if k in profiles.DEFAULTS}
-    defaults |= profiles.in_image(environ)
-    if "data_dir" in declare.names_of(recipe_class) & profile.keys() and not environ.get(
-        "RECIPES_DATA"
-    ):
-        defaults["data_dir"] = profile["data_dir"]
-    given = {**(variants[variant] if variant else {}), **words}
+    defaults = _of_profile(cluster, recipe_class, environ)
+    given = {**_of_variant(words.get("variant", ""), recipe, variants), **words}
     resumes, of_run = inherited(declare.build(RunKeys, {**defaults, **given}), recipe, recipe_class)
     from_run = {name: value for name, value in of_run.items() if name not in given}
     dataset = str(given.get("dataset", from_run.get("dataset", "")))
     of_dataset = recipe_conf.datasets(recipe).get(dataset, {})
     chosen = {**defaults, **of_dataset, **from_run, **given}
+
     job = declare.build(JobKeys, chosen) if with_job_keys else JobKeys()
     run = declare.build(RunKeys, chosen)
     # an invalid env file is refused before a job is submitted
@@ -122,22 +108,46 @@ def settings(
     )
 
 
+def _of_profile(cluster: str, recipe_class: type, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The keys that the cluster's profile and the image set."""
+    profile = profiles.cluster_profile(cluster) if cluster else {}
+    defaults = {name: value for name, value in profile.items() if name in profiles.DEFAULTS}
+    defaults |= profiles.in_image(environ)
+    has_data = "data_dir" in declare.names_of(recipe_class) and not environ.get("RECIPES_DATA")
+    if has_data and "data_dir" in profile:
+        defaults["data_dir"] = profile["data_dir"]
+    return defaults
+
+
+def _of_variant(
+    variant: str, recipe: str, variants: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The keys that a variant sets; {} for variant "". Raises ConfigError for an unknown one."""
+    if not variant:
+        return {}
+    if variant in variants:
+        return variants[variant]
+    rule = f"recipe {recipe} has no variants; leave variant= out"
+    if variants:
+        rule = declare.choice(variant, variants)
+    raise ConfigError(f"variant={shown(variant)}: {rule}")
+
+
 def _check_names(
     words: Mapping[str, str], recipe: str, recipe_class: type, with_job_keys: bool
 ) -> None:
     """Raises ConfigError for a name that is no key here, and for keys that exclude each other."""
-    job_names, run_names, own_names = (
-        declare.names_of(c) for c in (JobKeys, RunKeys, recipe_class)
-    )
-    known = run_names | own_names | (job_names if with_job_keys else set())
+    job_names = declare.names_of(JobKeys)
+    known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
+    if with_job_keys:
+        known |= job_names
     for name, value in words.items():
         if name in job_names - known:
             raise ConfigError(_misplaced(name, value))
         if name not in known:
-            raise ConfigError(
-                f"{shown(name)}={shown(value)}: recipe {recipe} has no key '{shown(name)}'"
-                f"{declare.nearest(name, known) or getattr(recipe_class, 'hint', '')}"
-            )
+            hint = declare.nearest(name, known) or getattr(recipe_class, "hint", "")
+            rule = f"recipe {recipe} has no key '{shown(name)}'{hint}"
+            raise ConfigError(f"{shown(name)}={shown(value)}: {rule}")
     for name in ("gpus_per_node", "ranks_per_node"):
         if "gpus" in words and name in words:
             raise ConfigError(
@@ -151,10 +161,8 @@ def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
     given or inherited.
     """
     run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "not_inherited")
-    chosen = {
-        **vars(config),
-        **{name: value for name, value in vars(run).items() if name in run_keys},
-    }
+    chosen = dict(vars(config))
+    chosen |= {name: value for name, value in vars(run).items() if name in run_keys}
     saved = {name: declare.plain(value) for name, value in chosen.items()}
     path_names = saved.keys() & (declare.declared(type(config), "path") | {"network"})
     # the current folder was removed: a relative path stays as typed
@@ -165,14 +173,14 @@ def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
 
 def _misplaced(name: str, value: str) -> str:
     """Why a recipe refuses a job key, and what to give instead."""
-    options = {field.name: field.metadata["instead"] for field in dataclasses.fields(JobKeys)}[name]
+    fields = {field.name: field for field in dataclasses.fields(JobKeys)}
+    options = fields[name].metadata["instead"]
     given = f"{name}={shown(value)}"
     if not options:
         return f"{given}: is a key of launch.py: python launch.py {given} …"
     if options.startswith("--"):
-        options = f"give sbatch or srun {options}" + (
-            "" if set(" =") & set(options) else f"={shown(value)}"
-        )
+        has_value = " " in options or "=" in options
+        options = f"give sbatch or srun {options if has_value else f'{options}={shown(value)}'}"
     return f"{given}: is a job key, which only launch.py accepts; {options}, or use launch.py"
 
 

@@ -162,40 +162,64 @@ def _training(every: Sequence[Shown]) -> list[str]:
     """Figures over the steps. Of one run, with its attempts as vertical lines; of several runs,
     with a legend.
     """
-    all_rows = [row for shown in every for row in shown.rows]
-    floats = (name for row in all_rows for name, value in row.items() if type(value) is float)
-    metrics = {
-        name: (name, name, False) for name in floats if name not in (*COLUMNS, *table.NO_RESULTS)
-    }
     marks = list[figure.Point]()
     if len(every) == 1:
-        begun = [entry for entry in every[0].history if entry[0].has_begun]
-        starts = [(number(facts.get("step")), attempt.number) for attempt, facts, _ in begun]
-        marks = [mark for mark in starts[1:] if math.isfinite(mark[0])]
+        marks = _later_attempts(every[0])
         note = "Each dashed line marks the start of a later attempt, with its number."
         above = f'<p class="note">{note if marks else ""}</p>'
     else:
-        names = "".join(
-            f'<li><svg viewBox="0 0 28 8" aria-hidden="true">'
-            f'<path class="line {_style(index)}" d="M2 4H26"/></svg>{_text(shown.run.folder)}</li>'
-            for index, shown in enumerate(every)
-        )
         note = f"The figures show at most {MOST_RUNS} runs."
-        above = f'<ul class="legend">{names}</ul><p class="note">{note}</p>'
-    figures = ""
+        above = f'{_legend(every)}<p class="note">{note}</p>'
+
+    figures = _by_step(every, marks) + _over_time(every) or "There are no metrics."
+    return ["<h2>Training</h2>", above, f'<div class="figures">{figures}</div>']
+
+
+def _later_attempts(shown: Shown) -> list[figure.Point]:
+    """The first step and the number of each attempt but the first."""
+    begun = [entry for entry in shown.history if entry[0].has_begun]
+    starts = [(number(facts.get("step")), attempt.number) for attempt, facts, _ in begun]
+    return [start for start in starts[1:] if math.isfinite(start[0])]
+
+
+def _legend(every: Sequence[Shown]) -> str:
+    """The line style and the folder of each run."""
+    items = ""
+    for index, shown in enumerate(every):
+        path = f'<path class="line {_style(index)}" d="M2 4H26"/>'
+        line = f'<svg viewBox="0 0 28 8" aria-hidden="true">{path}</svg>'
+        items += f"<li>{line}{_text(shown.run.folder)}</li>"
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _by_step(every: Sequence[Shown], marks: Sequence[figure.Point]) -> str:
+    """A figure of each metric; "" without metrics. marks: vertical lines."""
+    all_rows = [row for shown in every for row in shown.rows]
     steps = [row["step"] for row in all_rows]
-    for name, (title, unit, zero) in {**COLUMNS, **metrics}.items():
+    titles = dict(COLUMNS)
+    for row in all_rows:
+        for name, value in row.items():
+            if type(value) is float and name not in table.NO_RESULTS:
+                titles.setdefault(name, (name, name, False))
+
+    figures = ""
+    for name, (title, unit, zero) in titles.items():
         series = list[Series]()
         for index, shown in enumerate(every):
             points = [(float(row["step"]), number(row[name])) for row in shown.rows if name in row]
             series.append((errors.shown(shown.run.folder), points, _style(index)))
         labels = ("optimiser step", errors.shown(unit))
         figures += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
+    return figures
+
+
+def _over_time(every: Sequence[Shown]) -> str:
+    """A figure of the throughput by hours since the first row."""
+    series = list[Series]()
+    for index, shown in enumerate(every):
+        series += _by_time(shown, _style(index))
     labels = ("hours since the first row", "samples/s, all ranks")
-    series = [line for index, shown in enumerate(every) for line in _by_time(shown, _style(index))]
-    figures += figure.figure("Throughput over time", labels, series, zero=True)
-    figures = figures or "There are no metrics."
-    return ["<h2>Training</h2>", above, f'<div class="figures">{figures}</div>']
+    return figure.figure("Throughput over time", labels, series, zero=True)
 
 
 def _by_time(shown: Shown, style: str) -> list[Series]:
@@ -232,9 +256,10 @@ def _scaling(every: Sequence[Shown]) -> list[str]:
         title = f"Scaling of {errors.shown(recipe)}"
         labels = ("ranks", "samples/s, all ranks")
         drawn = figure.figure(title, labels, [ideal, measured], zero=True)
-        lines = [
-            [r, n, f"{s:,.1f}", f"{base * r:,.1f}", f"{s / (base * r):.0%}"] for r, n, s in sizes
-        ]
+        lines = []
+        for ranks, nodes, speed in sizes:
+            best = base * ranks
+            lines.append([ranks, nodes, f"{speed:,.1f}", f"{best:,.1f}", f"{speed / best:.0%}"])
         note = "Dashed line: ideal scaling from the run with the fewest ranks."
         parts += [
             f'<h2>Scaling</h2><div class="figures">{drawn}</div>',
@@ -277,56 +302,74 @@ def _details(shown: Shown) -> list[str]:
     checkpoints, keys.
     """
     folder = shown.run.folder
-    ends = []
-    failed = list[list[object]]()
-    for attempt, facts, end in shown.history:
-        began = facts.get("step") if attempt.has_begun else "not begun"
-        state = end.get("state", "not recorded")
-        start = _moment(facts.get("time"))
-        reason = end.get("line") or end.get("reason")
-        job = facts.get("job")
-        ends.append([attempt.number, job, start, began, state, end.get("kind"), reason])
-        for failure in attempts.records(attempt)[:MOST_RECORDS]:
-            names = ("rank", "host", "kind", "error")
-            failed.append([attempt.number, *(failure.get(name) for name in names)])
-    verdict = files.read_json(folder / directory.DOCTOR / "doctor.json") or {}
-    examined = dict(enumerate(verdict.get("hosts") or ()))
-    findings = [
-        (", ".join(str(examined.get(n, n)) for n in entry["nodes"]), entry["what"], entry["fix"])
-        for entry in verdict.get("entries") or ()
-    ]
-    shares = efficiency.shares(shown.rows)
-    parts = [[name.replace("_", " "), f"{share:.1%}"] for name, share in shares.items()]
-    timed = [row for row in shown.rows if rows.numbers(row.get("rank_step_s"))]
-    newest = timed[-1] if timed else {}
-    hosts_of = {attempt.number: _hosts(facts) for attempt, facts, _ in shown.history}
-    times = rows.numbers(newest.get("rank_step_s"))[:MOST_RANKS]
-    named = itertools.zip_longest(times, hosts_of.get(newest.get("attempt", -1), [])[: len(times)])
-    of_ranks = [[rank, host, f"{s:.4g}"] for rank, (s, host) in enumerate(named)]
     keys = [(name, value) for name, value in shown.run.values.items() if value != ""]
-    first = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
     return [
-        _table(
-            ["part of a step", "share"],
-            parts,
-            "Time of a step, rank 0 (forward backward includes communication)",
-        ),
-        _table(
-            ["rank", "host", "seconds per step"],
-            of_ranks,
-            "Ranks (without the wait for other ranks)",
-        ),
+        *_step_times(shown),
         *_ledger(shown.run),
-        _table(
-            ["attempt", "job", "start", "began at step", "state", "kind", "reason"],
-            ends,
-            "Attempts",
-        ),
-        _table(["attempt", "rank", "host", "kind", "error"], failed, first),
-        _table(["nodes", "finding", "fix"], findings, "Findings of the doctor"),
+        *_attempts(shown),
+        _findings(folder),
         _table(["step", "size", ""], _checkpoints(folder / "checkpoints"), "Checkpoints"),
         _table(["key", "value"], keys, "Keys"),
     ]
+
+
+def _step_times(shown: Shown) -> list[str]:
+    """The parts of a step of rank 0, and the newest step time of each rank."""
+    shares = efficiency.shares(shown.rows)
+    parts = [[name.replace("_", " "), f"{share:.1%}"] for name, share in shares.items()]
+    of_parts = "Time of a step, rank 0 (forward backward includes communication)"
+
+    newest: dict[str, Any] = {}
+    for row in shown.rows:
+        if rows.numbers(row.get("rank_step_s")):
+            newest = row
+    times = rows.numbers(newest.get("rank_step_s"))[:MOST_RANKS]
+    hosts: list[str] = []
+    for attempt, facts, _ in shown.history:
+        if attempt.number == newest.get("attempt"):
+            hosts = _hosts(facts)[: len(times)]
+    ranks = []
+    for rank, (seconds, host) in enumerate(itertools.zip_longest(times, hosts)):
+        ranks.append([rank, host, f"{seconds:.4g}"])
+    of_ranks = "Ranks (without the wait for other ranks)"
+    return [
+        _table(["part of a step", "share"], parts, of_parts),
+        _table(["rank", "host", "seconds per step"], ranks, of_ranks),
+    ]
+
+
+def _attempts(shown: Shown) -> list[str]:
+    """Each attempt with its end, and the ranks that failed in them."""
+    lines = list[list[object]]()
+    failed = list[list[object]]()
+    for attempt, facts, end in shown.history:
+        start = _moment(facts.get("time"))
+        began = facts.get("step") if attempt.has_begun else "not begun"
+        state = end.get("state", "not recorded")
+        reason = end.get("line") or end.get("reason")
+        job = facts.get("job")
+        lines.append([attempt.number, job, start, began, state, end.get("kind"), reason])
+        for failure in attempts.records(attempt)[:MOST_RECORDS]:
+            names = ("rank", "host", "kind", "error")
+            failed.append([attempt.number, *(failure.get(name) for name in names)])
+
+    head = ["attempt", "job", "start", "began at step", "state", "kind", "reason"]
+    title = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
+    return [
+        _table(head, lines, "Attempts"),
+        _table(["attempt", "rank", "host", "kind", "error"], failed, title),
+    ]
+
+
+def _findings(folder: Path) -> str:
+    """What the doctor has found, with the hosts."""
+    verdict = files.read_json(folder / directory.DOCTOR / "doctor.json") or {}
+    hosts = dict(enumerate(verdict.get("hosts") or ()))
+    lines = []
+    for finding in verdict.get("entries") or ():
+        nodes = ", ".join(str(hosts.get(node, node)) for node in finding["nodes"])
+        lines.append((nodes, finding["what"], finding["fix"]))
+    return _table(["nodes", "finding", "fix"], lines, "Findings of the doctor")
 
 
 def _ledger(run: Record) -> list[str]:
@@ -335,29 +378,29 @@ def _ledger(run: Record) -> list[str]:
     if not entries:
         return []
     scale = 1000 / max(1e-3, *(entry["wall_s"] for entry in entries))
-    bars = []
+    bars = ""
     for row, entry in enumerate(entries):
         at = 0.0
         for place, cause in enumerate(ledger.CAUSES):
             seconds = entry["seconds"].get(cause, 0.0)
-            title = f"attempt {row}: {cause} {record.ago(seconds)}"
-            bars.append(
-                f'<rect class="{_bar(place)}" x="{at:.1f}" y="{BAR_PX * row}" '
-                f'width="{seconds * scale:.1f}" height="{BAR_PX - 3}"><title>{title}</title></rect>'
-            )
-            at += seconds * scale
-    names = "".join(
-        f'<li><svg viewBox="0 0 28 8" aria-hidden="true"><rect class="{_bar(place)}" width="28" '
-        f'height="8"/></svg>{cause}</li>'
-        for place, cause in enumerate(ledger.CAUSES)
-    )
+            width = seconds * scale
+            size = f'width="{width:.1f}" height="{BAR_PX - 3}"'
+            bars += f'<rect class="{_bar(place)}" x="{at:.1f}" y="{BAR_PX * row}" {size}>'
+            bars += f"<title>attempt {row}: {cause} {record.ago(seconds)}</title></rect>"
+            at += width
+
+    names = ""
+    for place, cause in enumerate(ledger.CAUSES):
+        rect = f'<rect class="{_bar(place)}" width="28" height="8"/>'
+        names += f'<li><svg viewBox="0 0 28 8" aria-hidden="true">{rect}</svg>{cause}</li>'
+
     head, *lines = ledger.cells([*entries, ledger.total(entries)])
     numbers = [*range(len(entries)), "all"]
     box = f"0 0 1000 {BAR_PX * len(entries)}"
     return [
         f'<h3>Time of each attempt</h3><ul class="legend">{names}</ul>',
         f'<svg class="bars" viewBox="{box}" role="img" aria-label="time of each attempt">',
-        f"{''.join(bars)}</svg>",
+        f"{bars}</svg>",
         _table(["attempt", *head], [[n, *line] for n, line in zip(numbers, lines, strict=True)]),
     ]
 

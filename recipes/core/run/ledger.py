@@ -57,39 +57,58 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
     was set back counts as nothing.
     """
     every = attempts.every(run_dir)[::-1] if math.isfinite(end) else []
+    if not every:
+        return []
     facts = [attempt.facts() for attempt in every]
     opened = [*(number(fact.get("time")) for fact in facts), end]
-    at = number(facts[0].get("submitted") or opened[0]) if facts else end
+    at = number(facts[0].get("submitted") or opened[0])
     has_ended = True
     entries = []
     for place, (attempt, fact) in enumerate(zip(every, facts, strict=True)):
         later = [number(each["step"]) for each in facts[place + 1 :] if "step" in each]
         resumed_at = later[0] if later else math.inf
         kept, _ = rows.around(run_dir, attempt.number, resumed_at + 1)
-        gap = "restart" if attempt.is_restart else "queue"
+
         # else nothing has noticed the failure until Slurm has requeued the job
         requeued = math.nan if has_ended else number(fact.get("submitted"))
+        gap = "restart" if attempt.is_restart else "queue"
         moments = [(requeued, "hang"), (opened[place], gap)]
         moments += _moments(attempt, fact, kept, is_running if attempt is every[-1] else None)
-        seconds = defaultdict[str, float](float)
-        for moment, cause in moments:
-            passed = min(moment, opened[place + 1]) - at
-            if passed > 0:  # not if the moment is unknown
-                seconds[cause] += passed
-                at += passed
-        spent = kept.get("spent_s") if kept.get("attempt") == attempt.number else None
-        for cause, value in (spent or {}).items():
-            part = min(number(value), seconds["training"])
-            if cause in CAUSES and part > 0:
-                seconds["training"] -= part
-                seconds[cause] += part
-        # no GPU is held in the queue
-        lost = {cause: seconds[cause] for cause in seconds if cause not in ("queue", "training")}
+        seconds = _between(moments, at, opened[place + 1])
+        at += math.fsum(seconds.values())
+
+        if kept.get("attempt") == attempt.number:
+            _take_from_training(seconds, kept.get("spent_s") or {})
         gpus = number(fact.get("gpus")) * number(fact.get("nodes"))
-        hours = {cause: gpus * value / 3600 for cause, value in lost.items()}
-        entries.append(total([{"seconds": seconds, "gpu_hours_lost": hours}]))
+        entries.append(total([{"seconds": seconds, "gpu_hours_lost": _lost(seconds, gpus)}]))
         has_ended = math.isfinite(_end(attempt)[2])
     return entries
+
+
+def _between(moments: Sequence[tuple[float, str]], at: float, end: float) -> dict[str, float]:
+    """Seconds by cause from ``at`` to ``end`` at most. moments: as `_moments` returns them."""
+    seconds = defaultdict[str, float](float)
+    for moment, cause in moments:
+        passed = min(moment, end) - at
+        if passed > 0:  # not if the moment is unknown
+            seconds[cause] += passed
+            at += passed
+    return seconds
+
+
+def _take_from_training(seconds: dict[str, float], spent_s: Mapping[str, Any]) -> None:
+    """Moves what rank 0 has measured between its steps to its causes."""
+    for cause, value in spent_s.items():
+        part = min(number(value), seconds["training"])
+        if cause in CAUSES and part > 0:
+            seconds["training"] -= part
+            seconds[cause] += part
+
+
+def _lost(seconds: Mapping[str, float], gpus: float) -> dict[str, float]:
+    """GPU-hours by cause. No GPU is held in the queue."""
+    hours = {cause: gpus * value / 3600 for cause, value in seconds.items()}
+    return {cause: value for cause, value in hours.items() if cause not in ("queue", "training")}
 
 
 def _moments(
