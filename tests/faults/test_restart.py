@@ -218,6 +218,28 @@ def test_a_spare_node_replaces_one_that_has_died_or_lost_its_network(
 
 
 @pytest.mark.long
+@pytest.mark.fault(47)
+def test_a_node_without_network_is_noticed_long_before_timeout_s(
+    five: Cluster, repo: Path, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    words = [word for word in TRAINING if not word.startswith("timeout_s=")]
+    words += ["spare=1", "restarts=1", f"run_dir={run_dir}"]
+    job, log = start(five, repo, *words)
+    try:
+        jobs.wait_for_training(five, job, run_dir, step=30)
+        five.cut_network("node2")
+        wait_for_step(run_dir, 1, STEPS)
+        five.restart_slurmd("node2", 60)
+        check_end(five, job, log, run_dir, attempt=1)
+        check_same_end(run_dir, whole)
+        assert "Timed out waiting for node2: it has died or lost its network" in log.read_text()
+        print(ledger.text(ledger.recovery(Attempt(run_dir, 1))))
+    finally:
+        jobs.leave_no_job(five)
+
+
+@pytest.mark.long
 @pytest.mark.fault(48)
 def test_a_second_dead_node_leaves_fewer_ranks(
     five: Cluster, repo: Path, whole: Path, tmp_path: Path

@@ -24,7 +24,7 @@ from recipes.core import errors, files
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_MACHINE, EXIT_REQUEUE
 from recipes.core.errors import DiskFull, InputError, Kind, MachineError, RunError, Stopped
 from recipes.core.files import ROOT
-from recipes.core.place import memory
+from recipes.core.place import keepalive, memory
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, positions, source, watchdog
 from recipes.core.train import flight, torch_errors
@@ -105,11 +105,10 @@ def tell_collective(run: Run, over: threading.Event) -> None:
 
 
 def watch_peers(run: Run, over: threading.Event) -> None:
-    """Run in a thread: ends this process if it waits ``timeout_s`` for other ranks. torch's
-    timeouts also count time in suspension.
+    """Run in a thread: ends this process if it waits ``timeout_s`` for other ranks, or less if the
+    node of one of them is lost. torch's timeouts also count time in suspension.
     """
     world = run.world
-    timeout_s = run.keys.timeout_s
     last = world.pulse.read()
     since = world.clock.now()
     while not over.wait(POLL_S):
@@ -119,7 +118,7 @@ def watch_peers(run: Run, over: threading.Event) -> None:
             since = world.clock.now()
         elif run.failing.locked():
             return  # another thread already ends this rank
-        elif world.size > 1 and world.clock.now() - since > timeout_s:
+        elif world.size > 1 and world.clock.now() - since > _patience_s(run):
             behind = world.behind()
             # if no rank is behind, the network is the cause
             waits = behind or now[2] == watchdog.WAITING
@@ -127,13 +126,24 @@ def watch_peers(run: Run, over: threading.Event) -> None:
                 _time_out(run, behind)
 
 
+def _patience_s(run: Run) -> float:
+    """How long a rank waits for the others before it ends."""
+    timeout_s = run.keys.timeout_s
+    return min(timeout_s, keepalive.LOST_S) if run.world.links.lost else timeout_s
+
+
 def _time_out(run: Run, behind: Mapping[str, Any] | None) -> NoReturn:
-    """Ends this process, which has waited ``timeout_s`` for other ranks."""
+    """Ends this process, which has waited too long for other ranks."""
+    hosts = dict(enumerate(run.world.hosts))
     late = f"Timed out waiting for the other ranks for {run.keys.timeout_s:g} s (timeout_s)"
+    if run.world.links.lost:
+        lost = {hosts[rank] for rank in run.world.links.lost}
+        late = f"Timed out waiting for {', '.join(sorted(lost))}: it has died or lost its network"
+        hosts = {rank: host for rank, host in hosts.items() if host not in lost}
     code = EXIT_CRASH
     try:
         with suppress(Exception):  # it only helps to find the cause
-            positions.report(run.attempt, dict(enumerate(run.world.hosts)))
+            positions.report(run.attempt, hosts)
         code = fail(run, torch_errors.PeerTimeout(late), behind)
     finally:
         leave(code)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from recipes.core import files
 from recipes.core.errors import MachineError, shown
+from recipes.core.place.keepalive import NodeLinks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import watchdog
@@ -40,8 +41,10 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         take_gpu(device)
     if backend == "nccl":
         check_mig(info, os.environ, torch.cuda.nccl.version())
-    store = _meet(info, backend, run.timeout_s)
+    host = _host_of_rank_0(info, run.timeout_s)
+    store = _meet(info, host, backend, run.timeout_s)
     hosts = _exchange_hosts(store, info, run.timeout_s, start.pulse.clock)
+    links = _link_nodes(store, info, host)
     start.pulse.beat(watchdog.START)
     try:
         dist.init_process_group(
@@ -56,7 +59,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         problem = f"cannot join the process group of {info.world_size} ranks ({peer_text(error)})"
         raise MachineError(f"{hosts[info.rank]}: rank {info.rank} {problem}") from None
     try:
-        world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
+        world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse, links)
         with world.telling_pulses():
             yield world
     finally:
@@ -104,11 +107,10 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     return str(content["host"])
 
 
-def _meet(info: RankInfo, backend: str, timeout_s: float) -> dist.Store:
-    """Connects to the store that all ranks of this attempt share."""
+def _meet(info: RankInfo, host: str, backend: str, timeout_s: float) -> dist.Store:
+    """Connects to the store that all ranks of this attempt share. host: of rank 0."""
     if info.world_size == 1:
         return dist.HashStore()
-    host = _host_of_rank_0(info, timeout_s)
     here = socket.gethostname()
     # torchrun's agent already serves the store at that port, and keeps it for every restart of its
     # ranks.
@@ -150,6 +152,16 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> dist.Store:
     store = dist.PrefixStore(f"{job}-attempt-{info.restart_count}-{backend}", store)
     store.set_timeout(TORCH_TIMEOUT)
     return store
+
+
+def _link_nodes(store: dist.Store, info: RankInfo, host: str) -> NodeLinks:
+    """Connects one rank of each node with rank 0. host: of rank 0."""
+    links = NodeLinks()
+    if info.num_nodes > 1 and info.rank == 0:
+        store.set("links", str(links.listen(info.world_size)))
+    elif info.num_nodes > 1 and info.local_rank == 0:
+        links.connect(host, int(store.get("links")), info.rank)
+    return links
 
 
 def _exchange_hosts(

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core import errors
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, Stopped, shown
+from recipes.core.place.keepalive import NodeLinks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock
@@ -55,7 +56,7 @@ class World:
     """This rank among all ranks.
 
     hosts: host name of each rank, by rank. store: the key-value store through which the ranks met.
-    pulse: this rank's progress.
+    pulse: this rank's progress. links: which nodes are lost.
     """
 
     ranks: RankInfo
@@ -65,6 +66,7 @@ class World:
     store: dist.Store
     timeout_s: float = 600.0
     pulse: Pulse = field(default_factory=Pulse)
+    links: NodeLinks = field(default_factory=NodeLinks)
     # ends `telling_pulses`
     silent: threading.Event = field(default_factory=threading.Event)
 

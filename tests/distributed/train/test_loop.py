@@ -32,6 +32,8 @@ from recipes.core.data.sampling import GlobalBatches, Part
 from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
+from recipes.core.place import keepalive
+from recipes.core.place.keepalive import NodeLinks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, signals, source, watchdog
@@ -759,7 +761,7 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
     monkeypatch.setattr(torch.distributed, "PrefixStore", prefixed)
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, (), "127.0.0.1", 1, True, "7.1", 2)
-        rendezvous._meet(info, "gloo", 40.0)
+        rendezvous._meet(info, info.master_addr, "gloo", 40.0)
     assert timeouts == [40, 30]  # rank 1 ends first, and reports why
     # torch counts the time in which a job is suspended
     assert store.timeout == worlds.TORCH_TIMEOUT
@@ -767,7 +769,7 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
     info = dataclasses.replace(info, master_addr="fe80::1%none")  # whose interface does not exist
     line = r"cannot resolve fe80::1%none, the host of rank 0 \(.*: set MASTER_ADDR"
     with pytest.raises(errors.MachineError, match=line):
-        rendezvous._meet(info, "gloo", 40.0)
+        rendezvous._meet(info, info.master_addr, "gloo", 40.0)
 
 
 def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path) -> None:
@@ -807,18 +809,21 @@ def test_an_evaluation_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "behind", "ends"),
+    ("phase", "behind", "lost", "ends"),
     [
-        (watchdog.WAITING, None, True),
-        (watchdog.FORWARD, None, False),
-        (watchdog.FORWARD, {"rank": 1}, True),
-        (watchdog.OUTSIDE, {"rank": 1}, False),
+        (watchdog.WAITING, None, set(), True),
+        (watchdog.FORWARD, None, set(), False),
+        (watchdog.FORWARD, {"rank": 1}, set(), True),
+        (watchdog.OUTSIDE, {"rank": 1}, set(), False),
+        (watchdog.FORWARD, {"rank": 1}, {1}, True),
     ],
 )
 def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
-    monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, ends: bool
+    monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, lost: set[int], ends: bool
 ) -> None:
-    """If no rank is behind, the network is the cause."""
+    """If no rank is behind, the network is the cause. A rank whose node is lost is awaited for a
+    shorter time.
+    """
     said: list[Any] = []
     over = threading.Event()
 
@@ -834,12 +839,14 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     monkeypatch.setattr(failure, "leave", leave)
     pulse = watchdog.Pulse()
     pulse.beat(phase, 7)
-    world = SimpleNamespace(
-        pulse=pulse, clock=pulse.clock, size=2, backend="gloo", behind=lambda: behind
-    )
-    run: Any = SimpleNamespace(
-        world=world, keys=SimpleNamespace(timeout_s=1.0), failing=threading.Lock()
-    )
+    links = NodeLinks()
+    links.lost = lost
+    world = SimpleNamespace(pulse=pulse, clock=pulse.clock, size=2, backend="gloo", links=links)
+    world.hosts = ("a", "b")
+    world.behind = lambda: behind
+    monkeypatch.setattr(keepalive, "LOST_S", 1.0)
+    keys = SimpleNamespace(timeout_s=60.0 if lost else 1.0)
+    run: Any = SimpleNamespace(world=world, keys=keys, failing=threading.Lock())
     ended = threading.Timer(2.0, over.set)
     ended.start()
     failure.watch_peers(run, over)
@@ -850,3 +857,5 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
         assert named == behind
         assert code == 1
         assert torch_errors.peer_kind(error) == Kind.timeout
+        expected = "b: it has died or lost its network" if lost else "the other ranks for 1 s"
+        assert expected in str(error)
