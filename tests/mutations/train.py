@@ -5,6 +5,14 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/train/failure.py",
+        "keepalive.LOST_S) if run.world.links.lost else",
+        "keepalive.LOST_S) if False else",
+        "the loss of a node is noticed only after timeout_s",
+        "tests/distributed/train/test_loop.py::"
+        "test_a_wait_without_a_rank_behind_times_out_as_a_network_problem",
+    ),
+    Mutation(
+        "recipes/core/train/failure.py",
         "if client.silent_nodes([first, mine]) == {first}:",
         "if client.silent_nodes([first, mine]):",
         "a node that has lost its network requeues a job that is about to restart without it",
