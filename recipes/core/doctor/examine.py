@@ -29,7 +29,7 @@ from recipes.core.run import directory
 from recipes.core.slurm import client, environment
 
 # Shares of ``seconds`` after which each part is abandoned.
-CHECKS = 0.4
+CHECKS_SHARE = 0.4
 REACH = 0.55
 GO = 0.6
 LINKS = 0.85
@@ -66,7 +66,7 @@ def run(
     if choice:
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
     reports.write(mine, Stage.listening)
-    mine["facts"], findings = probes.run_all(here, CHECKS * seconds)
+    mine["facts"], findings = probes.run_all(here, CHECKS_SHARE * seconds)
     mine["findings"] = list(map(asdict, findings))
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * seconds)
     reports.write(mine, Stage.examined)

@@ -70,7 +70,8 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
     """
     facts: dict[str, Facts] = {}
     findings = list[Finding]()
-    # not as a context manager, which waits for threads that hang
+    # Not as a context manager, which waits for threads that hang. They end with the process, which
+    # recipes/doctor.py leaves by os._exit.
     pool = ThreadPoolExecutor(len(CHECKS))
     answers = {name: pool.submit(_run, check, here) for name, check in CHECKS.items()}
     done, _ = wait(answers.values(), deadline_s)
@@ -78,15 +79,15 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
         if answer not in done:
             fix = "log in there and find what hangs; if it is only slow, raise seconds="
             findings.append(
-                Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix)
+                Finding(f"the check of the {name} did not end in {deadline_s:g} s", fix)
             )
             continue
         try:
             facts[name], more = answer.result()
             findings += more
         except Exception as error:  # a fault of one check must not hide what the others find
-            what = f"the check of its {name} failed ({one_line(error, 150)})"
-            findings.append(Finding(what, f"log in to the node and check its {name}", bad=False))
+            what = f"the check of the {name} failed ({one_line(error, 150)})"
+            findings.append(Finding(what, f"log in to the node and check the {name}", bad=False))
     pool.shutdown(wait=False, cancel_futures=True)
     return facts, findings
 

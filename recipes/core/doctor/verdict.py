@@ -54,6 +54,9 @@ class Verdict:
     def add(
         self, nodes: list[int], what: str, fix: str, bad: bool = True, leave_out: bool = True
     ) -> None:
+        """Adds a finding. Unless ``leave_out`` or ``bad`` is false, a job is requeued without these
+        nodes.
+        """
         self.entries.append(Finding(what, fix, bad, leave_out, nodes))
 
     def host(self, node: int) -> str:

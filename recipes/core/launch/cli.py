@@ -196,8 +196,8 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
 
 
 def run_here(settings: Settings) -> int:
-    """launcher=local: runs one process per rank on this machine. Returns the exit status of the
-    run.
+    """launcher=local: starts this machine's ranks, or with through= the launcher that starts them,
+    and waits for their end. Returns the exit status of the run.
     """
     layout = local_layout(settings)
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
@@ -208,20 +208,20 @@ def run_here(settings: Settings) -> int:
         print(f"launch.py: launcher=local does not use {', '.join(unused)}", file=sys.stderr)
 
     keys = settings.absolute(settings.typed, Path.cwd()) | jobs.own_words(settings)
-    folder = None
+    to_judge = None  # the folder of the attempt, for the first machine
     if layout.node_rank == 0:
         run_dir = directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)
         keys["run_dir"] = str(run_dir)
         if settings.config.starts_a_run:
             is_part = settings.config.evaluate
-            folder = directory.inside(run_dir, directory.EVALUATION) if is_part else run_dir
+            to_judge = directory.inside(run_dir, directory.EVALUATION) if is_part else run_dir
     environ = dict(os.environ)
     if settings.job.cluster:
         environ["RECIPES_CLUSTER"] = settings.job.cluster
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
     words = [f"{name}={value}" for name, value in keys.items()]
     command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *words]
-    return local.run(command, layout, folder, settings.recipe, environ)
+    return local.run(command, layout, to_judge, settings.recipe, environ)
 
 
 def local_layout(settings: Settings) -> Layout:

@@ -23,8 +23,7 @@ from recipes.core.slurm import client, environment
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
-# Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they
-# are in no script.
+# Options of sbatch that select nodes. Those that were typed are in no script.
 OPTIONS = ("qos", "constraint", "time", "nodes", "partition", "account", "reservation")
 # in the run directory: how often the job was requeued without bad nodes
 COUNT = "doctor/requeues.json"
@@ -130,12 +129,13 @@ def _require_other_nodes(script: Path, excluded: str, options: Mapping[str, str]
     """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job
     would stay pending.
 
-    options: those of this job, by their long names. Raises OSError or SubprocessError.
+    options: those of this job, by their long names, also those that were typed and are not in the
+    script. Raises OSError or SubprocessError if the script cannot run.
     """
-    # it was met
+    # the job began when its dependency was met
     text = re.sub(r"^#SBATCH --dependency=.*\n", "", script.read_text(), flags=re.MULTILINE)
-    # Slurm may choose another number of nodes
+    # with a range, Slurm may choose another number of nodes than before
     is_range = re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE)
     names = [name for name in OPTIONS if name in options and not (is_range and name == "nodes")]
-    same = [f"--{name}={options[name]}" for name in names]
-    client.try_script(text, [*same, f"--exclude={excluded}"])
+    words = [f"--{name}={options[name]}" for name in names]
+    client.try_script(text, [*words, f"--exclude={excluded}"])

@@ -241,25 +241,41 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
 
 
 def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> dict[str, str]:
-    """The options of sbatch: those of the keys, then of the profile's `extra`, then of extra=.
-    runs: of a sweep; 0 for a single run.
+    """The options of sbatch. Those of `_fixed` replace those of extra=, and these replace those of
+    the profile's `extra` and of the keys. runs: of a sweep; 0 for a single run.
+    """
+    job = settings.job
+    options = {"job-name": job.name or settings.recipe}
+    options |= _size(settings, profile.get("gpus", "--gpus-per-node"))
+    names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
+    options |= {name: getattr(job, name) for name in names if getattr(job, name)}
+    if job.mail:
+        options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
+    options |= job_keys.extra_options(profile.get("extra", ""))
+    options |= job_keys.extra_options(job.extra)
+    # a value of extra=--requeue=… (expedite, from Slurm 25.11 on) stays
+    return options | {"requeue": options.get("requeue", "")} | _fixed(settings, runs)
+
+
+def _size(settings: Settings, gpus_by: str) -> dict[str, str]:
+    """The options for nodes, tasks, GPUs, CPUs and time. gpus_by: the option that requests GPUs.
+
+    A task is a rank, or with through= the launcher that starts all ranks of a node.
     """
     job = settings.job
     on_cpu = settings.run.device is Device.cpu
-    minutes = job_keys.minutes(job.time)
-    options = {"job-name": job.name or settings.recipe}
-    if job.gpus:
+    if job.gpus:  # anywhere: one task for each
         gpus = int(job.gpus)
         ranks = tasks = 1
         gpus_by = "--gpus-per-task"
         # without it, submitit 1.5 writes --nodes=1
-        options |= {"nodes": str(job.nodes or f"1-{gpus}"), "ntasks": str(gpus)}
+        options = {"nodes": str(job.nodes or f"1-{gpus}"), "ntasks": str(gpus)}
     else:
         ranks = ranks_per_node(job, settings.run.device)
         tasks = tasks_per_node(settings)
-        gpus_by = profile.get("gpus", "--gpus-per-node")
         nodes = (job.nodes or 1) + settings.run.spare
-        options |= {"nodes": str(nodes), "ntasks-per-node": str(tasks)}
+        options = {"nodes": str(nodes), "ntasks-per-node": str(tasks)}
+
     if not on_cpu:
         kind = "gpu:" if gpus_by == "--gres" else ""
         kind += f"{job.gpu_type}:" if job.gpu_type else ""
@@ -270,21 +286,19 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
         workers = getattr(settings.config, "num_workers", 0)
         cpus = max(1, settings.run.cpu_threads) + (CPU_WORKERS if workers < 0 else workers)
     cpus = (job.cpus_per_rank or cpus) * ranks // tasks
-    options |= {"cpus-per-task": str(cpus), "time": str(minutes)}
-    names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
-    options |= {name: getattr(job, name) for name in names if getattr(job, name)}
-    if job.mail:
-        options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
-    options |= job_keys.extra_options(profile.get("extra", "")) | job_keys.extra_options(job.extra)
+    return options | {"cpus-per-task": str(cpus), "time": str(job_keys.minutes(job.time))}
+
+
+def _fixed(settings: Settings, runs: int) -> dict[str, str]:
+    """The options on which the batch script relies. runs: as for `_directives`."""
+    options = {"open-mode": "append"}
     if runs:
-        options["array"] = f"0-{runs - 1}%{min(job.parallel or runs, runs)}"
-    # of extra=, from Slurm 25.11 on: expedite
-    options |= {"requeue": options.get("requeue", ""), "open-mode": "append"}
+        options["array"] = f"0-{runs - 1}%{min(settings.job.parallel or runs, runs)}"
     if settings.run.spare or settings.run.min_nodes:
         options["no-kill"] = ""  # the job survives the loss of a node
     # Of a program of the user, only the batch shell is signalled: see sbatch/job.sh.
     shell = "B:" if is_program(settings) else ""
-    notice = notice_s(settings, 60.0 * minutes)
+    notice = notice_s(settings, 60.0 * job_keys.minutes(settings.job.time))
     if notice:
         options["signal"] = f"{shell}USR2@{max(1, int(notice))}"
     return options

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes.core import errors, files
 from recipes.core.report import figure
@@ -90,16 +90,24 @@ HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{tit
 """
 
 
+class Start(NamedTuple):
+    """A start of a run: what was known when the attempt was opened, and how it ended."""
+
+    attempt: Attempt
+    facts: dict[str, Any]
+    end: Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Shown:
-    """A run and what the page shows of it. entry: in the table. history: facts and judgement of
-    each attempt, oldest first. hosts: of each rank; [] if unknown.
+    """A run and what the page shows of it. entry: in the table. starts: oldest first. hosts: of
+    each rank; [] if unknown.
     """
 
     run: Record
     entry: dict[str, Any]
     rows: list[dict[str, Any]]
-    history: list[tuple[Attempt, dict[str, Any], Mapping[str, Any]]]
+    starts: list[Start]
     hosts: list[str]
     ranks: int
     nodes: int
@@ -108,16 +116,16 @@ class Shown:
 def read(folder: Path, groups: int) -> Shown:
     """Reads a run directory. groups: as for `rows.thinned`."""
     run = record.read(folder)
-    history = []
+    starts = []
     for attempt in reversed(run.attempts):
         now = run.status if run.status.get("attempt") == attempt.number else {}
         end = files.read_json(attempt.folder / "ended.json") or now
-        history.append((attempt, attempt.facts(), end))
+        starts.append(Start(attempt, attempt.facts(), end))
     hosts = _hosts(run.facts)
     ranks, nodes = (number(run.summary.get(name)) for name in ("world_size", "num_nodes"))
     size = (int(ranks), int(nodes)) if ranks > 0 and nodes > 0 else (len(hosts), len(set(hosts)))
     every = rows.thinned(folder, groups)
-    return Shown(run, table.entry(run), every, history, hosts, *size)
+    return Shown(run, table.entry(run), every, starts, hosts, *size)
 
 
 def _hosts(facts: Mapping[str, Any]) -> list[str]:
@@ -129,7 +137,7 @@ def _hosts(facts: Mapping[str, Any]) -> list[str]:
 def section(folder: Path, groups: int) -> tuple[Shown, list[str]]:
     """A run, and its own part of the page: a table of facts, and the details."""
     shown = read(folder, groups)
-    return shown, [_table((), [*_facts(shown).items()]), *_details(shown)]
+    return shown, [_table((), [*_head_of_run(shown).items()]), *_details(shown)]
 
 
 def page(folders: Sequence[Path]) -> tuple[str, int]:
@@ -177,9 +185,9 @@ def _training(every: Sequence[Shown]) -> list[str]:
 
 def _later_attempts(shown: Shown) -> list[figure.Point]:
     """The first step and the number of each attempt but the first."""
-    begun = [entry for entry in shown.history if entry[0].has_begun]
-    starts = [(number(facts.get("step")), attempt.number) for attempt, facts, _ in begun]
-    return [start for start in starts[1:] if math.isfinite(start[0])]
+    begun = [start for start in shown.starts if start.attempt.has_begun]
+    marks = [(number(start.facts.get("step")), start.attempt.number) for start in begun]
+    return [mark for mark in marks[1:] if math.isfinite(mark[0])]
 
 
 def _legend(every: Sequence[Shown]) -> str:
@@ -269,14 +277,14 @@ def _scaling(every: Sequence[Shown]) -> list[str]:
     return parts
 
 
-def _facts(shown: Shown) -> dict[str, object]:
+def _head_of_run(shown: Shown) -> dict[str, object]:
     """What the head of a run shows, without what is unknown."""
     run = shown.run
-    times = [number(facts.get("time")) for _, facts, _ in shown.history]
-    start = next(filter(math.isfinite, times), math.nan)
+    times = [number(start.facts.get("time")) for start in shown.starts]
+    first = next(filter(math.isfinite, times), math.nan)
     best = rows.best(shown.rows, run.values)
     versions = run.summary.get("versions")
-    begun = sum(attempt.has_begun for attempt, _, _ in shown.history)
+    begun = sum(start.attempt.has_begun for start in shown.starts)
     values: dict[str, object] = {
         "recipe": run.recipe,
         "state": run.state.value,
@@ -288,7 +296,7 @@ def _facts(shown: Shown) -> dict[str, object]:
         "hosts": ", ".join(dict.fromkeys(shown.hosts)),
         "ranks": shown.ranks or "",
         "nodes": shown.nodes or "",
-        "start": _moment(start),
+        "start": _moment(first),
         "restarts": max(0, begun - 1),
         **{name: table.text(value) for name, value in shown.entry["results"].items()},
         **{name: run.summary.get(name) for name in ("device", "backend", "git_commit")},
@@ -325,7 +333,7 @@ def _step_times(shown: Shown) -> list[str]:
             newest = row
     times = rows.numbers(newest.get("rank_step_s"))[:MOST_RANKS]
     hosts: list[str] = []
-    for attempt, facts, _ in shown.history:
+    for attempt, facts, _ in shown.starts:
         if attempt.number == newest.get("attempt"):
             hosts = _hosts(facts)[: len(times)]
     ranks = []
@@ -342,13 +350,13 @@ def _attempts(shown: Shown) -> list[str]:
     """Each attempt with its end, and the ranks that failed in them."""
     lines = list[list[object]]()
     failed = list[list[object]]()
-    for attempt, facts, end in shown.history:
-        start = _moment(facts.get("time"))
+    for attempt, facts, end in shown.starts:
+        opened = _moment(facts.get("time"))
         began = facts.get("step") if attempt.has_begun else "not begun"
         state = end.get("state", "not recorded")
         reason = end.get("line") or end.get("reason")
         job = facts.get("job")
-        lines.append([attempt.number, job, start, began, state, end.get("kind"), reason])
+        lines.append([attempt.number, job, opened, began, state, end.get("kind"), reason])
         for failure in attempts.records(attempt)[:MOST_RECORDS]:
             names = ("rank", "host", "kind", "error")
             failed.append([attempt.number, *(failure.get(name) for name in names)])

@@ -99,7 +99,7 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
 
     name = keys.pop(SCRIPT)
     file = Path(name).expanduser()
-    problem = _problem(file, keys)
+    problem = _why_no_program(file, keys)
     if problem:
         raise ConfigError(f"script={shown(name)}: {problem}")
     for word in options:
@@ -117,7 +117,7 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     return script_words
 
 
-def _problem(file: Path, keys: Mapping[str, str]) -> str:
+def _why_no_program(file: Path, keys: Mapping[str, str]) -> str:
     """Why ``file`` cannot be the program of a job with these keys, and the fix; "" if it can."""
     if keys.get("recipe", SCRIPT) != SCRIPT:
         return f"cannot be used with recipe={shown(keys['recipe'])}; give one of the two"

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes.core import files
 from recipes.core.errors import Kind, kind_of
@@ -41,6 +41,16 @@ PARTS = (
 )
 
 
+class End(NamedTuple):
+    """The end of an attempt that failed, NaN if unknown. progress: the last one of the rank that
+    failed first. failed: the failure of this rank. ended: of all ranks.
+    """
+
+    progress: float
+    failed: float
+    ended: float
+
+
 def of_run(run: Record) -> dict[str, Any]:
     """Where the time of a run went, in the form of `total`."""
     saved = run.summary.get("ledger")
@@ -65,11 +75,11 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
     has_ended = True
     entries = []
     for place, (attempt, fact) in enumerate(zip(every, facts, strict=True)):
-        later = [number(each["step"]) for each in facts[place + 1 :] if "step" in each]
-        resumed_at = later[0] if later else math.inf
-        kept, _ = rows.around(run_dir, attempt.number, resumed_at + 1)
+        # a later attempt may have begun at an older checkpoint than the one before it
+        begins = [number(each["step"]) for each in facts[place + 1 :] if "step" in each]
+        kept, _ = rows.around(run_dir, attempt.number, min(begins, default=math.inf) + 1)
 
-        # else nothing has noticed the failure until Slurm has requeued the job
+        # nothing notices the death of the batch script's node until Slurm requeues the job
         requeued = math.nan if has_ended else number(fact.get("submitted"))
         gap = "restart" if attempt.is_restart else "queue"
         moments = [(requeued, "hang"), (opened[place], gap)]
@@ -81,7 +91,7 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
             _take_from_training(seconds, kept.get("spent_s") or {})
         gpus = number(fact.get("gpus")) * number(fact.get("nodes"))
         entries.append(total([{"seconds": seconds, "gpu_hours_lost": _lost(seconds, gpus)}]))
-        has_ended = math.isfinite(_end(attempt)[2])
+        has_ended = math.isfinite(_end(attempt).ended)
     return entries
 
 
@@ -121,32 +131,35 @@ def _moments(
     attempt.
     """
     start = "restart" if attempt.is_restart else "start"
-    _, first = rows.around(attempt.run_dir, attempt.number, 0)
-    last, _ = rows.around(attempt.run_dir, attempt.number + 1, 0)
+    last = _last_row(attempt)
     moments = [
-        (number(facts.get("begun_at", _time(first, attempt))), start),
+        (number(facts.get("begun_at", _time(_first_row(attempt), attempt))), start),
         (_time(kept, attempt), "training"),
         (_time(last, attempt), "repeated"),
     ]
-    # after the last row: until a failure, and until an end as planned
-    work = saving = start
+    # what the attempt did after its last row, if it then failed, and if it ended as planned
+    before_failure = before_end = start
     if facts.get("of_program"):  # it writes no rows
-        work = saving = "training"
+        before_failure = before_end = "training"
     elif attempt.has_begun:
-        work = "repeated"
-        saving = "checkpoint" if last.get("attempt") == attempt.number else "evaluation"
-    progress, failed, ended = _end(attempt)
+        before_failure = "repeated"
+        before_end = "checkpoint" if last.get("attempt") == attempt.number else "evaluation"
+
+    end = _end(attempt)
     judgement = files.read_json(attempt.folder / "ended.json") or {}
     is_newest = is_running is not None
-    over = math.inf if is_newest else ended
+    over = math.inf if is_newest else end.ended
     if judgement.get("state") in ("done", "preempted"):
-        return [*moments, (over, saving)]
-    if math.isfinite(failed):
-        undetected = "hang" if math.isfinite(progress) else work
-        return [*moments, (progress, work), (failed, undetected), (over, "restart")]
+        return [*moments, (over, before_end)]
+    if math.isfinite(end.failed):
+        undetected = "hang" if math.isfinite(end.progress) else before_failure
+        moments += [(end.progress, before_failure), (end.failed, undetected)]
+        return [*moments, (over, "restart")]
     if judgement or not is_newest:
-        return [*moments, (attempts.newest_heartbeat(attempt), work), (over, "hang")]
-    return [*moments, (over, "training" if is_running and attempt.has_begun else saving)]
+        moments.append((attempts.newest_heartbeat(attempt), before_failure))
+        return [*moments, (over, "hang")]
+    is_training = is_running and attempt.has_begun
+    return [*moments, (over, "training" if is_training else before_end)]
 
 
 def total(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -185,13 +198,12 @@ def recovery(attempt: Attempt) -> dict[str, float]:
         return {}
     facts = attempt.facts()
     begun = number(facts.get("begun_at"))
-    _, first_row = rows.around(attempt.run_dir, attempt.number, 0)
     moments = (
         *_end(Attempt(attempt.run_dir, attempt.number - 1)),
         number(facts.get("time")),
         begun - number(facts.get("load_s")),
         begun,
-        _time(first_row, attempt),
+        _time(_first_row(attempt), attempt),
     )
     durations = [end - start for start, end in pairwise(moments)]
     return {part: seconds for part, seconds in zip(PARTS, durations, strict=True) if seconds >= 0}
@@ -202,15 +214,24 @@ def text(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
 
 
-def _end(attempt: Attempt) -> tuple[float, float, float]:
-    """When an attempt that failed made progress last, when its first rank failed, and when all had
-    ended; NaN if unknown.
-    """
+def _end(attempt: Attempt) -> End:
     records = attempts.records(attempt)
     failures = [record for record in records if kind_of(record) is not Kind.stopped]
     first = failures[0] if failures else {}
     judgement = files.read_json(attempt.folder / "ended.json") or {}
-    return number(first.get("progress")), number(first.get("time")), number(judgement.get("time"))
+    return End(*map(number, (first.get("progress"), first.get("time"), judgement.get("time"))))
+
+
+def _first_row(attempt: Attempt) -> Mapping[str, Any]:
+    """The first row of an attempt; a later row, or {}, if it has none."""
+    _, row = rows.around(attempt.run_dir, attempt.number, 0)
+    return row
+
+
+def _last_row(attempt: Attempt) -> Mapping[str, Any]:
+    """The last row of an attempt; an earlier row, or {}, if it has none."""
+    row, _ = rows.around(attempt.run_dir, attempt.number + 1, 0)
+    return row
 
 
 def _time(row: Mapping[str, Any], attempt: Attempt) -> float:

@@ -37,12 +37,12 @@ def newest(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield from reversed(part)
 
 
-def counted(every: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
-    """The rows that count, in the order of `parts`: those without a later row of the same or a
-    lower step. A run that was resumed from an earlier step repeats the steps after it.
+def counted(newest_first: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+    """The rows that count, in the order of `parts`: those that have a step, and no later row of the
+    same or a lower step. A run that was resumed from an earlier step repeats the steps after it.
     """
     lowest = HIGHEST_STEP
-    for part in every:
+    for part in newest_first:
         kept = []
         for row in reversed(part):
             step = row.get("step")

@@ -88,8 +88,8 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
     facts, problems = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
     assert [(finding.what, finding.bad) for finding in problems] == [
-        ("the check of its hangs did not end in 0.5 s", True),
-        ("the check of its breaks failed (RuntimeError: no such thing)", False),
+        ("the check of the hangs did not end in 0.5 s", True),
+        ("the check of the breaks failed (RuntimeError: no such thing)", False),
     ]
     assert facts == {"works": {"a": 1}}
 

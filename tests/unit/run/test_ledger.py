@@ -91,6 +91,23 @@ def test_the_time_of_a_run_with_a_restart_and_a_requeue(tmp_path: Path) -> None:
     assert doubled["effective"] == whole["effective"]
 
 
+def test_steps_that_an_attempt_from_an_older_checkpoint_repeats_do_not_count(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of the second attempt is damaged when the third one begins."""
+    for number, (at, step, end) in enumerate(((100.0, 0, 200.0), (200.0, 80, 300.0))):
+        attempt = opened(tmp_path, at, launch=f"7.{number}", step=step)
+        files.write_json(attempt.folder / "ended.json", {"state": "preempted", "time": end})
+    third = opened(tmp_path, 300.0, launch="7.2", step=40)
+    files.write_json(third.folder / "ended.json", {"state": "done", "time": 400.0})
+    write(tmp_path, (0, 40, 145.0), (0, 80, 185.0), (1, 90, 290.0), (2, 100, 400.0))
+    first, second, last = spent(tmp_path, 400.0)
+    assert first["training"] == 145 - 105
+    assert first["repeated"] == 185 - 145
+    assert "training" not in second
+    assert last["training"] == 400 - 305
+
+
 def test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue(
     tmp_path: Path,
 ) -> None:
