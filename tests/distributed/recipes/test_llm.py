@@ -7,7 +7,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,10 +161,21 @@ def launched(run_dir: Path, ranks: int, *words: str) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [(), ("pack=false",), ("train=lora", "lora_rank=4", "lr=0.01")])
-def test_losses_are_the_same_on_any_number_of_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("pack=false",),
+        ("train=lora", "lora_rank=4", "lr=0.01"),
+        ("model={}/qwen3",),
+    ],
+    ids=["packed", "not packed", "additions", "shared weights"],
+)
+def test_losses_are_the_same_on_any_number_of_ranks(
+    tmp_path: Path, models: Path, words: tuple[str, ...]
+) -> None:
     """Also in parts, with layers that are computed again, and with a divided model."""
-    few = (*words, "global_batch_size=2")
+    few = (*(word.format(models) for word in words), "global_batch_size=2")
     alone = helpers.rows(launched(tmp_path / "1", 1, *few))
     losses = [row["loss"] for row in alone]
     assert losses[-1] < losses[0]
@@ -484,6 +497,35 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(
     assert helpers.rows(again)[0]["step"] == 3
     for step in (4, 6):
         assert states.at_step(again, step) == states.at_step(whole, step)
+
+
+@pytest.mark.long
+@pytest.mark.fault(29)
+def test_a_run_that_is_killed_while_it_saves_ends_like_one_that_is_not(
+    models: Path, tmp_path: Path
+) -> None:
+    """A divided model, whose ranks each write a part. Its input and output share their weights."""
+    words = (f"model={models / 'qwen3'}", "strategy=fsdp", "max_steps=12")
+    words = (*words, "checkpoint_every_steps=1", "keep_checkpoints=0")
+    whole = launched(tmp_path / "whole", 2, *words)
+    killed = tmp_path / "killed"
+    command = [*helpers.LOCAL, "recipe=llm", *SMALL, "ranks_per_node=2", *words]
+    for saves in (1, 4, 7):
+        launcher = helpers.start([*command, f"run_dir={killed}", "resume=auto"])
+
+        def is_saving(saves: int = saves) -> bool:
+            return len(list(killed.glob("checkpoints/step-*.pt"))) >= saves and any(
+                killed.glob("checkpoints/.*/*")
+            )
+
+        helpers.wait_until(lambda: is_saving() or None, helpers.START_S, "a save")
+        for rank in helpers.children(launcher.pid):
+            os.kill(rank, signal.SIGKILL)
+        assert helpers.finish(launcher).status
+    launched(killed, 2, *words)
+    assert states.at_step(killed, 12) == states.at_step(whole, 12)
+    losses = [{row["step"]: row["loss"] for row in helpers.rows(run)} for run in (killed, whole)]
+    assert losses[0].items() <= losses[1].items()
 
 
 MEASURE = """
