@@ -143,7 +143,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     run.say(f"{type(net).__name__}: {models.trained(net)}")
     run.say(f"{len(training):,} examples: {batches.per_epoch} steps of an epoch")
     if batches.per_epoch < FEW_STEPS:
-        run.say("warning: these are few steps to learn from: reduce global_batch_size= or max_len=")
+        run.say("warning: an epoch has few steps: reduce global_batch_size= or max_len=")
     model = world.parallel(net.to(world.device), cfg)
     optimizer = make_optimizer(cfg, net)
     steps = loop.total_steps(cfg, batches)

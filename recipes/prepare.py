@@ -317,8 +317,8 @@ def prepare_dialogues(keys: DialoguesKeys) -> tuple[str, Path]:
     dialogues.write(keys, data_dir / datasets.DIALOGUES.folder, _say)
     parts = dialogues.open_dialogues(str(data_dir))
     for name, examples in zip(("training", "validation"), parts, strict=True):
-        tokens = f"{examples.lengths.sum():,} tokens, of which the loss counts"
-        _say(f"{name}: {len(examples):,} examples, {tokens} {examples.counted.sum():,}")
+        tokens = f"{examples.lengths.sum():,} tokens; the loss counts {examples.counted.sum():,}"
+        _say(f"{name}: {len(examples):,} examples, {tokens}")
     return f"llm model={shlex.quote(keys.model)}", data_dir
 
 
@@ -343,7 +343,7 @@ def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
         fix = f"download the file on another machine, and copy it to {path}"
         content = download(chosen.url, fix)
         if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
-            raise MachineError(f"{chosen.url} has another SHA-256 than its name says: {fix}")
+            raise MachineError(f"{chosen.url}: its SHA-256 differs from the one in its name: {fix}")
         with files.writing_to(path.parent, "TORCH_HOME"):
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(path, content)

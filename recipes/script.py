@@ -6,9 +6,9 @@ and failure reports of a recipe.
     # the same, as a ready script
     sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20
 
-Each task of the job runs this module, which does not import torch. It starts the program and hands
-signals on to it: docs/your-script.md. With ``through=torchrun`` or ``accelerate``, each task starts
-this launcher, which starts this module again for each rank.
+Each task of the job runs this module, which does not import torch. It starts the program and
+passes signals on to it: docs/your-script.md. With ``through=torchrun`` or ``accelerate``, each task
+starts this launcher, which starts this module again for each rank.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ def main(start: Start) -> int:
         raise MachineError(
             f"{HOST}: does not see run_dir={attempt.run_dir}: give a folder that all nodes share"
         )
-    # the supervisor hands on what comes from now on
+    # the supervisor passes on later signals
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.handled())
     os.umask(int(start.settings.run.umask, 8))
     launch = launch_of(start)
@@ -271,7 +271,7 @@ def run_rank(
             return errors.EXIT_DONE
         if code and task_memory.is_exceeded:
             why = task_memory.describe(rank if task is None else None)
-            words = why if kind is Kind.killed else f"{words}; a process of it {why}"
+            words = why if kind is Kind.killed else f"{words}; one of its processes {why}"
             kind = Kind.out_of_memory if kind is Kind.killed else kind
         if code:
             # the others lose their connections now
@@ -324,7 +324,7 @@ def is_stopped(
         with contextlib.suppress(OSError):
             watch.record_stop()
     elif code == errors.EXIT_REQUEUE:
-        stop = f"exit status {code}, with which a program asks to be continued"
+        stop = f"exit status {code}, which asks for a requeue"
         record(attempt, rank, Kind.stopped, code, stop, ended)
     if stop and is_first:
         if ended.was_killed:

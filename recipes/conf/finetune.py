@@ -65,7 +65,8 @@ class Config(TrainKeys):
     lr: float = default(TrainKeys, "lr", 3e-4)
     layer_decay: float = key(
         0.75,
-        "each block's learning rate is this factor times that of the next block; 1: all are equal",
+        "the learning rate of each block is this factor times that of the block after it, so the "
+        "first block has the lowest rate; 1: all are equal",
         low=0,
         high=1,
     )

@@ -55,7 +55,7 @@ class Config(TrainKeys):
     global_batch_size: int = key(
         64,
         "number of rows of max_len tokens per optimiser step, over all ranks; "
-        "with pack=false, examples with together at most as many tokens, padding included",
+        "with pack=false, examples with at most this number of tokens in total, padding included",
         low=1,
         high=2**30,
     )

@@ -53,14 +53,14 @@ class Config(RecipeKeys):
     )
     saves: str = key(
         "",
-        "folder in which the program saves: a requeued program that changes nothing there is not "
-        "requeued again",
+        "folder in which the program saves; the job is not requeued again if a requeued program "
+        "changes nothing there",
         path=True,
     )
     silent_s: float = key(
         0.0,
-        "seconds without output of any rank and without a new or changed file in the run directory "
-        "(or in saves=) after which the program is ended, since it hangs; 0: off",
+        "end the program if, for this number of seconds, no rank prints a line and no file in the "
+        "run directory (or in saves=) is new or changed; 0: off",
         low=0,
     )
     restart_on_hang: bool = key(
@@ -81,13 +81,13 @@ class Config(RecipeKeys):
                 ) from None
         if len(os.fsencode(self.args)) > MOST_BYTES:
             raise ConfigError(
-                f"args=…: is longer than {MOST_BYTES} bytes, which Linux cannot hand on: "
+                f"args=…: is longer than {MOST_BYTES} bytes, the limit of Linux: "
                 "write the list into a file"
             )
         if self.restart_on_hang and not self.silent_s:
             raise ConfigError(
                 "restart_on_hang=true: requires silent_s=, such as silent_s=1800: "
-                "longer than the program is ever silent"
+                "a time longer than any in which the program writes nothing"
             )
         if self.launcher_args and self.through not in (Through.torchrun, Through.accelerate):
             raise ConfigError(

@@ -15,7 +15,7 @@ MAX_SHOWN = 60  # characters of a bad value that are shown
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
-EXIT_CONFIG = 2  # bad configuration or bad input
+EXIT_CONFIG = 2  # invalid configuration or input
 EXIT_MACHINE = 3  # this machine or allocation cannot run it
 # the run was stopped and saved; `next` in status.json says whether the job was requeued
 EXIT_REQUEUE = 75

@@ -110,8 +110,7 @@ def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path
     assert record["behind"] == {"rank": 1, "host": HOST, "at": "step 8 (data)"}
     status = helpers.read(tmp_path / "run", "status")
     place = (
-        f"rank 1 on {HOST} got no further than step 8 (data), and the other ranks timed out "
-        "waiting for it"
+        f"rank 1 on {HOST} stayed at step 8 (data), and the other ranks timed out waiting for it"
     )
     assert status["first_failing_rank"] == 1
     assert status["reason"] == place
@@ -221,9 +220,7 @@ def test_a_hanging_read_names_the_rank(tmp_path: Path) -> None:
     reader = helpers.children(helpers.children(process.pid)[-1])[-1]
     os.kill(reader, signal.SIGSTOP)
     ended = helpers.finish(process).expect(1)
-    assert re.search(rf"rank \d on {HOST} got no further than step \d+ \(data\)", ended.out), (
-        ended.out
-    )
+    assert re.search(rf"rank \d on {HOST} stayed at step \d+ \(data\)", ended.out), ended.out
 
 
 @pytest.mark.fault(8)

@@ -407,7 +407,7 @@ def test_a_program_that_always_fails_ends_after_two_restarts(
     text = log.read_text()
     assert "(restart 2 of at most 9)" in text
     assert "restart 3" not in text
-    assert "not started again, since 2 restarts gained no step" in text
+    assert "not started again, since 2 restarts in a row made no progress" in text
 
 
 @pytest.mark.long

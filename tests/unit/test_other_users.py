@@ -555,7 +555,7 @@ def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="belongs to another user"):
         run_commands.cancel(run)
     os.chown(tmp_path, 0, 0)
-    with pytest.raises(MachineError, match="--me is no job ID"):
+    with pytest.raises(MachineError, match="--me is not a job ID"):
         run_commands.cancel(replace(run, job="--me"))
 
 

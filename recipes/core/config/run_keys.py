@@ -91,7 +91,7 @@ class RunKeys:
     restarts: int = key(
         0,
         "maximum number of times that a job starts its ranks again in its allocation after a "
-        "failure, from the newest checkpoint and without nodes that do not answer or are bad",
+        "failure; nodes that do not answer or are bad are left out",
         low=0,
         high=1000,
     )
@@ -103,8 +103,7 @@ class RunKeys:
     )
     min_nodes: int = key(
         0,
-        "a restart may use fewer nodes than the start, but not fewer than these; "
-        "0: as many as at the start",
+        "minimum number of nodes of a restart; 0: as many as at the start",
         low=0,
         high=100_000,
     )
@@ -122,8 +121,8 @@ class RunKeys:
     )
     idle_warn_s: float = key(
         900.0,
-        "seconds in which no GPU computes, after which the log has a warning, since many sites "
-        "cancel jobs with idle GPUs; 0: off",
+        "seconds without work on any GPU until the log has a warning: many sites cancel jobs with "
+        "idle GPUs; 0: off",
         low=0,
     )
     debug: bool = key(

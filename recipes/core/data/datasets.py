@@ -253,7 +253,7 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
         end = 4 + 4 * int.from_bytes(content[3:4], "big")
         shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, end, 4))
         if not shape or len(content) != end + math.prod(shape):
-            raise InputError(f"has {len(content)} bytes, which is not what its header says")
+            raise InputError(f"has {len(content)} bytes, but its header says another size")
         return shape, content[end:]
     except (InputError, OSError, EOFError, zlib.error) as error:
         name = "cifar10" if path.parent.name == CIFAR10.folder else "mnist"

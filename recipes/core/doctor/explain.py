@@ -125,8 +125,8 @@ def of_run(run_dir: Path) -> list[str]:
     notes = list[str]()
     if run.refused:
         if run.state is not State.running:
-            return _shown(f"the newest launch did not begin: {run.refused}")
-        notes.append(f"a later launch did not begin: {run.refused}")
+            return _shown(f"the newest start was refused: {run.refused}")
+        notes.append(f"a later start was refused: {run.refused}")
     if run.state is State.done:
         return ["status.json says done: nothing failed"]
     if run.state in (State.stopped, State.cancelled):
@@ -261,7 +261,7 @@ def _lines(reason: str, rank: int | None, logs: Sequence[Log]) -> list[str]:
     clue = f"no known cause in {_files(logs)}"
     if patterns:
         last = by_pattern[patterns[0]]
-        clue = f"best clue in the logs: {patterns[0].name}"
+        clue = f"most likely cause in the logs: {patterns[0].name}"
     if logs and logs[0].name == first:
         last = logs
     lines = [reason or clue]

@@ -85,7 +85,9 @@ def _summary(verdict: Verdict) -> str:
     bad = len(verdict.bad_nodes)
     if verdict.healthy:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
-    text = f"bad nodes: {bad} of {count}" if bad else "not healthy, and no single node is to blame"
+    text = (
+        f"bad nodes: {bad} of {count}" if bad else "not healthy, and the cause is not a single node"
+    )
     if verdict.exclude:
         text += f"; to exclude: sbatch --exclude={','.join(verdict.exclude)}"
     return text

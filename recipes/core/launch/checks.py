@@ -143,14 +143,14 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
     if dataset not in getattr(keys, "prepared", ()) or settings.job.container_mounts:
         return ""
     if "$" in keys.data_dir:
-        return f"data_dir={keys.data_dir}: the path contains $, so the data was not looked for"
+        return f"data_dir={keys.data_dir}: the path contains $, so the data was not checked"
     data_dir = settings.absolute({"data_dir": keys.data_dir}, base)["data_dir"]
     folder = str(root / datasets.folder_of(data_dir))
     if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
         key = "data_dir" if data_dir else "RECIPES_DATA"
         return (
-            f"{key}={folder} does not exist on this machine, so the data was not looked for: "
-            "the nodes need it"
+            f"{key}={folder} does not exist on this machine, so the data was not checked: "
+            "the nodes need this folder"
         )
     if dataset == "imagenet":
         datasets.find_imagenet(folder)
@@ -243,9 +243,9 @@ def require_within(job: Job, partition: client.Partition) -> None:
     time_s = durations.seconds(time)
     most_s = durations.seconds(partition.max_time)
     if time_s and most_s and time_s > most_s:
-        problem = f"time={time}: is more than the {partition.max_time}"
+        problem = f"time={time}: exceeds the limit {partition.max_time}"
     elif partition.max_nodes is not None and (job.keys.nodes or 1) > partition.max_nodes:
-        problem = f"nodes={job.keys.nodes}: are more than the {partition.max_nodes}"
+        problem = f"nodes={job.keys.nodes}: exceeds the limit {partition.max_nodes}"
     else:
         return
     raise MachineError(

@@ -80,7 +80,7 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, s
     if used >= run.restarts:
         return Restart(f"not started again, since restarts={run.restarts} is reached")
     if not has_gained(history):
-        return Restart(f"not started again, since {GAINLESS} restarts gained no step")
+        return Restart(f"not started again, since {GAINLESS} restarts in a row made no progress")
 
     nodes = environment.nodes_of_job(environ)
     excluded = _excluded(attempt)

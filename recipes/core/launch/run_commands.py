@@ -252,13 +252,13 @@ def cancel(run: Run) -> str:
     """
     problem = ""
     if run.state is State.unknown:
-        problem = f"is not cancelled, since it is not known whether it runs: {run.note}"
+        problem = f"was not cancelled, since its state is unknown: {run.note}"
     elif run.state not in ACTIVE:
         return f"is not running: {run.state}"
     elif not trust.is_own(Path(run.folder)):
         problem = "belongs to another user; to cancel a job of yours, type scancel JOB"
     elif run.job and not JOB_ID.fullmatch(run.job):
-        problem = f"{shown(run.job)} is no job ID; to cancel a job, type scancel JOB"
+        problem = f"{shown(run.job)} is not a job ID; to cancel a job, type scancel JOB"
     if problem:
         raise MachineError(f"{_short(run.folder)}: {problem}")
     facts = attempts.facts(Path(run.folder))

@@ -88,7 +88,7 @@ class Watch:
         try:
             attempts.check_owner(self._attempt)
             if (self._attempt.folder / "ended.json").exists():
-                raise MachineError("the job script has judged this attempt, so it ends")
+                raise MachineError("the job script has ended this attempt")
             self.record_stop()
         except MachineError as error:
             self.fenced = str(error)

@@ -210,8 +210,8 @@ def begin(
 ) -> None:
     """Makes this attempt the owner of the run. Only rank 0 calls it.
 
-    Earlier attempts that still run can then no longer rename a checkpoint, and their rows go into a
-    file without a name. step: the step at which it begins. own: whether it resumes from a
+    Earlier attempts that still run can then no longer rename a checkpoint, and write their rows
+    into a removed file. step: the step at which it begins. own: whether it resumes from a
     checkpoint of this run directory. of_program: whether the ranks are a program of the user, which
     writes no steps. load_s: how long the checkpoint was read. Raises MachineError if a later
     attempt has begun. Raises OSError.
@@ -235,7 +235,7 @@ def begin(
     except FileExistsError:
         raise MachineError(
             f"{attempt.folder}: another Slurm step of this job has begun this attempt: "
-            "wait for its end"
+            "wait until it ends"
         ) from None
 
 

@@ -58,7 +58,7 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
         # whether that step still runs.
         if facts.get("launch") == directory.launch_id(environ) and runs:
             who = f"another Slurm step of this job (process {facts['process']['pid']})"
-            return _used(run_dir, who, "wait for its end")
+            return _used(run_dir, who, "wait until it ends")
         return ""
     cluster = facts.get("cluster")
     own_cluster = environment.cluster(environ)

@@ -305,10 +305,7 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 def _behind(late: Mapping[str, Any]) -> str:
-    return (
-        f"{_who(late)} got no further than {late['at']}, "
-        "and the other ranks timed out waiting for it"
-    )
+    return f"{_who(late)} stayed at {late['at']}, and the other ranks timed out waiting for it"
 
 
 def _late_rank(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -180,7 +180,7 @@ class Record:
         if self.state is State.running:
             notes.append(f"status written {ago(self.quiet_s)} ago")
         if self.refused:
-            notes.append(f"the newest launch did not begin: {self.refused}")
+            notes.append(f"the newest start was refused: {self.refused}")
         return "; ".join(notes)
 
 

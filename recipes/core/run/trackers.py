@@ -66,7 +66,7 @@ def export(folder: Path, to: str, project: str) -> str:
         else:
             exported = row if row["step"] == last["step"] else None
             break
-    held = f"; {back} rows are held back: a resume may replace them" if back else ""
+    held = f"; {back} rows are not exported yet: a resume may replace them" if back else ""
     if json.dumps(exported) != last["row"]:
         fix = f"remove {POSITION} to export all again"
         raise InputError(f"{folder}: {place} has rows that a resume replaced: {fix}")

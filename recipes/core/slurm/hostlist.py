@@ -59,7 +59,7 @@ def _numbers(ranges: str) -> list[str]:
         low, _, high = part.partition("-")
         numbers = range(int(low), int(high or low) + 1)
         if not numbers:
-            raise ConfigError(f"the range {part} runs backwards")
+            raise ConfigError(f"the range {part} ends before it begins")
         if len(numbers) > MAX_RANGE:
             raise ConfigError(f"the range {part} has more than {MAX_RANGE:,} numbers")
         padded += [f"{n:0{len(low)}d}" for n in numbers]

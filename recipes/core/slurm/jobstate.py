@@ -37,7 +37,7 @@ _TEXT_FIELD = re.compile(
 # What a reason of Slurm for a pending job means. The pattern matches the whole reason.
 ADVICE = {
     "PartitionTimeLimit": (
-        "its time limit is above that of the partition, so it never starts: cancel it, "
+        "its time limit exceeds that of the partition, so it never starts: cancel it, "
         "and give a shorter time="
     ),
     "PartitionNodeLimit": (
@@ -47,7 +47,7 @@ ADVICE = {
     "PartitionDown|PartitionInactive": (
         "the partition accepts no jobs now: give another partition=, or wait"
     ),
-    "BadConstraints": "no node has what it asks for, so it never starts: cancel it",
+    "BadConstraints": "no node has the resources that it requests, so it never starts: cancel it",
     "ReqNodeNotAvail.*|Reservation": (
         "nodes are down or reserved, for example for maintenance: a shorter time= may start earlier"
     ),

@@ -85,7 +85,7 @@ def require_causal(net: Any) -> None:
     other[0, -1] = 0
     before, after = (net(row, use_cache=False).logits[:, :-1] for row in (tokens, other))
     if not torch.allclose(before, after, rtol=0, atol=SAME * float(before.abs().max())):
-        what = "is no causal language model: its tokens attend to later ones"
+        what = "is not a causal language model: its tokens attend to later ones"
         raise InputError(f"model=: {type(net).__name__} {what}: give another model")
 
 
@@ -194,7 +194,7 @@ def add_low_rank(net: Any, modules: str, rank: int, scale: float) -> None:
     wanted = modules.split(",") if modules else list(layers)
     kind = type(net).__name__
     if not layers:
-        raise InputError(f"train=lora: {kind} has no linear layer but its head: give train=all")
+        raise InputError(f"train=lora: {kind} has no linear layer except its head: give train=all")
     if not layers.keys() >= set(wanted):
         known = f"the linear layers of {kind} are {', '.join(layers)}"
         raise InputError(f"lora_modules={modules}: {known}: give some of them, or train=all")

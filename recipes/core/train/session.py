@@ -44,7 +44,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     the process.
 
     The results that main returns are written to ``summary.json``. Exit status (see
-    docs/resume-and-failures.md): 0 done; 2 bad configuration or bad input; 3 this machine or
+    docs/resume-and-failures.md): 0 done; 2 invalid configuration or input; 3 this machine or
     allocation cannot run it; 75 saved, to be requeued; 1 any other failure. After a failure, the
     last lines of the log and ``status.json`` name the first rank that failed.
     """

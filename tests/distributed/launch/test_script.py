@@ -177,7 +177,7 @@ def test_a_program_without_a_handler_is_preempted_and_one_that_exits_with_75_too
     assert helpers.finish(launcher).status == 75
     assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 0, "SIGTERM"]
     helpers.finish(start(tmp_path, "import sys; sys.exit(75)")).expect(75)
-    why = "exit status 75, with which a program asks to be continued"
+    why = "exit status 75, which asks for a requeue"
     assert status(tmp_path, "state", "attempt", "reason") == ["preempted", 1, why]
 
 

@@ -96,7 +96,9 @@ def test_a_model_whose_tokens_attend_to_later_ones_is_refused() -> None:
     """Its losses would be small, since it sees the tokens that it predicts."""
     llm.require_fit(Config(max_len=16, pack=False), net("llama").eval())
     for kind in ("bert", "roberta"):
-        with pytest.raises(InputError, match="is no causal language model: its tokens attend to"):
+        with pytest.raises(
+            InputError, match="is not a causal language model: its tokens attend to"
+        ):
             llm.require_fit(Config(max_len=16, pack=False), net(kind).eval())
 
 
@@ -405,7 +407,7 @@ def test_an_epoch_of_few_steps_is_warned_of(
     for size, expected in ((1, False), (64, True)):
         words = [f"global_batch_size={size}", "max_len=256", "max_steps=1"]
         one_rank.train(llm, tmp_path / str(size), monkeypatch, "dataset=made", *words)
-        assert ("warning: these are few steps" in capfd.readouterr().out) == expected
+        assert ("warning: an epoch has few steps" in capfd.readouterr().out) == expected
 
 
 def test_a_linear_layer_with_its_own_forward_pass_stays() -> None:
@@ -434,7 +436,9 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
         llm.open_model(Config(), training.facts)
     library = hub.transformers()
     config = library.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    with pytest.raises(InputError, match="train=lora: GPT2LMHeadModel has no linear layer but its"):
+    with pytest.raises(
+        InputError, match="train=lora: GPT2LMHeadModel has no linear layer except its"
+    ):
         causal.add_low_rank(library.GPT2LMHeadModel(config), "", 2, 1.0)
     line = (
         "lora_modules=q_proj,up: the linear layers of LlamaForCausalLM are q_proj, .*, down_proj:"

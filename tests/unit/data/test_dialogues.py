@@ -354,7 +354,7 @@ def test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files(
     assert [text for text, _ in texts(model, validation)] == sorted(
         f"row {i}<|im_end|>" for i in range(12, 20)
     )
-    assert re.search(r"\ntraining: 12 examples, \d+ tokens, .*\nvalidation: 8 examples", out)
+    assert re.search(r"\ntraining: 12 examples, \d+ tokens; .*\nvalidation: 8 examples", out)
     assert f"next: python launch.py recipe=llm model={model} data_dir={tmp_path}/data" in out
 
 

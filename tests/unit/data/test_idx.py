@@ -28,8 +28,8 @@ def test_shape_and_payload(tmp_path: Path, content: bytes) -> None:
 BAD = {
     "no magic": (b"<htm" + GOOD[4:], "is not an IDX file of bytes"),
     "int32": (idx((6,), bytes(24), dtype=0x0C), "is not an IDX file of bytes"),
-    "short": (GOOD[:-1], "has 39 bytes, which is not what its header says"),
-    "long": (GOOD + b"x", "has 41 bytes, which is not what its header says"),
+    "short": (GOOD[:-1], "has 39 bytes, but its header says another size"),
+    "long": (GOOD + b"x", "has 41 bytes, but its header says another size"),
     "header cut": (GOOD[:9], "has 9 bytes"),
     "empty": (b"", "is not an IDX file of bytes"),
     "gzip cut": (PACKED[:-9], "end-of-stream marker"),

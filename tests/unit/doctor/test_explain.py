@@ -129,7 +129,7 @@ def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None
     run = run_directory(tmp_path / "run", "done")
     refuse(run, "checkpoint x: differs from these keys")
     assert of_run(run, NO_SLURM) == [
-        "the newest launch did not begin: checkpoint x: differs from these keys"
+        "the newest start was refused: checkpoint x: differs from these keys"
     ]
 
 
@@ -138,7 +138,7 @@ def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     refuse(run, "run_dir= is used by job 1")
     first, second = of_run(run, Answers({"1": job("RUNNING")}))
     assert first == "it is running, at step 7, status written 0:00:00 ago; job 1 is running"
-    assert second == "a later launch did not begin: run_dir= is used by job 1"
+    assert second == "a later start was refused: run_dir= is used by job 1"
     helpers.attempt(run, launch="3.0")
     directory.write_status(run, "done", attempt=2, step=9)
     assert of_run(run, NO_SLURM) == ["status.json says done: nothing failed"]
@@ -294,7 +294,7 @@ def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> N
     (run / "logs" / "rank0.log").write_text(f"mnist: PermissionError: Permission denied: {words}\n")
     assert [line.endswith(words) for line in of_run(run, NO_SLURM) if "xxx" in line] == [True] * 2
     refuse(run, words)
-    assert of_run(run, NO_SLURM) == [f"the newest launch did not begin: {words}"]
+    assert of_run(run, NO_SLURM) == [f"the newest start was refused: {words}"]
 
 
 def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:

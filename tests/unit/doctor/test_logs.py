@@ -70,7 +70,7 @@ def test_no_pattern_matches_what_this_project_prints(tmp_path: Path) -> None:
  val_top5 1.0000
         mnist: failed: rank 1 on node1 exited without an error record (killed, out of memory, \
 or its node is gone); logs in /r/logs
-        rank 1 on node1 got no further than step 9 (backward), and the other ranks timed out \
+        rank 1 on node1 stayed at step 9 (backward), and the other ranks timed out \
 waiting for it
         failed: rank 1 on node1 was killed by signal 9; logs in /r/logs
         node0:13571:13571 [0] NCCL INFO Bootstrap : Using enp10s0:10.10.7.107<0>
@@ -85,7 +85,7 @@ def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     closed = "[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n"
     memory = f"step 4\nnode7:11:12 [0] NCCL INFO x\n{OOM}"
     lines = said(tmp_path, rank0__log=closed, rank2__log=memory)
-    assert lines[0] == "best clue in the logs: CUDA out of memory"
+    assert lines[0] == "most likely cause in the logs: CUDA out of memory"
     assert lines[1].startswith("cause: CUDA out of memory (1 file): the GPU has")
     assert lines[3] == f"  rank2.log: {OOM.strip()}"
     assert lines[4].startswith("consequence: lost another rank (1 file): ")
@@ -99,7 +99,7 @@ def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
 
 def test_only_the_newest_attempt_in_a_log_counts(tmp_path: Path) -> None:
     lines = said(tmp_path, rank0__log=f"\fstep 1\n{OOM}\fstep 7\n{DISK}")
-    assert lines[0] == "best clue in the logs: file system failed"
+    assert lines[0] == "most likely cause in the logs: file system failed"
     assert f"  rank0.log: {DISK.strip()}" in lines
     assert "CUDA" not in "\n".join(lines)
     lines = said(tmp_path, rank0__log=f"{OOM}\fstep 7\n")
@@ -128,7 +128,7 @@ def test_pipes_circular_links_and_unreadable_files_are_skipped(tmp_path: Path) -
     (tmp_path / "again").symlink_to(tmp_path)
     (tmp_path / "zero.log").symlink_to("/dev/zero")
     lines = said(tmp_path, a__txt=DISK)
-    assert lines[0] == "best clue in the logs: file system failed"
+    assert lines[0] == "most likely cause in the logs: file system failed"
     assert lines[-2:] == ["a.txt ends:", f"  | {DISK.strip()}"]
 
 
@@ -171,4 +171,4 @@ def test_the_source_code_in_a_traceback_is_not_what_a_log_says(tmp_path: Path) -
         lines = said(tmp_path, job__out="".join(f"{prefix}{line}\n" for line in text))
         assert lines[0] == "no known cause in 1 file"
     lines = said(tmp_path, job__out="\n".join([*text, OOM]))
-    assert lines[0] == "best clue in the logs: CUDA out of memory"
+    assert lines[0] == "most likely cause in the logs: CUDA out of memory"

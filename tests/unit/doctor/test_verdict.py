@@ -310,7 +310,7 @@ def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> Non
         "collective (did not answer in 30 s): "
     )
     assert any(line.startswith(stopped) for line in lines)
-    assert lines[-1] == "not healthy, and no single node is to blame"
+    assert lines[-1] == "not healthy, and the cause is not a single node"
 
 
 def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:

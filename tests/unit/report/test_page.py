@@ -219,7 +219,7 @@ def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
         assert ("There are no metrics." in shown.texts) == (len(shown.figures) == 0)
         assert shown.after("lr") in ("0.5", "lr", "loss")
     if state == "refused":
-        assert "the newest launch did not begin: lr=0.5 is too large" in shown.texts
+        assert "the newest start was refused: lr=0.5 is too large" in shown.texts
 
 
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:

@@ -144,8 +144,7 @@ def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
     late = {"rank": 2, "host": "b", "at": "step 7 (backward)"}
     verdict = judged(tmp_path, (0, Kind.timeout, "x", {"behind": late}))
     expected = (
-        "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting "
-        "for it"
+        "rank 2 on b stayed at step 7 (backward), and the other ranks timed out waiting for it"
     )
     assert verdict.reason == expected
     assert verdict.first == late

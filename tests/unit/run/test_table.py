@@ -111,7 +111,7 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     assert [" ".join(row[1:]) for row in rows] == [
         "done 10 0.1 0 0.9412 - 1234.5",
         "not begun 0 0.2 1 - - -",
-        "refused 0 0.3 2 - - - the newest launch did not begin: node7: no GPU",
+        "refused 0 0.3 2 - - - the newest start was refused: node7: no GPU",
         "failed 50 0.4 3 0.95 0.5 - lost",
     ]
 
@@ -183,7 +183,7 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     refuse(folder, "lr=0.1 becomes 0.2")
     row = record.read(folder)
     assert row.state == "done"
-    assert row.note == "the newest launch did not begin: lr=0.1 becomes 0.2"
+    assert row.note == "the newest start was refused: lr=0.1 becomes 0.2"
     directory.write_status(folder, "preempted", attempt=0, step=10, reason="SIGUSR2")
     directory.note_next(folder, Next.max_requeues, 0)
     # the refusal is older
@@ -193,7 +193,7 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     row = replace(row, read_at=row.status["updated"] + 600)
     assert row.state == "running"
     assert row.step == 10
-    refused = "the newest launch did not begin: lr=0.1 becomes 0.2"
+    refused = "the newest start was refused: lr=0.1 becomes 0.2"
     assert row.note == f"status written 0:10:00 ago; {refused}"
     helpers.attempt(folder)
     directory.write_status(folder, "done", attempt=2, step=10)

@@ -192,7 +192,7 @@ def test_a_run_is_one_series_whatever_was_requeued(place: Path, to: str) -> None
     train(folder, 0, 0, 9, "running", saved=6)
     assert f"{folder}: 5 rows to " in call(folder, to)
     nothing = f"{folder}: nothing new for {where}"
-    held_back = "; 4 rows are held back: a resume may replace them"
+    held_back = "; 4 rows are not exported yet: a resume may replace them"
     assert call(folder, to) == nothing + held_back
     released = {
         name: [point for point in points if point[0] < 6]
@@ -257,7 +257,7 @@ def test_a_row_whose_evaluation_was_postponed_is_held_back(run_dir: Path) -> Non
     train(run_dir, 0, 0, 6)
     line = trackers.export(run_dir, "tensorboard", "")
     assert "run: 5 rows to " in line
-    assert line.endswith("; 1 rows are held back: a resume may replace them")
+    assert line.endswith("; 1 rows are not exported yet: a resume may replace them")
 
 
 def test_the_error_of_a_library_is_one_line(run_dir: Path) -> None:
