@@ -227,11 +227,12 @@ def problem_outside(path: Path) -> str:
 
 
 def own_folder(folder: Path, key: str = "run_dir") -> None:
-    """Creates ``folder`` and what is missing above it as the umask says, or finds that it is this
-    user's.
+    """Creates ``folder`` and its missing parents with the mode that the umask allows, or checks
+    that an existing ``folder`` belongs to this user.
 
-    key: that names it. Raises OSError, and MachineError if it, or a link on the way to it, is
-    another's, or if another user can write to a run directory. A data folder may be a group's.
+    key: names it in messages. Raises OSError. Raises MachineError if the folder, or a link in its
+    path, belongs to another user, or if another user can write to a run directory. A group may
+    write to a data folder.
     """
     resolved(folder)
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]

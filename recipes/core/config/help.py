@@ -21,7 +21,7 @@ python launch.py script=FILE key=value … -- ARGUMENT …   runs a program of y
 
 
 def help_text(recipe: str = "", with_job_keys: bool = False) -> str:
-    """The keys of one recipe, or of launch.py where ``recipe`` is empty. with_job_keys: the
+    """The keys of one recipe, or of launch.py if ``recipe`` is empty. with_job_keys: the
     recipe's keys and launch.py's job keys.
     """
     lines = [f"python -m recipes.{recipe} key=value …"]

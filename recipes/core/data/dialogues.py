@@ -73,8 +73,8 @@ class Examples:
 
 
 def limited(examples: Examples, size: int) -> Examples:
-    """``examples`` for a model that has only the first ``size`` tokens. A tokenizer can have more,
-    of which the data needs none, or only one for padding, which nothing sees.
+    """``examples`` for a model that has only the first ``size`` tokens of the tokenizer. The data
+    must not have the others. If the padding token is one of them, an end token replaces it.
     """
     facts = dict(examples.facts)
     facts["vocabulary"] = min(facts["vocabulary"], size)

@@ -73,8 +73,8 @@ class TokenBatches:
     ``max_len`` tokens have several examples. Otherwise a row is an example, those of a batch have
     similar lengths, and their padding counts.
 
-    Which lengths are together is the same in each epoch, so that the number of batches is too. The
-    seed and the epoch choose among examples of the same length, and the order.
+    Each epoch has the same groups of lengths, and so the same number of batches. The seed and the
+    epoch select among examples of the same length, and determine the order.
     """
 
     def __init__(

@@ -201,12 +201,12 @@ class TorchLoader(_Loaded):
 
 
 class StreamLoader(_Loaded):
-    """The samples of a stream, such as a file that is read from its beginning: each worker passes
-    over all, and keeps its own.
+    """The samples of a stream, such as a file that is read from its beginning. Each worker reads
+    the whole stream and keeps only its own samples.
 
     samples: called with the epoch; returns the stream, the same on all ranks and at each call.
     ``batches.num_samples`` is its length. transform: for the samples that this rank keeps, seeded
-    as in `TorchLoader`; decode here. A resumed run passes over what it has trained on.
+    as in `TorchLoader`; decode here. A resumed run skips the samples that it has trained on.
     """
 
     def __init__(

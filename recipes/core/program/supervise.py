@@ -1,5 +1,5 @@
-"""Runs a program as a child process: hands on requests to stop, and ends what is left of it.
-Standard library only.
+"""Runs a program as a child process: passes on requests to stop, and ends the processes that remain
+after it. Standard library only.
 """
 
 import contextlib
@@ -223,8 +223,9 @@ class Supervisor:
 def moment_together() -> float:
     """The next whole second that is at least TOGETHER_S away.
 
-    Slurm's signal arrives at the wrappers some milliseconds apart. If the ranks of a framework that
-    saves in its signal handler got it so, one could wait in the save and another in a step.
+    Slurm's signal reaches the wrappers at moments that differ by some milliseconds. With a
+    framework that saves in its signal handler, one rank could then wait in the save and another in
+    a step.
     """
     return float(math.ceil(time.time() + signals.TOGETHER_S))
 

@@ -97,8 +97,8 @@ def early_log(job: Job | None, job_id: str, root: Path) -> Path | None:
     """The log of a job that ended before it had a run directory; None if it has not ended, or if
     the log is not known.
 
-    job: None if Slurm does not know it any more. Then the log is looked for in the repository
-    ``root``, by the name that the ready scripts choose.
+    job: None if Slurm does not know it any more. Then the function searches the repository ``root``
+    for a log with the name that the ready scripts choose.
     """
     if job and not job.ended:
         return None

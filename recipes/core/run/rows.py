@@ -72,9 +72,9 @@ def parts(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def around(run_dir: Path, attempt: int, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The last row before a step of an attempt, and the first row from there on, also those that a
-    later attempt replaced; {} if there is none. Reads a few lines: each attempt writes its rows
-    after those of the attempts before it, with rising steps.
+    """The last row before a step of an attempt, and the first row at this step or later; {} for a
+    row that does not exist. Rows that a later attempt replaced count too. Reads only a few lines:
+    each attempt writes its rows after those of earlier attempts, with rising steps.
     """
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}

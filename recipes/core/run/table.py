@@ -88,8 +88,8 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
-    """The run directories in ``folders``. Raises InputError if there is none, unless it may be so,
-    or if a folder cannot be read.
+    """The run directories in ``folders``. Raises InputError if a folder cannot be read, or if
+    there is none and ``may_be_empty`` is False.
     """
     try:
         runs = [path for folder in folders for path in run_directories(folder)]
