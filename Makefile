@@ -31,7 +31,7 @@ test: install ## all tests except the long ones, WORKERS=4 files at a time; Slur
 mutants: install ## put bugs into copies of the product, one at a time, and report which ones `make test` notices; ONLY=word
 	$(BIN)/python -m tests.mutations workers=$(WORKERS) $(if $(ONLY),only=$(ONLY))
 
-alltests: install ## all tests, the long ones too: about 20 minutes on two cores
+alltests: install ## all tests, the long ones too: more than an hour on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 faults: install ## inject every fault in tests/faults, the long ones too

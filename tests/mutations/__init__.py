@@ -2,7 +2,7 @@
 
     python -m tests.mutations [only=WORD[,WORD]] [workers=2]
 
-The data lies beside this file: about 100 bugs that lose work, give wrong results, hang, hide a
+The data lies beside this file: about 160 bugs that lose work, give wrong results, hang, hide a
 failure, or submit a wrong job.
 """
 
