@@ -31,12 +31,14 @@ def wait(attempt: Attempt, watch: Watch, silent_s: float, folder: str) -> None:
         if now != before or watch.is_stopping:
             before = now
             since = watch.clock()
-    report(attempt, f"no output and no new file for {silent_s:g} s (silent_s=)")
+    report(attempt, silent_s)
     watch.hangs = True
 
 
-def report(attempt: Attempt, why: str) -> None:
-    """Prints and records why the program is ended, and where its ranks are."""
+def report(attempt: Attempt, silent_s: float) -> None:
+    """Prints and records that the program is ended, and where its ranks are."""
+    progress = time.time() - silent_s
+    why = f"no output and no new file for {silent_s:g} s (silent_s=)"
     say(f"script: {why}: the program is ended")
     late = None
     host = ""
@@ -53,5 +55,6 @@ def report(attempt: Attempt, why: str) -> None:
             host=host,
             kind=Kind.hang,
             error=why,
+            progress=progress,
             name="hang",
         )

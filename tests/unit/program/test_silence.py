@@ -17,6 +17,8 @@ from tests.unit.program.test_supervise import View
 
 NEVER_S = 25.0  # a program that does not hang is looked at for so long
 
+SILENT = "no output and no new file for 5 s (silent_s=)"
+
 
 class Busy(Exception):
     """The program was not found to hang within NEVER_S."""
@@ -89,11 +91,12 @@ def test_a_hang_is_recorded_even_if_no_rank_answers(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(positions, "WAIT_S", 0.3)
-    silence.report(attempt, "no output for 5 s")
+    silence.report(attempt, 5.0)
     record = helpers.read(attempt.folder / "failed", "hang0000")
     late = "rank 0 on a: no answer within 0.3 s: "
     assert (record["rank"], record["host"], record["kind"]) == (0, "a", "hang")
-    assert record["error"].startswith(f"no output for 5 s; {late}")
+    assert record["error"].startswith(f"{SILENT}; {late}")
+    assert record["time"] - record["progress"] == pytest.approx(5.3, abs=1.0)
     assert late in positions.file_of(attempt).read_text()
     assert late in capfd.readouterr().err
 
@@ -104,7 +107,7 @@ def test_no_rank_is_blamed_if_all_are_at_the_same_place(
     process = {"state": look.STOPPED[0], "command": "", "kernel": "", "stack": ""}
     answers = [{"rank": rank, "host": "a", "processes": [process]} for rank in range(2)]
     monkeypatch.setattr(positions, "ask", lambda folder, ranks: answers)
-    silence.report(attempt, "no output for 5 s")
+    silence.report(attempt, 5.0)
     record = helpers.read(attempt.folder / "failed", "hang0000")
     assert (record["rank"], record["host"]) == (None, "")
-    assert record["error"] == "no output for 5 s; ranks 0-1 on a: stopped by a signal"
+    assert record["error"] == f"{SILENT}; ranks 0-1 on a: stopped by a signal"

@@ -123,13 +123,24 @@ def test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue(
 def test_attempts_that_have_not_begun_and_programs(tmp_path: Path) -> None:
     failed(opened(tmp_path / "refused", 100.0, step=None), 101.0)
     assert spent(tmp_path / "refused", 108.0) == [{"start": 1.0, "hang": 3.0, "restart": 4.0}]
-    program = opened(tmp_path / "program", 100.0)
+
+
+@pytest.mark.parametrize(("progress", "hang"), [(None, {}), (130.0, {"hang": 20.0})])
+def test_a_program_trains_until_it_fails_or_hangs(
+    tmp_path: Path, progress: float | None, hang: dict[str, float]
+) -> None:
+    """It writes no rows."""
+    program = opened(tmp_path, 100.0)
     begun = files.read_json(program.folder / "begun.json")
     assert begun
     files.write_json(program.folder / "begun.json", {**begun, "of_program": True})
-    attempts.record(program, rank=0, host="a", kind=Kind.error, error="x", moment=150.0)
+    known = {} if progress is None else {"progress": progress}
+    kind = Kind.error if progress is None else Kind.hang
+    attempts.record(program, rank=0, host="a", kind=kind, error="x", moment=150.0, **known)
     files.write_json(program.folder / "ended.json", {"state": "failed", "time": 152.0})
-    assert spent(tmp_path / "program", 152.0) == [{"start": 5.0, "training": 45.0, "restart": 2.0}]
+    training = (progress or 150.0) - 105.0
+    expected = {"start": 5.0, "training": training, "restart": 2.0, **hang}
+    assert spent(tmp_path, 152.0) == [expected]
 
 
 def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
