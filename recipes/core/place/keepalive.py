@@ -9,6 +9,7 @@ import errno
 import selectors
 import socket
 import threading
+import time
 
 IDLE_S = 10  # until the first probe
 PROBE_S = 5  # between two probes
@@ -46,7 +47,11 @@ class NodeLinks:
                     if key.fileobj is not server:
                         self._read(selector, key, world_size)
                         continue
-                    connection, _ = server.accept()
+                    try:
+                        connection, _ = server.accept()
+                    except OSError:  # it has ended already, or too many files are open
+                        time.sleep(1.0)
+                        continue
                     if len(selector.get_map()) > world_size:  # of strangers
                         connection.close()
                         continue
@@ -68,24 +73,33 @@ class NodeLinks:
             if error.errno in LOST and key.data:
                 self.lost.add(key.data)
         if text.isdigit() and not key.data and 0 < int(text) < world_size:
+            self.lost.discard(int(text))
             selector.modify(connection, selectors.EVENT_READ, int(text))
         else:
             selector.unregister(connection)
             connection.close()
 
     def _connect(self, host: str, port: int, rank: int) -> None:
-        try:
-            link = socket.create_connection((host, port), CONNECT_S)
-        except OSError:
-            return  # a firewall may be the reason: then timeout_s decides
-        with link:
-            link.settimeout(None)
-            _keep_alive(link)
+        """Connects again if the network was lost only for some time."""
+        while True:
             try:
-                link.sendall(str(rank).encode())
-                link.recv(1)  # returns when rank 0 ends
-            except OSError as error:
-                if error.errno in LOST:
+                link = socket.create_connection((host, port), CONNECT_S)
+            except OSError:
+                if not self.lost:
+                    return  # a firewall may be the reason: then timeout_s decides
+                time.sleep(PROBE_S)
+                continue
+            self.lost.discard(0)
+            with link:
+                link.settimeout(None)
+                _keep_alive(link)
+                try:
+                    link.sendall(str(rank).encode())
+                    link.recv(1)
+                    return  # rank 0 has ended
+                except OSError as error:
+                    if error.errno not in LOST:
+                        return
                     self.lost.add(0)
 
 

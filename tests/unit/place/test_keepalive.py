@@ -74,12 +74,15 @@ def read_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_both_ends_notice_a_node_without_network(
+def test_both_ends_notice_a_node_without_network_and_its_return(
     machines: tuple[str, str], ends: tuple[subprocess.Popen[str], ...]
 ) -> None:
     namespaces.ip("-n", machines[1], "link", "set", "eth0", "down")
     assert read_line(ends[0]) == "2"
     assert read_line(ends[1]) == "0"
+    namespaces.ip("-n", machines[1], "link", "set", "eth0", "up")
+    assert read_line(ends[0]) == ""
+    assert read_line(ends[1]) == ""
 
 
 def test_a_rank_that_is_stopped_or_ends_is_not_a_lost_node(
