@@ -12,8 +12,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/ledger.py",
-        "requeued = math.nan if has_ended else",
-        "requeued = math.nan if True else",
+        "is_unnoticed = is_requeue and not has_ended",
+        "is_unnoticed = False",
         "the ledger takes the minutes until Slurm notices a dead node for time in the queue",
         "tests/unit/run/test_ledger.py::"
         "test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue",

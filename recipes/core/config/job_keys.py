@@ -221,6 +221,7 @@ OUR_OPTIONS = (
     "input",
     "no-requeue",
     "signal",
+    "tasks-per-node",
     "wait",
     "test-only",
     "wrap",

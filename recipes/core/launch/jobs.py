@@ -251,8 +251,11 @@ def _directives(settings: Settings, profile: Mapping[str, str], runs: int) -> di
     options |= {name: getattr(job, name) for name in names if getattr(job, name)}
     if job.mail:
         options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
-    options |= job_keys.extra_options(profile.get("extra", ""))
-    options |= job_keys.extra_options(job.extra)
+    for text in (profile.get("extra", ""), job.extra):
+        extra = job_keys.extra_options(text)
+        if "gres" in extra and "gres" in options:  # the GPUs of a profile with gpus: --gres
+            extra["gres"] = f"{options['gres']},{extra['gres']}"
+        options |= extra
     # a value of extra=--requeue=… (expedite, from Slurm 25.11 on) stays
     return options | {"requeue": options.get("requeue", "")} | _fixed(settings, runs)
 
@@ -279,12 +282,13 @@ def _size(settings: Settings, gpus_by: str) -> dict[str, str]:
     if not on_cpu:
         kind = "gpu:" if gpus_by == "--gres" else ""
         kind += f"{job.gpu_type}:" if job.gpu_type else ""
-        count = 1 if gpus_by == "--gpus-per-task" else ranks
+        count = ranks // tasks if gpus_by == "--gpus-per-task" else ranks
         options[gpus_by.removeprefix("--")] = f"{kind}{count}"
     cpus = GPU_CPUS
     if on_cpu:
         workers = getattr(settings.config, "num_workers", 0)
         cpus = max(1, settings.run.cpu_threads) + (CPU_WORKERS if workers < 0 else workers)
+        ranks = int(own_words(settings).get("nproc_per_node", ranks))
     cpus = (job.cpus_per_rank or cpus) * ranks // tasks
     return options | {"cpus-per-task": str(cpus), "time": str(job_keys.minutes(job.time))}
 

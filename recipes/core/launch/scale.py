@@ -40,7 +40,8 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
     """
     keys = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
-    if bool(names) == ("recipe" in keys):
+    has_recipe = "recipe" in keys
+    if bool(names) == has_recipe:  # neither or both
         raise ConfigError("scale: give recipe=NAME nodes=1,2,4, or a run, or several runs")
     weak = keys.pop("weak", "false")
     if weak not in ("true", "false"):
@@ -55,10 +56,14 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
             "weak= are possible"
         )
     if "link" in keys:
+        if len(names) > 1:
+            raise ConfigError("scale: link= predicts from one run: give one run")
         link = read_link(Path(keys["link"]))
         base = read(runs.find(names[:1], root)[0])
         lines = lines_of_prediction(base, link, _counts("ranks", keys.get("ranks", "")), is_weak)
     else:
+        if is_weak:
+            raise ConfigError("scale: weak= with a run is for a prediction: give link= and ranks=")
         lines = lines_of_runs([read(folder) for folder in runs.find(names, root)])
     print("\n".join(map(printable, lines)))
     return EXIT_DONE

@@ -102,20 +102,19 @@ def _executor(job: Job, python: str) -> Any:
     """
     import submitit
 
-    class Executor(submitit.SlurmExecutor):
-        # only the line of sbatch counts: a wrapper of the site may print others that have "job" and
-        # a number
-        @staticmethod
-        def _get_job_id_from_submission_command(string: "bytes | str") -> str:
-            text = string if isinstance(string, str) else string.decode(errors="replace")
-            lines = re.findall(r"^Submitted batch job \d+", text, re.MULTILINE)
-            line = lines[-1] if lines else text
-            return str(submitit.SlurmExecutor._get_job_id_from_submission_command(line))
-
+    # not in a class of ours: for an array, submitit makes another executor of its own class
+    executor_class: Any = submitit.SlurmExecutor
+    executor_class._get_job_id_from_submission_command = staticmethod(_job_id)
     client.require_commands()
+    # submitit writes an option with the value True without a value
     options = {name.replace("-", "_"): value or True for name, value in job.directives.items()}
     del options["open_mode"]  # submitit writes it too
-    executor = Executor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
+    # Instead of submitit's own, USR2@90, which would reach a program with stop_before_s=0. It has
+    # no effect.
+    options.setdefault("signal", "B:CONT@1")
+    executor = executor_class(
+        folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}"
+    )
     executor.update_parameters(
         use_srun=False,
         stderr_to_stdout=True,
@@ -124,6 +123,19 @@ def _executor(job: Job, python: str) -> Any:
         additional_parameters=options,
     )
     return executor
+
+
+def _job_id(output: "bytes | str") -> str:
+    """The ID in sbatch's line. A wrapper of the site may print other lines that have "job" and a
+    number. Raises submitit's FailedSubmissionError.
+    """
+    import submitit
+
+    text = output if isinstance(output, str) else output.decode(errors="replace")
+    ids = re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE)
+    if not ids:
+        raise submitit.core.utils.FailedSubmissionError(f"sbatch printed no job ID: {text}")
+    return str(ids[-1])
 
 
 def _describe(

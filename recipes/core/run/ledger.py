@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from recipes.core import files
 from recipes.core.errors import Kind, kind_of
 from recipes.core.run import attempt as attempts
-from recipes.core.run import rows
+from recipes.core.run import in_use, rows
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.record import Record, State, ago
 from recipes.core.run.rows import number
@@ -67,6 +67,8 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
     was set back counts as nothing.
     """
     every = attempts.every(run_dir)[::-1] if math.isfinite(end) else []
+    # an attempt that could not be described, for example on a full disk, has no time
+    every = [attempt for attempt in every if math.isfinite(number(attempt.facts().get("time")))]
     if not every:
         return []
     facts = [attempt.facts() for attempt in every]
@@ -80,7 +82,9 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
         kept, _ = rows.around(run_dir, attempt.number, min(begins, default=math.inf) + 1)
 
         # nothing notices the death of the batch script's node until Slurm requeues the job
-        requeued = math.nan if has_ended else number(fact.get("submitted"))
+        is_requeue = place > 0 and fact.get("job") == facts[place - 1].get("job")
+        is_unnoticed = is_requeue and not has_ended
+        requeued = number(fact.get("submitted")) if is_unnoticed else math.nan
         gap = "restart" if attempt.is_restart else "queue"
         moments = [(requeued, "hang"), (opened[place], gap)]
         moments += _moments(attempt, fact, kept, is_running if attempt is every[-1] else None)
@@ -158,8 +162,10 @@ def _moments(
     if judgement or not is_newest:
         moments.append((attempts.newest_heartbeat(attempt), before_failure))
         return [*moments, (over, "hang")]
-    is_training = is_running and attempt.has_begun
-    return [*moments, (over, "training" if is_training else before_end)]
+    if is_running and attempt.has_begun:
+        moments.append((attempts.newest_heartbeat(attempt) + in_use.WATCH_S, "training"))
+        return [*moments, (over, "hang")]  # the run is lost
+    return [*moments, (over, before_end)]
 
 
 def total(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _time_out(run: Run, behind: Mapping[str, Any] | None) -> NoReturn:
     hosts = dict(enumerate(run.world.hosts))
     late = f"Timed out waiting for the other ranks for {run.keys.timeout_s:g} s (timeout_s)"
     if run.world.links.lost:
-        lost = {hosts[rank] for rank in run.world.links.lost}
+        lost = {hosts[rank] for rank in [*run.world.links.lost]}  # a thread may add to them
         late = f"Timed out waiting for {', '.join(sorted(lost))}: it has died or lost its network"
         hosts = {rank: host for rank, host in hosts.items() if host not in lost}
     code = EXIT_CRASH

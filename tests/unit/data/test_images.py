@@ -63,6 +63,15 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+# Functions with names: from Python 3.14 on, workers get them as pickles.
+def constant_size(epoch: int) -> int:
+    return 32
+
+
+def rising_size(epoch: int) -> int:
+    return 16 + 8 * epoch
+
+
 def random_crop(size: Callable[[int], int], decoder: Decoder, pixels: Pixels, epoch: int) -> Pixels:
     return decode.random_crop(decoder, pixels, size(epoch), 0.08, True)
 
@@ -79,7 +88,7 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     batch: int = 10,
-    size: Callable[[int], int] = lambda epoch: 32,
+    size: Callable[[int], int] = constant_size,
     warn: Callable[[str], None] = lambda text: None,
 ) -> TorchLoader:
     batches = GlobalBatches(len(source), batch, 3, rank, world_size)
@@ -240,7 +249,7 @@ def test_crops_differ_between_batches_and_epochs(tmp_path: Path) -> None:
 
 def test_the_size_depends_on_the_epoch_and_a_rank_may_have_no_sample(folder: Path) -> None:
     source = open_images(folder, "train")
-    sized = make_loader(source, size=lambda epoch: 16 + 8 * epoch, workers=1)
+    sized = make_loader(source, size=rising_size, workers=1)
     for epoch, side in ((0, 16), (1, 24)):
         assert next(sized.epoch(epoch)).data[0].shape[2:] == (side, side)
     parts = list(make_loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))

@@ -185,6 +185,16 @@ def test_evaluations_of_two_sets_read_each_its_own(workers: int) -> None:
         assert [batch["i"].tolist() for batch in batches_of_set] == expected
 
 
+@pytest.fixture
+def forks() -> Iterator[None]:
+    """Workers that are forks of this process: they have its stderr and its changed constants."""
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(usual, force=True)
+
+
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_a_sample_is_one_line(workers: int, capfd: pytest.CaptureFixture[str]) -> None:
     loader = of_set(batches(), workers)
@@ -198,6 +208,7 @@ def test_an_error_of_a_sample_is_one_line(workers: int, capfd: pytest.CaptureFix
         assert "Traceback" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_error_in_a_worker_mentions_a_small_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_loader, "LITTLE_SHM", 1 << 60)
     with pytest.raises(

@@ -89,6 +89,8 @@ def test_a_job_for_each_size_with_the_same_work(
         (["recipe=toy", "nodes=1,x"], "nodes='1,x'|nodes=1,x: must be numbers"),
         (["recipe=toy", "nodes=1", "run_dir=x"], "run_dir= is chosen"),
         (["recipe=toy", "nodes=1", "weak=1"], "weak=1: must be true or false"),
+        (["runs", "weak=true"], "weak= with a run is for a prediction: give link= and ranks="),
+        (["runs", "more", "link=x", "ranks=4"], "link= predicts from one run: give one run"),
         (["recipe=collectives", "nodes=1,2"], "give a recipe that trains"),
         (["runs", "ranks=4"], "ranks=: with a run, only link= and ranks="),
     ],

@@ -91,12 +91,27 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
     assert ours["--chdir"] == str(HOSTILE_ROOT)
 
 
+def test_submitit_adds_no_signal_for_a_program_that_gets_none() -> None:
+    """Its own one would ask the program to stop."""
+    job = describe("recipe=script", "program=/a.py", "stop_before_s=0", root=HOSTILE_ROOT)
+    assert "--signal" not in directives(jobs.sbatch_script(job))
+    executor = submit._executor(job, "/py thon")
+    text = executor._make_submission_file_text(executor._submitit_command_str, "")
+    assert directives(text)["--signal"] == "B:CONT@1"
+
+
 @pytest.mark.parametrize(
     ("option", "words", "expected"),
     [
         ("--gres", ("nodes=2", "gpu_type=a100"), {"--gres": "gpu:a100:4"}),
         ("--gpus-per-task", ("nodes=2", "gpu_type=a100"), {"--gpus-per-task": "a100:1"}),
         ("--gpus-per-task", ("gpus=10",), {"--gpus-per-task": "1"}),
+        (
+            "--gpus-per-task",
+            ("recipe=script", "program=/a.py", "through=torchrun"),
+            {"--gpus-per-task": "4"},
+        ),
+        ("--gres", ("extra=--gres=nvme:100G",), {"--gres": "gpu:4,nvme:100G"}),
         ("--gres", ("device=cpu",), {}),
     ],
 )
@@ -130,6 +145,10 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         {"--nodes": "2", "--ntasks-per-node": "8", "--gpus-per-node": "8"},
     ),
     (("ranks_per_node=2",), {"--ntasks-per-node": "2", "--gpus-per-node": "2"}),
+    (
+        (*PROGRAM, "device=cpu", "through=torchrun", "nproc_per_node=8", "cpus_per_rank=2"),
+        {"--ntasks-per-node": "1", "--cpus-per-task": "16"},
+    ),
     (
         ("device=cpu", "ranks_per_node=3"),
         {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"},

@@ -67,6 +67,13 @@ def test_the_run_directory_has_the_script_and_the_description(
     assert "SLURM_NTASKS=9\n" not in environ
 
 
+def test_the_id_of_an_array_is_that_of_the_line_of_sbatch(tmp_path: Path, stubs: Stubs) -> None:
+    (tmp_path / "runs").mkdir()
+    stubs.add("sbatch", "echo 'Site news: job 42 was the last one'; echo Submitted batch job 7")
+    job = describe("sweep.lr=0.1,0.2", root=tmp_path)
+    assert [run.job_id for run in submit.submit(job, sys.executable, "")] == ["7_0", "7_1"]
+
+
 PARTITIONS = """\
 PartitionName=main
    AllocNodes=ALL Default=YES QoS=N/A

@@ -125,6 +125,25 @@ def test_attempts_that_have_not_begun_and_programs(tmp_path: Path) -> None:
     assert spent(tmp_path / "refused", 108.0) == [{"start": 1.0, "hang": 3.0, "restart": 4.0}]
 
 
+def test_a_job_that_was_submitted_after_a_loss_waited_in_the_queue(tmp_path: Path) -> None:
+    first = opened(tmp_path, 100.0)
+    os.utime(first.folder / "opened.json", (130.0, 130.0))
+    second = opened(tmp_path, 500.0, launch="8.0", step=0, submitted=430.0)
+    facts = files.read_json(second.folder / "opened.json")
+    files.write_json(second.folder / "opened.json", {**(facts or {}), "job": "8"})
+    (tmp_path / "attempts/0002").mkdir()  # it could not be described
+    _, again = spent(tmp_path, 510.0, is_running=True)
+    assert again == {"queue": 370.0, "start": 5.0, "training": 5.0}
+
+
+def test_a_run_that_is_lost_does_not_train(tmp_path: Path) -> None:
+    """Its status is still running, and nothing has written a heartbeat for hours."""
+    attempt = opened(tmp_path, 100.0)
+    os.utime(attempt.folder / "opened.json", (130.0, 130.0))
+    [seconds] = spent(tmp_path, 9000.0, is_running=True)
+    assert seconds == {"start": 5.0, "training": 45.0, "hang": 9000.0 - 150.0}
+
+
 @pytest.mark.parametrize(("progress", "hang"), [(None, {}), (130.0, {"hang": 20.0})])
 def test_a_program_trains_until_it_fails_or_hangs(
     tmp_path: Path, progress: float | None, hang: dict[str, float]
