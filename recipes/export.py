@@ -81,6 +81,7 @@ def to_folder(run: str, keys: FolderKeys) -> int:
     if out.exists():
         raise InputError(f"out={str(out)!r}: exists: give another out=")
     with files.writing_to(out.parent, "out"), tempfile.TemporaryDirectory(dir=out.parent) as part:
+        trust.own_folder(Path(part, out.name), "out")
         causal.write(model, Path(part, out.name), keys.adapter)
         os.rename(Path(part, out.name), out)
     print(f"{out}: from {model.path}")

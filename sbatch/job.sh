@@ -136,7 +136,8 @@ begin() {
     step=() inside=() again=1
     follow begin "$recipe" "$0" "${words[@]}" || exit
     words=("${absolute[@]}")
-    [ ${#inside[@]} != 0 ] || inside=("$python")
+    # env -C fails on a node that does not see the folder. srun would start the rank in /tmp, where others may put modules.
+    [ ${#inside[@]} != 0 ] || inside=(env -C "$PWD" "$python")
     [ -z "$program" ] || [ -z "$early" ] || ask_to_save "$early"
 }
 

@@ -52,7 +52,7 @@ def _require_own(path: Path, descriptor: int) -> None:
     status = os.fstat(descriptor)
     is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     problem = "" if is_sticky else who_else_writes(status, descriptor)
-    if status.st_uid not in _trusted():
+    if not _is_trusted(status.st_uid, path):
         problem = "belongs to another user"
     if problem:
         raise MachineError(f"{path}: {problem}, so it is not executed")
@@ -136,11 +136,10 @@ def who_else_can_change(path: Path) -> str:
     other user can enter, unless others can exchange it. Links are resolved. Raises OSError.
     """
     path = Path(os.path.realpath(path))
-    trusted = _trusted()
     problems = list[str]()
     for place in (path, *path.parents):
         status = place.stat()
-        if status.st_uid not in trusted:
+        if not _is_trusted(status.st_uid, place):
             return f"{place} belongs to another user"
         is_above = place != path
         if is_above and not status.st_mode & 0o011:
@@ -154,15 +153,25 @@ def who_else_can_change(path: Path) -> str:
     return problems[0] if problems else ""
 
 
-def _trusted() -> set[int]:
-    """The users whose files are used. In a container, the clone and its run directories may belong
-    to a user of the host.
+def _is_trusted(user: int, place: Path) -> bool:
+    """Whether a user's files are used: this user's, root's, and those of the owner of this clone.
+    place: the file or folder that belongs to ``user``.
     """
-    trusted = {os.geteuid(), 0, ROOT.stat().st_uid}
-    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
-        # in a user namespace, root's files have this owner
-        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
-    return trusted
+    owner = ROOT.stat().st_uid
+    overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    is_namespace = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
+    if not is_namespace or user != overflow:
+        return user in (os.geteuid(), 0, owner)
+    # In a user namespace, as of a container, the files of root and of all other users have this
+    # owner. Those of root are taken to be the clone, what is in /, and folders in folders that only
+    # their owner can change.
+    place = place.absolute()
+    if place.is_relative_to(ROOT):
+        return owner == overflow
+    if place.parent == Path("/"):
+        return True
+    is_folder = place.is_dir() and not place.is_symlink()
+    return is_folder and not place.parent.stat().st_mode & 0o022
 
 
 def _is_trusted_group(group: int) -> bool:
@@ -215,7 +224,7 @@ def is_own(path: Path, follow_symlinks: bool = True) -> bool:
     """Whether a file or folder belongs to this user, to root or to the owner of this clone. Raises
     OSError.
     """
-    return os.stat(path, follow_symlinks=follow_symlinks).st_uid in _trusted()
+    return _is_trusted(os.stat(path, follow_symlinks=follow_symlinks).st_uid, path)
 
 
 def problem_outside(path: Path) -> str:
@@ -240,7 +249,7 @@ def own_folder(folder: Path, key: str = "run_dir") -> None:
         place.mkdir(exist_ok=True)
         _remove_lists(place)
     folder.mkdir(exist_ok=True)  # raises FileExistsError if there is something else
-    if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
+    if not (is_own(folder, follow_symlinks=False) and is_own(folder)):
         raise MachineError(f"{key}: {folder} belongs to another user; give another {key}=")
     if key == "run_dir" and (problem := who_else_writes(folder.stat(), folder)):
         raise MachineError(f"{key}: {folder}: {problem}; or give another {key}=")

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,8 @@ def submit(
 
 def run(slurm: Cluster, folder: Path, program: Program, event: str) -> None:
     """Submits the program, stops it by ``event``, and lets the requeued job end."""
+    if program.file == "trainer.py" and version("transformers") == "5.0.0":
+        pytest.skip("Trainer of transformers 5.0.0 cannot load its optimiser on CPUs: cpu:0")
     repo = jobs.copy_repository(folder / "clone")
     run_dir = folder / "run"
     log = folder / "log"

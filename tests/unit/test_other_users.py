@@ -27,17 +27,28 @@ from recipes import export, predict, prepare
 from recipes.core import errors, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.data import labelled, pillow, text
+from recipes.core.data import hub, labelled, pillow, text
 from recipes.core.doctor import explain
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import checks, jobs, run_commands, runs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, entry, logs, record, resumed, rows, table
+from recipes.core.run import (
+    command_line,
+    directory,
+    entry,
+    logs,
+    record,
+    resumed,
+    rows,
+    source,
+    table,
+)
 from recipes.core.run.record import State
 from recipes.core.train import checkpoint, resume, session, trained
 from tests import helpers
 
 STRANGER = 65534
+COMMIT = ("commit", "-q", "--allow-empty", "-m", "x")
 as_root = pytest.mark.usefixtures("needs_root")
 Change = Callable[[Path], object]
 CHANGES: dict[str, Change] = {
@@ -744,7 +755,7 @@ def test_a_log_of_another_user_is_escaped(
     assert capsys.readouterr().out.splitlines()[1:] == ["first", r"\x1b]0;pwned\x07last"]
 
 
-@pytest.mark.parametrize("command", ["cancel", "resume", "compare"])
+@pytest.mark.parametrize("command", ["resume", "compare"])
 def test_a_run_that_cannot_be_read_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -757,6 +768,21 @@ def test_a_run_that_cannot_be_read_is_no_success(
     )
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
         run_commands.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path, {})
+
+
+@as_root
+def test_a_run_of_another_user_does_not_keep_others_from_being_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
+    for name in ("theirs", "mine"):
+        attempts.open_next(tmp_path / "runs" / name, "toy", {})
+    os.chown(tmp_path / "runs/theirs", STRANGER, STRANGER)
+    (tmp_path / "runs/theirs/link").symlink_to(tmp_path)
+    assert run_commands.command(["cancel", f"{tmp_path}/runs"], tmp_path, {}) == 3
+    said = capsys.readouterr()
+    assert "runs/theirs/link: is a link in the run of another user: skipped" in said.err
+    assert "runs/mine: is not running: lost" in said.out
 
 
 @pytest.mark.timeout(30)
@@ -986,3 +1012,118 @@ def test_a_list_for_one_more_user_is_refused_until_it_is_removed(place: Path) ->
         os.removexattr(file, "system.posix_acl_access")
         file.chmod(0o640)
         assert envfile.read(file)
+
+
+@as_root
+def test_a_model_has_no_link_of_another_user_and_no_pipe(tmp_path: Path) -> None:
+    """The run keeps copies of some of its files."""
+    (tmp_path / "secret").write_text("mine")
+    model = tmp_path / "model"
+    (model / "templates").mkdir(parents=True)
+    hub.require_plain(model)
+    link = model / "templates/x.jinja"
+    link.symlink_to(tmp_path / "secret")
+    hub.require_plain(model)  # an own link
+    os.lchown(link, STRANGER, STRANGER)
+    with pytest.raises(MachineError, match=r"x\.jinja: is a link of another user"):
+        hub.require_plain(model)
+    link.unlink()
+    os.mkfifo(link)
+    with pytest.raises(InputError, match=r"x\.jinja: is not a file"):
+        hub.require_plain(model)
+    link.unlink()
+    link.symlink_to(tmp_path)  # a folder, which may have links
+    with pytest.raises(InputError, match=r"x\.jinja: is not a file"):
+        hub.require_plain(model)
+
+
+@as_root
+def test_a_typed_run_is_not_exchanged_by_a_link_of_another_user(tmp_path: Path) -> None:
+    helpers.attempt(tmp_path / "precious")
+    link = tmp_path / "try1"
+    link.symlink_to(tmp_path / "precious")
+    assert runs.find([str(link)], tmp_path) == [tmp_path / "precious"]
+    os.lchown(link, STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="try1: is a link of another user"):
+        runs.find([str(link)], tmp_path)
+
+
+@as_root
+def test_the_run_of_another_user_leads_to_no_private_file(tmp_path: Path) -> None:
+    private = tmp_path / "private/job.yaml"
+    helpers.attempt(tmp_path / "private")
+    private.write_text('{"arguments": ["args=--token secret"]}')
+    run_dir = tmp_path / "runs/theirs"
+    (run_dir / "attempts").mkdir(parents=True)
+    (run_dir / "job.yaml").symlink_to(private)
+    assert record.read(run_dir).job
+    os.chown(run_dir, STRANGER, STRANGER)
+    with pytest.raises(InputError, match=r"job\.yaml: is a link in the run of another user"):
+        record.read(run_dir)
+
+
+def test_a_process_of_a_run_is_a_number(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        attempts.start_time("../tmp/pipe")  # type: ignore[arg-type]
+
+
+def test_keys_of_a_run_are_not_merged(tmp_path: Path) -> None:
+    """Nine merges of nine would take all memory. None of the keys is used then."""
+    lines = ["a0: &a0 {k: 1}"]
+    for number in range(1, 8):
+        before = ", ".join([f"*a{number - 1}"] * 9)
+        lines.append(f"a{number}: &a{number} {{<<: [{before}]}}")
+    (tmp_path / "config.yaml").write_text("\n".join([*lines, "lr: 0.5"]))
+    (tmp_path / "attempts").mkdir()
+    assert record.read(tmp_path).keys == {}
+
+
+def test_a_repository_above_the_code_is_not_asked(tmp_path: Path) -> None:
+    """It may be another user's."""
+    for words in (("init", "-q"), ("-c", "user.name=a", "-c", "user.email=a@b", *COMMIT)):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
+    (tmp_path / "clone").mkdir()
+    assert source.commit(tmp_path)
+    assert not source.commit(tmp_path / "clone")
+
+
+def test_a_folder_that_cannot_be_read_is_named_without_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x\x1b]0;y").mkdir()
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if path != tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table.os, "scandir", scandir)
+        assert list(table.run_directories(tmp_path)) == []
+    said = capsys.readouterr().err
+    assert "cannot be read (Permission denied): skipped" in said
+    assert "\x1b" not in said
+
+
+@as_root
+def test_in_a_user_namespace_files_of_all_others_are_not_taken_for_those_of_root(
+    tmp_path: Path,
+) -> None:
+    """Their owner is unknown there. A folder in one that only its owner can change may be of
+    root.
+    """
+    code = "import sys; from pathlib import Path; from recipes.core import trust; "
+    code += "print(*(trust.is_own(Path(path), follow_symlinks=False) for path in sys.argv[1:]))"
+    paths = []
+    for mode in (0o1777, 0o755):
+        folder = tmp_path / f"{mode:o}"
+        folder.mkdir()
+        folder.chmod(mode)
+        (folder / "link").symlink_to(tmp_path)
+        (folder / "folder").mkdir()
+        paths += [folder / "link", folder / "folder"]
+    for path in paths:
+        os.lchown(path, 1234, 1234)
+    argv = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code, *map(str, paths)]
+    assert helpers.run(argv).expect(0).lines == ["False False False True"]

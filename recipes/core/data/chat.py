@@ -63,6 +63,8 @@ def open_tokenizer(model: str) -> Any:
     transformers = errors.require("transformers", "llm", f"model={model}: ")
     fix = "give the folder of a Hugging Face model that has tokenizer.json"
     folder = hub.folder_of(model)
+    if any(folder.glob("tokenizer*")):
+        hub.require_plain(folder)
     try:
         if not (model and folder.is_dir()):
             raise ValueError("not a folder")
@@ -151,6 +153,11 @@ class Encoder:
         """Of a dialogue: of each of the assistant's turns, also the end token is counted."""
         messages = row["messages"]
         _check(messages)
+        # a column of a table is null if a message does not have it
+        messages = [
+            {name: value for name, value in turn.items() if value is not None or name == "content"}
+            for turn in messages
+        ]
         try:
             tools = row.get("tools") or None
             tools = json.loads(tools) if isinstance(tools, str) else tools

@@ -3,14 +3,16 @@ downloads. No code of a model runs unless it is allowed.
 """
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, MachineError
 
 # files of a model that are fetched; of the weights only safetensors, which hold no code
 FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
+CLASS = re.compile(r"\w+\.\w+")
 SHOWN = 16  # hexadecimal digits of a digest of code
 
 
@@ -66,6 +68,7 @@ def find(model: str) -> Path:
         pickles = [path.name for path in sorted(folder.glob("*.bin"))[:1]]
         why = f"but {pickles[0]}, a pickle, which can execute code" if pickles else "no weights"
         raise InputError(f"model={model}: {str(folder)!r} has no .safetensors, {why}: {fix}")
+    require_plain(folder)
     return folder
 
 
@@ -79,18 +82,39 @@ def allows_code(model: str, folder: Path, allow_code: str) -> bool:
     if kind in library.CONFIG_MAPPING:
         return False
     code = config.get("auto_map")
-    if not isinstance(code, dict) or any("--" in str(name) for name in code.values()):
+    # a class of a file in the folder itself, which is part of the digest
+    if not isinstance(code, dict) or not all(CLASS.fullmatch(str(name)) for name in code.values()):
         problem = f"transformers {library.__version__} has no model_type {errors.shown(kind)}"
         raise InputError(f"model={model}: {problem}: install a newer one, or give another model=")
     digest = hashlib.sha256()
-    sources = sorted(folder.glob("*.py"))
+    sources = sorted(folder.rglob("*.py"))
     for source in sources:
-        digest.update(f"{source.name} {files.sha256(source)}\n".encode())
+        digest.update(f"{source.relative_to(folder)} {files.sha256(source)}\n".encode())
     allowed = digest.hexdigest()[:SHOWN]
     if allow_code != allowed:
-        names = ", ".join(source.name for source in sources)
+        names = ", ".join(str(source.relative_to(folder)) for source in sources)
         raise InputError(
             f"model={model}: its config requires Python code ({names} in {folder}): "
             f"read it, then give allow_code={allowed}"
         )
+    # transformers reads the files again, and executes a copy that it keeps there
+    modules = Path(library.utils.HF_MODULES_CACHE)
+    modules.mkdir(parents=True, exist_ok=True)
+    for place in (*sources, modules):
+        problem = trust.who_else_can_change(place)
+        if problem:
+            fix = "copy the model, or set HF_MODULES_CACHE to a folder that only you can write to"
+            raise InputError(f"model={model}: {problem}, so its code is not executed: {fix}")
     return True
+
+
+def require_plain(folder: Path) -> None:
+    """Raises MachineError if a link of another user is in the folder of a model: it could lead to
+    a private file of this user, and the run keeps copies of some files. Raises InputError for what
+    is no file, such as a pipe.
+    """
+    for path in folder.rglob("*"):
+        real = trust.resolved(path, to_same_owner=True)
+        is_folder = path.is_dir() and not path.is_symlink()  # a linked one is not searched
+        if not real.is_file() and not is_folder:
+            raise InputError(f"{path}: is not a file: give a copy of the model without it")

@@ -9,6 +9,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -168,6 +169,8 @@ def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:
     if name == "bytes":
         vocabulary = [*(bytes([i]) for i in range(256)), b""]
         return lambda text: np.frombuffer(text.encode(), np.uint8), vocabulary, 256
+    # tiktoken's own default is a name in /tmp that other users can create first
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path("~/.cache/tiktoken").expanduser()))
     tiktoken = errors.require("tiktoken", "text", f"tokenizer={name}: ")
     try:
         encoding = tiktoken.get_encoding(name)

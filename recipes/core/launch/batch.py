@@ -148,7 +148,8 @@ def _resolve(
     if image:
         step, inside = container.step(image, code, environ)
     if settings.run.environment:
-        inside = [unpack.on_all_nodes(settings.run.environment, bool(image), environ)]
+        python = unpack.on_all_nodes(settings.run.environment, bool(image), environ)
+        inside = ["env", "-C", str(code), python]
     by_clock = _is_by_clock(settings, job)
     if by_clock and job and job.left_s:
         exported |= environment.with_end_time(time.time() + job.left_s)

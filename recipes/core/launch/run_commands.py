@@ -19,6 +19,7 @@ from typing import Any
 from recipes.core import files, trust
 from recipes.core.errors import (
     EXIT_DONE,
+    EXIT_MACHINE,
     InputError,
     MachineError,
     one_line,
@@ -70,10 +71,11 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
     # an answer that is missing would leave a job running, or submit it twice
     jobs = client.mine(client.ANSWER_S)
     of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
+    if name == "cancel" and len(folders) > 1:
+        return cancel_all(folders, table.read_each(folders, of_run))
     runs = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
     if name == "cancel":
-        for run in runs:
-            print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
+        print(f"{_short(runs[0].folder)}: {cancel(runs[0])}", flush=True)
         return EXIT_DONE
     if len(runs) > 1:
         runs = [run for run in runs if run.state in UNFINISHED]
@@ -232,7 +234,7 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
         ranks = sorted(path.stem.removeprefix("rank") for path in log.parent.glob("rank*.log"))
         have = f"its ranks are {', '.join(ranks)}" if ranks else "it has no logs yet"
         raise InputError(f"{shown(folder)}: has no {shown(log.name)}: {have}")
-    is_own = trust.is_own(log)
+    is_own = trust.is_own(log) and trust.is_own(log, follow_symlinks=False)
     if follow and not is_own:
         raise InputError(f"follow: {shown(log)} belongs to another user; leave out follow")
     print(f"==> {printable(str(log))} <==", flush=True)
@@ -244,6 +246,20 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
         return EXIT_DONE
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(log)])
+
+
+def cancel_all(folders: Sequence[Path], runs: Sequence[Run]) -> int:
+    """Cancels each run that can be cancelled. Returns the exit status. runs: those of ``folders``
+    that can be read.
+    """
+    status = EXIT_DONE if len(runs) == len(folders) else EXIT_MACHINE
+    for run in runs:
+        try:
+            print(f"{_short(run.folder)}: {cancel(run)}", flush=True)
+        except MachineError as error:
+            print(printable(str(error)), file=sys.stderr)
+            status = EXIT_MACHINE
+    return status
 
 
 def cancel(run: Run) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.core import trust
 from recipes.core.errors import (
     InputError,
     MachineError,
@@ -168,7 +169,7 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
     """The run directories that ``words`` name: folders, job IDs, array elements or ``last``; all of
     ``runs/`` without words.
 
-    Raises InputError for a word that names none.
+    Raises InputError for a word that names none, and MachineError for a link of another user.
     """
     every = root / "runs"
     folders = list[Path]()
@@ -176,7 +177,9 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
         if word == table.LAST:
             named = table.last(every)
         elif word and Path(word).is_dir():
-            named = list(table.run_directories(Path(word)))
+            # another user's link could lead to any run of this user
+            folder = trust.resolved(Path(word), to_same_owner=True)
+            named = list(table.run_directories(folder))
         elif word.replace("_", "").isdecimal():
             named = table.of_job(every, word)
         else:

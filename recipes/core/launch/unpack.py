@@ -43,14 +43,18 @@ def on_all_nodes(archive: str, in_container: bool, environ: Mapping[str, str]) -
     digest = hashlib.sha256(version.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"recipes-{os.getuid()}", f"environment-{digest}")
     began = time.monotonic()
-    if _on_each_node(environ, "prepare", folder) == MISSING:
+    failed = f"environment={archive}: was not unpacked: the lines above say why"
+    prepared = _on_each_node(environ, "prepare", folder)
+    if prepared not in (EXIT_DONE, MISSING):
+        raise MachineError(failed)
+    if prepared == MISSING:
         source = Path(archive)
         if environment.num_nodes(environ) > 1:
             copy = folder.with_name(folder.name + COPY)
             client.broadcast(source, copy)
             source = copy
         if _on_each_node(environ, "unpack", folder, source):
-            raise MachineError(f"environment={archive}: was not unpacked: the lines above say why")
+            raise MachineError(failed)
         say(f"environment: {archive} is unpacked in {folder} ({time.monotonic() - began:.0f} s)")
     return str(folder / PYTHON)
 

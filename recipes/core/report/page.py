@@ -7,6 +7,7 @@ import html
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -426,12 +427,13 @@ def _checkpoints(folder: Path) -> list[list[object]]:
         with contextlib.suppress(OSError, ValueError):
             name = files.read_bounded(folder / mark, LONGEST).decode().strip()
             marks[name] = f"{marks.get(name, '')} {mark}"
-    for path in sorted(folder.glob("step-*.pt")):
+    sizes = Counter[str]()
+    for part in folder.glob("step-*"):  # also the rows of other ranks
         with contextlib.suppress(OSError):  # a run that is running removes old checkpoints
-            step = path.stem.removeprefix("step-").lstrip("0")
-            # with the rows of other ranks
-            size = sum(part.stat().st_size for part in folder.glob(f"{path.stem}.*"))
-            lines.append([step, files.size_text(size), marks.get(path.name)])
+            sizes[part.name.partition(".")[0]] += part.stat().st_size
+    for path in sorted(folder.glob("step-*.pt")):
+        step = path.stem.removeprefix("step-").lstrip("0")
+        lines.append([step, files.size_text(sizes[path.stem]), marks.get(path.name)])
     return lines
 
 

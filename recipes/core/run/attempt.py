@@ -111,7 +111,7 @@ def start_time(pid: int) -> str:
     ended.
     """
     with contextlib.suppress(OSError):
-        fields = processes.stat(pid)
+        fields = processes.stat(int(pid))  # it may be the text of another user
         if fields[0] not in ("Z", "X"):
             return fields[19]
     return ""

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from recipes.core import files
-from recipes.core.errors import Kind, Next, kind_of, next_of
+from recipes.core import files, trust
+from recipes.core.errors import InputError, Kind, Next, kind_of, next_of
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, judge, rows
 from recipes.core.run.attempt import Attempt
@@ -114,7 +114,10 @@ class Record:
         path = self.folder / "config.yaml"
         try:
             text = files.read_bounded(path, MAX_YAML, files.without_links).decode()
-            content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            usual = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            # without merge keys, with which a small file can take all memory
+            loader = type("Loader", (usual,), {"flatten_mapping": lambda self, node: None})
+            content = yaml.load(text, loader)
         # a refused run has no config.yaml; a damaged file only makes its keys unknown
         except Exception:
             return {}
@@ -185,7 +188,14 @@ class Record:
 
 
 def read(folder: Path) -> Record:
-    """Reads a run directory."""
+    """Reads a run directory. Raises InputError if a file of another user's is a link: it could lead
+    to a file of this user, whose content would be printed.
+    """
+    if folder.exists() and not trust.is_own(folder):
+        for pattern in ("*", "attempts/*", "attempts/*/*", "attempts/*/*/*"):
+            for path in folder.glob(pattern):
+                if path.is_symlink():
+                    raise InputError(f"{path}: is a link in the run of another user")
     status = directory.read_status(folder) or {}
     job = files.read_json(folder / "job.yaml") or {}
     # a summary of an earlier attempt stays until the run is done again

@@ -124,7 +124,8 @@ def _git(root: Path, *words: str, **variables: str) -> bytes:
     fails.
     """
     command = ["git", "-C", str(root), *words]
-    environ = {**os.environ, **variables}
+    # a repository in a folder above may be another user's, whose configuration can name commands
+    environ = {**os.environ, **variables, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
             command, env=environ, capture_output=True, timeout=GIT_S, check=True

@@ -84,7 +84,8 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             try:
                 yield from run_directories(path.resolve() if is_link else path, depth - 1)
             except OSError as error:
-                print(f"{path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
+                name = errors.shown(path, LONGEST_PATH)
+                print(f"{name}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 
 
 def find(folders: Sequence[Path], may_be_empty: bool = False) -> list[Path]:
@@ -119,7 +120,7 @@ def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> list[T]:
         try:
             results.append(read_one(folder, read))
         except InputError as error:
-            print(f"{error}: skipped", file=sys.stderr)
+            print(printable(f"{error}: skipped"), file=sys.stderr)
     return results
 
 

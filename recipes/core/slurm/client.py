@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core.errors import MachineError, Next, shown
+from recipes.core.files import ROOT
 from recipes.core.slurm import durations, environment, jobstate
 from recipes.core.slurm.jobstate import Job
 
@@ -328,7 +329,8 @@ def one_line(output: str) -> str:
 
 def on_each_node(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> list[str]:
     """The beginning of a command that starts one task on each node of the job, with all GPUs of the
-    node. The command of the task follows. nodes: only these; () for all.
+    node and in the folder of the code. The command of the task follows. nodes: only these; () for
+    all.
     """
     count = len(nodes) or environment.num_nodes(environ)
     command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
@@ -339,7 +341,8 @@ def on_each_node(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> list[
     job = own(environ)
     if job and job.all_gpus:
         command.append(f"--gpus={job.all_gpus}")
-    return command
+    # on a node that does not see the folder, srun alone would start the task in /tmp
+    return [*command, "env", "-C", str(ROOT)]
 
 
 def broadcast(source: Path, target: Path) -> None:

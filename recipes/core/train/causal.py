@@ -240,7 +240,9 @@ class Causal:
         if left < 1:
             raise InputError(f"prompt: has {asked} tokens, too many for the model: shorten it")
         most = min(max_tokens, left)
-        tokens = self.net.generate(**inputs, max_new_tokens=most, do_sample=False)
+        # a model may ask for compilation, whose cache can be a folder of another user
+        options = {"max_new_tokens": most, "do_sample": False, "disable_compile": True}
+        tokens = self.net.generate(**inputs, **options)
         new = tokens[0, asked:]
         return str(self.tokenizer.decode(new, skip_special_tokens=True))
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.errors import InputError
 from recipes.core.train import sharding
 
@@ -383,12 +383,15 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> Any:
-    """The content of a file. Raises InputError.
+    """The content of a file. Raises InputError, and MachineError for a link of another user.
 
     With ``weights_only`` no code in the file is executed; this is safe from torch 2.10 on
     (CVE-2025-32434, CVE-2026-24747). torch does not verify the archive's CRC-32s when it loads, so
     it would not detect a flipped bit in a weight; zipfile does.
     """
+    trust.resolved(path, to_same_owner=True)
+    if not path.is_file():
+        raise InputError(f"checkpoint {path}: is not a file")
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from recipes import export, llm, predict
 from recipes.conf.llm import Config
-from recipes.core import errors
+from recipes.core import errors, trust
 from recipes.core.data import hub, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError, MachineError
@@ -353,7 +353,9 @@ def test_a_temperature_without_sampling_can_be_written(models: Path, tmp_path: P
     assert (kept["temperature"], kept["do_sample"]) == (0.6, True)
 
 
-def test_code_of_a_model_runs_only_if_its_digest_is_given(models: Path, tmp_path: Path) -> None:
+def test_code_of_a_model_runs_only_if_its_digest_is_given(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(models / "llama", folder)
     config = json.loads((folder / "config.json").read_text())
@@ -374,10 +376,27 @@ def test_code_of_a_model_runs_only_if_its_digest_is_given(models: Path, tmp_path
     assert not mark.exists()
     assert type(causal.open_model(str(folder), folder, digest)).__name__ == "MyModel"
     assert mark.exists()
-    with open(folder / "mine.py", "a") as file:
-        file.write("# changed\n")
-    with pytest.raises(InputError, match=asks):
-        causal.open_model(str(folder), folder, digest)
+    mark.unlink()
+    for name in ("mine.py", "transformers_modules"):
+        with monkeypatch.context() as patch:
+            patch.setattr(hub.transformers().utils, "HF_MODULES_CACHE", tmp_path / name)
+            change = lambda place, name=name: "is changed" if place.name == name else ""  # noqa: E731
+            patch.setattr(trust, "who_else_can_change", change)
+            with pytest.raises(InputError, match="is changed, so its code is not executed: copy"):
+                causal.open_model(str(folder), folder, digest)
+    for name in ("hidden/other.MyConfig", "/home/other.MyConfig", "other--mine.MyConfig"):
+        other = {**config, "auto_map": {**names, "AutoConfig": name}}
+        (folder / "config.json").write_text(json.dumps(other))
+        with pytest.raises(InputError, match="has no model_type mine"):
+            causal.open_model(str(folder), folder, digest)
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in (folder / "mine.py", folder / "parts/of_it.py"):  # which mine.py may import
+        file.parent.mkdir(exist_ok=True)
+        with open(file, "a") as text:
+            text.write("# changed\n")
+        with pytest.raises(InputError, match="requires Python code"):
+            causal.open_model(str(folder), folder, digest)
+    assert not mark.exists()
 
 
 def test_code_in_a_run_of_another_user_does_not_run(run_dir: Path, tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
     assert bench.srun == [
         "--cpus-per-task=5",
         *STEP_OPTIONS,
+        "env",
+        "-C",
+        str((bench.root / "runs/code/job-7").resolve()),
         f"{bench.folder}/bin/python",
         "-u",
         "-m",

@@ -359,9 +359,7 @@ def test_a_job_of_another_cluster_is_not_the_job_with_this_id_here(root: Path) -
     folder = begun(root / "runs/mnist/18", cluster="there")
     for cluster, state in (("there", "running"), ("here", "unknown"), ("", "running")):
         assert runs.read(folder, {"18": RUNNING}, cluster).state == state
-    with pytest.raises(
-        MachineError, match="not known whether it runs: its job is on cluster there"
-    ):
+    with pytest.raises(MachineError, match="its state is unknown: its job is on cluster there"):
         run_commands.cancel(runs.read(folder, {"18": RUNNING}, "here"))
 
 

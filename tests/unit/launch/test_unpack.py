@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 import pytest
 
 from recipes.core.errors import MachineError
+from recipes.core.files import ROOT
 from recipes.core.launch import unpack
+from recipes.core.slurm import client
 
 
 def test_an_archive_that_ends_early_leaves_no_environment(tmp_path: Path) -> None:
@@ -49,3 +51,21 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     folder.parent.chmod(0o777)
     with pytest.raises(MachineError, match="with mode 700"):
         unpack.main(["prepare", str(folder)])
+
+
+def test_a_node_that_refuses_the_folder_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user may have made the folder, and put a Python there."""
+    archive = tmp_path / "environment.tar"
+    archive.touch()
+    for status in (3, 137):
+        monkeypatch.setattr(unpack, "_on_each_node", lambda *words, status=status: status)
+        with pytest.raises(MachineError, match="was not unpacked"):
+            unpack.on_all_nodes(str(archive), False, {"SLURM_JOB_ID": "7"})
+
+
+def test_a_task_on_each_node_starts_in_the_folder_of_the_code() -> None:
+    """srun alone would start it in /tmp on a node that does not see the folder."""
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    assert client.on_each_node(environ)[-3:] == ["env", "-C", str(ROOT)]

@@ -82,7 +82,7 @@ class Program:
             self.catch(*numbers)
 
     def catch(self, *numbers: int) -> None:
-        print(*numbers, file=self.process.stdin, flush=True)
+        print(*map(int, numbers), file=self.process.stdin, flush=True)  # not their names
         assert self.process.stdout.readline() == "catches\n"
 
     def end(self) -> list[int]:

@@ -25,6 +25,8 @@ def test_only_own_requests_are_answered(tmp_path: Path, monkeypatch: pytest.Monk
         trust.write_own(tmp_path / "attempts" / name / look.REQUEST, b"{}\n")
         (tmp_path / "attempts" / name / look.REQUEST).chmod(mode)
     program = subprocess.Popen(["sleep", "60"])
+    command = Path(f"/proc/{program.pid}/cmdline")
+    helpers.wait_until(lambda: command.read_bytes() or None, 10, "its command line")
     looks: list[None] = []
 
     def tell() -> dict[str, Any]:
