@@ -157,11 +157,13 @@ def _is_trusted(user: int, place: Path) -> bool:
     """Whether a user's files are used: this user's, root's, and those of the owner of this clone.
     place: the file or folder that belongs to ``user``.
     """
+    if user in (os.geteuid(), 0):
+        return True
     owner = ROOT.stat().st_uid
     overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
     is_namespace = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
     if not is_namespace or user != overflow:
-        return user in (os.geteuid(), 0, owner)
+        return user == owner
     # In a user namespace, as of a container, the files of root and of all other users have this
     # owner. Those of root are taken to be the clone, what is in /, and folders in folders that only
     # their owner can change.
