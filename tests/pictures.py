@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from recipes.core.report import figure
-from recipes.core.report.page import SHEET
+from recipes.core.report.style import SHEET
 from recipes.core.run import attempt as attempts
 from recipes.core.run import rows
 from tests import helpers

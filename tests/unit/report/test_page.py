@@ -20,7 +20,7 @@ from recipes import report
 from recipes.core import files
 from recipes.core.errors import Kind
 from recipes.core.report import figure
-from recipes.core.report.page import SHEET
+from recipes.core.report.style import SHEET
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from tests import helpers
