@@ -91,7 +91,7 @@ FIGURES = [
     ),
     (
         "docs/large-models.md",
-        "When neither is compiled, it is {2:}, {1:.2f} and {0:}.".format(
+        "When neither is compiled, the ratio is {2:}, {1:.2f} and {0:}.".format(
             *CPU["nanogpt"]["ratio, not compiled"]
         ),
     ),
@@ -149,7 +149,7 @@ FIGURES = [
     (
         "docs/watching.md",
         f"needs at least {efficiency.SLOW_RANK} times as long per step as the median rank (after "
-        f"{efficiency.STEPS} steps)",
+        f"{efficiency.STEPS} steps, if a step takes at least {efficiency.SHORT_S} s)",
     ),
     (
         "docs/watching.md",
