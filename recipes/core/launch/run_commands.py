@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,9 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     if name == "look":
-        jobs = client.mine()
-        return look.look(read(folders[0], jobs, _cluster(jobs)), told)
+        return look.look(table.read_one(folders[0], _reader(client.mine())), told)
     # an answer that is missing would leave a job running, or submit it twice
-    jobs = client.mine(client.ANSWER_S)
-    of_run = functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
+    of_run = _reader(client.mine(client.ANSWER_S))
     if name == "cancel" and len(folders) > 1:
         return cancel_all(folders, table.read_each(folders, of_run))
     runs = [table.read_one(folder, of_run) for folder in folders]  # all, before one is changed
@@ -84,6 +82,11 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
     for run, arguments in zip(runs, every, strict=True):
         print(f"{_short(run.folder)}: {resume(run, arguments)}", flush=True)
     return EXIT_DONE
+
+
+def _reader(jobs: Mapping[str, Line] | None) -> Callable[[Path], Run]:
+    """`read` of a folder. jobs: of `client.mine`."""
+    return functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
 
 
 def show(words: Sequence[str], root: Path) -> int:
