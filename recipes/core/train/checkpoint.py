@@ -390,7 +390,7 @@ def _read_file(path: Path) -> Any:
     it would not detect a flipped bit in a weight; zipfile does.
     """
     trust.resolved(path, to_same_owner=True)
-    if not path.is_file():
+    if path.exists() and not path.is_file():  # such as a pipe, which would block
         raise InputError(f"checkpoint {path}: is not a file")
     try:
         with zipfile.ZipFile(path) as archive:
