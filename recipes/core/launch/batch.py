@@ -71,9 +71,8 @@ EARLY_S = 60.0  # Slurm may send the signal before the time limit this much earl
 def begin(recipe: str, script: Path, words: list[str], environ: Mapping[str, str]) -> Shell:
     """Checks the keys, records what was submitted, and opens the attempt.
 
-    script: the batch script. Returns what the script's shell does, as pairs of a verb and a value;
-    `follow` in sbatch/job.sh has the verbs. Raises ConfigError if a key is invalid or the job is
-    refused, MachineError if the run directory cannot be written.
+    script: the batch script. Returns what `follow` in sbatch/job.sh does. Raises ConfigError if a
+    key is invalid or the job is refused, MachineError if the run directory cannot be written.
     """
     job = client.own(environ)
     left_over = environment.left_over(
