@@ -778,10 +778,10 @@ def test_a_run_of_another_user_does_not_keep_others_from_being_cancelled(
     for name in ("theirs", "mine"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
     os.chown(tmp_path / "runs/theirs", STRANGER, STRANGER)
-    (tmp_path / "runs/theirs/link").symlink_to(tmp_path)
+    (tmp_path / "runs/theirs/status.json").symlink_to(tmp_path / "nothing")
     assert run_commands.command(["cancel", f"{tmp_path}/runs"], tmp_path, {}) == 3
     said = capsys.readouterr()
-    assert "runs/theirs/link: is a link in the run of another user: skipped" in said.err
+    assert "runs/theirs/status.json: is a link in the run of another user: skipped" in said.err
     assert "runs/mine: is not running: lost" in said.out
 
 
@@ -1055,9 +1055,10 @@ def test_the_run_of_another_user_leads_to_no_private_file(tmp_path: Path) -> Non
     private.write_text('{"arguments": ["args=--token secret"]}')
     run_dir = tmp_path / "runs/theirs"
     (run_dir / "attempts").mkdir(parents=True)
-    (run_dir / "job.yaml").symlink_to(private)
-    assert record.read(run_dir).job
+    (run_dir / "data").symlink_to(tmp_path)
     os.chown(run_dir, STRANGER, STRANGER)
+    assert not record.read(run_dir).job
+    (run_dir / "job.yaml").symlink_to(private)
     with pytest.raises(InputError, match=r"job\.yaml: is a link in the run of another user"):
         record.read(run_dir)
 

@@ -19,6 +19,8 @@ from recipes.core.run import directory, judge, rows
 from recipes.core.run.attempt import Attempt
 
 MAX_YAML = 1 << 20  # bytes of a config.yaml
+# what is read of a run; others may have links beside it
+READ = ("*.json*", "*.yaml", "attempts", "attempts/*", "attempts/*/*", "attempts/*/*/*")
 LONGEST_NAME = 500  # bytes of a file that names a checkpoint
 NEWEST = 1000  # rows that are read of a run that may have many more
 
@@ -192,7 +194,7 @@ def read(folder: Path) -> Record:
     to a file of this user, whose content would be printed.
     """
     if folder.exists() and not trust.is_own(folder):
-        for pattern in ("*", "attempts/*", "attempts/*/*", "attempts/*/*/*"):
+        for pattern in READ:
             for path in folder.glob(pattern):
                 if path.is_symlink():
                     raise InputError(f"{path}: is a link in the run of another user")
