@@ -30,7 +30,6 @@ from recipes.core.config import parser as keys_parser
 from recipes.core.config.declare import key
 from recipes.core.data import classfolder, documents
 from recipes.core.errors import InputError
-from recipes.core.run import entry
 
 BATCH = 32
 SHOWN = 3  # classes in a line of text
@@ -137,7 +136,6 @@ def reply(run: str, keys: PromptKeys) -> int:
 
 
 def main(argv: list[str]) -> int:
-    entry.set_compile_cache()  # a model may compile its generation
     if any(word.startswith(("prompt=", "prompts=")) for word in argv):
         run, *words = argv
         return reply(run, keys_parser.parse_keys(PromptKeys, words))

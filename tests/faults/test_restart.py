@@ -193,6 +193,29 @@ def test_a_killed_rank_is_replaced_in_the_same_job(
     check_time(run_dir, 1, killed_at)
 
 
+def replace_node(
+    five: Cluster, repo: Path, run_dir: Path, whole: Path, fault: str, *words: str
+) -> tuple[str, float]:
+    """Loses node2 in a job with a node in reserve, and checks that the job ends as the unbroken
+    run. Returns its log, and when the node was lost.
+    """
+    job, log = start(five, repo, *words, "spare=1", "restarts=2", f"run_dir={run_dir}")
+    try:
+        jobs.wait_for_training(five, job, run_dir, step=30)
+        fault_at = time.time()
+        getattr(five, fault)("node2")
+        wait_for_step(run_dir, 1, STEPS)
+        five.restart_slurmd("node2", 60)
+        check_end(five, job, log, run_dir, attempt=1)
+    finally:
+        jobs.leave_no_job(five)
+    check_same_end(run_dir, whole)
+    text = log.read_text()
+    assert "started again without node2 (restart 1 of at most 2)" in text
+    assert read(run_dir / "attempts/0001/opened.json")["hosts"] == ["node1", "node3"]
+    return text, fault_at
+
+
 @pytest.mark.long
 @pytest.mark.fault(42, 47)
 @pytest.mark.parametrize("fault", ["kill_node", "cut_network"])
@@ -201,20 +224,8 @@ def test_a_spare_node_replaces_one_that_has_died_or_lost_its_network(
 ) -> None:
     """The other ranks time out, and srun waits for the node."""
     run_dir = tmp_path / "run"
-    job, log = start(five, repo, *TRAINING, "spare=1", "restarts=2", f"run_dir={run_dir}")
-    try:
-        jobs.wait_for_training(five, job, run_dir, step=30)
-        fault_at = time.time()
-        getattr(five, fault)("node2")
-        wait_for_step(run_dir, 1, STEPS)
-        five.restart_slurmd("node2", 60)
-        check_end(five, job, log, run_dir, attempt=1)
-        check_same_end(run_dir, whole)
-        check_time(run_dir, 1, fault_at, is_of_node=True)
-        assert "started again without node2 (restart 1 of at most 2)" in log.read_text()
-        assert read(run_dir / "attempts/0001/opened.json")["hosts"] == ["node1", "node3"]
-    finally:
-        jobs.leave_no_job(five)
+    _, fault_at = replace_node(five, repo, run_dir, whole, fault, *TRAINING)
+    check_time(run_dir, 1, fault_at, is_of_node=True)
 
 
 @pytest.mark.long
@@ -224,19 +235,9 @@ def test_a_node_without_network_is_noticed_long_before_timeout_s(
 ) -> None:
     run_dir = tmp_path / "run"
     words = [word for word in TRAINING if not word.startswith("timeout_s=")]
-    words += ["spare=1", "restarts=1", f"run_dir={run_dir}"]
-    job, log = start(five, repo, *words)
-    try:
-        jobs.wait_for_training(five, job, run_dir, step=30)
-        five.cut_network("node2")
-        wait_for_step(run_dir, 1, STEPS)
-        five.restart_slurmd("node2", 60)
-        check_end(five, job, log, run_dir, attempt=1)
-        check_same_end(run_dir, whole)
-        assert "Timed out waiting for node2: it has died or lost its network" in log.read_text()
-        print(ledger.text(ledger.recovery(Attempt(run_dir, 1))))
-    finally:
-        jobs.leave_no_job(five)
+    log, _ = replace_node(five, repo, run_dir, whole, "cut_network", *words)
+    assert "Timed out waiting for node2: it has died or lost its network" in log
+    print(ledger.text(ledger.recovery(Attempt(run_dir, 1))))
 
 
 @pytest.mark.long

@@ -44,7 +44,7 @@ from recipes.core.run import (
     table,
 )
 from recipes.core.run.record import State
-from recipes.core.train import checkpoint, resume, session, trained
+from recipes.core.train import causal, checkpoint, resume, session, trained
 from tests import helpers
 
 STRANGER = 65534
@@ -862,15 +862,16 @@ def test_check_copies_no_file_without_an_end(tmp_path: Path) -> None:
     assert [path.name for path in place.iterdir()] == ["checkpoints"]
 
 
+@pytest.mark.parametrize("load", [trained.load, causal.load])
 def test_a_loaded_model_has_a_private_compile_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[Path], object]
 ) -> None:
     """torch's exporter reads files in this folder. Its default is a name that others can create."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(InputError, match="has no checkpoint"):
-        trained.load(tmp_path)
+        load(tmp_path)
     place = f"{tmp_path}/recipes-{os.getuid()}/{sys.implementation.cache_tag}-"
     assert re.fullmatch(rf"{place}[0-9a-f]{{8}}", os.environ["TORCHINDUCTOR_CACHE_DIR"])
 

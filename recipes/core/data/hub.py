@@ -99,7 +99,8 @@ def allows_code(model: str, folder: Path, allow_code: str) -> bool:
         )
     # transformers reads the files again, and executes a copy that it keeps there
     modules = Path(library.utils.HF_MODULES_CACHE)
-    modules.mkdir(parents=True, exist_ok=True)
+    with files.writing_to(modules, "HF_MODULES_CACHE"):
+        modules.mkdir(parents=True, exist_ok=True)
     for place in (*sources, modules):
         problem = trust.who_else_can_change(place)
         if problem:

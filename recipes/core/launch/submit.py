@@ -102,7 +102,7 @@ def _executor(job: Job, python: str) -> Any:
     """
     import submitit
 
-    # not in a class of ours: for an array, submitit makes another executor of its own class
+    # A subclass would have no effect on an array: submitit submits it with a new SlurmExecutor.
     executor_class: Any = submitit.SlurmExecutor
     executor_class._get_job_id_from_submission_command = staticmethod(_job_id)
     client.require_commands()

@@ -66,12 +66,16 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
     end: of the run, or time.time() if it runs; without it, the list is empty. Time by which a clock
     was set back counts as nothing.
     """
-    every = attempts.every(run_dir)[::-1] if math.isfinite(end) else []
-    # an attempt that could not be described, for example on a full disk, has no time
-    every = [attempt for attempt in every if math.isfinite(number(attempt.facts().get("time")))]
+    every = list[Attempt]()
+    facts = list[dict[str, Any]]()
+    for attempt in attempts.every(run_dir)[::-1] if math.isfinite(end) else []:
+        fact = attempt.facts()
+        # an attempt that could not be described, for example on a full disk, has no time
+        if math.isfinite(number(fact.get("time"))):
+            every.append(attempt)
+            facts.append(fact)
     if not every:
         return []
-    facts = [attempt.facts() for attempt in every]
     opened = [*(number(fact.get("time")) for fact in facts), end]
     at = number(facts[0].get("submitted") or opened[0])
     has_ended = True

@@ -64,7 +64,7 @@ def places_of(
     late = behind(answers, hosts)
     places: list[tuple[str, Sequence[str]]] = []
     if silent or not answers:
-        why = "the job is suspended, the node is down, or it cannot read the run directory"
+        why = "the job is suspended, or the node is down or cannot read the run directory"
         places.append((f"{_names(silent, hosts)}: no answer within {WAIT_S:g} s: {why}", ()))
 
     awaited = f"waiting for {_names(late, hosts)}, "

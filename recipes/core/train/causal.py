@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from recipes.core import errors, files
 from recipes.core.data import chat, hub
 from recipes.core.errors import InputError
+from recipes.core.run import entry
 from recipes.core.train import checkpoint, trained
 
 FOLDER = "model"  # in the run directory: config, tokenizer and generation config of the model
@@ -240,7 +241,7 @@ class Causal:
         if left < 1:
             raise InputError(f"prompt: has {asked} tokens, too many for the model: shorten it")
         most = min(max_tokens, left)
-        # a model may ask for compilation, whose cache can be a folder of another user
+        # some models ask for compilation, which takes longer than one answer
         options = {"max_new_tokens": most, "do_sample": False, "disable_compile": True}
         tokens = self.net.generate(**inputs, **options)
         new = tokens[0, asked:]
@@ -270,6 +271,7 @@ def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
     allow_code: as for `hub.allows_code`; that of the run does not count, since the run may be
     another user's.
     """
+    entry.set_compile_cache()  # the model's own code may compile
     path = trained.checkpoint_of(Path(run))
     content = checkpoint.read(path)
     config = content["meta"]["config"]

@@ -380,8 +380,8 @@ def test_code_of_a_model_runs_only_if_its_digest_is_given(
     for name in ("mine.py", "transformers_modules"):
         with monkeypatch.context() as patch:
             patch.setattr(hub.transformers().utils, "HF_MODULES_CACHE", tmp_path / name)
-            change = lambda place, name=name: "is changed" if place.name == name else ""  # noqa: E731
-            patch.setattr(trust, "who_else_can_change", change)
+            problems = {name: "is changed"}
+            patch.setattr(trust, "who_else_can_change", lambda path, of=problems: of.get(path.name))
             with pytest.raises(InputError, match="is changed, so its code is not executed: copy"):
                 causal.open_model(str(folder), folder, digest)
     for name in ("hidden/other.MyConfig", "/home/other.MyConfig", "other--mine.MyConfig"):

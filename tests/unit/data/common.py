@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-
-from recipes.core.data import decode
-from recipes.core.errors import InputError
 
 
 def picture(seed: int, width: int = 120, height: int = 90, grain: int = 8) -> Image.Image:
@@ -36,10 +34,10 @@ def put(path: Path, content: bytes = b"x") -> None:
 @pytest.fixture(params=["torchcodec", "torchvision", "opencv"])
 def decoder(request: pytest.FixtureRequest) -> str:
     if request.param == "torchcodec":
-        try:
-            decode.make_decoder("torchcodec")
-        except InputError as error:  # not installed, or made for another torch
-            pytest.skip(str(error))
+        pytest.importorskip("torchcodec", reason="decoder=torchcodec: pip install torchcodec")
+        cuda = torch.version.cuda
+        if cuda and int(cuda.partition(".")[0]) < 13:
+            pytest.skip(f"torchcodec needs libraries of CUDA 13; torch has {cuda}")
     if request.param == "opencv":
         pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
         pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
