@@ -138,7 +138,9 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
 
 def set_compile_cache() -> None:
     """Sets the folder of torch's compiled code, unless the user has set it. Raises MachineError."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # torch sets the variable to this default when torch._dynamo is imported (2.15)
+    usual = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual).startswith(usual):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
     # else g++ reads headers of others from /tmp
     os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
