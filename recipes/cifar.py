@@ -29,11 +29,7 @@ from torch.nn import functional as F
 
 from recipes.conf.cifar import Arch, Config
 from recipes.core.data import datasets, in_memory, sampling
-from recipes.core.train import loop, optimisation, scores, session
-from recipes.core.data.in_memory import AugmentedImages
-from recipes.core.data.sampling import GlobalBatches
-from recipes.core.train.checkpoint import State
-from recipes.core.train.optimizers import Muon
+from recipes.core.train import checkpoint, loop, optimisation, optimizers, scores, session
 from recipes.core.train.run import Run
 
 # of CIFAR-10's training pixels (red, green, blue)
@@ -160,11 +156,11 @@ def make_optimizer(
     for params, rate in sgd:
         decay = cfg.weight_decay / rate
         groups.append({"params": params, "lr": rate * batch_size, "weight_decay": decay, **of_sgd})
-    return Muon(groups, lr, cfg.momentum)
+    return optimizers.Muon(groups, lr, cfg.momentum)
 
 
 def lr_factors(
-    cfg: Config, batches: GlobalBatches, total_steps: int, groups: int
+    cfg: Config, batches: sampling.GlobalBatches, total_steps: int, groups: int
 ) -> list[Callable[[int], float]]:
     """The learning rate of a step as a fraction of its peak, for each group of the optimiser.
 
@@ -194,7 +190,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     digests = train_set.digest(), test_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
+    batches = sampling.GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests
+    )
     batches.require_full(run.ranks, cfg.accumulate)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     net = make_net(cfg, run, in_memory.normalise(train_set.images[:5000], mean, std))
@@ -205,7 +203,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     steps = loop.total_steps(cfg, batches)
     factors = lr_factors(cfg, batches, steps, len(optimizer.param_groups))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
-    augmented = AugmentedImages(
+    augmented = in_memory.AugmentedImages(
         train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY
     )
     autocast = optimisation.autocast(run, cfg)
@@ -233,7 +231,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             yield torch.stack(logits).sum(0), batch_labels
 
     evaluate = partial(scores.accuracy, run, answers)
-    run.resume(State(net, optimizer, scheduler, ema), batches)
+    run.resume(checkpoint.State(net, optimizer, scheduler, ema), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
         for part in step.parts:
             augmented.draw(cfg.seed, part.epoch)

@@ -34,7 +34,6 @@ from recipes.core.config.run_keys import Device
 from recipes.core.doctor import commands, examine, explain
 from recipes.core.doctor.probes import Surroundings
 from recipes.core.doctor.reports import Reports
-from recipes.core.files import ROOT
 from recipes.core.place import ranks
 from recipes.core.run import command_line, directory, source
 from recipes.core.slurm import environment
@@ -59,7 +58,7 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
         print(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
-    source.go_home(ROOT)
+    source.go_home(files.ROOT)
     settings = command_line.parse(words, recipe="doctor")
     # A batch shell is no rank.
     info = ranks.detect({} if command == "judge" else os.environ)
@@ -73,7 +72,7 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     limit.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _end(128 + number))
-    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT)
+    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, files.ROOT)
     trust.own_folder(run_dir)
     if command == "judge":
         hosts = environment.nodes_of_job(os.environ) or [socket.gethostname()]

@@ -30,11 +30,8 @@ from torchvision.transforms import v2
 from recipes.conf.finetune import Config
 from recipes.core import errors
 from recipes.core.data import labelled, sampling
-from recipes.core.train import loop, models, optimisation, scores, session, trained
-from recipes.core.data.labelled import Pictures
-from recipes.core.data.sampling import GlobalBatches
+from recipes.core.train import checkpoint, loop, models, optimisation, scores, session, trained
 from recipes.core.data.torch_loader import TorchLoader, seeded
-from recipes.core.train.checkpoint import State
 from recipes.core.train.run import Run
 
 
@@ -111,8 +108,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         cfg.dataset, cfg.data_dir, cfg.labels, cfg.multi_label, cfg.val_fraction, cfg.seed, run.say
     )
     train_transform, val_transform = transforms(cfg)
-    train_set = Pictures(*train_part, train_transform)
-    val_set = Pictures(*val_part, val_transform)
+    train_set = labelled.Pictures(*train_part, train_transform)
+    val_set = labelled.Pictures(*val_part, val_transform)
     classes = train_set.source.classes
     counts = f"{len(train_set):,} training images and {len(val_set):,} validation images"
     run.say(f"{counts} in {len(classes)} classes")
@@ -122,7 +119,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             some = f"{len(empty)} of {len(classes)} classes, such as {errors.shown(empty[0])}"
             run.say(f"warning: no validation image in {some}")
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
+    batches = sampling.GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests
+    )
     batches.require_full(run.ranks, cfg.accumulate)
     loader = TorchLoader(
         train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
@@ -161,7 +160,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     metrics = scores.of_labels if cfg.multi_label else scores.of_classes
     evaluate = partial(metrics, run, answers, len(classes))
-    run.resume(State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
+    run.resume(checkpoint.State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate):
         for part in step.parts:
             images, labels = part.data

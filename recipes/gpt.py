@@ -31,10 +31,7 @@ from torch.nn import functional as F
 from recipes.conf.gpt import HEAD, Config
 from recipes.core import errors
 from recipes.core.data import sampling, sentences, text
-from recipes.core.train import loop, optimisation, scores, session, sharding
-from recipes.core.data.sampling import GlobalBatches
-from recipes.core.train.checkpoint import State
-from recipes.core.train.optimizers import MuonAdamW
+from recipes.core.train import checkpoint, loop, optimisation, optimizers, scores, session, sharding
 from recipes.core.train.run import Run
 
 # sequences; the same on any number of ranks, so that their losses are equal to the bit
@@ -153,7 +150,7 @@ def make_optimizer(cfg: Config, net: GPT) -> torch.optim.Optimizer:
     adam = {"betas": (0.8, 0.95), "weight_decay": 0.0}
     others = [(net.embed, cfg.embed_lr), (net.head, cfg.head_lr)]
     groups = [{"params": list(layer.parameters()), "lr": lr, **adam} for layer, lr in others]
-    return MuonAdamW(
+    return optimizers.MuonAdamW(
         [{"params": list(net.blocks.parameters())}, *groups], cfg.lr, cfg.momentum, cfg.weight_decay
     )
 
@@ -172,7 +169,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.manual_seed(cfg.seed)
     data = sentences.made() if cfg.dataset == "bytes" else text.open_text(cfg.data_dir)
     training, validation = data.split(cfg.seq_len)
-    batches = GlobalBatches(
+    batches = sampling.GlobalBatches(
         len(training), cfg.global_batch_size, cfg.seed, *world.data, data.digest
     )
     vocabulary = -(-len(data.vocabulary) // 64) * 64  # for fast matrix products
@@ -215,7 +212,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             "val_loss": nats / len(validation) / cfg.seq_len,
         }
 
-    run.resume(State(net, optimizer, scheduler), batches)
+    run.resume(checkpoint.State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
         for part in step.parts:
             with autocast:

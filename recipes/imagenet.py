@@ -28,13 +28,19 @@ from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
 from recipes.core.data import decode, image_sets, in_memory, sampling
-from recipes.core.train import images, loop, models, optimisation, scores, session, trained
+from recipes.core.train import (
+    checkpoint,
+    images,
+    loop,
+    models,
+    optimisation,
+    optimizers,
+    scores,
+    session,
+    trained,
+)
 from recipes.core.data.decode import Decoder, Pixels
-from recipes.core.data.image_sets import Crops
-from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.torch_loader import TorchLoader
-from recipes.core.train.checkpoint import State
-from recipes.core.train.optimizers import LARS
 from recipes.core.train.run import Run
 
 # Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.
@@ -56,7 +62,7 @@ def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimi
     of_norms = cfg.weight_decay if cfg.decay_norms else 0.0
     weights, others = optimisation.decay_groups(net, cfg.weight_decay, of_norms)
     if cfg.optimizer is Optimizer.lars:
-        return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
+        return optimizers.LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
     nesterov = cfg.nesterov and cfg.momentum > 0
     return torch.optim.SGD([weights, others], lr, cfg.momentum, nesterov=nesterov)
 
@@ -106,14 +112,16 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
-    validation = Crops(val_set, cfg.decoder.name, partial(validation_crop, cfg))
+    validation = image_sets.Crops(val_set, cfg.decoder.name, partial(validation_crop, cfg))
     digests = train_set.digest(), val_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
+    batches = sampling.GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests
+    )
     batches.require_full(run.ranks, cfg.accumulate)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     loader = TorchLoader(
-        Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)),
+        image_sets.Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)),
         batches,
         collate=image_sets.collate,
         num_workers=images.workers(run, cfg.num_workers),
@@ -143,7 +151,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     evaluate = partial(scores.accuracy, run, answers)
     about = {"classes": list(train_set.classes)}
-    run.resume(State(net, optimizer, scheduler, ema, about), loader)
+    run.resume(checkpoint.State(net, optimizer, scheduler, ema, about), loader)
     has_weights = bool(cfg.pretrained or cfg.weights)
     for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=has_weights):
         for part in step.parts:

@@ -30,9 +30,17 @@ from recipes.core.config.run_keys import Dtype
 from recipes.core.data import chat, dialogues, hub, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError
-from recipes.core.train import causal, loop, models, optimisation, scores, session, sharding
-from recipes.core.train.checkpoint import State
-from recipes.core.train.optimizers import MuonAdamW
+from recipes.core.train import (
+    causal,
+    checkpoint,
+    loop,
+    models,
+    optimisation,
+    optimizers,
+    scores,
+    session,
+    sharding,
+)
 from recipes.core.train.run import Run
 
 # Root mean square of an update of AdamW (Liu et al., "Muon is scalable for LLM training", 2025).
@@ -101,7 +109,7 @@ def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
         alike = [p for p in matrices if p.shape[1] == columns]
         decay = cfg.weight_decay / scale
         groups.append({"params": alike, "lr": cfg.lr * scale, "weight_decay": decay})
-    return MuonAdamW(groups, cfg.lr)
+    return optimizers.MuonAdamW(groups, cfg.lr)
 
 
 def lr_factor(cfg: Config, steps: int, step: int) -> float:
@@ -183,7 +191,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             net, partial(prepare, cfg), (rows, cfg.max_len), half
         )
     about = {"kind": training.facts["kind"]}
-    run.resume(State(net, optimizer, scheduler, about=about), batches)
+    run.resume(checkpoint.State(net, optimizer, scheduler, about=about), batches)
     if world.rank == 0 and not cfg.evaluate:
         causal.keep(run.dir, net, tokenizer)
     for step in loop.steps(run, cfg, model, batches, evaluate):

@@ -29,10 +29,7 @@ from torch.nn import functional as F
 
 from recipes.conf.mnist import Config, Optimizer, Schedule
 from recipes.core.data import datasets, in_memory, sampling
-from recipes.core.train import loop, optimisation, scores, session
-from recipes.core.data.in_memory import AugmentedImages, ImageSet
-from recipes.core.data.sampling import GlobalBatches
-from recipes.core.train.checkpoint import State
+from recipes.core.train import checkpoint, loop, optimisation, scores, session
 from recipes.core.train.run import Run
 
 # of MNIST's training pixels, scale 0 to 255
@@ -61,7 +58,7 @@ class Net(nn.Module):
         return self.fc2(F.relu(self.fc1(x.flatten(1))))
 
 
-def load(cfg: Config) -> tuple[ImageSet, ImageSet]:
+def load(cfg: Config) -> tuple[in_memory.ImageSet, in_memory.ImageSet]:
     if cfg.dataset == "mnist":
         return in_memory.load(datasets.MNIST, cfg.data_dir)
     if cfg.dataset == "digits":
@@ -104,10 +101,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net, cfg)
     optimizer = make_optimizer(cfg, net)
     digests = train_set.digest(), test_set.digest()
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests)
+    batches = sampling.GlobalBatches(
+        len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests
+    )
     steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
-    shifted = AugmentedImages(train_set.images, reach=MAX_SHIFT if cfg.augment else 0)
+    shifted = in_memory.AugmentedImages(train_set.images, reach=MAX_SHIFT if cfg.augment else 0)
     autocast = optimisation.autocast(run, cfg)
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
@@ -121,7 +120,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 yield net(normalise(batch)), batch_labels
 
     evaluate = partial(scores.accuracy, run, answers)
-    run.resume(State(net, optimizer, scheduler), batches)
+    run.resume(checkpoint.State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
         for part in step.parts:
             shifted.draw(cfg.seed, part.epoch)

@@ -38,7 +38,6 @@ from recipes.core import errors, files, trust
 from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import write
 from recipes.core.data.progress import Progress
 from recipes.core.errors import ConfigError, InputError, MachineError
@@ -197,7 +196,7 @@ def prepare_mnist(keys: PrepareKeys) -> tuple[str, Path]:
     return "mnist", data_dir
 
 
-def _fetched(file: DataFile, source: str) -> bytes:
+def _fetched(file: datasets.DataFile, source: str) -> bytes:
     """The content of a file of MNIST, unpacked, from the folder ``source`` or the internet. Raises
     InputError if it is another content.
     """

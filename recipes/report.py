@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 from recipes.core import errors, files
-from recipes.core.files import ROOT
 from recipes.core.report import page as html
 from recipes.core.run import record, source, table
 
@@ -27,7 +26,8 @@ def main(argv: list[str]) -> int:
         return errors.EXIT_DONE
     page = next((word.removeprefix("html=") for word in argv if word.startswith("html=")), "")
     words = [word for word in argv if word != "--json" and not word.startswith("html=")]
-    folders = [Path(word) for word in words] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
+    every_run = os.path.relpath(source.home(files.ROOT) / "runs")
+    folders = [Path(word) for word in words or [every_run]]
     paths = table.find(folders)
     if page:
         content, count = html.page(paths)

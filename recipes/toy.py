@@ -27,9 +27,7 @@ from torch.nn import functional as F
 
 from recipes.conf.toy import Config
 from recipes.core.data import sampling
-from recipes.core.train import loop, optimisation, session
-from recipes.core.data.sampling import GlobalBatches
-from recipes.core.train.checkpoint import State
+from recipes.core.train import checkpoint, loop, optimisation, session
 from recipes.core.train.run import Run
 
 
@@ -56,7 +54,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net, cfg)  # DistributedDataParallel, if there is more than one rank
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, *world.data)
+    batches = sampling.GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, *world.data)
     autocast = optimisation.autocast(run, cfg)
 
     @torch.inference_mode()
@@ -67,7 +65,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         return {"val_loss": world.sum(total).item() / cfg.samples}
 
     # loads the newest checkpoint, if there is one
-    run.resume(State(net, optimizer, scheduler), batches)
+    run.resume(checkpoint.State(net, optimizer, scheduler), batches)
     # The loop begins at the checkpoint's sample. It ends after the last step, or when a rank was
     # notified to stop: then all ranks stop at the same step and save. After each step it sums the
     # losses over the ranks, writes metrics, evaluates and saves.

@@ -129,7 +129,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/session.py",
-        "        start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, ROOT)\n",
+        "        start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, files.ROOT)\n",
         "",
         "there is no watchdog: a rank that hangs blocks its nodes until the time limit",
         "tests/distributed/train/test_guards.py",
@@ -232,8 +232,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "cfg.seed, *world.data, *digests)",
-        "cfg.seed, *world.data)",
+        "cfg.seed, *world.data, *digests\n",
+        "cfg.seed, *world.data\n",
         "cifar: a resumed run continues with other images",
         "tests/distributed/recipes/test_cifar.py::test_a_run_is_not_resumed_with_different_images",
     ),

@@ -23,7 +23,6 @@ import torch.distributed
 from recipes.core import errors, files
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_MACHINE, EXIT_REQUEUE
 from recipes.core.errors import DiskFull, InputError, Kind, MachineError, RunError, Stopped
-from recipes.core.files import ROOT
 from recipes.core.place import keepalive, memory
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, positions, source, watchdog
@@ -288,7 +287,7 @@ def _where(error: BaseException) -> str:
     if there is none.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        name = source.name_in(ROOT, frame.filename)
+        name = source.name_in(files.ROOT, frame.filename)
         if name:
             return f" ({name}, line {frame.lineno})"
     return ""

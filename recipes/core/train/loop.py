@@ -20,7 +20,6 @@ from recipes.core.errors import InputError, RunError
 from recipes.core.run import ledger, trackers, watchdog
 from recipes.core.train import gradients, lines, metrics, outcome
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.gradients import Gradients
 from recipes.core.train.meter import Flops, Meter, achieved
 from recipes.core.train.profiling import profiling
 from recipes.core.train.run import Run
@@ -71,7 +70,7 @@ def steps(
         run.complete = True
         return
     gradients.check_first_step(run, model)
-    scaled = Gradients(state, cfg)
+    scaled = gradients.Gradients(state, cfg)
     meter = ends.meter
     common = Common(run, model, cfg.accumulate, meter)
     flops: Flops | None = None if cfg.compile else Flops(model)

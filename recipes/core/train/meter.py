@@ -17,7 +17,6 @@ from torch import nn
 
 from recipes.core.place import processes
 from recipes.core.run import watchdog
-from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import device_name
 from recipes.core.train.world import World
 
@@ -58,7 +57,7 @@ class Meter:
     each interval: see `sample`.
     """
 
-    def __init__(self, running: RunningClock, device: torch.device) -> None:
+    def __init__(self, running: watchdog.RunningClock, device: torch.device) -> None:
         self._now = running.now
         self._device = device
         self.samples = 0

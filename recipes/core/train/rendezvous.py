@@ -18,7 +18,6 @@ from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import watchdog
 from recipes.core.run.entry import Start
-from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import check_mig, choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import TEARDOWN_S, TORCH_TIMEOUT, World
@@ -165,7 +164,7 @@ def _link_nodes(store: dist.Store, info: RankInfo, host: str) -> NodeLinks:
 
 
 def _exchange_hosts(
-    store: dist.Store, info: RankInfo, timeout_s: float, clock: RunningClock
+    store: dist.Store, info: RankInfo, timeout_s: float, clock: watchdog.RunningClock
 ) -> tuple[str, ...]:
     """The host name of each rank. Raises MachineError if a rank does not arrive within
     ``timeout_s``.

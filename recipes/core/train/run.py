@@ -16,14 +16,10 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys, TrainKeys
 from recipes.core.data.sampling import Part, Source
 from recipes.core.errors import RunError
-from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import signals, source
-from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.train import agreement, checkpoint, metrics, resume
-from recipes.core.train.agreement import Agreement
-from recipes.core.train.checkpoint import State
 from recipes.core.train.console import Console
 from recipes.core.train.saving import Checkpoints
 from recipes.core.train.world import World
@@ -39,7 +35,7 @@ class Run:
 
     settings: Settings
     world: World
-    attempt: Attempt
+    attempt: attempts.Attempt
     stop: signals.StopFlag
     terminal: InitVar[TextIO | None]
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run starts
@@ -80,7 +76,7 @@ class Run:
         return self.settings.run
 
     @property
-    def state(self) -> State:
+    def state(self) -> checkpoint.State:
         """None until `resume` has set it."""
         return self.checkpoints.state
 
@@ -100,7 +96,7 @@ class Run:
         if self.rows:
             self.rows.close()
 
-    def resume(self, state: State, batches: Source[Part]) -> None:
+    def resume(self, state: checkpoint.State, batches: Source[Part]) -> None:
         """Starts the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
         there is one.
 
@@ -161,9 +157,9 @@ class Run:
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
                 files.write_bytes(self.dir / "config.yaml", text.encode())
-            self.commit = source.commit(ROOT)
+            self.commit = source.commit(files.ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
-            diff = source.difference(ROOT)
+            diff = source.difference(files.ROOT)
             for folder in (self.dir, self.attempt.folder) if diff else ():
                 files.write_bytes(folder / source.DIFF, diff)
 
@@ -198,5 +194,5 @@ class Run:
         every rank must call it.
         """
         with self.world.meeting():
-            _, reason, _, _ = Agreement(self.world, self.stop).read()
+            _, reason, _, _ = agreement.Agreement(self.world, self.stop).read()
         return reason

@@ -16,12 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.errors import InputError, MachineError
-from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source, trackers, watchdog
-from recipes.core.run.attempt import Attempt
 from recipes.core.train import checkpoint, sharding
-from recipes.core.train.checkpoint import Saver, Share, State
 from recipes.core.train.console import Console
 from recipes.core.train.device import device_name
 from recipes.core.train.world import World
@@ -41,12 +38,12 @@ class Checkpoints:
 
     settings: Settings
     world: World
-    attempt: Attempt
+    attempt: attempts.Attempt
     console: Console
     shared_by: int
-    saver: Saver | None = None
+    saver: checkpoint.Saver | None = None
     # set by take()
-    state: State = None  # type: ignore[assignment]
+    state: checkpoint.State = None  # type: ignore[assignment]
     order: Mapping[str, Any] = field(default_factory=dict)
     # set by resume.load()
     resumed_from: Path | None = None
@@ -63,16 +60,16 @@ class Checkpoints:
         if rank < self.shared_by:
             keys = self.settings.run
             number = self.attempt.number
-            self.saver = Saver(
+            self.saver = checkpoint.Saver(
                 self.target,
                 self.attempt.staging,
                 self._saved,
                 keys.keep_checkpoints,
                 keys.keep_every_steps,
-                Share(rank, self.shared_by, number, self._wrote_rows, self._await_rows),
+                checkpoint.Share(rank, self.shared_by, number, self._wrote_rows, self._await_rows),
             )
 
-    def take(self, state: State, order: Mapping[str, Any]) -> None:
+    def take(self, state: checkpoint.State, order: Mapping[str, Any]) -> None:
         """Takes what each checkpoint contains: ``state``, and the values that determine the order
         of samples.
         """
@@ -87,7 +84,7 @@ class Checkpoints:
             "device": device_name(self.world.device),
             "about": dict(state.about),
             # rank 0 saves and compares it
-            "code": {} if self.world.rank else source.loaded(ROOT),
+            "code": {} if self.world.rank else source.loaded(files.ROOT),
             "best": None,  # best evaluation so far: best_metric's value, and its step
             # the row of an epoch's last step if a stop has postponed its evaluation
             "unevaluated": None,

@@ -24,11 +24,9 @@ from recipes.core import errors, files, trust
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, shown
-from recipes.core.files import ROOT
 from recipes.core.place import processes, stacks
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, in_use, logs, resumed, signals, watchdog
-from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
 from recipes.core.train import failure, outcome, torch_errors
@@ -58,7 +56,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         stacks.register()
         os.umask(int(keys.umask, 8))
         start.pulse.tell(recipe=recipe, rank=info.rank, host=host)
-        start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, ROOT)
+        start.pulse.watch(keys.timeout_s + watchdog.MARGIN_S, files.ROOT)
         ranks = start.dry_run.ranks if start.dry_run else info.world_size
         start = replace(start, settings=_fit_to_ranks(start.settings, ranks))
         _set_up(start)
@@ -154,7 +152,7 @@ def _attempt(
             return failure.fail(current, error)
 
 
-def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
+def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
     """Opens an attempt in the run directory, which each rank finds by its own keys. Called by all
     ranks.
 
@@ -166,7 +164,7 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     of_script = attempts.given(os.environ) is not None
     run_id = environment.job_id(os.environ) if of_script else start.ranks.run_id
     choose = functools.partial(
-        directory.choose, start.settings.run.run_dir, start.settings.recipe, base=ROOT
+        directory.choose, start.settings.run.run_dir, start.settings.recipe, base=files.ROOT
     )
     theirs, is_evaluation, number, was_done = world.from_rank_0(
         "run_dir", lambda: _open_on_rank_0(start, world, choose(run_id))
@@ -179,7 +177,7 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     path = mine / directory.EVALUATION if is_evaluation else mine
     if world.rank != 0:
         trust.own_folder(path / "logs")
-    return Attempt(path, int(number)), was_done
+    return attempts.Attempt(path, int(number)), was_done
 
 
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:

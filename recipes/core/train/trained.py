@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 
 from recipes.core.config import declare, recipe_conf
 from recipes.core.data import pillow
-from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line, shown
 from recipes.core.run import entry
 from recipes.core.train import checkpoint, sharding
@@ -43,7 +42,7 @@ class Trained:
             if isinstance(image, Image.Image):
                 return self.transform(pillow.to_rgb(pillow.upright(image)))
             return self.transform(pillow.decode(pillow.read_file(Path(image))))
-        except Unreadable as error:
+        except pillow.Unreadable as error:
             raise InputError(f"{shown(image, 4096)} {error}: give another image") from None
 
     @torch.inference_mode()
