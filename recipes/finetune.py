@@ -17,7 +17,6 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("finetune") if __name__ == "__main__" else None
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -77,11 +76,9 @@ def lr_factors(
     """
 
     def factor(first: float, step: int) -> float:
-        rise = max(1.0, cfg.warmup * (total_steps - first))
-        if step < first + rise:
-            return max(0.0, (step + 1 - first) / (rise + 1))
-        done = (step - first - rise) / max(1.0, total_steps - first - rise)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        length = total_steps - first
+        rise = max(1.0, cfg.warmup * length)
+        return max(0.0, optimisation.rise_and_cosine(step - first, rise, length))
 
     frozen = min(cfg.head_epochs * per_epoch, total_steps)
     return [partial(factor, frozen if depth else 0.0) for depth in depths]

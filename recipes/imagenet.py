@@ -16,7 +16,6 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("imagenet") if __name__ == "__main__" else None
 
-import math
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -70,11 +69,9 @@ def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimi
 def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) -> float:
     """The learning rate of a step as a fraction of its peak."""
     rise = min(cfg.warmup_epochs * steps_per_epoch, total_steps / 2)
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    if cfg.schedule is Schedule.step:
+    if step >= rise and cfg.schedule is Schedule.step:
         return 0.1 ** (3 * step // max(1, total_steps))
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1.0, total_steps - rise))))
+    return optimisation.rise_and_cosine(step, rise, total_steps)
 
 
 def side(cfg: Config, epochs: int, epoch: int) -> int:

@@ -16,7 +16,6 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("llm") if __name__ == "__main__" else None
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -116,10 +115,7 @@ def lr_factor(cfg: Config, steps: int, step: int) -> float:
     """The learning rate of a step as a fraction of its peak: a linear rise, then a cosine to
     zero.
     """
-    rise = max(1.0, cfg.warmup * steps)
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1.0, steps - rise))))
+    return optimisation.rise_and_cosine(step, max(1.0, cfg.warmup * steps), steps)
 
 
 def row_losses(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("mnist") if __name__ == "__main__" else None
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -86,11 +85,9 @@ def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
     or a constant (``schedule``).
     """
     rise = cfg.warmup * total_steps
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    if cfg.schedule is Schedule.constant:
+    if step >= rise and cfg.schedule is Schedule.constant:
         return 1.0
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1.0, total_steps - rise))))
+    return optimisation.rise_and_cosine(step, rise, total_steps)
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@ decay, averaged weights.
 """
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -
             f"scaled from {lr:g} for batches of {lr_batch_size}"
         )
     return lr * share
+
+
+def rise_and_cosine(step: float, rise: float, total_steps: float) -> float:
+    """The learning rate of a step as a fraction of its peak: a linear rise for ``rise`` steps, then
+    a cosine to zero.
+    """
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    share = (step - rise) / max(1.0, total_steps - rise)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
 def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
