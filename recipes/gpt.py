@@ -203,10 +203,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         """``val_bpb``: bits per byte of text, which do not depend on the tokenizer; ``val_loss``:
         nats per token.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for pair in scores.answered(run, answers):
-            totals += torch.stack(pair)
-        nats, size = world.sum(totals).tolist()
+        nats, size = scores.sums(run, answers)
         return {
             "val_bpb": nats / math.log(2) / max(1.0, size),
             "val_loss": nats / len(validation) / cfg.seq_len,

@@ -174,10 +174,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             yield (means.double() * weights).sum(), weights.sum()
 
     def evaluate() -> dict[str, float]:
-        totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for pair in scores.answered(run, answers):
-            totals += torch.stack(pair)
-        nats, tokens = world.sum(totals).tolist()
+        nats, tokens = scores.sums(run, answers)
         return {"val_loss": nats / max(1.0, tokens), "val_tokens": int(tokens)}
 
     if run.dry_run:  # launch.py check compares this with the memory of a GPU

@@ -69,6 +69,16 @@ def answered(run: Run, answers: Answers) -> Iterator[tuple[Tensor, Tensor]]:
     run.world.pulse.beat(watchdog.WAITING)
 
 
+def sums(run: Run, answers: Answers) -> list[float]:
+    """The sum of the first and that of the second values, both scalars, of all pairs of
+    ``answers``, over all ranks. A collective.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
+    for pair in answered(run, answers):
+        totals += torch.stack(pair)
+    return run.world.sum(totals).tolist()
+
+
 @contextlib.contextmanager
 def evaluation(run: Run) -> Iterator[nn.Module]:
     """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all
