@@ -8,22 +8,17 @@ from typing import Any
 LONGEST_BAR = 24  # characters
 
 
-def of_row(row: Mapping[str, Any], epochs: int, left_s: float | None) -> str:
-    """The log line of a row of metrics.jsonl, at most 100 columns. left_s: of the training; None if
-    unknown.
+def of_row(row: Mapping[str, Any], epochs: int, per_step: int) -> str:
+    """The log line of a row of metrics.jsonl, at most 100 columns.
+
+    per_step: samples of a step; with it, the line has the time left.
     """
     total = f"/{row['total_steps']}" if row["total_steps"] else ""
-    parts = [
-        time.strftime("%H:%M:%S"),
-        f"epoch {row['epoch'] + 1}/{epochs}",
-        f"step {row['step']}{total}",
-        f"loss {row['loss']:.4f}",
-        f"lr {row['lr']:.2g}",
-        f"{row['samples_per_second']:,.0f} samples/s",
-    ]
-    if left_s:
-        parts.append(f"{_time(left_s)} left")
-    return "  ".join(parts)
+    return (
+        f"{time.strftime('%H:%M:%S')}  epoch {row['epoch'] + 1}/{epochs}"
+        f"  step {row['step']}{total}  loss {row['loss']:.4f}  lr {row['lr']:.2g}"
+        f"  {_speed(row, per_step)}"
+    )
 
 
 def of_results(results: Mapping[str, Any]) -> str:
@@ -33,27 +28,18 @@ def of_results(results: Mapping[str, Any]) -> str:
     )
 
 
-def progress(
-    epoch: int,
-    epochs: int,
-    step: int,
-    total: int,
-    loss: float | None,
-    speed: float,
-    per_step: int,
-    columns: int,
-) -> str:
+def progress(row: Mapping[str, Any], epochs: int, per_step: int, columns: int) -> str:
     """A progress bar and text, shorter than a terminal of ``columns``; without the bar if it does
     not fit.
 
-    loss: the last known one. speed: samples per second. per_step: samples of a step.
+    row: the last row of metrics.jsonl, with the step, the epoch and the speed of now. per_step:
+    samples of a step.
     """
-    share = step / max(1, total)
-    of_loss = f"  loss {loss:.4f}" if loss is not None else ""
-    left = f"  {_time((total - step) * per_step / speed)} left" if speed else ""
+    share = row["step"] / row["total_steps"]
     line = (
-        f"{share:4.0%}  epoch {epoch + 1}/{epochs}  step {step}/{total}{of_loss}"
-        f"  {speed:,.0f} samples/s{left}"
+        f"{share:4.0%}  epoch {row['epoch'] + 1}/{epochs}"
+        f"  step {row['step']}/{row['total_steps']}  loss {row['loss']:.4f}"
+        f"  {_speed(row, per_step)}"
     )
     length = min(LONGEST_BAR, columns - len(line) - 3)
     if length < 5:
@@ -62,5 +48,9 @@ def progress(
     return f"{'█' * filled}{'░' * (length - filled)} {line}"
 
 
-def _time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def _speed(row: Mapping[str, Any], per_step: int) -> str:
+    """The speed, and the time left if it is known."""
+    speed = row["samples_per_second"]
+    text = f"{speed:,.0f} samples/s"
+    left = (row["total_steps"] - row["step"]) * per_step
+    return f"{text}  {timedelta(seconds=round(left / speed))} left" if left and speed else text

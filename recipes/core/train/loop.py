@@ -125,7 +125,7 @@ class _StepEnds:
             self.total = run.step
         self.sums: Agreement | None = None  # the last sum, until the next step has read it
         self.losses: list[Tensor] = []  # of the steps since then
-        self.shown: float | None = None  # the loss of the last row
+        self.row: dict[str, Any] = {}  # the last one; the first step has a row
         self.flops = 0.0  # of a sample; 0 if unknown
         self.agreed_at = run.step
         self.agreed_s = run.world.clock.now()
@@ -199,10 +199,10 @@ class _StepEnds:
             stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
-            of_step = (step.part.epoch, self.cfg.epochs, state.step, self.total, self.shown)
-            run.console.progress(
-                partial(lines.progress, *of_step, self.meter.speed(), step.part.global_size)
-            )
+            now = {"epoch": step.part.epoch, "step": state.step}
+            row = {**self.row, **now, "samples_per_second": self.meter.speed()}
+            per_step = step.part.global_size
+            run.console.progress(partial(lines.progress, row, self.cfg.epochs, per_step))
         if stop or last:
             # After the last step the run is complete: only an evaluation that was cut short still
             # counts as stopped.
@@ -259,7 +259,7 @@ class _StepEnds:
         spent = self.meter.spent
         if self.cfg.compile and run.step == self.first_step:
             spent["compile"] = self.meter.train_s - spent["data"]
-        row = {
+        self.row = row = {
             "total_steps": self.total,
             "epoch": part.epoch,
             "loss": loss / part.global_size,
@@ -269,7 +269,6 @@ class _StepEnds:
         speed = self.flops * measured["samples_per_second"] / run.world.data.size
         if speed:
             row |= achieved(speed, run.world.device)
-        self.shown = row["loss"]
         run.results = {}
         if ends_epoch and not stop:
             row |= self.meter.of_ranks(run.world)
@@ -356,9 +355,7 @@ class _StepEnds:
         }
         results = {name: value for name, value in run.results.items() if name not in row}
         run.rows.add({**row, **results})
-        speed = row["samples_per_second"]
-        left_s = (row["total_steps"] - run.step) * per_step / speed if speed else 0.0
-        run.say(lines.of_row(row, run.settings.config.epochs, left_s))
+        run.say(lines.of_row(row, self.cfg.epochs, per_step))
         numbers = lines.of_results(results)
         if numbers:
             run.say(f"evaluation at step {run.step}:  {numbers}")
