@@ -220,11 +220,9 @@ def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoi
 
     def save(attempt: int, ranks: int, files_written: int) -> None:
         for number in [*range(1, ranks), 0][:files_written]:
-            share = checkpoint.Share(number, ranks, attempt)
             w = torch.full((6 // ranks,), float(10 * attempt + number))
-            saver = checkpoint.Saver(
-                tmp_path, tmp_path, lambda path, step: None, keep=1, share=share
-            )
+            place = {"number": number, "count": ranks, "attempt": attempt}
+            saver = checkpoint.Saver(tmp_path, tmp_path, lambda path, step: None, 1, **place)
             saver.save({**content, "model": {"w": w}})
             saver.wait()
 
@@ -238,7 +236,8 @@ def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoi
     content["meta"] = {"step": 3, "config": {}}
     save(1, 3, 3)
     names = {path.name for path in tmp_path.glob("step-*")}
-    assert names == {"step-00000003.pt", *checkpoint.Share(0, 3, 1).names(3)}
+    rows = {f"step-00000003.1-{number}of3.rows" for number in (1, 2)}
+    assert names == {"step-00000003.pt", *rows}
 
 
 # Room and rights.

@@ -158,30 +158,6 @@ def size_in_training(state: State) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a rank writes of each checkpoint. number: 0 for the file that has the name of the
-    checkpoint; the others write their rows.
-
-    count: ranks that divide the model. attempt: number of the attempt. wrote: tells that this
-    rank's rows of a step are on disk. await_rows: waits until those of all others are, and raises
-    MachineError if they are not in time.
-    """
-
-    number: int = 0
-    count: int = 1
-    attempt: int = 0
-    wrote: Callable[[int], None] = lambda step: None
-    await_rows: Callable[[int], None] = lambda step: None
-
-    def names(self, step: int) -> list[str]:
-        """The files of the other ranks."""
-        return [
-            f"step-{step:08d}.{self.attempt}-{number}of{self.count}.rows"
-            for number in range(1, self.count)
-        ]
-
-
 @dataclass
 class Saver:
     """Writes checkpoints into ``folder`` in its own thread, one at a time. Each rank that writes a
@@ -190,6 +166,11 @@ class Saver:
     staging: as for `write`. keep, keep_every_steps: as for `prune`. saved: called from that thread
     with the path and the step of a checkpoint that is on disk, before older checkpoints are
     removed; on rank 0 only.
+
+    number: 0 for the rank that writes the file with the name of the checkpoint; the others write
+    their rows. count: ranks that divide the model. attempt: number of the attempt. wrote: tells
+    that this rank's rows of a step are on disk. await_rows: waits until those of all others are,
+    and raises MachineError if they are not in time.
     """
 
     folder: Path
@@ -197,7 +178,11 @@ class Saver:
     saved: Callable[[Path, int], None]
     keep: int
     keep_every_steps: int = 0
-    share: Share = Share()
+    number: int = 0
+    count: int = 1
+    attempt: int = 0
+    wrote: Callable[[int], None] = lambda step: None
+    await_rows: Callable[[int], None] = lambda step: None
 
     def __post_init__(self) -> None:
         self._copy = HostCopy()
@@ -216,7 +201,7 @@ class Saver:
         self.wait()
         whole, rows = sharding.taken_apart(content)
         kept = {"rows": rows, "id": checkpoint_id} if rows else {}
-        if self.share.number == 0:
+        if self.number == 0:
             kept = {**whole, **kept}
         with files.writing_to(self.folder.parent, "run_dir"):
             files.check_free(self.folder, size_of(kept))
@@ -238,15 +223,19 @@ class Saver:
             done.result()
 
     def _write(self, content: dict[str, Any], step: int, best: bool) -> None:
-        names = self.share.names(step)
+        # of the rows of the other ranks
+        names = [
+            f"step-{step:08d}.{self.attempt}-{number}of{self.count}.rows"
+            for number in range(1, self.count)
+        ]
         with files.writing_to(self.folder.parent, "run_dir"):
             self._copy.wait()
-            if self.share.number:
-                _write_file(self.folder / names[self.share.number - 1], content, self.staging)
-                self.share.wrote(step)
+            if self.number:
+                _write_file(self.folder / names[self.number - 1], content, self.staging)
+                self.wrote(step)
                 return
             if "rows" in content:
-                self.share.await_rows(step)
+                self.await_rows(step)
                 content["parts"] = names
             path = write(self.folder, content, self.staging, best=best)
             # rows that earlier attempts wrote at this step

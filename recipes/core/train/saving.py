@@ -59,14 +59,17 @@ class Checkpoints:
         rank = self.world.rank
         if rank < self.shared_by:
             keys = self.settings.run
-            number = self.attempt.number
             self.saver = checkpoint.Saver(
                 self.target,
                 self.attempt.staging,
                 self._saved,
                 keys.keep_checkpoints,
                 keys.keep_every_steps,
-                checkpoint.Share(rank, self.shared_by, number, self._wrote_rows, self._await_rows),
+                number=rank,
+                count=self.shared_by,
+                attempt=self.attempt.number,
+                wrote=self._wrote_rows,
+                await_rows=self._await_rows,
             )
 
     def take(self, state: checkpoint.State, order: Mapping[str, Any]) -> None:
