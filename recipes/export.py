@@ -33,6 +33,11 @@ TOLERANCE = 1e-5  # of the outputs, relative to the largest
 
 
 @dataclass(frozen=True)
+class FileKeys:
+    out: str = key("", "file")
+
+
+@dataclass(frozen=True)
 class FolderKeys:
     out: str = key("", "new folder")
     adapter: bool = key(False, "write the low-rank additions alone")
@@ -51,16 +56,15 @@ def main(argv: list[str]) -> int:
         raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
     if kind == "hf":
         return to_folder(run, parser.parse_keys(FolderKeys, more))
-    if more and not (len(more) == 1 and more[0].startswith("out=")):
-        raise InputError(f"{errors.shown(' '.join(more))}: only out=FILE may follow {kind}")
+    keys = parser.parse_keys(FileKeys, more)
     from recipes.core.train import trained  # it imports torch
 
     os.umask(0o077)
     place = Path(run) if Path(run).is_dir() else Path(".")
-    if not more:
+    if not keys.out:
         trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
     model = trained.load(run)
-    out = Path(more[0].removeprefix("out=") or "out=") if more else place / f"model.{kind}"
+    out = Path(keys.out or place / f"model.{kind}")
     content, difference = to_onnx(model) if kind == "onnx" else (to_safetensors(model), "")
     files.write_bytes(out, content)
     print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
