@@ -18,9 +18,8 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("cifar") if __name__ == "__main__" else None
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torchvision
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 from recipes.conf.cifar import Arch, Config
 from recipes.core.data import datasets, in_memory, sampling
 from recipes.core.train import checkpoint, loop, optimisation, optimizers, scores, session
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 # of CIFAR-10's training pixels (red, green, blue)
 MEAN = (125.3, 123.0, 113.9)
@@ -180,7 +179,7 @@ def lr_factors(
     return [partial(factor, length) for length in lengths]
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)
     if cfg.dataset == "cifar10":
@@ -209,7 +208,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
-    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> scores.Pairs:
         """Logits and labels of this rank's part of the test set. Logits are sums over the views of
         `tta` and `tta_shift`.
         """

@@ -18,7 +18,7 @@ START = entry.begin("collectives") if __name__ == "__main__" else None
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from torch.distributed import P2POp, ReduceOp
 from recipes.conf.collectives import Config, Mode, sizes_of
 from recipes.core.train import session
 from recipes.core.errors import RunError, Stopped
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 from recipes.core.train.world import World
 
 Answer = tuple[Tensor, Tensor]  # the result and the expected result
@@ -380,7 +380,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
     return {"busbw": highest, "latency_us": fastest}
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     run.start()
     if cfg.mode is Mode.bench:
         return bench(run, cfg)

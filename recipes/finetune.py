@@ -17,9 +17,8 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("finetune") if __name__ == "__main__" else None
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from recipes.core import errors
 from recipes.core.data import labelled, sampling
 from recipes.core.train import checkpoint, loop, models, optimisation, scores, session, trained
 from recipes.core.data.torch_loader import TorchLoader, seeded
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 
 def transforms(cfg: Config) -> tuple[v2.Transform, v2.Transform]:
@@ -98,7 +97,7 @@ def mixed(
     return blended
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)
     train_part, val_part = labelled.open_parts(
@@ -147,7 +146,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
         return cross_entropy(logits, labels, reduction="none")
 
-    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> scores.Pairs:
         """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), *world.data)
         batch_size = 2 * cfg.global_batch_size // world.data.size + 1

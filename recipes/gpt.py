@@ -20,9 +20,7 @@ from recipes.core.run import entry
 START = entry.begin("gpt") if __name__ == "__main__" else None
 
 import math
-from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ from recipes.conf.gpt import HEAD, Config
 from recipes.core import errors
 from recipes.core.data import sampling, sentences, text
 from recipes.core.train import checkpoint, loop, optimisation, optimizers, scores, session, sharding
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 # sequences; the same on any number of ranks, so that their losses are equal to the bit
 EVAL_BATCH = 16
@@ -164,7 +162,7 @@ def lr_factor(cfg: Config, steps: int, step: int) -> float:
     return min(1.0, rise, fall)
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)
     data = sentences.made() if cfg.dataset == "bytes" else text.open_text(cfg.data_dir)
@@ -190,7 +188,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     lengths = torch.tensor([len(token) for token in data.vocabulary], device=world.device)
 
-    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> scores.Pairs:
         """Nats and bytes of text of this rank's part of the validation set."""
         parts = torch.tensor(validation).split(EVAL_BATCH)
         for indices in parts[sampling.share(len(parts), *world.data)]:

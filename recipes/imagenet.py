@@ -17,9 +17,7 @@ from recipes.core.run import entry
 START = entry.begin("imagenet") if __name__ == "__main__" else None
 
 import random
-from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ from recipes.core.train import (
 )
 from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.data.torch_loader import TorchLoader
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 # Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.
 MEAN = (123.675, 116.28, 103.53)
@@ -105,7 +103,7 @@ def mixed(
     return x.lerp(x.flip(0), 1 - share), labels.flip(0), share
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
@@ -139,7 +137,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
-    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> scores.Pairs:
         """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), *world.data)
         for batch, labels in loader.in_order(validation, part, cfg.val_batch_size):

@@ -16,7 +16,7 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("llm") if __name__ == "__main__" else None
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from recipes.core.train import (
     session,
     sharding,
 )
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 # Root mean square of an update of AdamW (Liu et al., "Muon is scalable for LLM training", 2025).
 # The mean square of Muon's update of a matrix is about 1 / columns, so it is scaled to this value.
@@ -129,7 +129,7 @@ def row_losses(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     return sums / weights.clamp(min=1), weights
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)
     is_made = cfg.dataset == "made"
@@ -167,7 +167,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         means, weights = row_losses(logits, rows)
         return means[: len(part.indices)], weights[: len(part.indices)]
 
-    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> scores.Pairs:
         """Nats and counted tokens of this rank's parts of the validation set."""
         for part in val_batches.epoch(0):
             means, weights = losses(net, validation, part)

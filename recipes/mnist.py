@@ -18,9 +18,7 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("mnist") if __name__ == "__main__" else None
 
-from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from torch.nn import functional as F
 from recipes.conf.mnist import Config, Optimizer, Schedule
 from recipes.core.data import datasets, in_memory, sampling
 from recipes.core.train import checkpoint, loop, optimisation, scores, session
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 # of MNIST's training pixels, scale 0 to 255
 MEAN = 0.1307 * 255
@@ -90,7 +88,7 @@ def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
     return optimisation.rise_and_cosine(step, rise, total_steps)
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)
     train_set, test_set = (part.to(world.device) for part in load(cfg))
@@ -107,7 +105,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
-    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> scores.Pairs:
         """Logits and labels of this rank's part of the test set."""
         part = sampling.share(len(test_set), *world.data)
         images = test_set.images[part].split(1000)

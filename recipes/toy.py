@@ -18,8 +18,6 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("toy") if __name__ == "__main__" else None
 
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from torch.nn import functional as F
 from recipes.conf.toy import Config
 from recipes.core.data import sampling
 from recipes.core.train import checkpoint, loop, optimisation, session
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 
 def make_data(cfg: Config) -> tuple[Tensor, Tensor]:
@@ -46,7 +44,7 @@ def make_net() -> nn.Module:
     )
 
 
-def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)  # every rank begins with the same weights
     inputs, targets = (tensor.to(world.device) for tensor in make_data(cfg))

@@ -22,7 +22,7 @@ from recipes.core.train import gradients, lines, metrics, outcome
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.meter import Flops, Meter, achieved
 from recipes.core.train.profiling import profiling
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 from recipes.core.train.step import Common, Step
 
 # Maximum distance of two sums over the ranks (the shorter one counts; at least one step). A sum
@@ -30,7 +30,7 @@ from recipes.core.train.step import Common, Step
 AGREE_EVERY_S = 0.25
 AGREE_EVERY_STEPS = 8
 EARLIER_ROW = {"total_steps": 0, "samples_per_second": 0.0}  # of a checkpoint of an earlier version
-Evaluate = Callable[[], Mapping[str, Any]]
+Evaluate = Callable[[], Results]
 
 
 def total_steps(cfg: TrainKeys, batches: Source[Part]) -> int:

@@ -5,7 +5,6 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, efficiency, ledger, rows, watchdog
 from recipes.core.train import metrics
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 
 
 def is_best(run: Run) -> bool:
@@ -61,7 +60,7 @@ def has_stalled(run: Run, per_epoch: int) -> bool:
     return bool(run.step - best["step"] >= cfg.patience * per_epoch)
 
 
-def finish(run: Run, results: Mapping[str, Any]) -> None:
+def finish(run: Run, results: Results) -> None:
     """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run
     was stopped before its end.
 

@@ -24,6 +24,7 @@ from recipes.core.train.console import Console
 from recipes.core.train.saving import Checkpoints
 from recipes.core.train.world import World
 
+Results = Mapping[str, Any]  # what an evaluation, or a recipe's main, returns
 STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
 
@@ -45,7 +46,7 @@ class Run:
     is_running: bool = False
     stopping: str = ""
     # of the last evaluation; set by loop.steps
-    results: Mapping[str, Any] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
     cut_short: bool = False  # whether stop_is_near() has returned True; each evaluation resets it
     complete: bool = False  # whether the loop over loop.steps has reached its end
     samples: int = 0  # trained in this attempt

@@ -15,7 +15,8 @@ from recipes.core.run import watchdog
 from recipes.core.train import sharding
 from recipes.core.train.run import Run
 
-Answers = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
+Pairs = Iterable[tuple[Tensor, Tensor]]  # of logits and labels, or of others, for each batch
+Answers = Callable[[nn.Module], Pairs]
 # classes; a larger confusion matrix is not counted, since its size is their square
 LARGEST_MATRIX = 50
 CLASSES_AT_ONCE = 64  # of which a rank holds the logits of all samples
@@ -53,7 +54,7 @@ def right(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def answered(run: Run, answers: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+def answered(run: Run, answers: Answers) -> Pairs:
     """The pairs of ``answers``, as `accuracy` takes them, for a metric of your own. Ends early when
     a rank was notified to stop.
 

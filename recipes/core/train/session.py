@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,12 +32,14 @@ from recipes.core.run.entry import Start
 from recipes.core.train import failure, outcome, torch_errors
 from recipes.core.train.device import resolve_device
 from recipes.core.train.rendezvous import process_group
-from recipes.core.train.run import Run
+from recipes.core.train.run import Results, Run
 from recipes.core.train.world import World
 from recipes.core.slurm import client, environment
 
+Main = Callable[[Any, Run], Results]
 
-def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
+
+def run(main: Main, start: Start) -> NoReturn:
     """Calls ``main(config, run)`` on every rank, in a process group and a run directory, and ends
     the process.
 
@@ -104,7 +106,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
 
 def _attempt(
-    main: Callable[[Any, Run], Mapping[str, Any]],
+    main: Main,
     start: Start,
     world: World,
     stop: signals.StopFlag,
