@@ -94,10 +94,10 @@ def begin(attempt: Attempt) -> None:
 def introduce(start: Start, run_dir: Path, launch: Launch) -> None:
     """Prints the first lines of the log."""
     info = start.ranks
-    ranks = info.world_size * (launch.nproc if launch.has_launcher else 1)
+    ranks = info.world_size * launch.nproc
+    nodes = info.num_nodes
     name = "task" if launch.through == "node" else "rank"
-    counts = ((ranks, name), (info.num_nodes, "node"))
-    who = " on ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counts)
+    who = f"{ranks} {name}{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     by = f", started by {launch.through}" if launch.has_launcher else ""
     print(f"script: {who}{by}: {shlex.join(launch.program)}\nrun directory: {run_dir}")
     if start.interface:
@@ -267,18 +267,21 @@ def run_rank(
         )
         kind, code, words = describe(ended.returncode)
         if is_stopped(attempt, ended, watch, rank, is_first):
-            _note_end(attempt, rank, own_task, ended)
-            return errors.EXIT_DONE
+            code = errors.EXIT_DONE
         if code and task_memory.is_exceeded:
             why = task_memory.describe(rank if task is None else None)
-            words = why if kind is Kind.killed else f"{words}; one of its processes {why}"
-            kind = Kind.out_of_memory if kind is Kind.killed else kind
+            if kind is Kind.killed:
+                kind = Kind.out_of_memory
+                words = why
+            else:
+                words += f"; one of its processes {why}"
         if code:
             # the others lose their connections now
             record(attempt, rank, kind, code, f"the program {words}", ended)
             print(f"rank {rank} on {HOST}: the program {words}", file=sys.stderr)
         else:
-            _note_end(attempt, rank, own_task, ended)
+            with contextlib.suppress(OSError):
+                attempts.note_rank(attempt, rank, own_task, HOST, ended.at)
     if code:
         # the log is complete now
         record(attempt, rank, kind, code, f"the program {words}{last_exception(log)}", ended)
@@ -288,11 +291,6 @@ def run_rank(
 def _copied_to(log: Path) -> "contextlib.AbstractContextManager[object]":
     trust.own_folder(log.parent)
     return logs.copied_to(log)
-
-
-def _note_end(attempt: Attempt, rank: int, task: int, ended: Ended) -> None:
-    with contextlib.suppress(OSError):
-        attempts.note_rank(attempt, rank, task, HOST, ended.at)
 
 
 def record(
