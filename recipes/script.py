@@ -31,8 +31,16 @@ from recipes.core.program.launchers import Launch
 from recipes.core.program.remarks import Remarks
 from recipes.core.program.supervise import Ended, Rules
 from recipes.core.program.watch import Watch
-from recipes.core.run import attempt as attempts
-from recipes.core.run import entry, in_use, logs, look, signals, spec, stop_note
+from recipes.core.run import (
+    attempt as attempts,
+    entry,
+    in_use,
+    logs,
+    look,
+    signals,
+    spec,
+    stop_note,
+)
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
 from recipes.core.slurm import environment

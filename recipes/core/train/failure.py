@@ -21,11 +21,28 @@ import torch
 import torch.distributed
 
 from recipes.core import errors, files
-from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_MACHINE, EXIT_REQUEUE
-from recipes.core.errors import DiskFull, InputError, Kind, MachineError, RunError, Stopped
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_MACHINE,
+    EXIT_REQUEUE,
+    DiskFull,
+    InputError,
+    Kind,
+    MachineError,
+    RunError,
+    Stopped,
+)
 from recipes.core.place import keepalive, memory
-from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use, judge, positions, source, watchdog
+from recipes.core.run import (
+    attempt as attempts,
+    directory,
+    in_use,
+    judge,
+    positions,
+    source,
+    watchdog,
+)
 from recipes.core.train import flight, torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S

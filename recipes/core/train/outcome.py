@@ -12,8 +12,7 @@ import torch
 from recipes.core import files
 from recipes.core.config.run_keys import Mode
 from recipes.core.errors import InputError, Kind, RunError
-from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, ledger, rows, watchdog
+from recipes.core.run import attempt as attempts, directory, efficiency, ledger, rows, watchdog
 from recipes.core.train import metrics
 from recipes.core.train.run import Results, Run
 

@@ -15,8 +15,7 @@ from recipes.core import files
 from recipes.core.errors import MachineError, shown
 from recipes.core.place.keepalive import NodeLinks
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import attempt as attempts
-from recipes.core.run import watchdog
+from recipes.core.run import attempt as attempts, watchdog
 from recipes.core.run.entry import Start
 from recipes.core.train.device import check_mig, choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text

@@ -9,8 +9,7 @@ from recipes.core.config import declare
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.errors import InputError, shown
-from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, resumed
+from recipes.core.run import attempt as attempts, directory, resumed
 from recipes.core.train import checkpoint
 from recipes.core.train.saving import Checkpoints, plain
 from recipes.core.train.world import World

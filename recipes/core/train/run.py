@@ -16,8 +16,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys, TrainKeys
 from recipes.core.data.sampling import Part, Source
 from recipes.core.errors import RunError
-from recipes.core.run import attempt as attempts
-from recipes.core.run import signals, source
+from recipes.core.run import attempt as attempts, signals, source
 from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.console import Console

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.errors import InputError, MachineError
-from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, source, trackers, watchdog
+from recipes.core.run import attempt as attempts, directory, source, trackers, watchdog
 from recipes.core.train import checkpoint, sharding
 from recipes.core.train.console import Console
 from recipes.core.train.device import device_name

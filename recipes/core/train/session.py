@@ -25,8 +25,16 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.place import processes, stacks
-from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, entry, in_use, logs, resumed, signals, watchdog
+from recipes.core.run import (
+    attempt as attempts,
+    directory,
+    entry,
+    in_use,
+    logs,
+    resumed,
+    signals,
+    watchdog,
+)
 from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
 from recipes.core.train import failure, outcome, torch_errors
