@@ -29,11 +29,8 @@ from typing import Any, NoReturn
 
 from recipes.conf.doctor import Config
 from recipes.core import errors, files, trust
-from recipes.core.config import envfile, help, profiles
-from recipes.core.config.run_keys import Device
-from recipes.core.doctor import commands, examine, explain
-from recipes.core.doctor.probes import Surroundings
-from recipes.core.doctor.reports import Reports
+from recipes.core.config import envfile, help, profiles, run_keys
+from recipes.core.doctor import commands, examine, explain, probes, reports
 from recipes.core.place import ranks
 from recipes.core.run import command_line, directory, source
 from recipes.core.slurm import environment
@@ -76,9 +73,11 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     trust.own_folder(run_dir)
     if command == "judge":
         hosts = environment.nodes_of_job(os.environ) or [socket.gethostname()]
-        return examine.give_verdict(Reports(run_dir / "reports"), hosts, run_dir, 0)
+        return examine.give_verdict(reports.Reports(run_dir / "reports"), hosts, run_dir, 0)
     data_dir = cfg.data_dir or os.environ.get("RECIPES_DATA", "")
-    here = Surroundings(os.environ, info, run_dir, data_dir, settings.run.device is Device.cpu)
+    here = probes.Surroundings(
+        os.environ, info, run_dir, data_dir, settings.run.device is run_keys.Device.cpu
+    )
     is_later = command == "report"
     status = examine.run(here, cfg.seconds, judge_later=is_later, bandwidth=cfg.bandwidth)
     told |= files.read_json(run_dir / "doctor.json") or {}

@@ -27,9 +27,8 @@ from torchvision.transforms import v2
 
 from recipes.conf.finetune import Config
 from recipes.core import errors
-from recipes.core.data import labelled, sampling
+from recipes.core.data import labelled, sampling, torch_loader
 from recipes.core.train import checkpoint, loop, models, optimisation, scores, session, trained
-from recipes.core.data.torch_loader import TorchLoader, seeded
 from recipes.core.train.run import Results, Run
 
 
@@ -92,7 +91,7 @@ def mixed(
     if not (cfg.mixup or cfg.cutmix):
         return x, labels
     kind, alpha = (v2.MixUp, cfg.mixup) if cfg.mixup else (v2.CutMix, cfg.cutmix)
-    with seeded(cfg.seed, epoch, -batch):
+    with torch_loader.seeded(cfg.seed, epoch, -batch):
         blended: tuple[Tensor, Tensor] = kind(num_classes=classes, alpha=alpha)(x, labels)
     return blended
 
@@ -119,7 +118,7 @@ def main(cfg: Config, run: Run) -> Results:
         len(train_set), cfg.global_batch_size, cfg.seed, *world.data, *digests
     )
     batches.require_full(run.ranks, cfg.accumulate)
-    loader = TorchLoader(
+    loader = torch_loader.TorchLoader(
         train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
     )
 

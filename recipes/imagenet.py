@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
-from recipes.core.data import decode, image_sets, in_memory, sampling
+from recipes.core.data import decode, image_sets, in_memory, sampling, torch_loader
 from recipes.core.train import (
     checkpoint,
     images,
@@ -37,7 +37,6 @@ from recipes.core.train import (
     trained,
 )
 from recipes.core.data.decode import Decoder, Pixels
-from recipes.core.data.torch_loader import TorchLoader
 from recipes.core.train.run import Results, Run
 
 # Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.
@@ -115,7 +114,7 @@ def main(cfg: Config, run: Run) -> Results:
     batches.require_full(run.ranks, cfg.accumulate)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
-    loader = TorchLoader(
+    loader = torch_loader.TorchLoader(
         image_sets.Crops(train_set, cfg.decoder.name, partial(training_crop, cfg, epochs)),
         batches,
         collate=image_sets.collate,

@@ -10,8 +10,7 @@ import torch.distributed
 from torch import Tensor
 
 from recipes.core.errors import shown
-from recipes.core.run import watchdog
-from recipes.core.run.signals import StopFlag
+from recipes.core.run import signals, watchdog
 from recipes.core.train.checkpoint import HostCopy
 from recipes.core.train.world import World
 
@@ -29,7 +28,7 @@ class Agreement:
     def __init__(
         self,
         world: World,
-        stop: StopFlag,
+        stop: signals.StopFlag,
         losses: list[Tensor] | None = None,
         save: bool = False,
         every: float = 1.0,

@@ -11,15 +11,14 @@ import torch.distributed
 from recipes.core import errors
 from recipes.core.config.run_keys import Backend, Device
 from recipes.core.errors import MachineError
-from recipes.core.place import gpus
-from recipes.core.place.ranks import RankInfo
+from recipes.core.place import gpus, ranks
 from recipes.core.slurm import environment
 
 MIG_NCCL = (2, 31)  # from this version on, ranks may use several MIG slices of one GPU
 
 
 def resolve_device(
-    device: Device, info: RankInfo, environ: Mapping[str, str], seen: int
+    device: Device, info: ranks.RankInfo, environ: Mapping[str, str], seen: int
 ) -> torch.device:
     """This rank's device. seen: number of GPUs that torch sees.
 
@@ -77,7 +76,7 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
     return wanted.name
 
 
-def check_mig(info: RankInfo, environ: Mapping[str, str], nccl: tuple[int, ...]) -> None:
+def check_mig(info: ranks.RankInfo, environ: Mapping[str, str], nccl: tuple[int, ...]) -> None:
     """Raises MachineError if several ranks of this node use MIG slices with an NCCL that refuses
     two slices of one GPU. nccl: its version.
     """

@@ -15,8 +15,7 @@ from recipes.core import files
 from recipes.core.errors import MachineError, shown
 from recipes.core.place.keepalive import NodeLinks
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import attempt as attempts, watchdog
-from recipes.core.run.entry import Start
+from recipes.core.run import attempt as attempts, entry, watchdog
 from recipes.core.train.device import check_mig, choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import TEARDOWN_S, TORCH_TIMEOUT, World
@@ -28,7 +27,7 @@ SHARE_EARLIER = 0.75
 
 
 @contextlib.contextmanager
-def process_group(start: Start, device: torch.device) -> Iterator[World]:
+def process_group(start: entry.Start, device: torch.device) -> Iterator[World]:
     """The process group of all ranks, destroyed within `TEARDOWN_S`. Raises MachineError if they do
     not meet within ``timeout_s``.
     """

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import declare
-from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RESUME_WORDS
+from recipes.core.config import declare, parser, run_keys
 from recipes.core.errors import InputError, shown
 from recipes.core.run import attempt as attempts, directory, resumed
 from recipes.core.train import checkpoint
@@ -33,7 +31,7 @@ def load_chosen(checkpoints: Checkpoints) -> None:
 
 def places(checkpoints: Checkpoints) -> list[Path]:
     """The folders that may hold the checkpoint, by this rank's own keys."""
-    if checkpoints.settings.run.resume in RESUME_WORDS:
+    if checkpoints.settings.run.resume in run_keys.RESUME_WORDS:
         return [checkpoints.folder]
     wanted = _wanted(checkpoints)
     return [checkpoints.folder, wanted / "checkpoints", wanted, wanted.parent]
@@ -70,7 +68,7 @@ def _choose(checkpoints: Checkpoints) -> Path | None:
     if candidates and _has_saved_before_requeue(checkpoints):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
-        is_pointer = wanted in RESUME_WORDS
+        is_pointer = wanted in run_keys.RESUME_WORDS
         path = checkpoints.folder / wanted if is_pointer else _wanted(checkpoints)
         name = path.name in ("best", "latest") and checkpoint.named(path.parent, path.name)
         if name:
@@ -202,7 +200,7 @@ def _check_keys(checkpoints: Checkpoints, path: Path, content: Mapping[str, Any]
         )
 
 
-def compare_keys(world: World, settings: Settings, order: Mapping[str, Any]) -> None:
+def compare_keys(world: World, settings: parser.Settings, order: Mapping[str, Any]) -> None:
     """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks
     are started by hand.
 

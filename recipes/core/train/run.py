@@ -16,11 +16,8 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys, TrainKeys
 from recipes.core.data.sampling import Part, Source
 from recipes.core.errors import RunError
-from recipes.core.run import attempt as attempts, signals, source
-from recipes.core.run.dryrun import DryRunEnd, Found, Request
-from recipes.core.train import agreement, checkpoint, metrics, resume
-from recipes.core.train.console import Console
-from recipes.core.train.saving import Checkpoints
+from recipes.core.run import attempt as attempts, dryrun, signals, source
+from recipes.core.train import agreement, checkpoint, console, metrics, resume, saving
 from recipes.core.train.world import World
 
 Results = Mapping[str, Any]  # what an evaluation, or a recipe's main, returns
@@ -40,7 +37,7 @@ class Run:
     terminal: InitVar[TextIO | None]
     rows: metrics.Rows | None = None  # on rank 0 only; set when the run starts
     was_done: bool = False
-    dry_run: Request | None = None  # set if `launch.py check` started this process
+    dry_run: dryrun.Request | None = None  # set if `launch.py check` started this process
     activation_bytes: int | None = None  # of a step on a rank; a recipe may set it in a dry run
     is_running: bool = False
     stopping: str = ""
@@ -54,7 +51,7 @@ class Run:
     commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self, terminal: TextIO | None) -> None:
-        self.console = Console(self.world, terminal)
+        self.console = console.Console(self.world, terminal)
         self.opened_at = time.monotonic()
         self.failing = threading.Lock()  # held to record why this rank ends
         self.say = self.console.say
@@ -62,7 +59,7 @@ class Run:
         cfg = self.settings.config
         is_divided = isinstance(cfg, TrainKeys) and cfg.strategy == "fsdp"
         shared_by = (cfg.shard_size or self.ranks) if is_divided else 1
-        self.checkpoints = Checkpoints(
+        self.checkpoints = saving.Checkpoints(
             self.settings, self.world, self.attempt, self.console, shared_by
         )
 
@@ -147,8 +144,8 @@ class Run:
             }
             facts["rank_bytes"] = (size + gradients) // self.checkpoints.shared_by
             facts["activation_bytes"] = self.activation_bytes
-        files.write_json(Path(self.dry_run.file), asdict(Found(**facts)))
-        raise DryRunEnd
+        files.write_json(Path(self.dry_run.file), asdict(dryrun.Found(**facts)))
+        raise dryrun.DryRunEnd
 
     def _start(self, load_s: float = 0.0) -> None:
         if self.world.rank == 0:

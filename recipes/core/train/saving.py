@@ -17,9 +17,8 @@ from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.errors import InputError, MachineError
 from recipes.core.run import attempt as attempts, directory, source, trackers, watchdog
-from recipes.core.train import checkpoint, sharding
+from recipes.core.train import checkpoint, device, sharding
 from recipes.core.train.console import Console
-from recipes.core.train.device import device_name
 from recipes.core.train.world import World
 
 ROWS_S = 0.05  # between two questions whether other ranks have written their rows of a checkpoint
@@ -83,7 +82,7 @@ class Checkpoints:
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
-            "device": device_name(self.world.device),
+            "device": device.device_name(self.world.device),
             "about": dict(state.about),
             # rank 0 saves and compares it
             "code": {} if self.world.rank else source.loaded(files.ROOT),

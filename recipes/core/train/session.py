@@ -28,6 +28,7 @@ from recipes.core.place import processes, stacks
 from recipes.core.run import (
     attempt as attempts,
     directory,
+    dryrun,
     entry,
     in_use,
     logs,
@@ -35,11 +36,9 @@ from recipes.core.run import (
     signals,
     watchdog,
 )
-from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
-from recipes.core.train import failure, outcome, torch_errors
+from recipes.core.train import failure, outcome, rendezvous, torch_errors
 from recipes.core.train.device import resolve_device
-from recipes.core.train.rendezvous import process_group
 from recipes.core.train.run import Results, Run
 from recipes.core.train.world import World
 from recipes.core.slurm import client, environment
@@ -87,7 +86,7 @@ def run(main: Main, start: Start) -> NoReturn:
                 print(line, file=sys.stderr, flush=True)
 
         with (
-            process_group(start, device) as world,
+            rendezvous.process_group(start, device) as world,
             signals.stop_flag(tell, start.by_clock) as stop,
         ):
             if info.rank == 0 and info.in_slurm and keys.stop_before_s:
@@ -154,7 +153,7 @@ def _attempt(
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
             return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
-        except DryRunEnd:
+        except dryrun.DryRunEnd:
             return errors.EXIT_DONE
         except BaseException as error:
             current.failing.acquire()  # never released: nothing else may record an error

@@ -15,8 +15,7 @@ from recipes.core.config import declare, recipe_conf
 from recipes.core.data import pillow
 from recipes.core.errors import InputError, one_line, shown
 from recipes.core.run import entry
-from recipes.core.train import checkpoint, sharding
-from recipes.core.train.optimisation import heads
+from recipes.core.train import checkpoint, optimisation, sharding
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def start_from(
     about = content["meta"].get("about")
     if not isinstance(about, dict) or about.get("classes") != list(classes):
         say(f"weights={path}: trained on other classes, so the last layer is replaced")
-        for name, layer in heads(net).items():
+        for name, layer in optimisation.heads(net).items():
             weights |= layer.state_dict(prefix=f"{name}.")
     try:
         net.load_state_dict(weights)
