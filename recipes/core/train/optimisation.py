@@ -14,6 +14,7 @@ from torch.optim import swa_utils
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError
+from recipes.core.train import sharding
 from recipes.core.train.run import Run
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -123,7 +124,8 @@ def layer_groups(
 ) -> list[dict[str, Any]]:
     """Groups as of `decay_groups`, with smaller rates near the input: ``lr`` for the head, and for
     each block ``layer_decay`` times the rate of the next one (Howard and Ruder, 2018). Blocks are
-    as in `_block`. ``depth``: 0 for the head, 1 for the last block.
+    those of `sharding.blocks`, and the children of ``net`` without them. ``depth``: 0 for the head,
+    1 for the last block.
     """
     decay = {
         p: group["weight_decay"]
@@ -131,10 +133,12 @@ def layer_groups(
         for p in group["params"]
     }
     of_heads = heads(net)
-    blocks = dict[str, list[nn.Parameter]]()
+    block_of = {p: block for block in sharding.blocks(net) for p in block.parameters()}
+    blocks = dict[object, list[nn.Parameter]]()
     for name, parameter in net.named_parameters():
         if parameter in decay and name.rpartition(".")[0] not in of_heads:
-            blocks.setdefault(_block(net, name), []).append(parameter)
+            block = block_of.get(parameter, name.partition(".")[0])
+            blocks.setdefault(block, []).append(parameter)
     groups = []
     first = [p for layer in of_heads.values() for p in layer.parameters() if p in decay]
     for depth, parameters in enumerate([first, *reversed(blocks.values())]):
@@ -158,19 +162,6 @@ def heads(net: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
     parts.append(getattr(net, "aux_head", None))
     inside = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
     return {name: m for name, m in layers.items() if m in inside}
-
-
-def _block(net: nn.Module, name: str) -> str:
-    """The block that a parameter belongs to: the path of a member of the outermost list of modules,
-    else of a child of ``net``.
-    """
-    parts = name.split(".")
-    module = net
-    for i, part in enumerate(parts[:-1]):
-        if isinstance(module, nn.Sequential | nn.ModuleList):
-            return ".".join(parts[: i + 1])
-        module = getattr(module, part)
-    return parts[0]
 
 
 def averaged(
