@@ -212,12 +212,9 @@ def main(cfg: Config, run: Run) -> Results:
         """Logits and labels of this rank's part of the test set. Logits are sums over the views of
         `tta` and `tta_shift`.
         """
-        part = sampling.share(len(test_set), *world.data)
         shift = cfg.tta_shift if cfg.tta else 0
-        images = test_set.images[part].split(EVAL_BATCH)
-        labels = test_set.labels[part].split(EVAL_BATCH)
-        for batch, batch_labels in zip(images, labels, strict=True):
-            x = in_memory.normalise(batch, mean, std)
+        for images, labels in test_set.batches(EVAL_BATCH, *world.data):
+            x = in_memory.normalise(images, mean, std)
             views = [(1, x)]
             if shift:
                 wide = F.pad(x, (shift,) * 4, "reflect")
@@ -227,7 +224,7 @@ def main(cfg: Config, run: Run) -> Results:
                 views += [(weight, view.flip(3)) for weight, view in views]
             with autocast:
                 logits = [weight * net(view).float() for weight, view in views]
-            yield torch.stack(logits).sum(0), batch_labels
+            yield torch.stack(logits).sum(0), labels
 
     evaluate = partial(scores.accuracy, run, answers)
     run.resume(checkpoint.State(net, optimizer, scheduler, ema), batches)

@@ -107,12 +107,9 @@ def main(cfg: Config, run: Run) -> Results:
 
     def answers(net: nn.Module) -> scores.Pairs:
         """Logits and labels of this rank's part of the test set."""
-        part = sampling.share(len(test_set), *world.data)
-        images = test_set.images[part].split(1000)
-        labels = test_set.labels[part].split(1000)
-        for batch, batch_labels in zip(images, labels, strict=True):
+        for images, labels in test_set.batches(1000, *world.data):
             with autocast:
-                yield net(normalise(batch)), batch_labels
+                yield net(normalise(images)), labels
 
     evaluate = partial(scores.accuracy, run, answers)
     run.resume(checkpoint.State(net, optimizer, scheduler), batches)

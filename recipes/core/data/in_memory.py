@@ -1,6 +1,7 @@
 """Small image sets in memory, and their augmentation on the device."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,11 @@ class ImageSet:
         for tensor in (self.images, self.labels):
             digest.update(tensor.cpu().contiguous().numpy().data)
         return digest.hexdigest()
+
+    def batches(self, size: int, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of this rank's part of the set, in order, ``size`` at a time."""
+        part = sampling.share(len(self), rank, world_size)
+        return zip(self.images[part].split(size), self.labels[part].split(size), strict=True)
 
     def to(self, device: torch.device) -> "ImageSet":
         return ImageSet(self.images.to(device), self.labels.to(device))
