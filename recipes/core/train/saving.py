@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed.fsdp import FSDPModule
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
@@ -114,8 +113,7 @@ class Checkpoints:
         gathered = self.world.gather(os.urandom(ID_BYTES) + checkpoint.rng_state(self.world.device))
         checkpoint_id = gathered[0][:ID_BYTES].hex()
         self.world.pulse.beat(watchdog.SAVING)
-        if isinstance(self.state.model, FSDPModule):
-            sharding.reshard(self.state.model)
+        sharding.reshard(self.state.model)
         if self.saver:
             rng = [part[ID_BYTES:] for part in gathered]
             content = checkpoint.content_of(self.state, self.order, rng)
