@@ -141,9 +141,9 @@ class Run:
             facts |= {
                 "samples": self.checkpoints.order.get("num_samples"),
                 "checkpoint_bytes": size,
+                "rank_bytes": (size + gradients) // self.checkpoints.shared_by,
+                "activation_bytes": self.activation_bytes,
             }
-            facts["rank_bytes"] = (size + gradients) // self.checkpoints.shared_by
-            facts["activation_bytes"] = self.activation_bytes
         files.write_json(Path(self.dry_run.file), asdict(dryrun.Found(**facts)))
         raise dryrun.DryRunEnd
 
