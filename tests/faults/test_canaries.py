@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import launch
 from recipes.core import files
@@ -190,7 +191,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     meta = {"recipe": "mnist", "config": {"seed": 1}}
-    state = checkpoint.State(model, optimizer, scheduler, ema=nn.Linear(2, 2), step=1, meta=meta)
+    ema = AveragedModel(nn.Linear(2, 2))
+    state = checkpoint.State(model, optimizer, scheduler, ema, step=1, meta=meta)
     content = checkpoint.content_of(
         state, {"samples": 3}, [checkpoint.rng_state(torch.device("cpu"))]
     )

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recipes.core import files, trust
@@ -48,7 +49,7 @@ class State:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    ema: nn.Module | None = None
+    ema: AveragedModel | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
     meta: dict[str, Any] = field(default_factory=dict)

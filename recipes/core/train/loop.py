@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Part, Source
@@ -178,7 +177,7 @@ class _StepEnds:
         """Ends a step. Returns whether it was the last one."""
         run = self.run
         state = run.state
-        if isinstance(state.ema, swa_utils.AveragedModel):
+        if state.ema:
             state.ema.update_parameters(state.model)
         state.step += 1
         self.meter.step_ends(step.part.global_size)

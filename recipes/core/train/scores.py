@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import swa_utils
 
 from recipes.core.run import watchdog
 from recipes.core.train import sharding
@@ -89,7 +88,7 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
     rank computes them from its own samples. A checkpoint holds those of rank 0.
     """
     net = run.state.model
-    if isinstance(run.state.ema, swa_utils.AveragedModel):
+    if run.state.ema:
         net = run.state.ema.module
     run.world.pulse.beat(watchdog.WAITING)
     run.world.broadcast_buffers(net)
