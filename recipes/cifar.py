@@ -219,7 +219,9 @@ def main(cfg: Config, run: Run) -> Results:
             if shift:
                 wide = F.pad(x, (shift,) * 4, "reflect")
                 far = 2 * shift
-                views = [(2, x), (1, wide[..., :-far, :-far]), (1, wide[..., far:, far:])]
+                upper_left = wide[..., :-far, :-far]
+                lower_right = wide[..., far:, far:]
+                views = [(2, x), (1, upper_left), (1, lower_right)]
             if cfg.tta:
                 views += [(weight, view.flip(3)) for weight, view in views]
             with autocast:

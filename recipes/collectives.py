@@ -59,6 +59,12 @@ def empty(world: World, ranks: int = 1) -> Tensor:
     return torch.zeros(2 * ranks, device=world.device)
 
 
+def for_each(world: World) -> Tensor:
+    """This rank's numbers once for each rank, times the number of that rank from 1 on."""
+    mine = numbers(world, world.rank)
+    return torch.cat([mine * (other + 1) for other in range(world.size)])
+
+
 def neighbours(world: World) -> tuple[int, int]:
     """The previous and the next rank in the ring of all ranks."""
     return (world.rank - 1) % world.size, (world.rank + 1) % world.size
@@ -137,7 +143,9 @@ def reduce(world: World) -> Answer:
     """
     values = numbers(world, world.rank)
     dist.reduce(values, dst=0)
-    return (values, all_numbers(world).sum(0)) if world.rank == 0 else (empty(world), empty(world))
+    if world.rank:
+        return empty(world), empty(world)
+    return values, all_numbers(world).sum(0)
 
 
 def all_reduce(world: World) -> Answer:
@@ -149,9 +157,8 @@ def all_reduce(world: World) -> Answer:
     for values, operation in zip(results, operations, strict=True):
         dist.all_reduce(values, op=operation)
     every = all_numbers(world)
-    return torch.stack(results), torch.stack(
-        [every.sum(0), every.prod(0), every.amax(0), every.amin(0), every.mean(0)]
-    )
+    expected = [every.sum(0), every.prod(0), every.amax(0), every.amin(0), every.mean(0)]
+    return torch.stack(results), torch.stack(expected)
 
 
 def gather(world: World) -> Answer:
@@ -179,17 +186,15 @@ def reduce_scatter(world: World) -> Answer:
     """each rank has a part for every rank; each rank receives the sum of the parts for it; the
     first half of an all_reduce
     """
-    parts = torch.cat([numbers(world, world.rank) * (other + 1) for other in range(world.size)])
     received = empty(world)
-    dist.reduce_scatter_tensor(received, parts)
+    dist.reduce_scatter_tensor(received, for_each(world))
     return received, all_numbers(world).sum(0) * (world.rank + 1)
 
 
 def all_to_all(world: World) -> Answer:
     """each rank sends a different part to every rank"""
-    parts = torch.cat([numbers(world, world.rank) * (other + 1) for other in range(world.size)])
     received = empty(world, world.size)
-    dist.all_to_all_single(received, parts)
+    dist.all_to_all_single(received, for_each(world))
     return received.view(world.size, 2), all_numbers(world) * (world.rank + 1)
 
 

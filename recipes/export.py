@@ -135,7 +135,8 @@ def to_onnx(model: Any) -> tuple[bytes, str]:
     onnx.helper.set_model_props(proto, _about(model))
     content: bytes = proto.SerializeToString()
     outputs = runtime.InferenceSession(content).run(None, {"images": x.numpy()})[0]
-    apart = float((torch.from_numpy(outputs) - expected).abs().max() / expected.abs().max())
+    difference = torch.from_numpy(outputs) - expected
+    apart = float(difference.abs().max() / expected.abs().max())
     if not apart <= TOLERANCE:  # also NaN
         fault = f"the outputs differ from the model's by {apart:.1e} (relative)"
         raise InputError(f"onnx: nothing was written: {fault}")

@@ -136,7 +136,8 @@ def main(cfg: Config, run: Run) -> Results:
     autocast = optimisation.autocast(run, cfg)
     weights = None
     if cfg.class_weights:
-        weights = (len(train_set) / len(classes) / train_set.counts().clamp(min=1)).to(world.device)
+        per_class = train_set.counts().clamp(min=1)
+        weights = (len(train_set) / len(classes) / per_class).to(world.device)
     cross_entropy = partial(F.cross_entropy, weight=weights, label_smoothing=cfg.label_smoothing)
 
     def losses(logits: Tensor, labels: Tensor) -> Tensor:

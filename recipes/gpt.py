@@ -70,8 +70,10 @@ class Attention(nn.Module):
         # them is faster than three.
         together = torch.cat([layer.weight for layer in (self.query, self.key, self.value)])
         heads, shared = (layer.out_features // HEAD for layer in (self.query, self.key))
-        qk, v = F.linear(x, together).unflatten(-1, (-1, HEAD)).split([heads + shared, shared], 2)
-        q, k = F.rms_norm(rotate(qk, cos, sin), (HEAD,)).split([heads, shared], 2)
+        qkv = F.linear(x, together).unflatten(-1, (-1, HEAD))
+        qk, v = qkv.split([heads + shared, shared], 2)
+        qk = F.rms_norm(rotate(qk, cos, sin), (HEAD,))
+        q, k = qk.split([heads, shared], 2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads > shared)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -195,7 +197,9 @@ def main(cfg: Config, run: Run) -> Results:
             tokens = sequences(indices)
             with autocast:
                 losses = net(tokens)
-            yield losses.double().sum() * cfg.seq_len, lengths[tokens[:, 1:]].sum().double()
+            nats = losses.double().sum() * cfg.seq_len
+            size = lengths[tokens[:, 1:]].sum()
+            yield nats, size.double()
 
     def evaluate() -> dict[str, float]:
         """``val_bpb``: bits per byte of text, which do not depend on the tokenizer; ``val_loss``:

@@ -188,7 +188,8 @@ def _orthogonal(tensors: Tensors, steps: int) -> Tensors:
         x = torch.stack([wholes[place].flatten(1) for place in batch])
         x = x.bfloat16() if x.is_cuda else x  # few CPUs have fast products in bfloat16
         x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-        x = _iterated(x, steps) if x.shape[1] <= x.shape[2] else _iterated(x.mT, steps).mT
+        is_tall = x.shape[1] > x.shape[2]
+        x = _iterated(x.mT, steps).mT if is_tall else _iterated(x, steps)
         for place, matrix in zip(batch, x.to(wholes[batch[0]].dtype), strict=True):
             wholes[place] = sharding.as_part(matrix.reshape(shape), tensors[place])
     return wholes

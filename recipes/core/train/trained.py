@@ -47,7 +47,8 @@ class Trained:
     @torch.inference_mode()
     def probabilities(self, inputs: Tensor) -> Tensor:
         """Probabilities (B, classes) of inputs (B, 3, px, px)."""
-        logits = self.model(inputs.to(next(self.model.parameters()).device)).float().cpu()
+        device = next(self.model.parameters()).device
+        logits = self.model(inputs.to(device)).float().cpu()
         return logits.sigmoid() if self.several else logits.softmax(1)
 
     def __call__(self, image: Image.Image | str | Path) -> dict[str, float]:

@@ -293,7 +293,7 @@ class World:
                 for wait_s in (0.0, 2.5 * PULSE_S):
                     time.sleep(wait_s)
                     pulses = self.store.multi_get(names)
-                    answers.append([[int(number) for number in text.split()] for text in pulses])
+                    answers.append([list(map(int, text.split())) for text in pulses])
 
         # The store ends with rank 0, and then may not answer.
         asking = threading.Thread(target=ask, name="behind", daemon=True)
@@ -311,7 +311,8 @@ class World:
         if not late:
             return None
         rank = min(late, key=lambda rank: now[rank][1:])
-        return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
+        _, step, phase = now[rank]
+        return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(step, phase)}
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Copies rank 0's floating-point buffers, such as batch normalisation's averages, to every
