@@ -31,6 +31,7 @@ from recipes.core import files, trust
 from recipes.core.errors import InputError
 from recipes.core.train import sharding
 
+Content = dict[str, Any]  # of a checkpoint, as docs/run-directory.md describes it
 LONGEST_NAME = 4096  # bytes of the file that names a checkpoint
 NAME = re.compile(r"step-(\d{8,})\.pt")
 # Attempt, number, count: no attempt replaces a file of an earlier one.
@@ -86,7 +87,7 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
         sys.modules["numpy"].random.set_state(numpy)
 
 
-def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -> dict[str, Any]:
+def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -> Content:
     """The content of a checkpoint of ``state``. Its tensors are those of the training, not copies.
     rng: each rank's `rng_state`.
     """
@@ -190,7 +191,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # raises its error at `check`
 
-    def save(self, content: Mapping[str, Any], best: bool = False, checkpoint_id: str = "") -> None:
+    def save(self, content: Content, best: bool = False, checkpoint_id: str = "") -> None:
         """Waits for the previous write, copies ``content`` and starts to write the copy. best:
         point ``best`` to this checkpoint.
 
@@ -223,7 +224,7 @@ class Saver:
             self._writing = None
             done.result()
 
-    def _write(self, content: dict[str, Any], step: int, best: bool) -> None:
+    def _write(self, content: Content, step: int, best: bool) -> None:
         # of the rows of the other ranks
         names = [
             f"step-{step:08d}.{self.attempt}-{number}of{self.count}.rows"
@@ -248,7 +249,7 @@ class Saver:
 
 
 def write(
-    folder: Path, content: Mapping[str, Any], staging: Path | None = None, *, best: bool = False
+    folder: Path, content: Content, staging: Path | None = None, *, best: bool = False
 ) -> Path:
     """Writes ``step-XXXXXXXX.pt`` into ``folder``, then points ``best`` to it (if ``best`` is set),
     and finally ``latest``.
@@ -265,7 +266,7 @@ def write(
     return path
 
 
-def _write_file(path: Path, content: Mapping[str, Any], staging: Path | None) -> None:
+def _write_file(path: Path, content: Content, staging: Path | None) -> None:
     torch.serialization.set_crc32_options(True)  # the default, which a recipe can change
     files.write_whole(path, lambda file: torch.save(content, file), staging)
 
@@ -329,7 +330,7 @@ def candidates(folder: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps, key=lambda step: (step > newest, -step))]
 
 
-def read(path: Path | str) -> dict[str, Any]:
+def read(path: Path | str) -> Content:
     """The content of a checkpoint, on the CPU. Raises InputError (one line) if a file is damaged or
     not a checkpoint.
 
@@ -363,7 +364,7 @@ def read(path: Path | str) -> dict[str, Any]:
         # earlier versions wrote no ID into any file
         if len({part.get("id") for part in of_ranks}) > 1:
             raise KeyError("id")
-        joined: dict[str, Any] = sharding.put_together(content, [part["rows"] for part in of_ranks])
+        joined: Content = sharding.put_together(content, [part["rows"] for part in of_ranks])
     except (AttributeError, KeyError, IndexError, TypeError):
         fix = f"copy all files {path.stem}.* again from the run that wrote them"
         raise InputError(f"checkpoint {path}: its files do not belong together: {fix}") from None
@@ -407,7 +408,7 @@ def _read_file(path: Path) -> Any:
         ) from None
 
 
-def restore(path: Path, state: State, content: Mapping[str, Any], to_train: bool) -> None:
+def restore(path: Path, state: State, content: Content, to_train: bool) -> None:
     """Loads a checkpoint into ``state``; optimiser and scheduler only if ``to_train``. Raises
     InputError if it is of another model.
     """

@@ -168,7 +168,7 @@ def load(checkpoints: Checkpoints, path: Path) -> None:
         )
 
 
-def _check_keys(checkpoints: Checkpoints, path: Path, content: Mapping[str, Any]) -> None:
+def _check_keys(checkpoints: Checkpoints, path: Path, content: checkpoint.Content) -> None:
     """Raises InputError if a key or value differs that would change the result; for an evaluation,
     if a key of the model differs.
     """

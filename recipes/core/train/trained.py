@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -115,7 +114,7 @@ def start_from(
         raise InputError(f"weights={path}: {why}: give the arch= of that run") from None
 
 
-def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
+def weights_of(content: checkpoint.Content) -> dict[str, Tensor]:
     """The weights in a checkpoint, the averaged ones if there are any."""
     averages = content.get("ema")
     if not averages:
