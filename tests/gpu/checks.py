@@ -148,7 +148,7 @@ def arithmetic(place: Place) -> Figures:
         net_copy.load_state_dict(net.state_dict())
         net_copy.to(device)
         average = _Average(net_copy, 0.9)
-        optimizer = LARS(net_copy.parameters(), 0.1, weight_decay=1e-4)
+        optimizer = LARS([{"params": net_copy.parameters(), "weight_decay": 1e-4}], 0.1)
         for _ in range(3):
             net_copy.weight.grad, net_copy.bias.grad = weights.to(device), weights[:, 0].to(device)
             optimizer.step()

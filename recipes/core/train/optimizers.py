@@ -51,25 +51,18 @@ class LARS(_Grouped):
     """SGD with momentum, in which each tensor has its own learning rate: ``trust`` times the norm
     of its weights over that of its gradient.
 
-    lr: the global rate, much larger than that of plain SGD. trust: the factor above. A group with
-    ``adapt`` False (norms and biases) uses plain SGD. Source: You, Gitman, Ginsburg, "Large Batch
-    Training of Convolutional Networks" (2017). Momentum has torch's form: ``lr`` multiplies the
-    momentum buffer and is not accumulated in it.
+    lr: the global rate, much larger than that of plain SGD. A group may have its own
+    ``weight_decay`` and ``trust``; one with ``adapt`` False (norms and biases) uses plain SGD.
+    Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017). Momentum
+    has torch's form: ``lr`` multiplies the momentum buffer and is not accumulated in it.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust: float = 0.001,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0.9) -> None:
         defaults = {
             "lr": lr,
             "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust": trust,
+            "weight_decay": 0.0,
+            "trust": 0.001,
             "adapt": True,
         }
         super().__init__(params, defaults)

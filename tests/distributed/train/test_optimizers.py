@@ -26,7 +26,8 @@ def step(optimizer: torch.optim.Optimizer, param: nn.Parameter, grad: Tensor) ->
 def test_two_steps_of_lars_match_the_paper() -> None:
     param = parameter(3.0, 4.0)
     grad = torch.tensor([0.8, -0.1], dtype=torch.float64)
-    optimizer = LARS([param], lr=2.0, momentum=0.9, weight_decay=0.1, trust=0.01)
+    group = {"params": [param], "weight_decay": 0.1, "trust": 0.01}
+    optimizer = LARS([group], lr=2.0, momentum=0.9)
     weights = param.detach().clone()
     momentum = torch.zeros(2, dtype=torch.float64)
     for _ in range(2):
