@@ -145,7 +145,10 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
         keys, work = DATASETS[name]
         chosen = parser.parse_keys(keys, words)
         told |= {"dataset": name, **vars(chosen)}
-        recipe, data_dir = work(chosen)
+        data_dir = Path("FOLDER")  # in the line below, after weights, which have no folder
+        if name != "weights":
+            data_dir = datasets.folder_of(chosen.data_dir).absolute()
+        recipe = work(chosen, data_dir)
         _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
         return errors.EXIT_DONE
     except (ConfigError, InputError) as error:
@@ -175,15 +178,13 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-# Each function for a dataset returns what to give launch.py next: the recipe with its keys, and the
-# data_dir.
+# Each function for a dataset returns the recipe to give launch.py next, with its keys.
 
 
-def prepare_mnist(keys: PrepareKeys) -> tuple[str, Path]:
+def prepare_mnist(keys: PrepareKeys, data_dir: Path) -> str:
     """Writes all files of MNIST below data_dir, unpacked and verified. Raises InputError,
     MachineError, OSError.
     """
-    data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.MNIST.folder
     trust.own_folder(folder, "data_dir")
     for file in datasets.MNIST_FILES:
@@ -193,7 +194,7 @@ def prepare_mnist(keys: PrepareKeys) -> tuple[str, Path]:
             files.write_bytes(folder / file.name, _fetched(file, keys.source))
             _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say(f"mnist is in {folder}")
-    return "mnist", data_dir
+    return "mnist"
 
 
 def _fetched(file: datasets.DataFile, source: str) -> bytes:
@@ -243,11 +244,10 @@ def download(url: str, fix: str = FIX) -> bytes:
         raise MachineError(f"{url}: {errors.one_line(error)}: {fix}") from None
 
 
-def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
+def prepare_cifar10(keys: PrepareKeys, data_dir: Path) -> str:
     """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError,
     MachineError, OSError.
     """
-    data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.CIFAR10.folder
     made_from = cifar10.made_from(folder)
     if made_from:
@@ -266,15 +266,14 @@ def prepare_cifar10(keys: PrepareKeys) -> tuple[str, Path]:
                 source.write_bytes(download(cifar10.URL))
             cifar10.convert(source, folder, Path(scratch), name)
     _say(f"cifar10 is in {folder}")
-    return "cifar", data_dir
+    return "cifar"
 
 
-def prepare_imagenet(keys: ImagenetKeys) -> tuple[str, Path]:
+def prepare_imagenet(keys: ImagenetKeys, data_dir: Path) -> str:
     """Writes a packed copy of a folder of images into data_dir. Raises InputError, MachineError."""
     if not keys.data_dir:
         fix = "give the folder for the packed copy, data_dir=FOLDER"
         raise InputError(f"data_dir= is missing: {fix}")
-    target = Path(keys.data_dir).expanduser().absolute()
     if not keys.source:
         raise InputError(
             "source= is missing: ImageNet's licence requires an account at image-net.org: "
@@ -283,45 +282,43 @@ def prepare_imagenet(keys: ImagenetKeys) -> tuple[str, Path]:
         )
     source = Path(keys.source).expanduser().absolute()
     warnings.simplefilter("ignore")  # Pillow's, of damaged metadata
-    copy = write.pack(source, target, keys.size, keys.quality, keys.workers, _say)
+    copy = write.pack(source, data_dir, keys.size, keys.quality, keys.workers, _say)
     for name, split in copy.splits.items():
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}")
         if split.skipped:
             _say(f"{name}: {split.skipped} images skipped; index.json names them")
-    _say(f"imagenet is in {target}, {len(copy.classes)} classes")
-    return "imagenet", target
+    _say(f"imagenet is in {data_dir}, {len(copy.classes)} classes")
+    return "imagenet"
 
 
-def prepare_text(keys: TextKeys) -> tuple[str, Path]:
+def prepare_text(keys: TextKeys, data_dir: Path) -> str:
     """Writes text as token ids into data_dir/text. Raises InputError, MachineError."""
     from recipes.core.data import text
 
     if not keys.source:
         raise InputError("source= is missing: give the folder of your text, source=FOLDER")
-    data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.TEXT.folder
     text.write(keys.source, folder, keys.tokenizer, keys.workers, _say)
     _say(f"text is in {folder}")
-    return "gpt", data_dir
+    return "gpt"
 
 
-def prepare_dialogues(keys: DialoguesKeys) -> tuple[str, Path]:
+def prepare_dialogues(keys: DialoguesKeys, data_dir: Path) -> str:
     """Writes dialogues as tokens into data_dir/dialogues. Raises InputError, MachineError."""
     from recipes.core.data import dialogues
 
     if not keys.source:
         raise InputError("source= is missing: give the folder of your dialogues, source=FOLDER")
-    data_dir = datasets.folder_of(keys.data_dir).absolute()
     dialogues.write(keys, data_dir / datasets.DIALOGUES.folder, _say)
     parts = dialogues.open_dialogues(str(data_dir))
     for name, examples in zip(("training", "validation"), parts, strict=True):
         tokens = f"{examples.lengths.sum():,} tokens; the loss counts {examples.counted.sum():,}"
         _say(f"{name}: {len(examples):,} examples, {tokens}")
-    return f"llm model={shlex.quote(keys.model)}", data_dir
+    return f"llm model={shlex.quote(keys.model)}"
 
 
-def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
+def prepare_weights(keys: WeightsKeys, data_dir: Path) -> str:
     """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them.
     Or fetches a language model. Raises InputError, MachineError.
     """
@@ -329,13 +326,13 @@ def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
         from recipes.core.data import hub
 
         _say(f"{keys.model} is in {hub.fetch(keys.model)}")
-        return f"llm model={keys.model}", Path("FOLDER")
+        return f"llm model={keys.model}"
     from recipes.core.train import models
 
     if keys.arch.startswith(models.TIMM):
         name = keys.arch.removeprefix(models.TIMM)
         _fetch_from_hub(keys.arch, name, models.require_timm(name, offline=False))
-        return f"finetune arch={keys.arch} pretrained=true", Path("FOLDER")
+        return f"finetune arch={keys.arch} pretrained=true"
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
     if models.fault_of(path):
@@ -347,7 +344,7 @@ def prepare_weights(keys: WeightsKeys) -> tuple[str, Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(path, content)
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
-    return f"finetune arch={keys.arch} pretrained={chosen.name}", Path("FOLDER")
+    return f"finetune arch={keys.arch} pretrained={chosen.name}"
 
 
 def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
@@ -365,7 +362,7 @@ def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
     _say(f"{arch}'s weights are in the cache of the Hugging Face hub ($HF_HOME)")
 
 
-def prepare_finetune(keys: FinetuneKeys) -> tuple[str, Path]:
+def prepare_finetune(keys: FinetuneKeys, data_dir: Path) -> str:
     """Decodes every image of data_dir once, and fetches the weights. Raises InputError, which names
     images that cannot be read.
     """
@@ -390,17 +387,16 @@ def prepare_finetune(keys: FinetuneKeys) -> tuple[str, Path]:
     if faults:
         raise InputError(f"{faults} of {count} images cannot be read: remove or replace them")
     _say(f"{count} images in {len(parts[0][0].classes)} classes can be read")
-    recipe = f"finetune arch={keys.arch} pretrained=false"
-    if keys.pretrained != "false":
-        recipe, _ = prepare_weights(WeightsKeys(keys.arch, keys.pretrained))
-    return recipe, datasets.folder_of(keys.data_dir).absolute()
+    if keys.pretrained == "false":
+        return f"finetune arch={keys.arch} pretrained=false"
+    return prepare_weights(WeightsKeys(keys.arch, keys.pretrained), data_dir)
 
 
 def _say(text: str) -> None:
     print(errors.shown(text, 1000), flush=True)  # names of folders may contain any bytes
 
 
-DATASETS: dict[str, tuple[type, Callable[[Any], tuple[str, Path]]]] = {
+DATASETS: dict[str, tuple[type, Callable[[Any, Path], str]]] = {
     "mnist": (PrepareKeys, prepare_mnist),
     "cifar10": (PrepareKeys, prepare_cifar10),
     "text": (TextKeys, prepare_text),
