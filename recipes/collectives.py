@@ -42,12 +42,11 @@ WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 
 
 def numbers(world: World, *ranks: int) -> Tensor:
-    """Two numbers for each of ``ranks`` that identify the rank: 10 and 11 for rank 0, 20 and 21 for
-    rank 1.
+    """Two numbers for each of ``ranks``, without them for this rank, that identify the rank: 10 and
+    11 for rank 0, 20 and 21 for rank 1.
     """
-    return torch.tensor(
-        [10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=world.device
-    )
+    tens = [10.0 * rank + 10 for rank in ranks or [world.rank]]
+    return torch.tensor([ten + i for ten in tens for i in range(2)], device=world.device)
 
 
 def all_numbers(world: World) -> Tensor:
@@ -61,7 +60,7 @@ def empty(world: World, ranks: int = 1) -> Tensor:
 
 def for_each(world: World) -> Tensor:
     """This rank's numbers once for each rank, times the number of that rank from 1 on."""
-    mine = numbers(world, world.rank)
+    mine = numbers(world)
     return torch.cat([mine * (other + 1) for other in range(world.size)])
 
 
@@ -96,7 +95,7 @@ def send_and_recv(world: World) -> Answer:
     previous, following = neighbours(world)
     in_turn(
         world,
-        lambda: dist.send(numbers(world, world.rank), following),
+        lambda: dist.send(numbers(world), following),
         lambda: dist.recv(received, previous),
     )
     return received, numbers(world, previous)
@@ -108,7 +107,7 @@ def isend_and_irecv(world: World) -> Answer:
     """
     received = empty(world)
     previous, following = neighbours(world)
-    mine = numbers(world, world.rank)
+    mine = numbers(world)
     for work in in_turn(
         world, lambda: dist.isend(mine, following), lambda: dist.irecv(received, previous)
     ):
@@ -123,7 +122,7 @@ def batch_isend_irecv(world: World) -> Answer:
     previous, following = neighbours(world)
     from_previous = empty(world)
     from_following = empty(world)
-    mine = numbers(world, world.rank)
+    mine = numbers(world)
     batch = [P2POp(dist.isend, mine, following), P2POp(dist.irecv, from_previous, previous)]
     batch += [P2POp(dist.isend, mine, previous), P2POp(dist.irecv, from_following, following)]
     at_once(batch)
@@ -132,7 +131,7 @@ def batch_isend_irecv(world: World) -> Answer:
 
 def broadcast(world: World) -> Answer:
     """copies rank 0's numbers to all ranks; gives all ranks the same initial weights"""
-    values = numbers(world, world.rank)
+    values = numbers(world)
     dist.broadcast(values, src=0)
     return values, numbers(world, 0)
 
@@ -141,7 +140,7 @@ def reduce(world: World) -> Answer:
     """adds the numbers of all ranks on rank 0; the tensors of the other ranks are undefined
     afterwards
     """
-    values = numbers(world, world.rank)
+    values = numbers(world)
     dist.reduce(values, dst=0)
     if world.rank:
         return empty(world), empty(world)
@@ -153,7 +152,7 @@ def all_reduce(world: World) -> Answer:
     gradients
     """
     operations = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
-    results = [numbers(world, world.rank) for _ in operations]
+    results = [numbers(world) for _ in operations]
     for values, operation in zip(results, operations, strict=True):
         dist.all_reduce(values, op=operation)
     every = all_numbers(world)
@@ -164,7 +163,7 @@ def all_reduce(world: World) -> Answer:
 def gather(world: World) -> Answer:
     """collects the numbers of all ranks on rank 0"""
     there = [empty(world) for _ in range(world.size)] if world.rank == 0 else None
-    dist.gather(numbers(world, world.rank), there, dst=0)
+    dist.gather(numbers(world), there, dst=0)
     return (torch.stack(there), all_numbers(world)) if there else (empty(world), empty(world))
 
 
@@ -172,13 +171,13 @@ def scatter(world: World) -> Answer:
     """the reverse of gather: rank 0 sends a different part to each rank"""
     received = empty(world)
     dist.scatter(received, list(all_numbers(world)) if world.rank == 0 else None, src=0)
-    return received, numbers(world, world.rank)
+    return received, numbers(world)
 
 
 def all_gather(world: World) -> Answer:
     """collects the numbers of all ranks on every rank"""
     there = empty(world, world.size)
-    dist.all_gather_into_tensor(there, numbers(world, world.rank))
+    dist.all_gather_into_tensor(there, numbers(world))
     return there.view(world.size, 2), all_numbers(world)
 
 
@@ -207,7 +206,7 @@ def subgroups(world: World) -> Answer:
         cast(dist.ProcessGroup, dist.new_group(list(range(parity, world.size, 2))))
         for parity in parities
     ]
-    values = numbers(world, world.rank)
+    values = numbers(world)
     dist.all_reduce(values, group=groups[world.rank % 2])
     for group in groups:
         dist.destroy_process_group(group)
