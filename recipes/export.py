@@ -54,12 +54,12 @@ def main(argv: list[str]) -> int:
         if any(word.startswith("to=") for word in argv):
             return to_tracker(argv)
         raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
+    os.umask(0o077)
     if kind == "hf":
         return to_folder(run, parser.parse_keys(FolderKeys, more))
     keys = parser.parse_keys(FileKeys, more)
     from recipes.core.train import trained  # it imports torch
 
-    os.umask(0o077)
     place = Path(run) if Path(run).is_dir() else Path(".")
     if not keys.out:
         trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
@@ -75,9 +75,9 @@ def to_folder(run: str, keys: FolderKeys) -> int:
     """Writes a folder for transformers, or for PEFT. It gets its name when it is complete."""
     from recipes.core.train import causal, trained
 
-    os.umask(0o077)
-    is_run = Path(run).is_dir()
-    place = Path(run) if is_run else trained.checkpoint_of(Path(run)).absolute().parents[1]
+    place = Path(run)
+    if not place.is_dir():
+        place = trained.checkpoint_of(place).absolute().parents[1]
     if not keys.out:
         trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
     model = causal.load(run, allow_code=keys.allow_code)
@@ -85,9 +85,10 @@ def to_folder(run: str, keys: FolderKeys) -> int:
     if out.exists():
         raise InputError(f"out={str(out)!r}: exists: give another out=")
     with files.writing_to(out.parent, "out"), tempfile.TemporaryDirectory(dir=out.parent) as part:
-        trust.own_folder(Path(part, out.name), "out")
-        causal.write(model, Path(part, out.name), keys.adapter)
-        os.rename(Path(part, out.name), out)
+        folder = Path(part, out.name)
+        trust.own_folder(folder, "out")
+        causal.write(model, folder, keys.adapter)
+        os.rename(folder, out)
     print(f"{out}: from {model.path}")
     return errors.EXIT_DONE
 
