@@ -16,7 +16,7 @@ from torchvision.models import WeightsEnum
 from recipes.core import errors, files
 from recipes.core.config import declare
 from recipes.core.errors import InputError, MachineError
-from recipes.core.train.optimisation import heads
+from recipes.core.train.optimisation import Layer, heads
 
 TIMM = "timm/"
 
@@ -71,7 +71,7 @@ def classifier(
     return net
 
 
-def _like(layer: nn.Linear | nn.Conv2d, classes: int) -> nn.Linear | nn.Conv2d:
+def _like(layer: Layer, classes: int) -> Layer:
     has_bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, classes, has_bias)
@@ -167,7 +167,7 @@ def add_lora(net: nn.Module, rank: int) -> None:
     of_heads = heads(net)
     train_only_head(net)
     for name, module in list(net.named_modules()):
-        if isinstance(module, nn.Linear | nn.Conv2d) and name not in of_heads:
+        if isinstance(module, Layer) and name not in of_heads:
             parametrize.register_parametrization(module, "weight", _LowRank(module.weight, rank))
 
 

@@ -17,6 +17,7 @@ from recipes.core.errors import InputError
 from recipes.core.train import sharding
 from recipes.core.train.run import Run
 
+Layer = nn.Linear | nn.Conv2d  # that has a matrix, and may make the logits
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -149,11 +150,11 @@ def layer_groups(
     return groups
 
 
-def heads(net: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+def heads(net: nn.Module) -> dict[str, Layer]:
     """The layers that make the logits, by their names. torchvision: the last linear layer, or
     convolution. Some models of timm have several.
     """
-    layers = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    layers = {name: m for name, m in net.named_modules() if isinstance(m, Layer)}
     classifier: Any = getattr(net, "get_classifier", None)
     if not classifier:
         return dict([layers.popitem()])
