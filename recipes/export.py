@@ -22,10 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files, trust
+from recipes.core import files, trust
 from recipes.core.config import parser
 from recipes.core.config.declare import key
-from recipes.core.errors import InputError
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    InputError,
+    printable,
+    require,
+    shown,
+    status_of,
+)
 from recipes.core.run import table, trackers
 
 FORMATS = ("onnx", "safetensors", "hf")
@@ -48,12 +56,12 @@ def main(argv: list[str]) -> int:
     is_help = {"-h", "--help"} & set(argv)
     if is_help or len(argv) < 2:
         print((__doc__ or "").strip())
-        return errors.EXIT_DONE if is_help else errors.EXIT_CONFIG
+        return EXIT_DONE if is_help else EXIT_CONFIG
     run, kind, *more = argv
     if kind not in FORMATS:
         if any(word.startswith("to=") for word in argv):
             return to_tracker(argv)
-        raise InputError(f"{errors.shown(kind)}: must be one of {', '.join(FORMATS)}")
+        raise InputError(f"{shown(kind)}: must be one of {', '.join(FORMATS)}")
     os.umask(0o077)
     if kind == "hf":
         return to_folder(run, parser.parse_keys(FolderKeys, more))
@@ -68,7 +76,7 @@ def main(argv: list[str]) -> int:
     content, difference = to_onnx(model) if kind == "onnx" else (to_safetensors(model), "")
     files.write_bytes(out, content)
     print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def to_folder(run: str, keys: FolderKeys) -> int:
@@ -90,7 +98,7 @@ def to_folder(run: str, keys: FolderKeys) -> int:
         causal.write(model, folder, keys.adapter)
         os.rename(folder, out)
     print(f"{out}: from {model.path}")
-    return errors.EXIT_DONE
+    return EXIT_DONE
 
 
 def to_tracker(argv: list[str]) -> int:
@@ -99,23 +107,23 @@ def to_tracker(argv: list[str]) -> int:
     keys = dict(word.split("=", 1) for word in words)
     to = keys["to"]
     if to not in trackers.TRACKERS:
-        raise InputError(f"to={errors.shown(to)}: must be one of {', '.join(trackers.TRACKERS)}")
+        raise InputError(f"to={shown(to)}: must be one of {', '.join(trackers.TRACKERS)}")
     export = partial(trackers.export, to=to, project=keys.get("project", ""))
     for path in table.find([Path(word) for word in argv if word not in words]):
         with files.writing_to(path, "run_dir"):
             trust.own_folder(path)
             with files.locked(path / trackers.LOCK):
                 line = table.read_one(path, export)
-        print(errors.printable(line), flush=True)
-    return errors.EXIT_DONE
+        print(printable(line), flush=True)
+    return EXIT_DONE
 
 
 def to_onnx(model: Any) -> tuple[bytes, str]:
     """An ONNX file with an input (batch, 3, px, px) and logits as output, and a phrase on how far
     its outputs are from the model's.
     """
-    onnx, runtime = (errors.require(name, "export") for name in ("onnx", "onnxruntime"))
-    errors.require("onnxscript", "export")
+    onnx, runtime = (require(name, "export") for name in ("onnx", "onnxruntime"))
+    require("onnxscript", "export")
     import torch
     from PIL import Image
 
@@ -146,7 +154,7 @@ def to_onnx(model: Any) -> tuple[bytes, str]:
 
 def to_safetensors(model: Any) -> bytes:
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items()}
-    return errors.require("safetensors.torch", "export").save(weights, _about(model))
+    return require("safetensors.torch", "export").save(weights, _about(model))
 
 
 def _about(model: Any) -> dict[str, str]:
@@ -155,4 +163,4 @@ def _about(model: Any) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(errors.status_of("export", main))
+    sys.exit(status_of("export", main))

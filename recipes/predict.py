@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config import parser as keys_parser
 from recipes.core.config.declare import key
 from recipes.core.data import classfolder, documents
-from recipes.core.errors import InputError
+from recipes.core.errors import EXIT_CONFIG, EXIT_DONE, InputError, printable, shown, status_of
 
 BATCH = 32
 SHOWN = 3  # classes in a line of text
@@ -92,8 +92,8 @@ def classify(model: Any, args: argparse.Namespace, faults: list[str], to: IO[byt
             rounded = {name: round(value, 6) for name, value in ordered}
             print(json.dumps({"file": str(path), "class": best, "probabilities": rounded}))
         elif not args.csv:
-            first = [f"{errors.shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]]
-            print(f"{errors.shown(path, 4096)}  {'  '.join(first)}")
+            first = [f"{shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]]
+            print(f"{shown(path, 4096)}  {'  '.join(first)}")
     file.detach()  # it flushes; the caller closes the file
 
 
@@ -131,8 +131,8 @@ def reply(run: str, keys: PromptKeys) -> int:
         if keys.prompts:
             print(json.dumps({"messages": [*messages, answer]}), flush=True)
         else:
-            print("\n".join(map(errors.printable, text.split("\n"))))
-    return errors.EXIT_DONE
+            print("\n".join(map(printable, text.split("\n"))))
+    return EXIT_DONE
 
 
 def main(argv: list[str]) -> int:
@@ -162,8 +162,8 @@ def main(argv: list[str]) -> int:
         files.write_whole(table, lambda file: classify(model, args, faults, file))
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)
-    return errors.EXIT_CONFIG if faults else errors.EXIT_DONE
+    return EXIT_CONFIG if faults else EXIT_DONE
 
 
 if __name__ == "__main__":
-    sys.exit(errors.status_of("predict", main))
+    sys.exit(status_of("predict", main))

@@ -34,13 +34,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors, files, trust
+from recipes.core import files, trust
 from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
 from recipes.core.data.packed import write
 from recipes.core.data.progress import Progress
-from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    ConfigError,
+    InputError,
+    MachineError,
+    one_line,
+    shown,
+)
 from recipes.core.run import command_line
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
@@ -136,12 +145,12 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
     """Runs a command line without ``--json``. told: gets the dataset and its keys."""
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(_help())
-        return errors.EXIT_DONE
+        return EXIT_DONE
     try:
         name, *words = arguments
         if name not in DATASETS:
             known = f"one of {', '.join(DATASETS)}{declare.nearest(name, DATASETS)}"
-            raise ConfigError(f"{errors.shown(name)}: give a dataset first, {known}")
+            raise ConfigError(f"{shown(name)}: give a dataset first, {known}")
         keys, work = DATASETS[name]
         chosen = parser.parse_keys(keys, words)
         told |= {"dataset": name, **vars(chosen)}
@@ -150,21 +159,21 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
             data_dir = datasets.folder_of(chosen.data_dir).absolute()
         recipe = work(chosen, data_dir)
         _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
-        return errors.EXIT_DONE
+        return EXIT_DONE
     except (ConfigError, InputError) as error:
         message = str(error)
-        status = errors.EXIT_CONFIG
+        status = EXIT_CONFIG
     except MachineError as error:
         message = str(error)
-        status = errors.EXIT_MACHINE
+        status = EXIT_MACHINE
     except OSError as error:
         message = f"{error.filename or 'data_dir'}: {error.strerror or error}"
-        status = errors.EXIT_MACHINE
+        status = EXIT_MACHINE
     except KeyboardInterrupt:
         message = "interrupted; run the same command again"
         status = 130
     told["error"] = message
-    print(f"error: {errors.shown(message, 1000)}", file=sys.stderr)
+    print(f"error: {shown(message, 1000)}", file=sys.stderr)
     return status
 
 
@@ -173,8 +182,8 @@ def _help() -> str:
     for name, (keys, _) in DATASETS.items():
         lines += ["", f"keys of {name}:"]
         for field in dataclasses.fields(keys):
-            shown = "" if field.default in ("", None) else f" (default {field.default})"
-            lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{shown}")
+            default = "" if field.default in ("", None) else f" (default {field.default})"
+            lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{default}")
     return "\n".join(lines)
 
 
@@ -241,7 +250,7 @@ def download(url: str, fix: str = FIX) -> bytes:
                 raise http.client.IncompleteRead(b"", size - len(content))
             return bytes(content)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise MachineError(f"{url}: {errors.one_line(error)}: {fix}") from None
+        raise MachineError(f"{url}: {one_line(error)}: {fix}") from None
 
 
 def prepare_cifar10(keys: PrepareKeys, data_dir: Path) -> str:
@@ -355,7 +364,7 @@ def _fetch_from_hub(arch: str, name: str, timm: Any) -> None:
         timm.create_model(name, pretrained=True)
     except Exception as error:  # no internet, a full disk
         fix = "run this command on a machine with internet, and copy its folder $HF_HOME here"
-        raise MachineError(f"arch={arch}: {errors.one_line(error, 120)}: {fix}") from None
+        raise MachineError(f"arch={arch}: {one_line(error, 120)}: {fix}") from None
     licence = timm.get_pretrained_cfg(name).license or "unknown"
     if licence not in FREE_LICENCES:
         _say(f"{arch}: the licence of these weights is {licence}: read it before you use them")
@@ -393,7 +402,7 @@ def prepare_finetune(keys: FinetuneKeys, data_dir: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(errors.shown(text, 1000), flush=True)  # names of folders may contain any bytes
+    print(shown(text, 1000), flush=True)  # names of folders may contain any bytes
 
 
 DATASETS: dict[str, tuple[type, Callable[[Any, Path], str]]] = {

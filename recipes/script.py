@@ -22,9 +22,20 @@ import threading
 from pathlib import Path
 
 from recipes.conf.script import Config, StopSignal
-from recipes.core import errors, files, trust
+from recipes.core import files, trust
 from recipes.core.config.run_keys import Device
-from recipes.core.errors import Hang, InputError, Kind, MachineError
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    EXIT_REQUEUE,
+    Hang,
+    InputError,
+    Kind,
+    MachineError,
+    shown,
+)
 from recipes.core.place import memory
 from recipes.core.program import delivery, launchers, silence, supervise
 from recipes.core.program.launchers import Launch
@@ -122,7 +133,7 @@ def last_exception(log: Path) -> str:
     exceptions = EXCEPTION.findall(tail)
     if not exceptions:
         return ""
-    return "; " + errors.shown(exceptions[-1][1].decode(errors="replace"), 300)
+    return "; " + shown(exceptions[-1][1].decode(errors="replace"), 300)
 
 
 def describe(returncode: int) -> tuple[Kind, int, str]:
@@ -236,7 +247,7 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
             command, "", environ, rules(start, attempt, launch, watch, is_first), watch
         )
     if is_stopped(attempt, ended, watch, first_rank, is_first):
-        return errors.EXIT_DONE
+        return EXIT_DONE
     kind, code, words = describe(ended.returncode)
     if kind is Kind.killed and task_memory.is_exceeded:
         kind = Kind.out_of_memory
@@ -275,7 +286,7 @@ def run_rank(
         )
         kind, code, words = describe(ended.returncode)
         if is_stopped(attempt, ended, watch, rank, is_first):
-            code = errors.EXIT_DONE
+            code = EXIT_DONE
         if code and task_memory.is_exceeded:
             why = task_memory.describe(rank if task is None else None)
             if kind is Kind.killed:
@@ -329,7 +340,7 @@ def is_stopped(
     if stop and watch:
         with contextlib.suppress(OSError):
             watch.record_stop()
-    elif code == errors.EXIT_REQUEUE:
+    elif code == EXIT_REQUEUE:
         stop = f"exit status {code}, which asks for a requeue"
         record(attempt, rank, Kind.stopped, code, stop, ended)
     if stop and is_first:
@@ -344,9 +355,9 @@ if __name__ == "__main__":
     try:
         status = main(START)
     except (InputError, MachineError) as error:
-        status = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
+        status = EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
         attempts.refuse(os.environ, status, str(error), START.ranks.rank)
         attempts.print_refusal(f"script: {error}", START.ranks.rank == 0)
     except Hang:
-        status = errors.EXIT_CRASH
+        status = EXIT_CRASH
     entry.end(status)

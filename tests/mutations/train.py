@@ -108,8 +108,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/session.py",
-        "return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE",
-        "return errors.EXIT_DONE",
+        "return EXIT_REQUEUE if current.stopping else EXIT_DONE",
+        "return EXIT_DONE",
         "a stopped run ends with status 0, and is not requeued",
         "tests/distributed/train/test_exact_resume.py",
     ),

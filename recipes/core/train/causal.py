@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.data import chat, hub
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, one_line, require
 from recipes.core.run import entry
 from recipes.core.train import checkpoint, trained
 
@@ -43,7 +43,7 @@ def open_model(model: str, folder: Path, allow_code: str) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # of many libraries
-        why = f"cannot be loaded ({errors.one_line(error, 120)})"
+        why = f"cannot be loaded ({one_line(error, 120)})"
         raise InputError(f"model={model}: {why}: fetch it again, or give another one") from None
     if report["missing_keys"]:
         lacking = f"its files lack {min(report['missing_keys'])}"
@@ -255,7 +255,7 @@ class Causal:
                     messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
                 )
             except Exception as error:  # whatever the template does
-                why = f"the chat template fails ({errors.one_line(error, 80)})"
+                why = f"the chat template fails ({one_line(error, 80)})"
                 fix = "correct the roles and the order of the messages"
                 raise InputError(f"prompt: {why}: {fix}") from None
         if len(messages) > 1:
@@ -313,7 +313,7 @@ def write(model: Causal, folder: Path, adapter: bool) -> None:
     }
     files.write_json(folder / "adapter_config.json", about)
     weights = {f"base_model.model.{name}.weight": value for name, value in model.added.items()}
-    safetensors = errors.require("safetensors.torch", "llm")
+    safetensors = require("safetensors.torch", "llm")
     safetensors.save_file(weights, folder / "adapter_model.safetensors")
 
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed
 
-from recipes.core import errors
 from recipes.core.config.run_keys import Backend, Device
-from recipes.core.errors import MachineError
+from recipes.core.errors import MachineError, one_line
 from recipes.core.place import gpus, ranks
 from recipes.core.slurm import environment
 
@@ -108,6 +107,6 @@ def take_gpu(device: torch.device) -> None:
     except RuntimeError as error:
         host = socket.gethostname()
         raise MachineError(
-            f"{host}: {device} cannot be used ({errors.one_line(error)}): "
+            f"{host}: {device} cannot be used ({one_line(error)}): "
             f"check nvidia-smi there, or exclude the node: sbatch --exclude={host}"
         ) from None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 import torch.distributed
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.errors import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -32,6 +32,7 @@ from recipes.core.errors import (
     MachineError,
     RunError,
     Stopped,
+    one_line,
 )
 from recipes.core.place import keepalive, memory
 from recipes.core.run import (
@@ -270,7 +271,7 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
             "if memory or /dev/shm was full, request more (--mem), or lower num_workers=; "
             "if it crashed, the rank's log says where"
         )
-        line = f"{errors.one_line(error).rstrip('.')}: {fix}"
+        line = f"{one_line(error).rstrip('.')}: {fix}"
         return Cause(Kind.machine, line, EXIT_MACHINE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         problem = f"{error.filename or 'a file'} cannot be written ({error.strerror})"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torchvision.models import WeightsEnum
 
-from recipes.core import errors, files
+from recipes.core import files
 from recipes.core.config import declare
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import InputError, MachineError, one_line, require
 from recipes.core.train.optimisation import Layer, heads
 
 TIMM = "timm/"
@@ -91,7 +91,7 @@ def _of_timm(name: str, weights: str, classes: int) -> nn.Module:
         net: nn.Module = timm.create_model(name, pretrained=bool(weights), num_classes=classes)
     except Exception as error:  # of the hub, of safetensors, of the file system
         raise MachineError(
-            f"pretrained=true: {errors.one_line(error, 120)}: on a machine with internet, "
+            f"pretrained=true: {one_line(error, 120)}: on a machine with internet, "
             f"run python -m recipes.prepare weights arch={TIMM}{name} (it writes into $HF_HOME)"
         ) from None
     return net
@@ -103,7 +103,7 @@ def require_timm(name: str, offline: bool = True) -> Any:
     """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
-    timm = errors.require("timm", "timm", f"arch={TIMM}{name}: ")
+    timm = require("timm", "timm", f"arch={TIMM}{name}: ")
     if not timm.is_model(name):
         nearest = declare.nearest(TIMM + name, [TIMM + known for known in timm.list_models()])
         raise InputError(f"arch={TIMM}{name}: timm has no such model{nearest}")
@@ -128,7 +128,7 @@ def require_size(net: nn.Module, arch: str, px: int) -> None:
         with torch.inference_mode():
             net.eval()(torch.zeros(1, 3, px, px))
     except Exception as error:
-        why = f"does not accept images of this size ({errors.one_line(error, 120)})"
+        why = f"does not accept images of this size ({one_line(error, 120)})"
         raise InputError(f"px={px}: arch={arch} {why}") from None
     net.train()
 
@@ -214,7 +214,7 @@ def fault_of(path: Path) -> str:
         # torchvision itself would execute the pickled code
         torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        return f"is not a file of weights ({errors.one_line(error, 80)})"
+        return f"is not a file of weights ({one_line(error, 80)})"
     return ""
 
 

@@ -20,10 +20,19 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 
-from recipes.core import errors, files, trust
+from recipes.core import files, trust
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.errors import InputError, MachineError, shown
+from recipes.core.errors import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_MACHINE,
+    EXIT_REQUEUE,
+    InputError,
+    MachineError,
+    shown,
+)
 from recipes.core.place import processes, stacks
 from recipes.core.run import (
     attempt as attempts,
@@ -55,7 +64,7 @@ def run(main: Main, start: Start) -> NoReturn:
     allocation cannot run it; 75 saved, to be requeued; 1 any other failure. After a failure, the
     last lines of the log and ``status.json`` name the first rank that failed.
     """
-    code = errors.EXIT_CRASH
+    code = EXIT_CRASH
     info = start.ranks
     keys = start.settings.run
     recipe = start.settings.recipe
@@ -93,12 +102,12 @@ def run(main: Main, start: Start) -> NoReturn:
                 left = functools.partial(client.seconds_left, os.environ)
                 signals.watch_the_end(stop, keys.stop_before_s, left, tell)
             code = _attempt(main, start, world, stop)
-            if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
+            if code not in (EXIT_DONE, EXIT_REQUEUE):
                 # Skip the teardown of the group: it can wait for a rank that has ended, while the
                 # others wait for this one.
                 failure.leave(code)
     except (InputError, MachineError) as error:
-        code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
+        code = EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
         # Write the record first, since this rank may be ended as soon as another rank ends.
         attempts.refuse(os.environ, code, str(error), info.rank)
         attempts.print_refusal(f"{recipe}: {error}", info.rank == 0)
@@ -152,9 +161,9 @@ def _attempt(
             outcome.finish(current, main(start.settings.config, current))
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
-            return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
+            return EXIT_REQUEUE if current.stopping else EXIT_DONE
         except dryrun.DryRunEnd:
-            return errors.EXIT_DONE
+            return EXIT_DONE
         except BaseException as error:
             current.failing.acquire()  # never released: nothing else may record an error
             current.console.progress("")

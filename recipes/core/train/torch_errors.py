@@ -7,8 +7,7 @@ import torch
 import torch.distributed
 from torch.nn import functional
 
-from recipes.core import errors
-from recipes.core.errors import Kind
+from recipes.core.errors import Kind, one_line
 
 SIGNS = (
     "Connection closed by peer",
@@ -64,7 +63,7 @@ def text_of(error: BaseException) -> str:
         match = re.search(text, str(error), re.DOTALL)
         if match:
             error = type(error)(f"{match[1]}: {match[2]}")
-    return errors.one_line(error)
+    return one_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -72,7 +71,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     RuntimeError.
     """
     by_class = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return by_class or "can't allocate memory" in errors.one_line(error)
+    return by_class or "can't allocate memory" in one_line(error)
 
 
 def is_open_files(error: BaseException) -> bool:

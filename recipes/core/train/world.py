@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.core import errors
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.errors import InputError, MachineError, Stopped, shown
+from recipes.core.errors import InputError, MachineError, Stopped, one_line, shown
 from recipes.core.place.keepalive import NodeLinks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import watchdog
@@ -203,7 +202,7 @@ class World:
         except (InputError, MachineError) as error:
             raise self._error_of_all(name, type(error)(f"{self.host}: {error}")) from None
         except Exception as error:
-            self._error_of_all(name, MachineError(f"{self.host}: {errors.one_line(error)}"))
+            self._error_of_all(name, MachineError(f"{self.host}: {one_line(error)}"))
             raise
         self.store.set(f"{name}/{self.rank}", "done")
         self.store.add(f"{name}/done", 1)
