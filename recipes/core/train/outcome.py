@@ -82,8 +82,9 @@ def finish(run: Run, results: Results) -> None:
         run.attempt.staging.rmdir()  # it is empty: everything is saved
     step = run.step
     if run.stopping:
-        why = {"reason": run.stopping, "kind": Kind.stopped}
-        attempts.write_status(run.attempt, "preempted", step, **why)
+        attempts.write_status(
+            run.attempt, "preempted", step, reason=run.stopping, kind=Kind.stopped
+        )
         place = f"at step {step}, saved in {run.dir}"
         if cfg.evaluate:
             place = "before the evaluation's end"
