@@ -132,7 +132,7 @@ def load(checkpoints: Checkpoints, path: Path) -> None:
     state = checkpoints.state
     world = checkpoints.world
     problem = f"{world.host}: does not see {path}, which rank 0 on {world.hosts[0]} has chosen"
-    world.await_seen(path.exists, path.parent, problem)
+    world.await_seen(path, problem)
     content = checkpoint.read(path)
     meta = content["meta"]
     evaluate = checkpoints.settings.config.evaluate

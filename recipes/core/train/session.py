@@ -232,8 +232,7 @@ def check_shared(run: Run) -> None:
         if world.ranks.local_rank == 0:
             problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"
             problem = f"run_dir={run.dir}: {problem}: give a folder that all nodes share"
-            is_seen = (run.attempt.folder / "opened.json").exists
-            world.await_seen(is_seen, run.dir / "attempts", problem)
+            world.await_seen(run.attempt.folder / "opened.json", problem)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
         world.together("shared run_dir", look)

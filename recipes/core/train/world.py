@@ -160,19 +160,20 @@ class World:
             fix = "another program uses rank 0's port: set another MASTER_PORT"
             raise MachineError(f"rank 0 sent {shown(text)}: {fix}") from None
 
-    def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
-        """Waits until this node sees what rank 0 has written into ``folder``: a network file system
-        can show it later on some nodes.
+    def await_seen(self, path: Path, problem: str) -> None:
+        """Waits until this node sees the file that rank 0 has written: a network file system can
+        show it, or its folder, later on some nodes.
 
         Raises MachineError with ``problem`` after `SEEN_S`, or half of ``timeout_s`` if that is
         less.
         """
         deadline = time.monotonic() + min(SEEN_S, self.timeout_s / 2)
-        while not is_seen():
+        while not path.exists():
             if time.monotonic() > deadline:
                 raise MachineError(problem)
-            with contextlib.suppress(OSError):
-                os.listdir(folder)  # makes NFS refresh its cache
+            for folder in path.parents[:2]:
+                with contextlib.suppress(OSError):
+                    os.listdir(folder)  # makes NFS refresh its cache
             time.sleep(0.1)
 
     def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
