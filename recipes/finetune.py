@@ -96,6 +96,14 @@ def mixed(
     return blended
 
 
+def class_weights(pictures: labelled.Pictures) -> Tensor:
+    """The weight of each class in the loss: one for a class of average size, more for a rare
+    one.
+    """
+    counts = pictures.counts()
+    return len(pictures) / len(counts) / counts.clamp(min=1)
+
+
 def main(cfg: Config, run: Run) -> Results:
     world = run.world
     torch.manual_seed(cfg.seed)
@@ -134,10 +142,7 @@ def main(cfg: Config, run: Run) -> Results:
     factors = lr_factors(cfg, batches.per_epoch, loop.total_steps(cfg, batches), depths)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
     autocast = optimisation.autocast(run, cfg)
-    weights = None
-    if cfg.class_weights:
-        per_class = train_set.counts().clamp(min=1)
-        weights = (len(train_set) / len(classes) / per_class).to(world.device)
+    weights = class_weights(train_set).to(world.device) if cfg.class_weights else None
     cross_entropy = partial(F.cross_entropy, weight=weights, label_smoothing=cfg.label_smoothing)
 
     def losses(logits: Tensor, labels: Tensor) -> Tensor:
