@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,12 +164,9 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
         raise InputError(f"{place}: has no dialogue: {FIX}")
     facts = facts_of(keys.model, chat.open_tokenizer(keys.model), kind, keys.train_on)
     facts |= {"max_len": keys.max_len, "cut": keys.too_long == "cut"}
-    tasks = [
-        (folder / f"{number:05d}.bin", group, keys.model, facts)
-        for number, group in enumerate([*groups, *held_out])
-    ]
+    fill = partial(write_rows, keys.model, facts)
     with documents.preparing(folder):
-        records = documents.write_all(folder, write_shard, tasks, keys.workers, say)
+        records = documents.write_all(folder, [*groups, *held_out], facts, fill, keys.workers, say)
         judge(records, keys.too_long, say)
         index = {
             **VERSION,
@@ -181,13 +179,9 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
         files.write_json(folder / "index.json", index)
 
 
-def write_shard(path: Path, sources: Sequence[Path], model: str, facts: Record) -> Record:
-    """Writes the rows of ``sources`` as a shard, unless it exists. Raises InputError."""
-
-    def fill(file: IO[bytes]) -> Record:
-        return write_examples(file, Encoder(chat.open_tokenizer(model), facts), _rows(sources))
-
-    return documents.write_one(path, sources, facts, fill)
+def write_rows(model: str, facts: Record, file: IO[bytes], sources: Sequence[Path]) -> Record:
+    """Writes the rows of ``sources`` as a shard, and returns its record. Raises InputError."""
+    return write_examples(file, Encoder(chat.open_tokenizer(model), facts), _rows(sources))
 
 
 def _rows(sources: Iterable[Path]) -> Iterator[tuple[str, Any]]:

@@ -133,23 +133,28 @@ def preparing(folder: Path) -> Iterator[Record]:
     """
     with files.writing_to(folder, "data_dir"):
         trust.own_folder(folder, "data_dir")
-    with files.writing_to(folder, "data_dir"), files.locked(folder / "preparing.lock"):
-        files.remove_temporary(folder)
-        yield files.read_json(folder / "index.json") or {}
+        with files.locked(folder / "preparing.lock"):
+            files.remove_temporary(folder)
+            yield files.read_json(folder / "index.json") or {}
 
 
 def write_all(
     folder: Path,
-    write: Callable[..., Record],
-    tasks: Sequence[tuple[Any, ...]],
+    groups: Sequence[Sequence[Path]],
+    how: Any,
+    fill: Callable[[IO[bytes], Sequence[Path]], Record],
     workers: int,
     say: Say,
 ) -> list[Record]:
-    """The records of the shards that ``write`` writes, a call for each task, in processes.
+    """Writes a shard of each group of files, in processes, and returns their records.
 
-    write: a function of a module. workers: number of processes, 0: one for each CPU. Raises
-    MachineError.
+    how, fill: as in `write_one`; ``fill`` must be a function of a module, or a `partial` of one.
+    workers: number of processes, 0: one for each CPU. Raises MachineError, and what ``fill``
+    raises.
     """
+    tasks = [
+        (folder / f"{number:05d}.bin", group, how, fill) for number, group in enumerate(groups)
+    ]
     count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
     spawn = multiprocessing.get_context("spawn")
     # an unfinished set must not look complete
@@ -158,7 +163,7 @@ def write_all(
     try:
         # An error or Ctrl-C ends map(), which cancels what has not begun.
         with ProcessPoolExecutor(count, spawn, _start, (os.getpid(),)) as pool:
-            for record in pool.map(write, *zip(*tasks, strict=True)):
+            for record in pool.map(write_one, *zip(*tasks, strict=True)):
                 records.append(record)
                 say(f"shard {len(records)} of {len(tasks)}: {record['tokens']:,} tokens")
     except BrokenProcessPool:
@@ -172,13 +177,16 @@ def _start(parent: int) -> None:
 
 
 def write_one(
-    path: Path, sources: Sequence[Path], how: Any, fill: Callable[[IO[bytes]], Record]
+    path: Path,
+    sources: Sequence[Path],
+    how: Any,
+    fill: Callable[[IO[bytes], Sequence[Path]], Record],
 ) -> Record:
     """Writes a shard and, beside it, its record, unless both exist and were made from the same
     ``sources`` in the same way.
 
-    how: what, besides the sources, determines the content. fill: writes it, and returns what the
-    record says about it.
+    how: what, besides the sources, determines the content. fill: writes it into a file, and returns
+    what the record says about it.
     """
     facts = [(str(source), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     identity = hashlib.sha256(json.dumps([how, facts]).encode()).hexdigest()
@@ -188,7 +196,7 @@ def write_one(
         return record
 
     record = {}
-    files.write_whole(path, lambda file: record.update(fill(file)))
+    files.write_whole(path, lambda file: record.update(fill(file, sources)))
     record |= {"sha256": files.sha256(path), "source": identity}
     files.write_json(path.with_suffix(".json"), record)
     return record

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -129,7 +130,7 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: document
     _, vocabulary, end = open_tokenizer(tokenizer)
     dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
     groups = documents.find_groups(source, ENDINGS, say)
-    tasks = [(folder / f"{i:05d}.bin", group, tokenizer, dtype) for i, group in enumerate(groups)]
+    fill = partial(write_documents, tokenizer, dtype)
     with documents.preparing(folder) as index:
         if index.get("tokenizer", tokenizer) != tokenizer:
             made = f"{str(folder)!r} was made with another tokenizer"
@@ -139,27 +140,21 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: document
             "tokenizer": tokenizer,
             "dtype": dtype,
             "end": end,
-            "shards": documents.write_all(folder, write_shard, tasks, workers, say),
+            "shards": documents.write_all(folder, groups, tokenizer, fill, workers, say),
             "vocabulary": " ".join(token.hex() for token in vocabulary),
         }
         files.write_json(folder / "index.json", content)
 
 
-def write_shard(
-    path: Path, sources: Sequence[Path], tokenizer: str, dtype: str
+def write_documents(
+    tokenizer: str, dtype: str, file: IO[bytes], sources: Sequence[Path]
 ) -> documents.Record:
-    """Writes the documents of ``sources`` and, beside them, their part of index.json, unless both
-    exist. Raises InputError.
-    """
-
-    def fill(file: IO[bytes]) -> documents.Record:
-        encode, _, end = open_tokenizer(tokenizer)
-        for document in itertools.chain.from_iterable(map(_documents, sources)):
-            ids = np.append(np.asarray(encode(document), np.int64), end)
-            file.write(ids.astype(dtype).tobytes())
-        return {"tokens": file.tell() // np.dtype(dtype).itemsize}
-
-    return documents.write_one(path, sources, tokenizer, fill)
+    """Writes the documents of ``sources`` as a shard, and returns its record. Raises InputError."""
+    encode, _, end = open_tokenizer(tokenizer)
+    for document in itertools.chain.from_iterable(map(_documents, sources)):
+        ids = np.append(np.asarray(encode(document), np.int64), end)
+        file.write(ids.astype(dtype).tobytes())
+    return {"tokens": file.tell() // np.dtype(dtype).itemsize}
 
 
 def open_tokenizer(name: str) -> tuple[Callable[[str], Any], list[bytes], int]:

@@ -356,7 +356,7 @@ def test_a_dead_worker_leaves_no_complete_text(
 
     put(tmp_path, a_txt="x")
     assert run()[0] == 0
-    monkeypatch.setattr(text, "write_shard", broken)
+    monkeypatch.setattr(documents, "write_one", broken)
     line = "error: a worker process died, probably for lack of memory: reduce workers=\n"
     assert run() == (3, line)
     # it is not complete until a run has ended well
