@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        '    ("gpus", "count", "the number of GPUs"),\n',
+        '    "gpu_count": "the number of GPUs",\n',
         "",
         "a node with seven of eight GPUs does not change the doctor's status",
         "tests/unit/doctor/test_verdict.py",

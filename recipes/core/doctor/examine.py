@@ -132,8 +132,8 @@ def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -
     nodes = [node for node in examined if node not in bad]
     if len(nodes) < 2 or 0 not in nodes:
         nodes = []
-    facts = [examined[node]["facts"].get("gpus", {}) for node in nodes]
-    gpus = min((len(fact.get("gpus", [])) for fact in facts), default=0)
+    counts = (len(examined[node]["facts"].get("gpus", [])) for node in nodes)
+    gpus = min(counts, default=0)
     backend = "nccl" if gpus else "gloo"
     return {"nodes": nodes, "port": port, "backend": backend, "gpus": max(1, gpus)}
 

@@ -14,15 +14,15 @@ from recipes.core.errors import shown
 NodeReports = Mapping[int, Mapping[str, Any]]  # by node_rank
 
 LONG = 300  # characters of a finding in a line
-# Facts that must be equal on all nodes: the keys of a fact in a report, and its name.
-ALIKE = (
-    ("torch", "torch", "torch"),
-    ("torch", "cuda", "CUDA"),
-    ("torch", "nccl", "NCCL"),
-    ("torch", "python", "Python"),
-    ("gpus", "count", "the number of GPUs"),
-    ("gpus", "name", "the kind of GPU"),
-)
+# Facts that must be equal on all nodes, and their names.
+ALIKE = {
+    "torch": "torch",
+    "cuda": "CUDA",
+    "nccl": "NCCL",
+    "python": "Python",
+    "gpu_count": "the number of GPUs",
+    "gpu_name": "the kind of GPU",
+}
 SLOW = 0.6  # a value below this fraction of the median is slow
 # By the fault of a link (`reach.probe`): what a node sees of the other one, and the fix.
 FAULTS = {
@@ -109,8 +109,8 @@ def _own_findings(reports: NodeReports, verdict: Verdict) -> None:
 
 def _compare(reports: NodeReports, verdict: Verdict) -> None:
     """Nodes that differ from most others; without a majority, all nodes."""
-    for part, name, title in ALIKE:
-        values = {node: report["facts"].get(part, {}).get(name) for node, report in reports.items()}
+    for name, title in ALIKE.items():
+        values = {node: report["facts"].get(name) for node, report in reports.items()}
         counted = Counter(value for value in values.values() if value is not None).most_common()
         if len(counted) < 2:
             continue
@@ -127,7 +127,7 @@ def _compare(reports: NodeReports, verdict: Verdict) -> None:
 
 def _gpus(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The GPUs that torch has tested."""
-    return [gpu for gpu in report["facts"].get("gpus", {}).get("gpus", []) if "tflops" in gpu]
+    return [gpu for gpu in report["facts"].get("gpus", []) if "tflops" in gpu]
 
 
 def _slow_gpus(reports: NodeReports, verdict: Verdict) -> None:
@@ -260,10 +260,10 @@ def _facts(report: Mapping[str, Any]) -> dict[str, str]:
     """What the table shows of a node."""
     facts = report["facts"]
     gpus = _gpus(report)
-    count = len(facts.get("gpus", {}).get("gpus", []))
+    count = len(facts.get("gpus", []))
     return {
         "gpus": f"{sum(gpu['correct'] for gpu in gpus)}/{count}" if count else "-",
         "tflops": f"{median(gpu['tflops'] for gpu in gpus):.0f}" if gpus else "-",
-        "torch": facts.get("torch", {}).get("torch", "-"),
-        "network": facts.get("interfaces", {}).get("interface", "-"),
+        "torch": facts.get("torch", "-"),
+        "network": facts.get("interface", "-"),
     }

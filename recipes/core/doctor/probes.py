@@ -62,13 +62,13 @@ class Surroundings:
         return self.info.num_nodes > 1
 
 
-def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], list[Finding]]:
-    """Runs all checks at once, each for at most ``deadline_s`` seconds: the facts of each, and the
-    findings of all.
+def run_all(here: Surroundings, deadline_s: float) -> tuple[Facts, list[Finding]]:
+    """Runs all checks at once, each for at most ``deadline_s`` seconds: the facts and the findings
+    of all.
 
     A check that does not end is a finding.
     """
-    facts: dict[str, Facts] = {}
+    facts: Facts = {}
     findings = list[Finding]()
     # Not as a context manager, which waits for threads that hang. They end with the process, which
     # recipes/doctor.py leaves by os._exit.
@@ -83,7 +83,8 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
             )
             continue
         try:
-            facts[name], more = answer.result()
+            of_check, more = answer.result()
+            facts |= of_check
             findings += more
         except Exception as error:  # a fault of one check must not hide what the others find
             what = f"the check of the {name} failed ({one_line(error, 150)})"
@@ -275,7 +276,7 @@ def gpus(here: Surroundings, facts: Facts) -> Iterator[Finding]:
     # Nodes may have different numbers of granted GPUs, and `shortage` compares each with its own.
     count = None if granted else len(seen)
     name = seen[0].get("name") if seen else None
-    facts.update(count=count, name=name, gpus=seen)
+    facts.update(gpu_count=count, gpu_name=name, gpus=seen)
 
 
 def _of_gpu(gpu: Mapping[str, Any], errors: str) -> Iterator[Finding]:

@@ -53,7 +53,7 @@ def place(rank: int, size: int = 2) -> ranks.RankInfo:
 
 
 def report(node: int, gpus: int = 0, **changes: Any) -> dict[str, Any]:
-    facts = {"gpus": {"gpus": [{"correct": True}] * gpus}}
+    facts = {"gpus": [{"correct": True}] * gpus}
     return {
         "host": f"node{node}",
         "facts": facts,

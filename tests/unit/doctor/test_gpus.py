@@ -91,7 +91,7 @@ def test_the_numbers_of_granted_gpus_may_differ_between_nodes(
     monkeypatch.setattr(commands, "run", ask)
     here = Surroundings({"SLURM_GPUS_ON_NODE": granted}, info(), Path())
     facts, _ = probes._run(probes.gpus, here)
-    assert facts["count"] == count
+    assert facts["gpu_count"] == count
 
 
 def test_missing_gpus() -> None:

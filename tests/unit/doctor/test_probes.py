@@ -63,9 +63,8 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(commands, "run", quick)
     facts, _ = probes.run_all(here(tmp_path), 60)
-    assert set(facts) == set(probes.CHECKS)
-    assert facts["torch"]["torch"]
-    assert facts["interfaces"]["interface"] == "lo"
+    assert facts["torch"]
+    assert facts["interface"] == "lo"
 
 
 def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
@@ -91,7 +90,7 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
         ("the check of the hangs did not end in 0.5 s", True),
         ("the check of the breaks failed (RuntimeError: no such thing)", False),
     ]
-    assert facts == {"works": {"a": 1}}
+    assert facts == {"a": 1}
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

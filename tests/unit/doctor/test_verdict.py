@@ -26,24 +26,25 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
             "host": f"node{node}",
             "findings": [],
             "facts": {
-                "torch": {"python": "3.11.7", "torch": "2.15.0", "cuda": "13.2", "nccl": "2.30.1"},
-                "gpus": {
-                    "count": gpus,
-                    "name": "H200",
-                    "gpus": [
-                        {
-                            "index": i,
-                            "uuid": f"GPU-{node}-{i}",
-                            "name": "H200",
-                            "correct": True,
-                            "tflops": 700.0 + i,
-                            "free": 9,
-                            "total": 9,
-                        }
-                        for i in range(gpus)
-                    ],
-                },
-                "interfaces": {"interface": "ib0"},
+                "python": "3.11.7",
+                "torch": "2.15.0",
+                "cuda": "13.2",
+                "nccl": "2.30.1",
+                "gpu_count": gpus,
+                "gpu_name": "H200",
+                "gpus": [
+                    {
+                        "index": i,
+                        "uuid": f"GPU-{node}-{i}",
+                        "name": "H200",
+                        "correct": True,
+                        "tflops": 700.0 + i,
+                        "free": 9,
+                        "total": 9,
+                    }
+                    for i in range(gpus)
+                ],
+                "interface": "ib0",
             },
             "links": [{"peer": peer, "fault": "", "why": ""} for peer in others],
             "bandwidth": {
@@ -106,8 +107,8 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
         for pair in report["bandwidth"]["pairs"]:
             if 9 in pair[:2]:
                 pair[3] = 4.0
-    reports[12]["facts"]["torch"]["nccl"] = "2.18.3"
-    reports[20]["facts"]["gpus"]["gpus"][3]["tflops"] = 90.0
+    reports[12]["facts"]["nccl"] = "2.18.3"
+    reports[20]["facts"]["gpus"][3]["tflops"] = 90.0
     reports[22]["findings"].append(
         finding("GPU 2 computes a matrix product\x1b[2J wrongly", "drain it")
     )
@@ -174,20 +175,20 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "usual", "other", "called"),
+    ("name", "usual", "other", "called"),
     [
-        ("torch", "nccl", "2.30.1", "2.18.3", "NCCL"),
-        ("gpus", "count", 8, 7, "the number of GPUs"),
-        ("torch", "cuda", "13.2", "12.4", "CUDA"),
-        ("torch", "python", "3.11.7", "3.12.1", "Python"),
-        ("gpus", "name", "H200", "H100", "the kind of GPU"),
+        ("nccl", "2.30.1", "2.18.3", "NCCL"),
+        ("gpu_count", 8, 7, "the number of GPUs"),
+        ("cuda", "13.2", "12.4", "CUDA"),
+        ("python", "3.11.7", "3.12.1", "Python"),
+        ("gpu_name", "H200", "H100", "the kind of GPU"),
     ],
 )
 def test_the_one_node_that_differs_is_named(
-    part: str, name: str, usual: object, other: object, called: str
+    name: str, usual: object, other: object, called: str
 ) -> None:
     reports = healthy(4)
-    reports[2]["facts"][part][name] = other
+    reports[2]["facts"][name] = other
     judgement = judged(reports, 4)
     (entry,) = judgement.entries
     assert entry.nodes == [2]
@@ -255,9 +256,9 @@ def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
     assert bad(judged(reports, 6)) == {"node2": problem}
     reports = healthy(4)
     for report in reports:  # GPUs 3 and 4 are on two sockets
-        for gpu in report["facts"]["gpus"]["gpus"]:
+        for gpu in report["facts"]["gpus"]:
             gpu["to_next"] = 20.0 if gpu["index"] == 3 else 200.0
-    reports[1]["facts"]["gpus"]["gpus"][6]["to_next"] = 21.0
+    reports[1]["facts"]["gpus"][6]["to_next"] = 21.0
     problem = "copies from its GPU 6 to the next GPU are slow: 21 GB/s; the median is 200"
     assert bad(judged(reports, 4)) == {"node1": problem}
     assert bad(judged(reports[:2], 2)) == {}  # of two, either may be the usual one
@@ -265,7 +266,7 @@ def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
 
 def test_the_table_shows_what_each_node_has() -> None:
     reports = healthy(2)
-    reports[1]["facts"]["gpus"]["gpus"][3]["correct"] = False
+    reports[1]["facts"]["gpus"][3]["correct"] = False
     reports[1]["findings"] = [finding("GPU 3 returns a wrong matrix product", "drain it")]
     reports[0]["findings"] = [finding("a note", "nothing", bad=False)]
     judgement = judged(reports, 2)
@@ -326,7 +327,7 @@ def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
 def test_versions_without_a_majority_exclude_no_node() -> None:
     reports = healthy(4)
     for report in reports[:2]:
-        report["facts"]["torch"]["torch"] = "2.10.0"
+        report["facts"]["torch"] = "2.10.0"
     judgement = judged(reports, 4)
     assert judgement.exclude == []
     text = "\n".join(verdict.lines(judgement))
