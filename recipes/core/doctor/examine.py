@@ -82,7 +82,7 @@ def run(
             mine["bandwidth"] = _measure(mine["measure"], info, listener.fileno(), at(LINKS))
     else:
         first = reports.collect([0], Stage.ready, at(GO) + SLACK_S).get(0)
-        mine["bandwidth"] = _measure((first or {}).get("measure", {}), info, -1, at(LINKS))
+        mine["bandwidth"] = _measure((first or {}).get("measure", {}), info, None, at(LINKS))
     if reports.are_judged():  # this node is late
         return errors.EXIT_DONE
     reports.write(mine, Stage.final)
@@ -145,7 +145,7 @@ def _examined(reports: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]
 
 
 def _measure(
-    members: Mapping[str, Any], info: RankInfo, listener: int, end: float
+    members: Mapping[str, Any], info: RankInfo, listener: int | None, end: float
 ) -> dict[str, Any]:
     """Runs this node's part of the bandwidth test in a process, at most until ``end``. Returns its
     last step and what it measured.
@@ -157,18 +157,16 @@ def _measure(
     choice = _interface(info)
     if choice:
         environ.update(network.settings(choice, environ))
-    environ.update(
-        RANK=str(nodes.index(info.node_rank)),
-        WORLD_SIZE=str(len(nodes)),
-        NODES=json.dumps(nodes),
-        GPUS=str(members["gpus"]),
-        MASTER_ADDR=info.master_addr,
-        MASTER_PORT=str(members["port"]),
-    )
     left = end - time.monotonic()
-    command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", members["backend"]]
-    command += [str(listener), f"{left:.0f}"]
-    out, why = commands.run(command, left, environ, (listener,) if listener >= 0 else ())
+    test = {
+        **members,
+        "rank": nodes.index(info.node_rank),
+        "host": info.master_addr,
+        "listener": listener,
+        "timeout_s": round(left),
+    }
+    command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", json.dumps(test)]
+    out, why = commands.run(command, left, environ, () if listener is None else (listener,))
     result: dict[str, Any] = {"at": "its start", "pairs": []}
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # a line of a library

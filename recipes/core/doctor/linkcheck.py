@@ -3,11 +3,9 @@ exchanges between pairs of nodes.
 
 It repeats both with each GPU of the nodes in turn, since each may have its own way to the network.
 
-``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the
-environment, as torchrun sets them, and GPUS, the number of GPUs to test on each node (the smallest
-number of all nodes), or 1 on CPUs. LISTENER: rank 0's listening socket, -1 on others. It prints a
-line of JSON after each step, so that the doctor knows where it hangs. It does not measure as
-`recipes.collectives` does, which needs the World of a training run, and collectives to agree on
+``python -m recipes.core.doctor.linkcheck JSON``, with the arguments of `main` as a JSON object. It
+prints a line of JSON after each step, so that the doctor knows where it hangs. It does not measure
+as `recipes.collectives` does, which needs the World of a training run, and collectives to agree on
 repetitions; this test sends as little as possible over a network that may be broken.
 """
 
@@ -31,21 +29,31 @@ def say(**found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
-def main(backend: str, listener: int, timeout_s: float) -> None:
-    rank = int(os.environ["RANK"])
-    size = int(os.environ["WORLD_SIZE"])
-    nodes: list[int] = json.loads(os.environ["NODES"])  # node_rank of each rank
-    gpus = int(os.environ["GPUS"])
+def main(
+    backend: str,
+    nodes: list[int],
+    rank: int,
+    gpus: int,
+    host: str,
+    port: int,
+    listener: int | None,
+    timeout_s: float,
+) -> None:
+    """nodes: node_rank of each rank. gpus: number of GPUs to test on each node (the smallest number
+    of all nodes), or 1 on CPUs. host, port: of rank 0. listener: rank 0's listening socket, None on
+    others.
+    """
+    size = len(nodes)
     timeout = datetime.timedelta(seconds=timeout_s)
     half_time = time.monotonic() + timeout_s / 2
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        host,
+        port,
         size,
         is_master=rank == 0,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listener if rank == 0 else None,
+        master_listen_fd=listener,
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     say(at="the creation of the process group")
@@ -130,7 +138,7 @@ def synchronize(device: torch.device) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+        main(**json.loads(sys.argv[1]))
     except Exception as error:
         say(error=one_line(error))
         os._exit(1)

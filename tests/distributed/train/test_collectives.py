@@ -111,11 +111,14 @@ linkcheck.time = SimpleNamespace(
     perf_counter=lambda: next(readings), monotonic=lambda: next(times), sleep=lambda _: None
 )
 linkcheck.SIZE = 1 << 20
-fd = -1
-if os.environ["RANK"] == "0":
-    listener = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+rank = int(os.environ["RANK"])
+port = int(os.environ["MASTER_PORT"])
+fd = None
+if rank == 0:
+    listener = socket.create_server(("127.0.0.1", port))
     fd = listener.fileno()
-linkcheck.main("gloo", fd, 20)
+nodes = json.loads(os.environ["NODES"])
+linkcheck.main("gloo", nodes, rank, int(os.environ["GPUS"]), "127.0.0.1", port, fd, 20)
 """
 
 

@@ -196,7 +196,7 @@ def test_two_nodes_measure_and_are_judged(
 ) -> None:
     """Two nodes as threads; the processes that would import torch answer at once."""
     ask = commands.run
-    measured: list[dict[str, str]] = []
+    measured: list[dict[str, Any]] = []
 
     def quick(
         command: Sequence[str],
@@ -205,11 +205,12 @@ def test_two_nodes_measure_and_are_judged(
         *more: Any,
     ) -> tuple[str, str]:
         if "recipes.core.doctor.linkcheck" in command:
-            measured.append(dict(environ))
+            test = json.loads(command[-1])
+            measured.append(test)
             # not those of another start
             assert [path.name for path in (tmp_path / "reports").iterdir()] == ["now-0"]
             assert environ["GLOO_SOCKET_IFNAME"] == "lo"
-            pair = [{"pair": [0, 1, 0, 5.0]}] if environ["RANK"] == "0" else []
+            pair = [{"pair": [0, 1, 0, 5.0]}] if test["rank"] == 0 else []
             words = [
                 {"at": "an all_reduce", "busbw": 7.0, "correct": True},
                 *pair,
@@ -246,12 +247,11 @@ def test_two_nodes_measure_and_are_judged(
     ]
     assert [row["torch"] for row in helpers.read(tmp_path, "doctor")["table"]] == ["2.15.0"] * 2
     assert list(tmp_path.glob("reports/*")) == []
-    first, second = sorted(measured, key=lambda variables: variables["RANK"])
-    assert first["RANK"] == "0"
-    assert second["RANK"] == "1"
-    for name, value in (("WORLD_SIZE", "2"), ("NODES", "[0, 1]")):
-        assert first[name] == second[name] == value
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    first, second = sorted(measured, key=lambda test: test["rank"])
+    assert first["rank"] == 0
+    assert second["rank"] == 1
+    assert first["nodes"] == second["nodes"] == [0, 1]
+    assert first["port"] == second["port"]
 
 
 def test_without_bandwidths_a_node_still_waits_for_the_others(
@@ -333,8 +333,7 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
         environ: Mapping[str, str],
         descriptors: Sequence[int],
     ) -> tuple[str, str]:
-        names = ("RANK", "WORLD_SIZE", "NODES", "GPUS", "MASTER_ADDR", "MASTER_PORT")
-        asked.append((command[-3:-1], tuple(environ[name] for name in names), descriptors))
+        asked.append((json.loads(command[-1]), descriptors))
         out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [3, 5, 0, 5.0]}]
         for busbw, correct in ((30.0, False), (50.0, True)):
             out.append({"at": "an all_reduce", "busbw": busbw, "correct": correct})
@@ -350,7 +349,7 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
         "pairs": [[3, 5, 0, 5.0]],
         "error": "killed",
     }
-    numbers = ("1", "3", "[0, 3, 5]", "4", "n0", "99")
-    assert asked == [(["nccl", "7"], numbers, (7,))]
-    assert _measure(members, place(4, 6), -1, 0) == {}
-    assert _measure({}, place(3, 6), -1, 0) == {}
+    test = {**members, "rank": 1, "host": "n0", "listener": 7, "timeout_s": 30}
+    assert asked == [(test, (7,))]
+    assert _measure(members, place(4, 6), None, 0) == {}
+    assert _measure({}, place(3, 6), None, 0) == {}
