@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 
+from recipes.core.place import network
+
 IDLE_S = 10  # until the first probe
 PROBE_S = 5  # between two probes
 PROBES = 4  # without an answer
@@ -28,9 +30,7 @@ class NodeLinks:
 
     def listen(self, world_size: int) -> int:
         """For rank 0: waits for the other nodes in a thread. Returns the port."""
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        server = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
+        server = network.listener()
         port: int = server.getsockname()[1]
         threading.Thread(target=self._accept, args=(server, world_size), daemon=True).start()
         return port
