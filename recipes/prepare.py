@@ -39,7 +39,7 @@ from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
 from recipes.core.data.packed import write
-from recipes.core.data.progress import Progress
+from recipes.core.data.progress import progress
 from recipes.core.errors import (
     EXIT_CONFIG,
     EXIT_DONE,
@@ -242,10 +242,10 @@ def download(url: str, fix: str = FIX) -> bytes:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             content = bytearray()
             size = int(answer.headers.get("Content-Length") or 0)
-            progress = Progress(url, size >> 20, "MiB", _say)
+            report = progress(url, size >> 20, "MiB", _say)
             while block := answer.read(1 << 20):
                 content += block
-                progress.at(len(content) >> 20)
+                report(len(content) >> 20)
             if len(content) < size:
                 raise http.client.IncompleteRead(b"", size - len(content))
             return bytes(content)
@@ -384,10 +384,10 @@ def prepare_finetune(keys: FinetuneKeys, data_dir: Path) -> str:
     count = 0
     for source, positions in parts:
         pictures = labelled.Pictures(source, positions, lambda image: None)
-        progress = Progress("decoded", len(pictures), "images", _say)
+        report = progress("decoded", len(pictures), "images", _say)
         count += len(pictures)
         for i in range(len(pictures)):
-            progress.at(i)
+            report(i)
             try:
                 pictures[i]
             except InputError as error:

@@ -9,24 +9,25 @@ from datetime import timedelta
 EVERY_S = 10.0
 
 
-class Progress:
-    """Says a line at most every 10 s. total: amount of work in ``unit``; 0 if unknown. say: gets
-    the lines.
+def progress(name: str, total: int, unit: str, say: Callable[[str], None]) -> Callable[[int], None]:
+    """Returns a function to call with the amount of work that is done, whenever it is more. It says
+    a line at most every 10 s.
+
+    total: amount of work in ``unit``; 0 if unknown. say: gets the lines.
     """
+    began = said = time.monotonic()
 
-    def __init__(self, name: str, total: int, unit: str, say: Callable[[str], None]) -> None:
-        self._name = name
-        self._total = total
-        self._unit = unit
-        self._say = say
-        self._began = self._said = time.monotonic()
-
-    def at(self, done: int) -> None:
-        """Call it whenever more of the work is done."""
+    def at(done: int) -> None:
+        nonlocal said
         now = time.monotonic()
-        if now - self._said < EVERY_S:
+        if now - said < EVERY_S:
             return
-        self._said = now
-        left_s = (now - self._began) * (self._total - done) / max(1, done)
-        rest = f" of {self._total} {self._unit}, about {timedelta(seconds=round(left_s))} left"
-        self._say(f"{self._name}: {done}{rest if self._total else f' {self._unit}'}")
+        said = now
+        amount = f"{done} {unit}"
+        if total:
+            left_s = (now - began) * (total - done) / max(1, done)
+            rest = timedelta(seconds=round(left_s))
+            amount = f"{done} of {total} {unit}, about {rest} left"
+        say(f"{name}: {amount}")
+
+    return at

@@ -21,7 +21,7 @@ from recipes.core.data.classfolder import Listing
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
-from recipes.core.data.progress import Progress
+from recipes.core.data.progress import progress
 from recipes.core.errors import InputError
 
 SAMPLES_PER_SHARD = 2048
@@ -112,7 +112,7 @@ def _write_split(
     entries = []
     records = bytearray()
     skipped = []
-    progress = Progress(split, len(listing), "images", say)
+    report = progress(split, len(listing), "images", say)
     stopped = threading.Event()
     pool = ThreadPoolExecutor(workers)
     try:
@@ -121,7 +121,7 @@ def _write_split(
             entries.append(entry)
             records += of_shard
             skipped += left_out
-            progress.at(min(len(entries) * SAMPLES_PER_SHARD, len(listing)))
+            report(min(len(entries) * SAMPLES_PER_SHARD, len(listing)))
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
