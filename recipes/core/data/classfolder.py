@@ -67,15 +67,15 @@ class Listing:
         self._ends.append(len(self._names))
 
 
-def class_names(folder: Path) -> tuple[str, ...]:
-    """The classes of ``folder``: its folders that are not hidden, sorted as bytes. Raises
-    InputError if there is none.
+def class_names(folder: Path) -> tuple[tuple[str, ...], list[bytes]]:
+    """The classes of ``folder``, which are its folders that are not hidden, sorted as bytes; and
+    the names of the files in it. Raises InputError if there is no class.
     """
-    _, folders, _ = next(walk(os.fsencode(folder)))
+    _, folders, names = next(walk(os.fsencode(folder), set()))
     if not folders:
         fix = "put the images of each class into a folder <class>/"
         raise InputError(f"{str(folder)!r} has no class folders: {fix}")
-    return tuple(map(os.fsdecode, folders))
+    return tuple(map(os.fsdecode, folders)), names
 
 
 def scan(
@@ -94,7 +94,7 @@ def scan(
     files are left out. Raises InputError (one line) when there is no folder or class, a class
     without an image, or one not in ``classes``.
     """
-    names = class_names(folder)
+    names, others = class_names(folder)
     listing = Listing(folder, names if classes is None else tuple(classes))
     positions = {name: i for i, name in enumerate(listing.classes)}
     place = repr(listing.place)
@@ -103,7 +103,6 @@ def scan(
             fix = "add it there, or remove it here"
             raise InputError(f"{place} has the class {name!r}, which the training set lacks: {fix}")
 
-    _, _, others = next(walk(os.fsencode(folder)))
     places = [os.fsencode(folder / name) for name in names]
     seen = set(map(os.path.realpath, places))
     if len(seen) < len(names):
@@ -151,16 +150,13 @@ def say_left_out(place: str, names: Sequence[bytes], say: Callable[[str], object
     say(f"{place!r}: left out: {errors.shown(listed, 1000)}")
 
 
-def walk(
-    folder: bytes, seen: set[bytes] | None = None
-) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+def walk(folder: bytes, seen: set[bytes]) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
     """As `os.walk`, through links, without hidden files and folders. Raises InputError if a folder
     cannot be read.
 
     Links to a folder that contains ``folder``, or to one in ``seen``, are not followed. Adds the
     folders to ``seen``.
     """
-    seen = set() if seen is None else seen
     top = os.path.realpath(folder)
 
     def refuse(error: OSError) -> None:

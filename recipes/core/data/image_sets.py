@@ -74,7 +74,7 @@ def open_images(
     if datasets.kind(folder / format.INDEX):
         return Packed(folder, format.read_index(folder), split)
     splits = {"train": folder / "train", "val": folder / "val", **datasets.split_folders(folder)}
-    classes = None if split == "train" else classfolder.class_names(splits["train"])
+    classes = None if split == "train" else classfolder.class_names(splits["train"])[0]
     return classfolder.scan(splits[split], classes, report)
 
 

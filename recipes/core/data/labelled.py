@@ -149,8 +149,9 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
     classes.
     """
     place = repr(str(folder))
-    names = classfolder.class_names(folder)
-    splits = {split: path.name for split, path in datasets.split_folders(folder).items()}
+    names, _ = classfolder.class_names(folder)
+    folders = datasets.split_folders(folder)
+    splits = {split: path.name for split, path in folders.items()}
     if not splits:
         say(f"{place}: its folders are the classes: {len(names)}, {names[0]!r} to {names[-1]!r}")
         return {}
@@ -165,7 +166,7 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
     unread = [repr(name) for name in names if name not in (train, splits.get("val"))]
     rest = ", ".join(unread) or "nothing"
     say(f"{warning}{place}: for training {train!r}, for validation {val}, left out {rest}")
-    return {split: folder / name for split, name in splits.items()}
+    return folders
 
 
 def _check_classes(source: Listing | Table, say: Say) -> None:
