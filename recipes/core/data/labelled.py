@@ -92,10 +92,9 @@ class Pictures(Dataset[Any]):
         at = self.positions[i]
         try:
             image = pillow.decode(self.source.read(at))
-        except (OSError, Unreadable) as error:
-            why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+        except Unreadable as error:
             name = f"{self.source.place}: {self.source.name(at)!r}"
-            raise InputError(f"{name} {why}: remove it, or replace it") from None
+            raise InputError(f"{name} {error}: remove it, or replace it") from None
         return self.transform(image), self.source.label(at)
 
     def counts(self) -> torch.Tensor:
