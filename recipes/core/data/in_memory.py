@@ -120,7 +120,8 @@ class AugmentedImages:
         self._cutout = cutout
         self._fill = fill
         self._row = (self._width + 2 * reach) * self._channels
-        self._stride = (self._height + 2 * reach) * self._row
+        # where each padded image begins
+        self._base = torch.arange(count) * (self._height + 2 * reach) * self._row
         if reflect:  # torch's own reflection does not support uint8
             rows = np.pad(np.arange(self._height), reach, "reflect")
             columns = np.pad(np.arange(self._width), reach, "reflect")
@@ -133,22 +134,21 @@ class AugmentedImages:
         padded = functional.pad(padded, (0, 2 * reach * self._channels))
         # a view: run i is the bytes from i on
         self._runs = padded.unfold(0, self._height * self._row, 1)
-        self._starts = torch.arange(count, device=images.device) * self._stride
-        self._flips = torch.zeros(count, dtype=torch.bool, device=images.device)
-        self._holes = torch.zeros(2, count, dtype=torch.int64, device=images.device)
         self._drawn: tuple[int, int] | None = None
 
     def draw(self, seed: int, epoch: int) -> None:
-        """Draws the augmentation of an epoch; further calls for the same epoch do nothing."""
+        """Draws the augmentation of an epoch, before `take`; further calls for the same epoch do
+        nothing.
+        """
         if self._drawn == (seed, epoch):
             return
         self._drawn = (seed, epoch)
-        count = len(self._starts)
-        device = self._starts.device
+        count = len(self._base)
+        device = self._runs.device
         random = sampling.generator(seed, epoch, stream=1)
         y, x = torch.randint(0, 2 * self._reach + 1, (2, count), generator=random)
-        base = torch.arange(count) * self._stride
-        self._starts = (base + y * self._row + x * self._channels).to(device, non_blocking=True)
+        starts = self._base + y * self._row + x * self._channels
+        self._starts = starts.to(device, non_blocking=True)
         if self._flip:
             first = torch.rand(count, generator=sampling.generator(seed, 0, stream=3)) < 0.5
             self._flips = (first ^ bool(epoch % 2)).to(device, non_blocking=True)

@@ -41,7 +41,9 @@ def test_what_determines_the_order_of_samples() -> None:
 
 
 def test_batches_are_channels_last() -> None:
-    taken = AugmentedImages(images(), 2, flip=True, cutout=3).take(torch.arange(5))
+    augmented = AugmentedImages(images(), 2, flip=True, cutout=3)
+    augmented.draw(0, 0)
+    taken = augmented.take(torch.arange(5))
     assert taken.is_contiguous(memory_format=torch.channels_last)
 
 
