@@ -81,7 +81,8 @@ def detect(environ: Environ) -> RankInfo:
         step = environment.step_id(environ)
         port = port_for(environment.job_number(environ), step, restart_count(environ))
         return _info(environ, layout, layout.nodes[0], port)
-    return _alone(environ)
+    environment.refuse_batch_shell(environ)
+    return _info(environ, RankInfo(0, 0, 0, 1, 1, num_nodes=1, nodes=()))
 
 
 def port_for(job: int, step: int, restarts: int) -> int:
@@ -163,11 +164,6 @@ def _of_open_mpi(environ: Environ) -> Environ:
     if of_mpi.get("WORLD_SIZE") == of_mpi.get("LOCAL_WORLD_SIZE"):
         master["MASTER_ADDR"] = "127.0.0.1"
     return {**master, **rest, **of_mpi}
-
-
-def _alone(environ: Environ) -> RankInfo:
-    environment.refuse_batch_shell(environ)
-    return _info(environ, RankInfo(0, 0, 0, 1, 1, num_nodes=1, nodes=()))
 
 
 def _info(
