@@ -11,16 +11,15 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from recipes.core import errors
 from recipes.core.doctor import commands, judge, probes, reach, verdict
 from recipes.core.doctor.probes import Surroundings
-from recipes.core.doctor.reports import POLL_S, Reports, Stage, stage_of
+from recipes.core.doctor.reports import POLL_S, NodeReports, Report, Reports, Stage, stage_of
 from recipes.core.files import write_json
 from recipes.core.place import network
 from recipes.core.place.ranks import RankInfo
@@ -61,7 +60,7 @@ def run(
         folder = folder / f"{info.run_id or 'now'}-{info.restart_count}"
     reports = Reports(folder, info.node_rank)
     host = socket.gethostname()
-    mine: dict[str, Any] = {"port": reach.serve(), "address": host, "host": host}
+    mine: Report = {"port": reach.serve(), "address": host, "host": host}
     choice = None if info.nodes else _interface(info)
     if choice:
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
@@ -73,7 +72,6 @@ def run(
     if not bandwidth:
         # a node that had ended would not answer the probes of the others
         reports.collect(range(info.num_nodes), Stage.examined, at(GO))
-        mine["bandwidth"] = {}
     elif info.node_rank == 0:
         with network.listener() as listener:
             others = reports.collect(range(info.num_nodes), Stage.examined, at(GO))
@@ -81,8 +79,8 @@ def run(
             reports.write(mine, Stage.ready)
             mine["bandwidth"] = _measure(mine["measure"], info, listener.fileno(), at(LINKS))
     else:
-        first = reports.collect([0], Stage.ready, at(GO) + SLACK_S).get(0)
-        mine["bandwidth"] = _measure((first or {}).get("measure", {}), info, None, at(LINKS))
+        first = reports.collect([0], Stage.ready, at(GO) + SLACK_S).get(0, {})
+        mine["bandwidth"] = _measure(first.get("measure", {}), info, None, at(LINKS))
     if reports.are_judged():  # this node is late
         return errors.EXIT_DONE
     reports.write(mine, Stage.final)
@@ -99,9 +97,7 @@ def _interface(info: RankInfo) -> network.Choice | None:
     return None
 
 
-def _probe_peers(
-    reports: Reports, info: RankInfo, end: float, timeout_s: float
-) -> list[dict[str, Any]]:
+def _probe_peers(reports: Reports, info: RankInfo, end: float, timeout_s: float) -> list[Report]:
     """The links to some other nodes, as `reach.peers` chooses them. timeout_s: of a step of a
     probe.
     """
@@ -123,7 +119,7 @@ def _probe_peers(
     return links
 
 
-def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -> dict[str, Any]:
+def _members(reports: NodeReports, info: RankInfo, port: int) -> Report:
     """``measure`` in the first node's report: the nodes that measure bandwidth answered and are not
     bad. None do if node 0 is bad.
     """
@@ -138,15 +134,13 @@ def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -
     return {"nodes": nodes, "port": port, "backend": backend, "gpus": max(1, gpus)}
 
 
-def _examined(reports: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _examined(reports: NodeReports) -> NodeReports:
     return {
         n: report for n, report in sorted(reports.items()) if stage_of(report) >= Stage.examined
     }
 
 
-def _measure(
-    members: Mapping[str, Any], info: RankInfo, listener: int | None, end: float
-) -> dict[str, Any]:
+def _measure(members: Report, info: RankInfo, listener: int | None, end: float) -> Report:
     """Runs this node's part of the bandwidth test in a process, at most until ``end``. Returns its
     last step and what it measured.
     """
@@ -167,7 +161,7 @@ def _measure(
     }
     command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", json.dumps(test)]
     out, why = commands.run(command, left, environ, () if listener is None else (listener,))
-    result: dict[str, Any] = {"at": "its start", "pairs": []}
+    result: Report = {"at": "its start", "pairs": []}
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # a line of a library
             step = json.loads(line)

@@ -4,14 +4,12 @@ The time taken is in proportion to the number of reports.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
+from recipes.core.doctor.reports import NodeReports, Report
 from recipes.core.doctor.verdict import Finding, Verdict
 from recipes.core.errors import shown
-
-NodeReports = Mapping[int, Mapping[str, Any]]  # by node_rank
 
 LONG = 300  # characters of a finding in a line
 # Facts that must be equal on all nodes, and their names.
@@ -125,7 +123,7 @@ def _compare(reports: NodeReports, verdict: Verdict) -> None:
             verdict.add(nodes, f"{title} is {shown(value)}, {others}", fix, is_majority)
 
 
-def _gpus(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _gpus(report: Report) -> list[Report]:
     """The GPUs that torch has tested."""
     return [gpu for gpu in report["facts"].get("gpus", []) if "tflops" in gpu]
 
@@ -172,7 +170,7 @@ def _links(reports: NodeReports, verdict: Verdict) -> None:
     """
     tried: Counter[int] = Counter()
     failed: Counter[int] = Counter()
-    faults: list[tuple[int, Mapping[str, Any]]] = []
+    faults = []
     for node, report in reports.items():
         for link in report["links"]:
             if link["peer"] not in reports:
@@ -256,7 +254,7 @@ def _collectives(reports: NodeReports, verdict: Verdict) -> None:
     verdict.add(behind, what, fix)
 
 
-def _facts(report: Mapping[str, Any]) -> dict[str, str]:
+def _facts(report: Report) -> dict[str, str]:
     """What the table shows of a node."""
     facts = report["facts"]
     gpus = _gpus(report)

@@ -16,6 +16,8 @@ from typing import Any
 from recipes.core.files import read_json, write_json
 
 POLL_S = 0.3
+Report = dict[str, Any]  # of a node, or a part of one that is an object in JSON
+NodeReports = Mapping[int, Report]  # by node_rank
 
 
 class Stage(IntEnum):
@@ -27,7 +29,7 @@ class Stage(IntEnum):
     final = 3
 
 
-def stage_of(report: Mapping[str, Any] | None) -> int:
+def stage_of(report: Report | None) -> int:
     return int(report["stage"]) if report else -1
 
 
@@ -38,27 +40,29 @@ class Reports:
         self.folder = folder
         self._file = f"{node}.json"
 
-    def write(self, report: Mapping[str, Any], stage: Stage) -> None:
+    def write(self, report: Report, stage: Stage) -> None:
         """Writes the report of this node. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / self._file, {**report, "stage": stage})
 
-    def collect(self, nodes: Iterable[int], stage: Stage, end: float) -> dict[int, dict[str, Any]]:
+    def collect(self, nodes: Iterable[int], stage: Stage, end: float) -> dict[int, Report]:
         """The reports of ``nodes``, when all have reached ``stage``; at ``end`` (time.monotonic),
         those that exist.
         """
         node_of = {f"{node}.json": node for node in nodes}
-        reports: dict[int, dict[str, Any]] = {}
-        read_at: dict[str, int] = {}
+        reports: dict[int, Report] = {}
+        read_at: dict[int, int] = {}
         while True:
             with contextlib.suppress(FileNotFoundError):  # the examination may be over
                 for entry in os.scandir(self.folder):
-                    if entry.name in node_of and entry.stat().st_mtime_ns != read_at.get(
-                        entry.name
-                    ):
-                        read_at[entry.name] = entry.stat().st_mtime_ns
+                    node = node_of.get(entry.name)
+                    if node is None:
+                        continue
+                    written_at = entry.stat().st_mtime_ns
+                    if written_at != read_at.get(node):
+                        read_at[node] = written_at
                         report = read_json(Path(entry.path))
-                        reports |= {node_of[entry.name]: report} if report else {}
+                        reports |= {node: report} if report else {}
             are_there = all(stage_of(reports.get(node)) >= stage for node in node_of.values())
             if are_there or time.monotonic() > end:
                 return reports
