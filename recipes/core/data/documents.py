@@ -31,6 +31,8 @@ SHARD_BYTES = 1 << 27  # of source; a larger file is one group
 LONGEST_LINE = 1 << 26  # bytes
 Say = Callable[[str], None]
 Record = dict[str, Any]
+# Writes the content of some files as a shard, and returns what its record says about it.
+Fill = Callable[[IO[bytes], Sequence[Path]], Record]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -142,7 +144,7 @@ def write_all(
     folder: Path,
     groups: Sequence[Sequence[Path]],
     how: Any,
-    fill: Callable[[IO[bytes], Sequence[Path]], Record],
+    fill: Fill,
     workers: int,
     say: Say,
 ) -> list[Record]:
@@ -176,12 +178,7 @@ def _start(parent: int) -> None:
     processes.die_with(parent)()
 
 
-def write_one(
-    path: Path,
-    sources: Sequence[Path],
-    how: Any,
-    fill: Callable[[IO[bytes], Sequence[Path]], Record],
-) -> Record:
+def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Record:
     """Writes a shard and, beside it, its record, unless both exist and were made from the same
     ``sources`` in the same way.
 
