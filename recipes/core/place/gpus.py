@@ -1,15 +1,15 @@
 """Which GPUs this process may use, from its environment and the driver. Standard library only."""
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core.slurm import environment
+from recipes.core.variables import Environ
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def shortage(environ: Mapping[str, str], seen: int) -> str:
+def shortage(environ: Environ, seen: int) -> str:
     """Why torch sees too few GPUs (``seen``), in one line without the host name; "" if it sees all
     that were granted or named.
     """
@@ -22,7 +22,7 @@ def shortage(environ: Mapping[str, str], seen: int) -> str:
     return f"{source} {expected} GPUs and torch sees {seen}" if seen < expected else ""
 
 
-def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
+def has_its_own(environ: Environ, ranks: int) -> bool:
     """Whether this rank, one of ``ranks`` on its node, sees only its own GPU (--gpus-per-task,
     --gpu-bind, or a variable).
 
@@ -37,7 +37,7 @@ def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
     return granted >= ranks or (granted == 0 and named is not None and named[1] == 1)
 
 
-def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+def visible_gpus(environ: Environ, root: Path = Path("/")) -> int:
     """Number of GPUs that a process here may use, without torch: from a variable, otherwise from
     NVIDIA's or AMD's driver.
 
@@ -51,7 +51,7 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     return len(nvidia) or sum(node.read_text().strip() != "0" for node in nodes)
 
 
-def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
+def named_gpus(environ: Environ) -> tuple[str, int] | None:
     """The variable (NVIDIA's or AMD's) that leaves a process the fewest GPUs, and their number;
     None if none is set.
     """
