@@ -69,18 +69,17 @@ def run(
     mine["findings"] = list(map(asdict, findings))
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * seconds)
     reports.write(mine, Stage.examined)
-    if not bandwidth:
-        # a node that had ended would not answer the probes of the others
-        reports.collect(range(info.num_nodes), Stage.examined, at(GO))
-    elif info.node_rank == 0:
-        with network.listener() as listener:
-            others = reports.collect(range(info.num_nodes), Stage.examined, at(GO))
-            mine["measure"] = _members(others, info, listener.getsockname()[1])
-            reports.write(mine, Stage.ready)
-            mine["bandwidth"] = _measure(mine["measure"], info, listener.fileno(), at(LINKS))
-    else:
+    if bandwidth and info.node_rank:
         first = reports.collect([0], Stage.ready, at(GO) + SLACK_S).get(0, {})
         mine["bandwidth"] = _measure(first.get("measure", {}), info, None, at(LINKS))
+    else:
+        # without the test too: a node that had ended would not answer the probes of the others
+        others = reports.collect(range(info.num_nodes), Stage.examined, at(GO))
+        if bandwidth:
+            with network.listener() as listener:
+                mine["measure"] = _members(others, info, listener.getsockname()[1])
+                reports.write(mine, Stage.ready)
+                mine["bandwidth"] = _measure(mine["measure"], info, listener.fileno(), at(LINKS))
     if reports.are_judged():  # this node is late
         return errors.EXIT_DONE
     reports.write(mine, Stage.final)
