@@ -235,8 +235,12 @@ def read_log(path: Path, name: str) -> Log:
     text = _COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r", "\n")
     text = text.rpartition(ATTEMPT)[2]
     lines = [line for line in text.split("\n") if line.strip()]
-    parts = [(part, pattern) for pattern in PATTERNS for part in pattern.texts.split(" | ")]
-    parts = [(part, pattern) for part, pattern in parts if part in text]
+    parts = [
+        (part, pattern)
+        for pattern in PATTERNS
+        for part in pattern.texts.split(" | ")
+        if part in text
+    ]
     known: dict[Pattern, str] = {}
     for line in _SOURCE.sub(r"\1\2", text).split("\n") if parts else []:
         first = next((pattern for part, pattern in parts if part in line), None)
