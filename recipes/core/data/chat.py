@@ -4,7 +4,6 @@ A row has ``messages``, to which the tokenizer's chat template is applied, or ``
 ``completion``, or ``text``.
 """
 
-import hashlib
 import itertools
 import json
 import re
@@ -18,7 +17,7 @@ import numpy as np
 
 from recipes.core import errors, files
 from recipes.core.data import hub
-from recipes.core.data.documents import Array
+from recipes.core.data.documents import Array, digest_of
 from recipes.core.errors import InputError
 
 # The fields of each kind of row. A row that has several kinds counts as the first one.
@@ -96,12 +95,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """The same for all tokenizers that make the same tokens of a text."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content |= {"padding": None, "truncation": None}  # of its last call
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return digest_of(content)
 
 
 def template_digest(tokenizer: Any) -> str:
     """The same for equal chat templates."""
-    return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
+    return digest_of(tokenizer.chat_template)
 
 
 def kind_of(row: Any) -> str:

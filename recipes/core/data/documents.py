@@ -178,6 +178,11 @@ def _start(parent: int) -> None:
     processes.die_with(parent)()
 
 
+def digest_of(content: Any) -> str:
+    """SHA-256, in hexadecimal, of what JSON can represent."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Record:
     """Writes a shard and, beside it, its record, unless both exist and were made from the same
     ``sources`` in the same way.
@@ -186,7 +191,7 @@ def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Reco
     what the record says about it.
     """
     facts = [(str(source), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
-    identity = hashlib.sha256(json.dumps([how, facts]).encode()).hexdigest()
+    identity = digest_of([how, facts])
     record = files.read_json(path.with_suffix(".json")) or {}
     is_made = record.get("source") == identity and path.is_file()
     if is_made and files.sha256(path) == record["sha256"]:

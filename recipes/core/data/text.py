@@ -6,9 +6,7 @@ it. index.json has tokenizer, dtype, end of text and vocabulary.
 """
 
 import bisect
-import hashlib
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -118,7 +116,7 @@ def open_text(data_dir: str) -> Text:
     for number, (tokens, _) in enumerate(facts):
         path = folder / f"{number:05d}.bin"
         shards.append(documents.mapped(path, tokens, dtype, again))
-    return Text(shards, vocabulary, end, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+    return Text(shards, vocabulary, end, documents.digest_of(facts))
 
 
 def write(source: str, folder: Path, tokenizer: str, workers: int, say: documents.Say) -> None:
