@@ -95,8 +95,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/torch_loader.py",
-        "if not self._evaluation or self._evaluation.batches.dataset is not dataset:",
-        "if not self._evaluation:",
+        "if self._evaluation is None or self._evaluation.dataset.dataset is not dataset:",
+        "if self._evaluation is None:",
         "a second evaluation set is evaluated with the samples of the first",
         "tests/unit/data/test_torch_loader.py::test_evaluations_of_two_sets_read_each_its_own",
     ),

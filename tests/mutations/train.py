@@ -278,7 +278,7 @@ MUTATIONS = [
     Mutation(
         "recipes/imagenet.py",
         "loader.in_order(validation, part,",
-        "loader.in_order(loader._training.batches.dataset, part,",
+        "loader.in_order(loader._training.dataset.dataset, part,",
         "imagenet: the evaluation uses training images",
         "tests/distributed/recipes/test_imagenet.py::"
         "test_validation_images_equal_torchvisions_presets",

@@ -142,17 +142,29 @@ class TorchLoader(_Loaded):
             fix = f"give GlobalBatches() this, not {batches.num_samples}"
             raise InputError(f"the data set has {count} samples: {fix}")
         self._training = self._reader(dataset)
-        self._evaluation: _Reader | None = None
-        if batches.rank == 0 and not self._training.repeats():
+        self._evaluation: Any = None
+        if batches.rank == 0 and not self._repeats():
             warn(
                 "dataset[0] differs between two reads with the same seed, "
                 "so a resumed run sees other samples; "
                 "draw random numbers only from the global generators of torch, random and numpy"
             )
 
-    def _reader(self, dataset: Dataset[Any]) -> "_Reader":
+    def _reader(self, dataset: Dataset[Any]) -> Any:
+        """A `DataLoader` of `_Collated`, for `_read`. Its worker processes stay alive between two
+        calls.
+        """
         batches = _Collated(dataset, self._batches.seed, self._collate)
-        return _Reader(batches, self._workers, self._device)
+        return _whole_batches(batches, self._workers, self._device, _Wanted())
+
+    def _repeats(self) -> bool:
+        """Whether two reads of the first sample are equal. With workers, one reads it: they would
+        share a file that this process opens.
+        """
+        cpu = torch.device("cpu")
+        batches = self._training.dataset
+        twice = _whole_batches(batches, min(1, self._workers), cpu, [(0, [0])] * 2)
+        return all(map(_equal, *map(tree_leaves, twice)))
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedBatch]:
         """This rank's parts of ``epoch``, from ``first_batch`` on. Raises InputError: that of a
@@ -166,7 +178,7 @@ class TorchLoader(_Loaded):
         """The samples ``part`` of ``dataset``, for an evaluation: batches on the rank's device.
         Raises as `epoch` does.
         """
-        if not self._evaluation or self._evaluation.batches.dataset is not dataset:
+        if self._evaluation is None or self._evaluation.dataset.dataset is not dataset:
             self._evaluation = self._reader(dataset)
         samples = range(len(dataset))[part]  # type: ignore[arg-type]
         begins = range(0, len(samples), batch_size)
@@ -183,11 +195,12 @@ class TorchLoader(_Loaded):
             names.update(json.loads(of_rank))
         return len(names)
 
-    def _read(self, reader: "_Reader", wanted: Iterable[Index]) -> Iterator[Any]:
+    def _read(self, reader: Any, wanted: Iterable[Index]) -> Iterator[Any]:
         """The batches on the CPU. Raises InputError if too many samples are skipped."""
         seen = 0
         bad = set[str]()
-        for data, size, skipped in reader.read(wanted):
+        reader.sampler.indices = wanted
+        for data, size, skipped in _results(reader):
             seen += size
             for name, why in skipped:
                 bad.add(name)
@@ -308,30 +321,6 @@ class _Wanted:
 
     def __iter__(self) -> Iterator[Index]:
         return iter(self.indices)
-
-
-class _Reader:
-    """Reads the batches whose indices `read` gets. Its worker processes stay alive between two
-    calls.
-    """
-
-    def __init__(self, batches: _Collated, workers: int, device: torch.device) -> None:
-        self.batches = batches
-        self._workers = workers
-        self._wanted = _Wanted()
-        self._loader = _whole_batches(batches, workers, device, self._wanted)
-
-    def read(self, wanted: Iterable[Index]) -> Iterator[Any]:
-        self._wanted.indices = wanted
-        return _results(self._loader)
-
-    def repeats(self) -> bool:
-        """Whether two reads of the first sample are equal. With workers, one reads it: they would
-        share a file that this process opens.
-        """
-        cpu = torch.device("cpu")
-        twice = _whole_batches(self.batches, min(1, self._workers), cpu, [(0, [0])] * 2)
-        return all(map(_equal, *map(tree_leaves, twice)))
 
 
 def _whole_batches(

@@ -326,7 +326,7 @@ def test_texts_cannot_be_cut_into_pieces() -> None:
 
 def test_workers_that_are_spawned_can_unpickle_what_they_need() -> None:
     loader = StreamLoader(stream, batches(), num_workers=1, device=CPU)
-    needed = (of_set(batches(), 1)._training.batches, loader, torch_loader.unchanged)
+    needed = (of_set(batches(), 1)._training.dataset, loader, torch_loader.unchanged)
     assert pickle.loads(pickle.dumps(needed))
 
 
