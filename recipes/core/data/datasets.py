@@ -29,12 +29,18 @@ class DataFile:
 @dataclass(frozen=True)
 class Dataset:
     """A dataset of files below data_dir, in ``folder``. names: training images and labels, test
-    images and labels, and others.
+    images and labels, and others. keys: those that its prepare requires. how: how to run it.
     """
 
     name: str
     folder: str
     names: tuple[str, ...]
+    keys: str = ""
+    how: str = "on a machine with internet (elsewhere, add source=FOLDER, which has the data)"
+
+    def prepare(self, data_dir: str | Path) -> str:
+        """The command that provides the data, ready to be pasted into a shell."""
+        return f"{prepare_command(self.name, data_dir)} {self.keys}".rstrip()
 
 
 # The names and the URL are torchvision 0.30's (datasets/mnist.py); yann.lecun.com has no working
@@ -86,12 +92,14 @@ CIFAR10_IDX = (
 )
 # index.json (source, classes, samples, sha256) is written last.
 CIFAR10 = Dataset("cifar10", "cifar10", (*CIFAR10_IDX, "index.json"))
-TEXT = Dataset("text", "text", ("index.json",))
-DIALOGUES = Dataset("dialogues", "dialogues", ("index.json",))
-OF_SOURCE = {  # those that are not downloaded: what their prepare requires, and what it is
-    TEXT: ("source=FOLDER", "with the folder of your text"),
-    DIALOGUES: ("source=FOLDER model=FOLDER", "with your dialogues and the folder of the model"),
-}
+TEXT = Dataset("text", "text", ("index.json",), "source=FOLDER", "with the folder of your text")
+DIALOGUES = Dataset(
+    "dialogues",
+    "dialogues",
+    ("index.json",),
+    "source=FOLDER model=FOLDER",
+    "with your dialogues and the folder of the model",
+)
 # names of folders, in any case, and the split that each is for
 SPLITS = {
     "train": "train",
@@ -190,14 +198,10 @@ def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
     paths = {name: find_file(base, dataset, name) for name in dataset.names}
     missing = [name for name, path in paths.items() if not path]
     if missing:
-        command = prepare_command(dataset.name, base)
-        how = "on a machine with internet (elsewhere, add source=FOLDER, which has the data)"
-        if dataset in OF_SOURCE:
-            words, how = OF_SOURCE[dataset]
-            command = f"{command} {words}"
         where = f"plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself"
+        command = dataset.prepare(base)
         lacking = f"lacks {', '.join(missing)} ({where})"
-        raise InputError(f"data_dir={str(base)!r} {lacking}: run this {how}: {command}")
+        raise InputError(f"data_dir={str(base)!r} {lacking}: run this {dataset.how}: {command}")
     return [path for path in paths.values() if path]
 
 

@@ -89,8 +89,7 @@ def open_dialogues(data_dir: str) -> tuple[Examples, Examples]:
     their SHA-256. Raises InputError.
     """
     folder = datasets.find_files(datasets.DIALOGUES, data_dir)[0].parent
-    command = datasets.prepare_command("dialogues", folder.parent)
-    again = f"run {command} source=FOLDER model=FOLDER again"
+    again = f"run {datasets.DIALOGUES.prepare(folder.parent)} again"
     index = files.read_json(folder / "index.json") or {}
     if not VERSION.items() <= index.items():
         why = "is damaged, or does not describe dialogues"
