@@ -51,7 +51,10 @@ def find_groups(
     root = Path(source).expanduser()
     candidates = list[Path]()
     seen = set[bytes]()
-    for path in [root] if root.is_dir() else map(Path, sorted(glob.glob(str(root)))):
+    roots = [root]
+    if not root.is_dir():
+        roots = [Path(name) for name in sorted(glob.glob(str(root)))]
+    for path in roots:
         if path.is_dir():  # also Spark's folder of part files, NAME.parquet/
             for place, _, names in classfolder.walk(os.fsencode(path), seen):
                 candidates += [Path(os.fsdecode(place), os.fsdecode(name)) for name in names]

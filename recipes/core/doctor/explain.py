@@ -63,9 +63,11 @@ def in_one(sections: Sequence[Section]) -> list[str]:
     """The lines of all runs of `explain`, each below its name if there are several."""
     if len(sections) == 1:
         return sections[0][1]
-    return [
-        line for name, lines in sections for line in (f"{name}:", *(f"  {line}" for line in lines))
-    ]
+    every = []
+    for name, lines in sections:
+        every.append(f"{name}:")
+        every += [f"  {line}" for line in lines]
+    return every
 
 
 def _sections(path: Path) -> Sequence[Section]:
@@ -203,10 +205,12 @@ def of_logs(
     is_folder = path.is_dir()
     logs = list[Log]()
     why: object = f"holds no log (*{', *'.join(SUFFIXES)})"
-    for file in dict.fromkeys((*(_logs_in(path) if is_folder else [path]), *more)):
+    own = _logs_in(path) if is_folder else [path]
+    for file in dict.fromkeys([*own, *more]):
         is_inside = is_folder and file.is_relative_to(path)
+        name = str(file.relative_to(path)) if is_inside else _short(file)
         try:
-            logs.append(read_log(file, str(file.relative_to(path)) if is_inside else _short(file)))
+            logs.append(read_log(file, name))
         except (OSError, ValueError) as error:
             why = error
     if not logs and not reason:

@@ -67,7 +67,8 @@ def verdict_of(hosts: Sequence[str], reports: NodeReports) -> Verdict:
     bad = verdict.bad_nodes
     for node, host in enumerate(verdict.hosts):
         row = {"node": host or str(node), "verdict": "BAD" if node in bad else "ok"}
-        verdict.table.append({**row, **_facts(reports.get(node, {"facts": {}}))})
+        report = reports.get(node, {"facts": {}})
+        verdict.table.append({**row, **_facts(report)})
     return verdict
 
 
