@@ -205,8 +205,8 @@ def of_logs(
     is_folder = path.is_dir()
     logs = list[Log]()
     why: object = f"holds no log (*{', *'.join(SUFFIXES)})"
-    own = _logs_in(path) if is_folder else [path]
-    for file in dict.fromkeys([*own, *more]):
+    in_path = _logs_in(path) if is_folder else [path]
+    for file in dict.fromkeys([*in_path, *more]):
         is_inside = is_folder and file.is_relative_to(path)
         name = str(file.relative_to(path)) if is_inside else _short(file)
         try:
