@@ -24,6 +24,8 @@ from recipes.core.errors import DiskFull, MachineError
 # the top folder of this clone, or of the snapshot that a job runs
 ROOT = Path(__file__).resolve().parents[2]
 
+Json = dict[str, Any]  # an object in a JSON file
+
 
 def without_waiting(path: str, flags: int) -> int:
     """For ``opener=`` of open(): does not wait for a writer if ``path`` is a named pipe."""
@@ -95,7 +97,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_bytes(path, json.dumps(content, indent=1).encode() + b"\n")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> Json | None:
     """The JSON object in the file ``path``. None if the file cannot be read, is larger than 64 MiB
     or contains something else.
     """

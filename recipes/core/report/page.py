@@ -8,20 +8,21 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes.core import errors, files
+from recipes.core.files import Json
 from recipes.core.report import figure, style
 from recipes.core.report.figure import Series
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, efficiency, ledger, record, rows, table
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.record import Record, State
-from recipes.core.run.rows import number
+from recipes.core.run.rows import Row, number
 
 LONGEST = 500  # characters of a text from a file
 # runs in a figure; failed ranks of an attempt; ranks in a table
@@ -55,8 +56,8 @@ class Start(NamedTuple):
     """A start of a run: what was known when the attempt was opened, and how it ended."""
 
     attempt: Attempt
-    facts: dict[str, Any]
-    end: Mapping[str, Any]
+    facts: Json
+    end: Json
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Shown:
 
     run: Record
     entry: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     starts: list[Start]
     hosts: list[str]
     ranks: int
@@ -89,7 +90,7 @@ def read(folder: Path, groups: int) -> Shown:
     return Shown(run, table.entry(run), every, starts, hosts, *size)
 
 
-def _hosts(facts: Mapping[str, Any]) -> list[str]:
+def _hosts(facts: Json) -> list[str]:
     """The host of each rank of an attempt; [] if they are unknown."""
     hosts = facts.get("hosts")
     return list(map(str, hosts)) if isinstance(hosts, list) else []
@@ -288,7 +289,7 @@ def _step_times(shown: Shown) -> list[str]:
     parts = [[name.replace("_", " "), f"{share:.1%}"] for name, share in shares.items()]
     of_parts = "Time of a step, rank 0 (forward backward includes communication)"
 
-    newest: dict[str, Any] = {}
+    newest = Row()
     for row in shown.rows:
         if rows.numbers(row.get("rank_step_s")):
             newest = row

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Attempt:
         """Whether ``restarts=`` has started it, in the allocation of the attempt before it."""
         return (self.folder / RESTART).exists()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> files.Json:
         """What was recorded when this attempt was opened and when it began, and its number as
         ``attempt``.
         """
@@ -97,7 +97,7 @@ def owner(run_dir: Path) -> Attempt | None:
     return next((attempt for attempt in every(run_dir) if attempt.has_begun), None)
 
 
-def facts(run_dir: Path) -> dict[str, Any]:
+def facts(run_dir: Path) -> files.Json:
     """The facts of the attempt that owns the run, else of the newest one; {} if there is none."""
     attempt = owner(run_dir) or newest(run_dir)
     if attempt:
@@ -128,7 +128,7 @@ def namespace() -> str:
     return ""
 
 
-def given(environ: Mapping[str, str]) -> Attempt | None:
+def given(environ: environment.Environ) -> Attempt | None:
     """The attempt that the parent of this rank has opened; None if there is no parent."""
     folder = Path(environ.get(VARIABLE) or ".")
     return Attempt(folder.parent.parent, int(folder.name)) if folder.name.isdecimal() else None
@@ -137,7 +137,7 @@ def given(environ: Mapping[str, str]) -> Attempt | None:
 def open_next(
     run_dir: Path,
     recipe: str,
-    environ: Mapping[str, str],
+    environ: environment.Environ,
     hosts: Sequence[str] = (),
     launch: str = "",
     submitted: float | None = None,
@@ -167,7 +167,7 @@ def open_next(
 def describe(
     attempt: Attempt,
     recipe: str,
-    environ: Mapping[str, str],
+    environ: environment.Environ,
     hosts: Sequence[str],
     launch: str = "",
     submitted: float | None = None,
@@ -297,7 +297,7 @@ def record(
     kind: Kind,
     error: str,
     exit_status: int = EXIT_CRASH,
-    behind: Mapping[str, Any] | None = None,
+    behind: files.Json | None = None,
     moment: float | None = None,
     progress: float | None = None,
     name: str = "rank",
@@ -325,7 +325,7 @@ def record(
     files.write_json(attempt.folder / "failed" / f"{name}{rank or 0:04d}.json", content)
 
 
-def records(attempt: Attempt) -> list[dict[str, Any]]:
+def records(attempt: Attempt) -> list[files.Json]:
     """The error records of an attempt, earliest first."""
     every_record = map(files.read_json, (attempt.folder / "failed").glob("*.json"))
     return sorted(filter(None, every_record), key=lambda record: record["time"])
@@ -343,7 +343,7 @@ def note_rank(attempt: Attempt, rank: int, task: int, host: str, ended: float | 
     files.write_json(attempt.folder / "ranks" / f"rank{rank:04d}.json", content)
 
 
-def program_ranks(attempt: Attempt) -> list[dict[str, Any]]:
+def program_ranks(attempt: Attempt) -> list[files.Json]:
     """The ranks that `note_rank` has noted, in order."""
     paths = sorted((attempt.folder / "ranks").glob("*.json"))
     return list(filter(None, map(files.read_json, paths)))
@@ -369,7 +369,7 @@ def print_refusal(line: str, is_first: bool) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def refuse(environ: Mapping[str, str], exit_status: int, line: str, rank: int = 0) -> None:
+def refuse(environ: environment.Environ, exit_status: int, line: str, rank: int = 0) -> None:
     """Records in the attempt that the parent has opened, if there is one, why the launch ends with
     EXIT_CONFIG or EXIT_MACHINE.
     """

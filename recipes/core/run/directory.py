@@ -20,7 +20,7 @@ EVALUATION = "evaluation"
 DOCTOR = "doctor"
 
 
-def launch_id(environ: Mapping[str, str]) -> str:
+def launch_id(environ: environment.Environ) -> str:
     """An ID that differs for each start of a job, ``<job>.<restart>``; "" outside Slurm."""
     job = environment.job_id(environ)
     return f"{job}.{environment.restarts(environ)}" if job else ""
@@ -40,7 +40,7 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     return source.home(base) / "runs" / recipe / (run_id or now)
 
 
-def read_status(run_dir: Path) -> dict[str, Any] | None:
+def read_status(run_dir: Path) -> files.Json | None:
     """The content of ``status.json``; None before the run has begun, and for a file that
     `write_status` has not written.
     """
@@ -114,7 +114,7 @@ def results(run_dir: Path) -> str:
     return line
 
 
-def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
+def exit_code(status: files.Json | None, fallback: int) -> int:
     """The exit status that the content of ``status.json`` determines; otherwise ``fallback``, or 1
     if that is 0.
     """

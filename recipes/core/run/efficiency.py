@@ -4,12 +4,12 @@ change. Standard library only.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
+from recipes.core.files import Json
 from recipes.core.run import rows as all_rows
-from recipes.core.run.rows import number
+from recipes.core.run.rows import Row, number
 
 # communication is a part of forward_backward
 SHARES = (
@@ -37,7 +37,7 @@ CPUS = 4
 CPUS_USED = 0.25
 
 
-def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def shares(rows: Sequence[Row]) -> dict[str, float]:
     """The median share of each part of a step in the last rows; {} if they have none. The first row
     of an attempt does not count.
     """
@@ -53,9 +53,7 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return medians
 
 
-def verdict(
-    rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], keys: Mapping[str, Any]
-) -> str:
+def verdict(rows: Sequence[Row], facts: Json, keys: Json) -> str:
     """The first thing to change in a run in one line; "" if nothing stands out.
 
     facts: of its attempt: ``hosts`` of the ranks, and ``cpus`` and ``memory_mb`` per node that the
@@ -66,7 +64,7 @@ def verdict(
     hosts = facts["hosts"] if isinstance(facts.get("hosts"), list) else []
     part = shares(rows)
     steps = number(rows[-1].get("step")) if rows else 0.0
-    last: Mapping[str, Any] = next((row for row in reversed(rows) if "rank_step_s" in row), {})
+    last = next((row for row in reversed(rows) if "rank_step_s" in row), Row())
     used_memory = number(last.get("memory_gb"))
     used_cpus = number(last.get("cpus_used"))
     has_gpus = math.isfinite(number(last.get("gpu_memory_gb")))
@@ -109,7 +107,7 @@ def verdict(
     return ""
 
 
-def _faster_data(facts: Mapping[str, Any], keys: Mapping[str, Any], hosts: Sequence[str]) -> str:
+def _faster_data(facts: Json, keys: Json, hosts: Sequence[str]) -> str:
     """What makes the data arrive sooner."""
     cpus = number(facts.get("cpus"))
     ranks = max(1, max(map(hosts.count, hosts), default=1))

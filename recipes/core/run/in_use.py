@@ -7,9 +7,7 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from recipes.core import files
 from recipes.core.errors import MachineError
@@ -24,7 +22,7 @@ WATCH_S = 4 * HEARTBEAT_S  # an attempt without a heartbeat for this long is not
 ASK_S = 20.0  # how long to wait for an answer of the controller
 
 
-def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDING_S) -> str:
+def check(attempt: Attempt, environ: environment.Environ, patience_s: float = ENDING_S) -> str:
     """A line on who else uses the run directory of ``attempt``, with the fix; "" if nobody does.
 
     An earlier start of this same job does not count. patience_s: how long to wait for a job that is
@@ -39,7 +37,7 @@ def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDI
     return ""
 
 
-def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: float) -> str:
+def _check_attempt(attempt: Attempt, environ: environment.Environ, patience_s: float) -> str:
     """Checks whether the job or the process of one attempt still runs."""
     run_dir = attempt.run_dir
     facts = attempt.facts()
@@ -72,7 +70,7 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     return "" if is_saved else _check_by_heartbeat(attempt, patience_s)
 
 
-def is_running(facts: Mapping[str, Any]) -> bool | None:
+def is_running(facts: files.Json) -> bool | None:
     """Whether the process of an attempt runs. None if this cannot be seen from this machine or
     process namespace.
     """

@@ -27,6 +27,10 @@ from recipes.core.run.attempt import Attempt
 # changed.
 NOT_BEGUN = "not begun"
 
+# Rank, host and what else is known of it: from its error record, from the note of its wrapper, or
+# from its parent.
+RankFacts = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class End:
@@ -39,7 +43,7 @@ class End:
     """
 
     exit_status: int
-    first: Mapping[str, Any] | None = None
+    first: RankFacts | None = None
     reason: str = ""
     kind: Kind = Kind.killed
     stopped: bool = False
@@ -54,7 +58,7 @@ class Outcome:
     state: str
     kind: Kind | None = None
     reason: str = ""
-    first: Mapping[str, Any] | None = None
+    first: RankFacts | None = None
     exit_status: int = 0  # set by `judge`
     step: int = 0
 
@@ -108,7 +112,7 @@ def judge(attempt: Attempt, end: End | None = None) -> Outcome:
     return replace(_judge(attempt, end, status), step=int(status.get("step") or 0))
 
 
-def _judge(attempt: Attempt, end: End | None, status: Mapping[str, Any]) -> Outcome:
+def _judge(attempt: Attempt, end: End | None, status: files.Json) -> Outcome:
     """The judgement without its step."""
     facts = attempt.facts()
     records = attempts.records(attempt)
@@ -143,7 +147,7 @@ def _exit_status(outcome: Outcome, end: End | None) -> int:
     return first.get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH
 
 
-def _of_program(attempt: Attempt, records: Sequence[Mapping[str, Any]], end: End | None) -> Outcome:
+def _of_program(attempt: Attempt, records: Sequence[RankFacts], end: End | None) -> Outcome:
     """How an attempt of a user's program ended.
 
     A request to stop makes a later failure of a rank its consequence. A failure makes a later
@@ -200,9 +204,7 @@ def is_finished(attempt: Attempt) -> bool:
     return False
 
 
-def _exited_early(
-    ranks: Sequence[Mapping[str, Any]], first: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
+def _exited_early(ranks: Sequence[RankFacts], first: RankFacts | None) -> RankFacts | None:
     """The first rank that exited with status 0 before ``first`` failed by itself; None if most
     ranks had exited.
     """
@@ -219,7 +221,7 @@ def _exited_early(
 
 
 def _first_failure(
-    records: Sequence[Mapping[str, Any]], hosts: Sequence[str], begun: bool, end: End | None
+    records: Sequence[RankFacts], hosts: Sequence[str], begun: bool, end: End | None
 ) -> Outcome:
     """Why the attempt failed, without its exit status. records: of ranks, earliest first. hosts: by
     rank.
@@ -274,7 +276,7 @@ def _first_failure(
     return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first)
 
 
-def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _represents(causes: Sequence[RankFacts]) -> RankFacts:
     """The earliest cause. The lowest rank represents ranks that are refused for the same reason."""
     first = causes[0]
     # With these kinds, a user's program may have ended with any exit status, even one that has
@@ -285,30 +287,30 @@ def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return min(alike, key=lambda cause: cause["rank"])
 
 
-def _kind(record: Mapping[str, Any]) -> Kind:
+def _kind(record: RankFacts) -> Kind:
     return kind_of(record) or Kind.error
 
 
-def _who(rank: Mapping[str, Any]) -> str:
+def _who(rank: RankFacts) -> str:
     return f"rank {rank['rank']} on {rank['host']}"
 
 
-def _names(ranks: Sequence[Mapping[str, Any]]) -> str:
+def _names(ranks: Sequence[RankFacts]) -> str:
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return ", ".join(map(_who, ranks[:4])) + more
 
 
-def describe(record: Mapping[str, Any]) -> str:
+def describe(record: RankFacts) -> str:
     """One line on the failure of one rank, for a rank without a parent that judges."""
     late = record.get("behind")
     return _behind(late) if late else f"{_who(record)} failed first: {record['error']}"
 
 
-def _behind(late: Mapping[str, Any]) -> str:
+def _behind(late: RankFacts) -> str:
     return f"{_who(late)} stayed at {late['at']}, and the other ranks timed out waiting for it"
 
 
-def _late_rank(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _late_rank(records: Sequence[RankFacts]) -> RankFacts | None:
     """The rank for which other ranks timed out; None if there is none."""
     reported: set[int] = set()
     for failure in records:

@@ -13,7 +13,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import in_use, rows
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.record import Record, State, ago
-from recipes.core.run.rows import number
+from recipes.core.run.rows import Row, number
 
 # Of the time of a run. queue: in the queue, or not submitted. training: the steps that count.
 # repeated: steps that a later attempt did again. hang: no progress, also since the job was
@@ -40,6 +40,8 @@ PARTS = (
     "first step",
 )
 
+Entry = dict[str, Any]  # as `total` returns it
+
 
 class End(NamedTuple):
     """The end of an attempt that failed, NaN if unknown. progress: the last one of the rank that
@@ -51,7 +53,7 @@ class End(NamedTuple):
     ended: float
 
 
-def of_run(run: Record) -> dict[str, Any]:
+def of_run(run: Record) -> Entry:
     """Where the time of a run went, in the form of `total`."""
     saved = run.summary.get("ledger")
     if saved:
@@ -59,7 +61,7 @@ def of_run(run: Record) -> dict[str, Any]:
     return total(of_attempts(run.folder, run.end, run.state is State.running))
 
 
-def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, Any]]:
+def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[Entry]:
     """Where the time of each attempt went, oldest first, each in the form of `total`. The time in
     the queue belongs to the attempt after it.
 
@@ -67,7 +69,7 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[dict[str, A
     was set back counts as nothing.
     """
     every = list[Attempt]()
-    facts = list[dict[str, Any]]()
+    facts = list[files.Json]()
     for attempt in attempts.every(run_dir)[::-1] if math.isfinite(end) else []:
         fact = attempt.facts()
         # an attempt that could not be described, for example on a full disk, has no time
@@ -114,7 +116,7 @@ def _between(moments: Sequence[tuple[float, str]], at: float, end: float) -> dic
     return seconds
 
 
-def _take_from_training(seconds: dict[str, float], spent_s: Mapping[str, Any]) -> None:
+def _take_from_training(seconds: dict[str, float], spent_s: files.Json) -> None:
     """Moves what rank 0 has measured between its steps to its causes."""
     for cause, value in spent_s.items():
         part = min(number(value), seconds["training"])
@@ -130,7 +132,7 @@ def _lost(seconds: Mapping[str, float], gpus: float) -> dict[str, float]:
 
 
 def _moments(
-    attempt: Attempt, facts: Mapping[str, Any], kept: Mapping[str, Any], is_running: bool | None
+    attempt: Attempt, facts: files.Json, kept: Row, is_running: bool | None
 ) -> list[tuple[float, str]]:
     """The moments of an attempt after its opening, and the cause of the time before each. A later
     one may have passed before, and those that are unknown are NaN.
@@ -172,7 +174,7 @@ def _moments(
     return [*moments, (over, before_end)]
 
 
-def total(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def total(entries: Sequence[Entry]) -> Entry:
     """The sum of several entries: ``wall_s``, ``effective`` (the share of the training that
     counts), and by cause ``seconds`` and, if it is known, ``gpu_hours_lost``.
     """
@@ -188,7 +190,7 @@ def total(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"wall_s": round(wall_s, 3), "effective": round(effective, 4), **sums}
 
 
-def cells(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def cells(entries: Sequence[Entry]) -> list[list[str]]:
     """A table of entries in the form of `total`, its head first, with the causes that occur."""
     causes = [cause for cause in CAUSES if any(cause in entry["seconds"] for entry in entries)]
     lines = []
@@ -232,18 +234,18 @@ def _end(attempt: Attempt) -> End:
     return End(*map(number, (first.get("progress"), first.get("time"), judgement.get("time"))))
 
 
-def _first_row(attempt: Attempt) -> Mapping[str, Any]:
+def _first_row(attempt: Attempt) -> Row:
     """The first row of an attempt; a later row, or {}, if it has none."""
     _, row = rows.around(attempt.run_dir, attempt.number, 0)
     return row
 
 
-def _last_row(attempt: Attempt) -> Mapping[str, Any]:
+def _last_row(attempt: Attempt) -> Row:
     """The last row of an attempt; an earlier row, or {}, if it has none."""
     row, _ = rows.around(attempt.run_dir, attempt.number + 1, 0)
     return row
 
 
-def _time(row: Mapping[str, Any], attempt: Attempt) -> float:
+def _time(row: Row, attempt: Attempt) -> float:
     """The time of a row of this attempt; NaN for any other row."""
     return number(row.get("time") if row.get("attempt") == attempt.number else None)

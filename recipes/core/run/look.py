@@ -7,9 +7,8 @@ answer into it: the watchdog of a recipe's rank, or the wrapper of a program.
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from recipes.core import files, trust
 from recipes.core.errors import MachineError
@@ -25,9 +24,7 @@ STACKS_S = 3.0  # for the stacks of all processes of a rank
 STOPPED = ("T", "t")  # states of a process that SIGSTOP or a debugger has stopped
 
 
-def answer_requests(
-    tell: Callable[[], Mapping[str, Any]], more: Callable[[], Mapping[str, Any]]
-) -> None:
+def answer_requests(tell: Callable[[], files.Json], more: Callable[[], files.Json]) -> None:
     """Run in a thread: answers requests until this process ends.
 
     tell: returns rank, host and progress, and the folder of the attempt unless the environment has
@@ -49,7 +46,7 @@ def answer_requests(
                 files.write_json(request / f"rank{facts['rank']:04d}.json", answer)
 
 
-def describe(root: int) -> dict[str, Any]:
+def describe(root: int) -> files.Json:
     """How many CPUs a tree of processes uses as ``cpus``, and as ``processes`` its Python processes
     that have called `stacks.register`, from its root; without any, the one that was started last.
     """

@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from recipes.core import files, trust
 from recipes.core.errors import printable, shown
@@ -24,7 +23,7 @@ LIBRARY = re.compile(r"(^|/)lib(64)?/python3|^<|/hook/sitecustomize\.py$")
 # The innermost Python frame of a rank that waits in a collective, or in a backward pass with one.
 COLLECTIVE = re.compile(r"(^|/)torch/(distributed/|autograd/graph\.py)")
 
-Answer = Mapping[str, Any]  # of a rank, as `look.answer_requests` writes it
+Answer = files.Json  # of a rank, as `look.answer_requests` writes it
 
 
 def ask(folder: Path, ranks: Collection[int]) -> list[Answer]:
@@ -154,7 +153,7 @@ def _is_in_collective(answer: Answer) -> bool:
     return any(frame and COLLECTIVE.search(frame[1]) for frame in frames)
 
 
-def _where(process: Mapping[str, Any]) -> str:
+def _where(process: files.Json) -> str:
     """The function that a process executes, and the line outside of libraries that called it."""
     if process["state"] in look.STOPPED:
         return "stopped by a signal"

@@ -4,7 +4,6 @@ trackers and ``launch.py`` read it here. Never torch, and never asks Slurm.
 
 import contextlib
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -14,9 +13,11 @@ from typing import Any
 
 from recipes.core import files, trust
 from recipes.core.errors import InputError, Kind, Next, kind_of, next_of
+from recipes.core.files import Json
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, judge, rows
 from recipes.core.run.attempt import Attempt
+from recipes.core.run.rows import Row
 
 MAX_YAML = 1 << 20  # bytes of a config.yaml
 # what is read of a run; others may have links beside it
@@ -67,9 +68,9 @@ class Record:
     """
 
     folder: Path
-    status: Mapping[str, Any]
-    job: Mapping[str, Any]
-    summary: Mapping[str, Any]
+    status: Json
+    job: Json
+    summary: Json
     attempts: list[Attempt]
     read_at: float
 
@@ -100,7 +101,7 @@ class Record:
         return str(ended.get("line") or judge.judge(newest).line)
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """`attempts.facts`: of the attempt that owns the run, else of the newest one."""
         return attempts.facts(self.folder)
 
@@ -137,12 +138,12 @@ class Record:
         return typed | self.keys
 
     @cached_property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """The newest row; {} if there is none, or if there is a summary."""
         return {} if self.summary else next(rows.newest(self.folder), {})
 
     @cached_property
-    def newest_rows(self) -> list[dict[str, Any]]:
+    def newest_rows(self) -> list[Row]:
         """The last rows, at most NEWEST, the newest one last."""
         return rows.rows(self.folder, NEWEST)
 
@@ -153,7 +154,7 @@ class Record:
         return rows.best([self._best_row] if self._best_row else self.newest_rows, self.keys)
 
     @cached_property
-    def _best_row(self) -> dict[str, Any]:
+    def _best_row(self) -> Row:
         with contextlib.suppress(OSError, ValueError):
             name = files.read_bounded(self.folder / "checkpoints" / "best", LONGEST_NAME).decode()
             step = int(name.strip().removeprefix("step-").removesuffix(".pt"))

@@ -5,11 +5,13 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from recipes.core import files
+
+Row = dict[str, Any]
 
 LONGEST_ROW = 1 << 22  # bytes; one with the recall of 60,000 classes has half a megabyte
 # bytes of the parts in which the file is read: the last one, which many readers need alone, and
@@ -24,20 +26,20 @@ HIGHEST_STEP = 1 << 53  # that a float represents exactly
 HIGHEST = 1e100
 
 
-def rows(run_dir: Path, most: int | None = None) -> list[dict[str, Any]]:
+def rows(run_dir: Path, most: int | None = None) -> list[Row]:
     """The rows of a run that count, with rising steps, or the last ``most`` of them; [] if there
     are none.
     """
     return [*itertools.islice(newest(run_dir), most)][::-1]
 
 
-def newest(run_dir: Path) -> Iterator[dict[str, Any]]:
+def newest(run_dir: Path) -> Iterator[Row]:
     """The rows of a run that count, the newest first. Reads as much of the file as is asked for."""
     for part in counted(parts(run_dir)):
         yield from reversed(part)
 
 
-def counted(newest_first: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+def counted(newest_first: Iterator[list[Row]]) -> Iterator[list[Row]]:
     """The rows that count, in the order of `parts`: those that have a step, and no later row of the
     same or a lower step. A run that was resumed from an earlier step repeats the steps after it.
     """
@@ -52,7 +54,7 @@ def counted(newest_first: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[
         yield kept[::-1]
 
 
-def parts(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
+def parts(run_dir: Path) -> Iterator[list[Row]]:
     """The rows of a run, also those that a later attempt replaced, in parts: the last part of the
     file first, each in the order of the file. Damaged and incomplete lines are skipped.
     """
@@ -71,13 +73,13 @@ def parts(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
             size = min(16 * size, LONGEST_PART)
 
 
-def around(run_dir: Path, attempt: int, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def around(run_dir: Path, attempt: int, step: float) -> tuple[Row, Row]:
     """The last row before a step of an attempt, and the first row at this step or later; {} for a
     row that does not exist. Rows that a later attempt replaced count too. Reads only a few lines:
     each attempt writes its rows after those of earlier attempts, with rising steps.
     """
-    before: dict[str, Any] = {}
-    after: dict[str, Any] = {}
+    before = Row()
+    after = Row()
     with contextlib.suppress(OSError), _opened(run_dir) as file:
         low = 0
         high = file.seek(0, os.SEEK_END)
@@ -86,7 +88,7 @@ def around(run_dir: Path, attempt: int, step: float) -> tuple[dict[str, Any], di
             file.seek(max(0, middle - 1))
             if middle:
                 file.readline(LONGEST_ROW)  # the end of a line that begins before the middle
-            row: dict[str, Any] = {}
+            row = Row()
             for _ in range(MOST_DAMAGED):
                 if row or file.tell() >= high:
                     break
@@ -100,13 +102,13 @@ def around(run_dir: Path, attempt: int, step: float) -> tuple[dict[str, Any], di
     return before, after
 
 
-def thinned(run_dir: Path, most: int) -> list[dict[str, Any]]:
+def thinned(run_dir: Path, most: int) -> list[Row]:
     """The rows of a run that count, with rising steps. Of a long run, about ``most`` groups of
     neighbours are left: in each of them the rows with the lowest and the highest value of a metric.
 
     The memory does not grow with the length of the run. The newest rows all stay.
     """
-    kept: list[dict[str, Any]] = []  # the newest first
+    kept = list[Row]()  # the newest first
     size = 0
     with contextlib.suppress(OSError):
         size = (run_dir / "metrics.jsonl").lstat().st_size
@@ -120,7 +122,7 @@ def thinned(run_dir: Path, most: int) -> list[dict[str, Any]]:
     return kept[::-1]
 
 
-def _extremes(group: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _extremes(group: Sequence[Row]) -> list[Row]:
     """The first row, the last one, the last one with a list, and those with the lowest and the
     highest value of a metric.
     """
@@ -145,7 +147,7 @@ def _opened(run_dir: Path) -> IO[bytes]:
     return open(run_dir / "metrics.jsonl", "rb", opener=files.without_links)
 
 
-def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+def _parsed(lines: Sequence[bytes]) -> list[Row]:
     """The rows in lines, without those that are damaged."""
     every = []
     with contextlib.suppress(ValueError, RecursionError):  # one call takes half of the time
@@ -155,9 +157,7 @@ def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     return [row for row in every if isinstance(row, dict) and row]
 
 
-def best(
-    of_run: Sequence[dict[str, Any]], keys: Mapping[str, Any]
-) -> tuple[str, float, int] | None:
+def best(of_run: Sequence[Row], keys: files.Json) -> tuple[str, float, int] | None:
     """The name, value and step of the best evaluation in rows, by the keys best_metric and
     best_mode of a run; None if there is none.
     """
@@ -171,7 +171,7 @@ def best(
     return name, value, step
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> Row:
     """The row in a line; {} if the line is damaged: it is being written, or a kill has cut it."""
     try:
         row = json.loads(line)

@@ -11,9 +11,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from recipes.core.files import read_json, sha256
+from recipes.core.files import Json, read_json, sha256
 from recipes.core.slurm import script
 
 # file in a snapshot of the code: the path of the repository, and the commit
@@ -133,7 +132,7 @@ def _git(root: Path, *words: str, **variables: str) -> bytes:
     return b""
 
 
-def stamp(code: Path) -> dict[str, Any] | None:
+def stamp(code: Path) -> Json | None:
     """The origin of a snapshot of the code (repository and commit); None if ``code`` is the
     repository itself.
     """

@@ -7,11 +7,9 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from recipes.core import errors, files
 from recipes.core.errors import InputError
@@ -38,9 +36,9 @@ class New:
     name: str
     id: str
     first: bool
-    keys: dict[str, Any]
+    keys: files.Json
     values: list[tuple[int, dict[str, float]]]  # step and metrics of each row
-    summary: Mapping[str, Any]
+    summary: files.Json
 
 
 def export(folder: Path, to: str, project: str) -> str:
@@ -101,7 +99,7 @@ def export(folder: Path, to: str, project: str) -> str:
     return f"{folder}: {len(values)} rows to {where}{held}"
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
+def _numbers(row: rows.Row) -> dict[str, float]:
     metrics = [name for name, value in row.items() if type(value) in (int, float)]
     return {name: rows.number(row[name]) for name in metrics if name != "step"}
 
