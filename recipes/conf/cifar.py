@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from recipes.core.config.declare import default, key
+from recipes.core.config.declare import key
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import ConfigError
 
@@ -22,8 +22,8 @@ class Config(TrainKeys):
         "resnet18 (adapted to images of 32 px), airbench94 (a fifth of the compute of resnet18; "
         "set by variant=fast) or airbench96 (set by variant=accurate)",
     )
-    epochs: int = default(TrainKeys, "epochs", 30)
-    global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
+    epochs: int = 30
+    global_batch_size: int = 512
     lr: float = key(
         0.4,
         "peak learning rate for a global batch of lr_batch_size; airbench94 and airbench96 use it "
@@ -88,7 +88,7 @@ class Config(TrainKeys):
         high=8,
     )
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
-    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
+    dtype: Dtype = Dtype.auto
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipes.core.config.declare import NAME, default, key
+from recipes.core.config.declare import NAME, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import ConfigError
 
@@ -60,9 +60,9 @@ class Config(TrainKeys):
     head_epochs: float = key(
         0.0, "epochs at the start in which only the last layer is trained", low=0
     )
-    epochs: int = default(TrainKeys, "epochs", 10)
-    global_batch_size: int = default(TrainKeys, "global_batch_size", 64)
-    lr: float = default(TrainKeys, "lr", 3e-4)
+    epochs: int = 10
+    global_batch_size: int = 64
+    lr: float = 3e-4
     layer_decay: float = key(
         0.75,
         "the learning rate of each block is this factor times that of the block after it, so the "
@@ -111,7 +111,7 @@ class Config(TrainKeys):
         low=0,
         high=0.999999,
     )
-    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
+    dtype: Dtype = Dtype.auto
 
     def __post_init__(self) -> None:
         super().__post_init__()

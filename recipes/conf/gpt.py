@@ -5,7 +5,7 @@ it by the rules here.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config.declare import default, key
+from recipes.core.config.declare import key
 from recipes.core.config.run_keys import Dtype, Mode, TrainKeys
 from recipes.core.errors import ConfigError
 
@@ -57,7 +57,7 @@ class Config(TrainKeys):
         low=0,
         may_change=True,
     )
-    epochs: int = default(TrainKeys, "epochs", 4)
+    epochs: int = 4
     lr: float = key(0.02, "peak learning rate of Muon, for the matrices of the blocks", low=0)
     momentum: float = key(0.95, "Nesterov momentum of Muon", low=0, high=1)
     weight_decay: float = key(0.1, "weight decay of the matrices of the blocks", low=0)
@@ -76,9 +76,9 @@ class Config(TrainKeys):
         low=0,
         high=1,
     )
-    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
-    best_metric: str = default(TrainKeys, "best_metric", "val_bpb")
-    best_mode: Mode = default(TrainKeys, "best_mode", Mode.min)
+    dtype: Dtype = Dtype.auto
+    best_metric: str = "val_bpb"
+    best_mode: Mode = Mode.min
     sample: int = key(
         100, "tokens of text to generate and print at the end", low=0, high=2**20, may_change=True
     )

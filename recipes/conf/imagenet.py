@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from recipes.core.config.declare import NAME, default, key
+from recipes.core.config.declare import NAME, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import ConfigError
 
@@ -59,8 +59,8 @@ class Config(TrainKeys):
         "the last layer is replaced if the classes differ",
         path=True,
     )
-    epochs: int = default(TrainKeys, "epochs", 90)
-    global_batch_size: int = default(TrainKeys, "global_batch_size", 1024)
+    epochs: int = 90
+    global_batch_size: int = 1024
     optimizer: Optimizer = key(
         Optimizer.sgd,
         "sgd, or lars for global batches of at least 8192 (with lr_batch_size=0 and lr= of about "
@@ -117,7 +117,7 @@ class Config(TrainKeys):
     )
     flip: bool = key(True, "mirror half of the training images")
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
-    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
+    dtype: Dtype = Dtype.auto
     val_batch_size: int = key(
         256, "validation images per batch and rank", low=1, high=65536, may_change=True
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config.declare import default, key
+from recipes.core.config.declare import key
 from recipes.core.config.run_keys import Dtype, Mode, TrainKeys
 from recipes.core.errors import ConfigError
 
@@ -59,7 +59,7 @@ class Config(TrainKeys):
         low=1,
         high=2**30,
     )
-    epochs: int = default(TrainKeys, "epochs", 3)
+    epochs: int = 3
     optimizer: str = key(
         "adamw",
         "adamw; muon: Muon for the matrices of the layers, AdamW for the other weights",
@@ -73,16 +73,16 @@ class Config(TrainKeys):
         high=1,
     )
     weight_decay: float = key(0.0, "weight decay of matrices", low=0)
-    clip_grad_norm: float = default(TrainKeys, "clip_grad_norm", 1.0)
+    clip_grad_norm: float = 1.0
     recompute: bool = key(
         False,
         "keep only the input of each layer, and compute the layer again in the backward pass: "
         "less memory, a third more computation",
         may_change=True,
     )
-    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
-    best_metric: str = default(TrainKeys, "best_metric", "val_loss")
-    best_mode: Mode = default(TrainKeys, "best_mode", Mode.min)
+    dtype: Dtype = Dtype.auto
+    best_metric: str = "val_loss"
+    best_mode: Mode = Mode.min
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from recipes.core.config.declare import default, key
+from recipes.core.config.declare import key
 from recipes.core.config.run_keys import TrainKeys
 
 Optimizer = Enum("Optimizer", "sgd adamw")
@@ -19,9 +19,9 @@ class Config(TrainKeys):
         "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images",
         values=("mnist", "digits", "fake"),
     )
-    epochs: int = default(TrainKeys, "epochs", 4)
-    global_batch_size: int = default(TrainKeys, "global_batch_size", 256)
-    lr: float = default(TrainKeys, "lr", 0.004)
+    epochs: int = 4
+    global_batch_size: int = 256
+    lr: float = 0.004
     optimizer: Optimizer = key(Optimizer.adamw, "adamw, or sgd with Nesterov momentum 0.9")
     weight_decay: float = key(0.05, "weight decay", low=0)
     schedule: Schedule = key(

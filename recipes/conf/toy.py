@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config.declare import default, key
+from recipes.core.config.declare import key
 from recipes.core.config.run_keys import TrainKeys
 
 
@@ -12,9 +12,9 @@ class Config(TrainKeys):
     lr_depends_on_length: ClassVar[bool] = False
 
     dataset: str = key("fake", "fake: random numbers, the same for the same seed", values=("fake",))
-    epochs: int = default(TrainKeys, "epochs", 20)
-    global_batch_size: int = default(TrainKeys, "global_batch_size", 128)
-    lr: float = default(TrainKeys, "lr", 0.05)
+    epochs: int = 20
+    global_batch_size: int = 128
+    lr: float = 0.05
     samples: int = key(2048, "number of training samples", low=1, high=2**24)
     save_every: int = key(
         5, "epochs between checkpoints; the last step is always saved", low=1, may_change=True

@@ -2,7 +2,7 @@
 `TrainKeys`).
 """
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from enum import Enum
 from typing import ClassVar
 
@@ -167,6 +167,13 @@ class RecipeKeys:
     seed = 0
     evaluate = False
     deterministic = False
+
+    def __init_subclass__(cls) -> None:
+        # `lr: float = 0.01` changes only the default of a key of a base class
+        for name in declare.names_of(cls) & vars(cls).keys():
+            value = vars(cls)[name]
+            if not isinstance(value, Field):
+                setattr(cls, name, declare.default(cls, name, value))
 
     def __post_init__(self) -> None:
         declare.check(self)
