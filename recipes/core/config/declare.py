@@ -90,14 +90,14 @@ def default(cls: type, name: str, value: Any) -> Any:
 def may_change(keys: type) -> set[str]:
     """The keys of a dataclass that may have another value when a run is resumed."""
     # of all recipes in earlier versions
-    return declared(keys, "may_change") | declared(keys, "path") | {"num_workers"}
+    return declared("may_change", keys) | declared("path", keys) | {"num_workers"}
 
 
-def declared(keys: type, flag: str) -> set[str]:
-    """The keys of a dataclass that it or a base class declares with the flag ``flag`` of `key`,
+def declared(flag: str, *classes: type) -> set[str]:
+    """The keys of dataclasses that they or a base class declare with the flag ``flag`` of `key`,
     such as ``path``.
     """
-    bases = filter(dataclasses.is_dataclass, keys.__mro__)
+    bases = (base for cls in classes for base in cls.__mro__ if dataclasses.is_dataclass(base))
     fields = (field for base in bases for field in dataclasses.fields(base))
     return {field.name for field in fields if field.metadata.get(flag)}
 
@@ -181,6 +181,6 @@ def plain(value: object) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def names_of(cls: type) -> set[str]:
-    """The names of a dataclass's keys."""
-    return {f.name for f in dataclasses.fields(cls)}
+def names_of(*classes: type) -> set[str]:
+    """The names of the keys of dataclasses."""
+    return {field.name for cls in classes for field in dataclasses.fields(cls)}

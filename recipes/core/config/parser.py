@@ -110,7 +110,7 @@ def settings(
 
 def _of_profile(cluster: str, recipe_class: type, environ: Mapping[str, str]) -> dict[str, Any]:
     """The keys that the cluster's profile and the image set."""
-    profile = profiles.cluster_profile(cluster) if cluster else {}
+    profile = profiles.cluster_profile(cluster)
     defaults = {name: value for name, value in profile.items() if name in profiles.DEFAULTS}
     defaults |= profiles.in_image(environ)
     has_data = "data_dir" in declare.names_of(recipe_class) and not environ.get("RECIPES_DATA")
@@ -138,7 +138,7 @@ def _check_names(
 ) -> None:
     """Raises ConfigError for a name that is no key here, and for keys that exclude each other."""
     job_names = declare.names_of(JobKeys)
-    known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
+    known = declare.names_of(RunKeys, recipe_class)
     if with_job_keys:
         known |= job_names
     for name, value in words.items():
@@ -160,11 +160,11 @@ def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
     """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are
     given or inherited.
     """
-    run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "not_inherited")
+    run_keys = given & declare.names_of(RunKeys) - declare.declared("not_inherited", RunKeys)
     chosen = dict(vars(config))
     chosen |= {name: value for name, value in vars(run).items() if name in run_keys}
     saved = {name: declare.plain(value) for name, value in chosen.items()}
-    path_names = saved.keys() & (declare.declared(type(config), "path") | {"network"})
+    path_names = saved.keys() & (declare.declared("path", type(config)) | {"network"})
     # the current folder was removed: a relative path stays as typed
     with contextlib.suppress(FileNotFoundError):
         saved |= absolute({name: str(saved[name]) for name in path_names}, type(config), Path())
@@ -202,7 +202,7 @@ def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[s
     """``words`` with every path made absolute against ``base``, so that a job finds it from any
     folder. Raises ConfigError.
     """
-    paths = declare.declared(RunKeys, "path") | declare.declared(recipe_class, "path")
+    paths = declare.declared("path", RunKeys, recipe_class)
     found = dict(words)
     for name, value in words.items():
         is_path = (

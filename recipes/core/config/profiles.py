@@ -57,11 +57,13 @@ def in_image(environ: Mapping[str, str]) -> dict[str, str]:
 
 def cluster_profile(cluster: str) -> dict[str, Any]:
     """The profile env/clusters/NAME.yaml, without empty values: the keys of `DEFAULTS`, `TEXTS` and
-    `LISTS`.
+    `LISTS`; {} if ``cluster`` is "".
 
     The job keys and run keys check the values of `DEFAULTS`. Raises ConfigError if there is no such
     profile, or if it has an unknown key or an invalid value.
     """
+    if not cluster:
+        return {}
     folder = ROOT / "env" / "clusters"
     there = sorted(path.stem for path in folder.glob("*.yaml"))
     if cluster not in there:
@@ -106,7 +108,7 @@ def _problem(name: str, value: Any) -> str:
 
 def env_variables(network: str, cluster: str) -> dict[str, str]:
     """The variables of the env files: common < the fabric's < the site's. Raises ConfigError."""
-    profile = cluster_profile(cluster) if cluster else {}
+    profile = cluster_profile(cluster)
     paths = envfile.files_for(network, ROOT / "env", profile.get("env_files", ()))
     variables: dict[str, str] = {}
     for file in paths:

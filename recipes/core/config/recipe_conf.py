@@ -39,7 +39,7 @@ def load(recipe: str) -> tuple[type, Differences]:
     require(recipe, f"recipe={shown(recipe)}")
     module = importlib.import_module(f"recipes.conf.{recipe}")
     variants = getattr(module, "VARIANTS", {})
-    known = declare.names_of(module.Config) | declare.names_of(RunKeys)
+    known = declare.names_of(module.Config, RunKeys)
     for kind, differences in (("variant", variants), ("dataset", datasets(recipe))):
         for name, keys in differences.items():
             for key in keys:

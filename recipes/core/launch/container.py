@@ -119,7 +119,7 @@ def of_job(
     keys, with absolute paths.
     """
     cluster = settings.job.cluster
-    profile = profiles.cluster_profile(cluster) if cluster else {}
+    profile = profiles.cluster_profile(cluster)
     values = {**profile, **profiles.in_image(environ)}
     in_image = {name: values[name] for name in job_keys.IN_IMAGE if name in values}
     keys = declare.build(JobKeys, in_image)
@@ -151,7 +151,7 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
     # it may come from the site profile
     data_dir = getattr(settings.config, "data_dir", "")
     values = {"data_dir": data_dir, **settings.from_run, **words}
-    keys = declare.declared(RunKeys, "path") | declare.declared(type(settings.config), "path")
+    keys = declare.declared("path", RunKeys, type(settings.config))
     names = [values.get(key, "") for key in keys | {"data_dir", "network", "resume", "program"}]
     names += [os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")]
     # runs and data may be links to other disks

@@ -171,7 +171,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     ConfigError.
     """
     job = settings.job
-    profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
+    profile = profiles.cluster_profile(job.cluster)
     _check_keys(settings, profile.get("gpus", ""))
     require_printable(root, base)
     keys = settings.absolute(settings.typed, base) | own_words(settings)

@@ -59,7 +59,7 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     """
     path = run_dir / "config.yaml"
     words = key_value.read_yaml(path, shown(path, 4096))
-    known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
+    known = declare.names_of(RunKeys, recipe_class)
     if "num_workers" not in known:
         words.pop("num_workers", None)  # earlier versions wrote it for recipes that do not read it
     unknown = min(words.keys() - known, default="")
@@ -68,10 +68,9 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             f"{shown(path, 4096)}: has {shown(unknown)}=, which recipe {recipe} does not have: "
             "use the code that the run was trained with, or start another run"
         )
-    left_out = set(declare.declared(RunKeys, "not_inherited"))
-    left_out |= declare.declared(recipe_class, "not_inherited")
+    left_out = declare.declared("not_inherited", RunKeys, recipe_class)
     # If the run's path is empty, the site's default applies.
-    left_out |= {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
+    left_out |= {name for name in declare.declared("path", recipe_class) if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         left_out.add("network")
     # another user does not decide who reads this one's files

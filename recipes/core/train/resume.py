@@ -210,7 +210,7 @@ def compare_keys(world: World, settings: parser.Settings, order: Mapping[str, An
     of_saving = {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
     keys = {**plain(settings), **order, **of_saving}
     first = world.from_rank_0("keys", lambda: keys)
-    paths = declare.declared(type(settings.config), "path")
+    paths = declare.declared("path", type(settings.config))
     other = [
         f"{name}={value} here, {name}={shown(first.get(name))} there"
         for name, value in keys.items()
