@@ -2,8 +2,6 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping
-from typing import Any
 
 from recipes.core.config import declare, recipe_conf
 from recipes.core.config.job_keys import JobKeys
@@ -57,7 +55,7 @@ def typed(value: object) -> str:
     return text.lower() if isinstance(value, bool) else text
 
 
-def _differences(key: str, each: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _differences(key: str, each: recipe_conf.Differences) -> list[str]:
     """A line for each variant, or data set, with the keys that it sets."""
     lines = []
     for name, keys in each.items():

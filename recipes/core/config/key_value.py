@@ -30,8 +30,10 @@ NOT_IN_FILE = {
 ONLY_IN_OWN_FILE = {"run_dir", "force", "umask"}
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
+Words = dict[str, str]  # values by name, as text
 
-def read(argv: Sequence[str]) -> dict[str, str]:
+
+def read(argv: Sequence[str]) -> Words:
     """The values of the words and of the ``config=`` file, by their names. Raises ConfigError for a
     word that is not ``key=value``.
     """
@@ -53,7 +55,7 @@ def read(argv: Sequence[str]) -> dict[str, str]:
     return {**from_file, **words}
 
 
-def _from_file(file: Path, given: str) -> dict[str, str]:
+def _from_file(file: Path, given: str) -> Words:
     """The keys of a ``config=`` file. Raises ConfigError, also for a key that only the user's own
     file may set.
     """
@@ -73,7 +75,7 @@ def _from_file(file: Path, given: str) -> dict[str, str]:
         ) from None
 
 
-def read_yaml(file: Path, given: str) -> dict[str, str]:
+def read_yaml(file: Path, given: str) -> Words:
     """The keys of a ``config=`` file, or of a run's config.yaml, as words. given: names the file in
     a message. Raises ConfigError.
     """
@@ -88,11 +90,11 @@ def read_yaml(file: Path, given: str) -> dict[str, str]:
     return split(words)
 
 
-def split(argv: Sequence[str]) -> dict[str, str]:
+def split(argv: Sequence[str]) -> Words:
     """The values of ``key=value`` words by their names. Raises ConfigError for another word, and
     for a value that is not UTF-8.
     """
-    words: dict[str, str] = {}
+    words = Words()
     for word in argv:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"(sweep\.)?[A-Za-z_][A-Za-z0-9_]*", name):

@@ -17,8 +17,11 @@ from typing import Any
 from recipes.core import trust
 from recipes.core.config import declare, envfile, key_value, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.key_value import Words
+from recipes.core.config.recipe_conf import Differences
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
 from recipes.core.errors import ConfigError, shown
+from recipes.core.variables import Environ
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,17 @@ class Settings:
     run: RunKeys
     config: Any  # the recipe's keys
     # run and recipe keys as given (in a ``config=`` file or as words), as text
-    typed: dict[str, str]
+    typed: Words
     # the keys for ``config.yaml``: all of the recipe's, and the run keys that were given
     saved: dict[str, Any]
     of_job: tuple[str, ...] = ()  # names of the job keys that were given
     # the swept keys of each run; the other fields are those of the first run
-    sweep: tuple[dict[str, str], ...] = ()
+    sweep: tuple[Words, ...] = ()
     # keys that come from the run that is resumed
-    from_run: dict[str, str] = dataclasses.field(default_factory=dict)
+    from_run: Words = dataclasses.field(default_factory=dict)
     resumes: Path | None = None  # the directory of that run
 
-    def absolute(self, words: Mapping[str, str], base: Path) -> dict[str, str]:
+    def absolute(self, words: Words, base: Path) -> Words:
         """Run and recipe keys with paths made absolute against ``base``. Raises ConfigError."""
         return absolute(words, type(self.config), base)
 
@@ -59,12 +62,10 @@ class Settings:
         )
 
 
-Inherited = Callable[[RunKeys, str, type], tuple[Path | None, Mapping[str, str]]]
+Inherited = Callable[[RunKeys, str, type], tuple[Path | None, Words]]
 
 
-def settings(
-    words: Mapping[str, str], recipe: str, environ: Mapping[str, str], inherited: Inherited
-) -> Settings:
+def settings(words: Words, recipe: str, environ: Environ, inherited: Inherited) -> Settings:
     """Checks ``words``, and finds the recipe, the variant and the profile.
 
     recipe: "" for words of launch.py, which have ``recipe=`` and job keys. environ: read for
@@ -108,7 +109,7 @@ def settings(
     )
 
 
-def _of_profile(cluster: str, recipe_class: type, environ: Mapping[str, str]) -> dict[str, Any]:
+def _of_profile(cluster: str, recipe_class: type, environ: Environ) -> dict[str, Any]:
     """The keys that the cluster's profile and the image set."""
     profile = profiles.cluster_profile(cluster)
     defaults = {name: value for name, value in profile.items() if name in profiles.DEFAULTS}
@@ -119,9 +120,7 @@ def _of_profile(cluster: str, recipe_class: type, environ: Mapping[str, str]) ->
     return defaults
 
 
-def _of_variant(
-    variant: str, recipe: str, variants: Mapping[str, Mapping[str, Any]]
-) -> Mapping[str, Any]:
+def _of_variant(variant: str, recipe: str, variants: Differences) -> Mapping[str, Any]:
     """The keys that a variant sets; {} for variant "". Raises ConfigError for an unknown one."""
     if not variant:
         return {}
@@ -133,9 +132,7 @@ def _of_variant(
     raise ConfigError(f"variant={shown(variant)}: {rule}")
 
 
-def _check_names(
-    words: Mapping[str, str], recipe: str, recipe_class: type, with_job_keys: bool
-) -> None:
+def _check_names(words: Words, recipe: str, recipe_class: type, with_job_keys: bool) -> None:
     """Raises ConfigError for a name that is no key here, and for keys that exclude each other."""
     job_names = declare.names_of(JobKeys)
     known = declare.names_of(RunKeys, recipe_class)
@@ -198,7 +195,7 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
     return declare.build(cls, words)
 
 
-def absolute(words: Mapping[str, str], recipe_class: type, base: Path) -> dict[str, str]:
+def absolute(words: Words, recipe_class: type, base: Path) -> Words:
     """``words`` with every path made absolute against ``base``, so that a job finds it from any
     folder. Raises ConfigError.
     """

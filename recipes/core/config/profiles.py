@@ -110,7 +110,7 @@ def env_variables(network: str, cluster: str) -> dict[str, str]:
     """The variables of the env files: common < the fabric's < the site's. Raises ConfigError."""
     profile = cluster_profile(cluster)
     paths = envfile.files_for(network, ROOT / "env", profile.get("env_files", ()))
-    variables: dict[str, str] = {}
+    variables = dict[str, str]()
     for file in paths:
         settings = envfile.read(file)
         if not file.is_relative_to(ROOT / "env"):

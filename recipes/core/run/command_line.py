@@ -15,6 +15,7 @@ from typing import Any
 
 from recipes.core.config import declare, key_value, parser
 from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.key_value import Words
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError, shown
 from recipes.core.run import resumed
@@ -117,7 +118,7 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     return script_words
 
 
-def _why_no_program(file: Path, keys: Mapping[str, str]) -> str:
+def _why_no_program(file: Path, keys: Words) -> str:
     """Why ``file`` cannot be the program of a job with these keys, and the fix; "" if it can."""
     if keys.get("recipe", SCRIPT) != SCRIPT:
         return f"cannot be used with recipe={shown(keys['recipe'])}; give one of the two"
@@ -133,7 +134,7 @@ def _why_no_program(file: Path, keys: Mapping[str, str]) -> str:
     return "is not executable; chmod +x it, or give a .py file"
 
 
-def _sweep(words: dict[str, str], environ: Mapping[str, str]) -> Settings:
+def _sweep(words: Words, environ: Mapping[str, str]) -> Settings:
     """Checks every combination of the swept values. Returns the settings of the first, with all of
     them in ``sweep``.
     """

@@ -20,7 +20,7 @@ LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 
 def run_to_resume(
     run: RunKeys, recipe: str, recipe_class: type
-) -> tuple[Path | None, dict[str, str]]:
+) -> tuple[Path | None, key_value.Words]:
     """The run directory whose keys a launch inherits, and these keys: ``run_dir=``, else the run
     that ``resume=`` names.
 
@@ -53,7 +53,7 @@ def recipe_of(run_dir: Path) -> str:
     return attempt.facts(run_dir).get("recipe") or ""
 
 
-def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
+def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> key_value.Words:
     """The keys of a run that a resumed launch inherits, with their values as text. Raises
     ConfigError.
     """
