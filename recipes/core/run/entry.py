@@ -117,17 +117,14 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     is_set = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
     try:
         interface = None if is_set else network.choose(info)
-    except network.NetworkError as error:
+        set_compile_cache()
+    except (network.NetworkError, MachineError) as error:
         _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
     if settings.run.debug:
         # torch reads this variable when it is imported
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    try:
-        set_compile_cache()
-    except MachineError as error:
-        _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
     if settings.config.deterministic:
         # without it, torch refuses cuBLAS
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -174,9 +171,8 @@ def _rank_unchecked() -> str:
     """The rank of this process as its launcher gives it. It selects the rank that prints before
     ranks are detected.
     """
-    of_mpi = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))
-    ranks = (os.environ.get("RANK"), environment.task(os.environ), *of_mpi)
-    return next((rank for rank in ranks if rank is not None), "0")
+    of_mpi = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
+    return os.environ.get("RANK") or environment.task(os.environ) or of_mpi or "0"
 
 
 def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:

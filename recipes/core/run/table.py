@@ -151,12 +151,9 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Lines of cells as text, with columns of equal width. Control characters are escaped: runs may
     belong to other users.
     """
-    columns = [[printable(cell) for cell in column] for column in zip(*lines, strict=True)]
-    padded = []
-    for column in columns:
-        width = max(map(len, column))
-        padded.append([cell.ljust(width) for cell in column])
-    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+    shown = [[printable(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in shown]
 
 
 def cells(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
