@@ -48,7 +48,7 @@ def svg(width: float, height: float, style: str, content: str, title: str) -> st
 def loss_figure(run_dir: Path) -> str:
     """The loss of a run over its steps; a dashed line and a number for each later attempt."""
     losses = [(float(row["step"]), row["loss"]) for row in rows.rows(run_dir)]
-    started = [attempts.Attempt(run_dir, n) for n in reversed(attempts.numbers(run_dir))]
+    started = attempts.every(run_dir)[::-1]
     begun = [attempt for attempt in started if attempt.has_begun]
     marks = [(attempt.facts()["step"], attempt.number) for attempt in begun[1:]]
     drawn = figure.figure(

@@ -153,7 +153,7 @@ def _describe(
     root = str(job.root)
     try:
         # of an earlier job with this ID: `batch.begin` refuses the new one
-        if run_dir or not attempts.numbers(folder):
+        if run_dir or not attempts.every(folder):
             jobs.record(
                 folder,
                 script,

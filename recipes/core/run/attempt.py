@@ -66,22 +66,20 @@ class Attempt:
         """What was recorded when this attempt was opened and when it began, and its number as
         ``attempt``.
         """
-        opened = files.read_json(self.folder / "opened.json") or {}
-        begun = files.read_json(self.folder / "begun.json") or {}
-        return {**opened, **begun, "attempt": self.number}
+        return {**self.read("opened.json"), **self.read("begun.json"), "attempt": self.number}
 
-
-def numbers(run_dir: Path) -> list[int]:
-    """The numbers of the attempts of a run, highest first."""
-    with contextlib.suppress(OSError):
-        names = os.listdir(run_dir / "attempts")
-        return sorted(map(int, filter(str.isdecimal, names)), reverse=True)
-    return []
+    def read(self, name: str) -> files.Json:
+        """The JSON object in a file in the folder of this attempt; {} if it cannot be read."""
+        return files.read_json(self.folder / name) or {}
 
 
 def every(run_dir: Path) -> list[Attempt]:
     """The attempts of a run, newest first."""
-    return [Attempt(run_dir, number) for number in numbers(run_dir)]
+    names = list[str]()
+    with contextlib.suppress(OSError):
+        names = os.listdir(run_dir / "attempts")
+    numbers = sorted(map(int, filter(str.isdecimal, names)), reverse=True)
+    return [Attempt(run_dir, number) for number in numbers]
 
 
 def newest(run_dir: Path, launch: str = "") -> Attempt | None:
@@ -151,7 +149,8 @@ def open_next(
             trust.own_folder(folder)
         # as in `facts`
         before = (files.read_json(run_dir / "attempt.json") or {}).get("attempt", -1)
-        for number in itertools.count(max(numbers(run_dir), default=before) + 1):
+        highest = next((attempt.number for attempt in every(run_dir)), before)
+        for number in itertools.count(highest + 1):
             new = Attempt(run_dir, number)
             # Another launch may make the folder first, and a network file system may repeat a call
             # that succeeded.
@@ -177,8 +176,7 @@ def describe(
     """
     job = environment.job_id(environ)
     pid = os.getpid()
-    path = attempt.folder / "opened.json"
-    opened = files.read_json(path) or {}
+    opened = attempt.read("opened.json")
     requested = {
         "cpus": environment.cpus_on_node(environ),
         "memory_mb": environment.memory_mb(environ),
@@ -202,7 +200,7 @@ def describe(
         "submitted": opened.get("submitted", submitted),
         "time": opened.get("time", round(time.time(), 3)),
     }
-    files.write_json(path, content)
+    files.write_json(attempt.folder / "opened.json", content)
 
 
 def begin(

@@ -156,7 +156,7 @@ def _moments(
         before_end = "checkpoint" if last.get("attempt") == attempt.number else "evaluation"
 
     end = _end(attempt)
-    judgement = files.read_json(attempt.folder / "ended.json") or {}
+    judgement = attempt.read("ended.json")
     is_newest = is_running is not None
     over = math.inf if is_newest else end.ended
     if judgement.get("state") in ("done", "preempted"):
@@ -230,7 +230,7 @@ def _end(attempt: Attempt) -> End:
     records = attempts.records(attempt)
     failures = [record for record in records if kind_of(record) is not Kind.stopped]
     first = failures[0] if failures else {}
-    judgement = files.read_json(attempt.folder / "ended.json") or {}
+    judgement = attempt.read("ended.json")
     return End(*map(number, (first.get("progress"), first.get("time"), judgement.get("time"))))
 
 

@@ -92,7 +92,7 @@ class Record:
         if not newest or newest.has_begun or self.status.get("attempt") == newest.number:
             return ""
         records = attempts.records(newest)
-        ended = files.read_json(newest.folder / "ended.json") or {}
+        ended = newest.read("ended.json")
         moment = ended.get("time") or (records[0]["time"] if records else 0.0)
         is_running = self.status.get("state") == "running"
         is_past = moment <= float(self.status.get("updated") or 0.0) and not is_running

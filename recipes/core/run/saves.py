@@ -32,7 +32,7 @@ def has_changed(attempt: Attempt) -> bool | None:
     """Whether files have changed since the attempt began. None if that is unknown, or if there is
     still no file.
     """
-    before = files.read_json(attempt.folder / "saves.json")
+    before = attempt.read("saves.json")
     if not before:
         return None
     now = digest(attempt, before["folder"])

@@ -27,7 +27,7 @@ def test_attempts_count_from_zero_above_the_highest_seen(
     (tmp_path / "attempts/0009").mkdir()
     assert helpers.attempt(tmp_path).number == 10
     # another launch has just made number 10
-    monkeypatch.setattr(attempts, "numbers", lambda run_dir: [9])
+    monkeypatch.setattr(attempts, "every", lambda run_dir: [Attempt(run_dir, 9)])
     assert helpers.attempt(tmp_path).number == 11
 
 
