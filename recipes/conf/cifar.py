@@ -28,42 +28,36 @@ class Config(TrainKeys):
         0.4,
         "peak learning rate for a global batch of lr_batch_size; airbench94 and airbench96 use it "
         "for the filters only",
-        low=0,
     )
     lr_batch_size: int = key(
         512,
         "reference batch size of lr=: lr is scaled in proportion to global_batch_size; "
         "0: not scaled",
-        low=0,
         high=2**30,
     )
     warmup: float = key(
         0.2,
         "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
-        low=0,
         high=1,
     )
     momentum: float = key(
-        0.9, "Nesterov momentum; with airbench94 and airbench96, only of the filters", low=0, high=1
+        0.9, "Nesterov momentum; with airbench94 and airbench96, only of the filters", high=1
     )
     weight_decay: float = key(
         5e-4,
         "weight decay; resnet18: norms and biases have none; airbench94, airbench96: only the "
         "head and the biases have it, multiplied by the batch size",
-        low=0,
     )
-    label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
+    label_smoothing: float = key(0.1, "label smoothing", high=1)
     ema: float = key(
         0.0,
         "decay of the averaged weights (EMA) per lr_batch_size samples (per step if "
         "lr_batch_size=0); evaluations use these weights; 0: no averaging",
-        low=0,
         high=0.999999,
     )
     crop: int = key(
         4,
         "maximum shift of training images in pixels; the border is filled with mirrored pixels",
-        low=0,
         high=31,
     )
     flip: bool = key(
@@ -72,7 +66,6 @@ class Config(TrainKeys):
     cutout: int = key(
         0,
         "side in pixels of a square that is erased in each training image; 0: none",
-        low=0,
         high=32,
     )
     tta: bool = key(
@@ -84,7 +77,6 @@ class Config(TrainKeys):
         "with tta=true: also evaluate two shifted copies of each image, one up and left, "
         "the other down and right, "
         "by this number of pixels; each copy has half the weight of the image itself; 0: no copies",
-        low=0,
         high=8,
     )
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")

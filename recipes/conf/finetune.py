@@ -30,7 +30,7 @@ class Config(TrainKeys):
         high=0.9,
     )
     num_workers: int = key(
-        4, "processes per rank that read images; 0: the main process reads them", low=0, high=1024
+        4, "processes per rank that read images; 0: the main process reads them", high=1024
     )
     arch: str = key(
         "resnet50",
@@ -57,9 +57,7 @@ class Config(TrainKeys):
         values=("all", "head", "lora"),
     )
     lora_rank: int = key(8, "rank of the matrices of train=lora", low=1, high=1024)
-    head_epochs: float = key(
-        0.0, "epochs at the start in which only the last layer is trained", low=0
-    )
+    head_epochs: float = key(0.0, "epochs at the start in which only the last layer is trained")
     epochs: int = 10
     global_batch_size: int = 64
     lr: float = 3e-4
@@ -67,21 +65,17 @@ class Config(TrainKeys):
         0.75,
         "the learning rate of each block is this factor times that of the block after it, so the "
         "first block has the lowest rate; 1: all are equal",
-        low=0,
         high=1,
     )
     warmup: float = key(
         0.1,
         "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
-        low=0,
         high=1,
     )
     weight_decay: float = key(
-        0.05, "weight decay of weights; norms, biases and position embeddings have none", low=0
+        0.05, "weight decay of weights; norms, biases and position embeddings have none"
     )
-    label_smoothing: float = key(
-        0.1, "label smoothing; ignored with multi_label=true", low=0, high=1
-    )
+    label_smoothing: float = key(0.1, "label smoothing; ignored with multi_label=true", high=1)
     class_weights: bool = key(
         False, "weight each class in inverse proportion to its number of training images"
     )
@@ -101,14 +95,13 @@ class Config(TrainKeys):
         values=("none", "RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix"),
     )
     erasing: float = key(
-        0.0, "probability that a random rectangle of a training image is erased", low=0, high=1
+        0.0, "probability that a random rectangle of a training image is erased", high=1
     )
-    mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
-    cutmix: float = key(0.0, "alpha of CutMix (pastes a rectangle of another image); 0: off", low=0)
+    mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off")
+    cutmix: float = key(0.0, "alpha of CutMix (pastes a rectangle of another image); 0: off")
     ema: float = key(
         0.0,
         "decay of the averaged weights (EMA) per step; evaluations use them; 0: off",
-        low=0,
         high=0.999999,
     )
     dtype: Dtype = Dtype.auto

@@ -37,50 +37,45 @@ class Config(TrainKeys):
         low=1,
         high=256,
     )
-    width: int = key(0, "width of the model, a multiple of 64; 0: 64 * depth", low=0, high=2**16)
+    width: int = key(0, "width of the model, a multiple of 64; 0: 64 * depth", high=2**16)
     kv_heads: int = key(
         0,
         "number of key/value heads; 0: one for each group of up to 4 query heads",
-        low=0,
         high=2**10,
     )
     seq_len: int = key(1024, "tokens of a sequence", low=2, high=2**20)
     global_batch_size: int = key(
-        0, "sequences per step over all ranks; 0: 32,768 * depth / seq_len", low=0, high=2**30
+        0, "sequences per step over all ranks; 0: 32,768 * depth / seq_len", high=2**30
     )
     tokens: int = key(
-        0, "tokens to train on, limited by epochs=; 0: 20 per parameter of the blocks", low=0
+        0, "tokens to train on, limited by epochs=; 0: 20 per parameter of the blocks"
     )
     max_steps: int = key(
         0,
         "maximum number of optimiser steps; 0: as many as tokens= requires",
-        low=0,
         may_change=True,
     )
     epochs: int = 4
-    lr: float = key(0.02, "peak learning rate of Muon, for the matrices of the blocks", low=0)
-    momentum: float = key(0.95, "Nesterov momentum of Muon", low=0, high=1)
-    weight_decay: float = key(0.1, "weight decay of the matrices of the blocks", low=0)
+    lr: float = key(0.02, "peak learning rate of Muon, for the matrices of the blocks")
+    momentum: float = key(0.95, "Nesterov momentum of Muon", high=1)
+    weight_decay: float = key(0.1, "weight decay of the matrices of the blocks")
     embed_lr: float = key(
-        0.0, "peak learning rate of AdamW for the embedding; 0: 0.2 * sqrt(768 / width)", low=0
+        0.0, "peak learning rate of AdamW for the embedding; 0: 0.2 * sqrt(768 / width)"
     )
     head_lr: float = key(
-        0.0, "peak learning rate of AdamW for the head; 0: 0.004 * sqrt(768 / width)", low=0
+        0.0, "peak learning rate of AdamW for the head; 0: 0.004 * sqrt(768 / width)"
     )
-    warmup: float = key(
-        0.02, "fraction of the steps in which the learning rate rises", low=0, high=1
-    )
+    warmup: float = key(0.02, "fraction of the steps in which the learning rate rises", high=1)
     cooldown: float = key(
         0.4,
         "fraction of the steps, at the end, in which the learning rate falls to zero",
-        low=0,
         high=1,
     )
     dtype: Dtype = Dtype.auto
     best_metric: str = "val_bpb"
     best_mode: Mode = Mode.min
     sample: int = key(
-        100, "tokens of text to generate and print at the end", low=0, high=2**20, may_change=True
+        100, "tokens of text to generate and print at the end", high=2**20, may_change=True
     )
     prompt: str = key("", "start of the text that sample= generates", may_change=True)
 

@@ -66,43 +66,38 @@ class Config(TrainKeys):
         "sgd, or lars for global batches of at least 8192 (with lr_batch_size=0 and lr= of about "
         "10)",
     )
-    lr: float = key(0.1, "peak learning rate for a global batch of lr_batch_size", low=0)
+    lr: float = key(0.1, "peak learning rate for a global batch of lr_batch_size")
     lr_batch_size: int = key(
         256,
         "reference batch size of lr=: lr is scaled in proportion to global_batch_size; "
         "0: not scaled",
-        low=0,
         high=2**30,
     )
-    warmup_epochs: float = key(
-        5, "number of epochs in which the learning rate rises (warm-up)", low=0
-    )
+    warmup_epochs: float = key(5, "number of epochs in which the learning rate rises (warm-up)")
     schedule: Schedule = key(
         Schedule.cosine,
         "learning rate after the warm-up: cosine (falls to zero) or step (divided by 10 after each "
         "third of the epochs)",
     )
-    momentum: float = key(0.9, "momentum", low=0, high=1)
+    momentum: float = key(0.9, "momentum", high=1)
     nesterov: bool = key(True, "Nesterov's momentum (sgd)")
     weight_decay: float = key(
-        1e-4, "weight decay; norms and biases have none unless decay_norms=true", low=0
+        1e-4, "weight decay; norms and biases have none unless decay_norms=true"
     )
     decay_norms: bool = key(False, "apply weight decay to norms and biases too")
     zero_init_residual: bool = key(True, "start residual blocks as the identity (ResNets)")
-    label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
-    mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
+    label_smoothing: float = key(0.1, "label smoothing", high=1)
+    mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off")
     ema: float = key(
         0.0,
         "decay of the averaged weights (EMA) per lr_batch_size samples (per step if "
         "lr_batch_size=0); evaluations use these weights; 0: no averaging",
-        low=0,
         high=0.999999,
     )
     px: int = key(224, "side in pixels of the training images", low=32, high=1024)
     small_px: int = key(
         0,
         "side in pixels of the training images at the start; it grows to px; 0: always px",
-        low=0,
         high=1024,
     )
     val_px: int = key(224, "side in pixels of the validation images", low=32, high=1024)

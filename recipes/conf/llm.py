@@ -40,7 +40,7 @@ class Config(TrainKeys):
     )
     lora_rank: int = key(16, "rank of the matrices of train=lora", low=1, high=4096)
     lora_alpha: float = key(
-        32.0, "the addition of train=lora is multiplied by lora_alpha / lora_rank", low=0
+        32.0, "the addition of train=lora is multiplied by lora_alpha / lora_rank"
     )
     lora_modules: str = key(
         "",
@@ -65,14 +65,13 @@ class Config(TrainKeys):
         "adamw; muon: Muon for the matrices of the layers, AdamW for the other weights",
         values=("adamw", "muon"),
     )
-    lr: float = key(0.0, "peak learning rate; 0 means 1e-5, or 1e-4 with train=lora", low=0)
+    lr: float = key(0.0, "peak learning rate; 0 means 1e-5, or 1e-4 with train=lora")
     warmup: float = key(
         0.03,
         "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
-        low=0,
         high=1,
     )
-    weight_decay: float = key(0.0, "weight decay of matrices", low=0)
+    weight_decay: float = key(0.0, "weight decay of matrices")
     clip_grad_norm: float = 1.0
     recompute: bool = key(
         False,

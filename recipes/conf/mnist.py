@@ -23,14 +23,14 @@ class Config(TrainKeys):
     global_batch_size: int = 256
     lr: float = 0.004
     optimizer: Optimizer = key(Optimizer.adamw, "adamw, or sgd with Nesterov momentum 0.9")
-    weight_decay: float = key(0.05, "weight decay", low=0)
+    weight_decay: float = key(0.05, "weight decay")
     schedule: Schedule = key(
         Schedule.cosine, "learning rate after the warm-up: cosine (falls to zero) or constant"
     )
     warmup: float = key(
-        0.06, "fraction of the steps in which the learning rate rises (warm-up)", low=0, high=1
+        0.06, "fraction of the steps in which the learning rate rises (warm-up)", high=1
     )
-    label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
+    label_smoothing: float = key(0.1, "label smoothing", high=1)
     augment: bool = key(True, "shift each training image by up to one pixel")
 
     @property

@@ -44,7 +44,6 @@ class Config(RecipeKeys):
         0,
         "processes that through=torchrun or accelerate starts on each node; "
         "0: one per GPU, or ranks_per_node=",
-        low=0,
         high=1024,
     )
     stop_signal: StopSignal = key(
@@ -61,7 +60,6 @@ class Config(RecipeKeys):
         0.0,
         "end the program if, for this number of seconds, no rank prints a line and no file in the "
         "run directory (or in saves=) is new or changed; 0: off",
-        low=0,
     )
     restart_on_hang: bool = key(
         False, "requeue the job after a hang (silent_s=); with restarts=, the job is not requeued"

@@ -47,7 +47,7 @@ def key(
     default: Any,
     help: str,
     *,
-    low: float | None = None,
+    low: float | None = 0,
     high: float | None = None,
     pattern: str = "",
     form: str = NAME_FORM,
@@ -59,11 +59,11 @@ def key(
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
 
-    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a
-    text, which may be empty if the default is. form: describes the pattern in a message, after
-    "must be". values: the only valid texts. path: the value is a path, which becomes absolute when
-    a job is submitted. may_change: a resumed run may have another value (so may paths).
-    not_inherited: a resumed run does not inherit the value. instead: what to give to sbatch
+    low, high: the inclusive range of a number; None: no limit. pattern: a regular expression for
+    the whole of a text, which may be empty if the default is. form: describes the pattern in a
+    message, after "must be". values: the only valid texts. path: the value is a path, which becomes
+    absolute when a job is submitted. may_change: a resumed run may have another value (so may
+    paths). not_inherited: a resumed run does not inherit the value. instead: what to give to sbatch
     instead of this key.
     """
     meta = {

@@ -46,7 +46,6 @@ class JobKeys:
     gpus_per_node: int | None = key(
         None,
         "GPUs per node, one rank per GPU; default: the profile's value, else 1",
-        low=0,
         high=1024,
         instead="--ntasks-per-node and --gpus-per-node",
     )
@@ -60,7 +59,6 @@ class JobKeys:
         0.0,
         "memory of each GPU in GB; launch.py check refuses a model whose training needs more; "
         "0: not known",
-        low=0,
     )
     ranks_per_node: int | None = key(
         None,
@@ -88,7 +86,6 @@ class JobKeys:
     node_rank: int = key(
         0,
         "index of this machine in gpus=, from 0, for launcher=local on several machines",
-        low=0,
         instead="leave it out under srun",
     )
     master: str = key(
@@ -177,7 +174,6 @@ class JobKeys:
     parallel: int = key(
         0,
         "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
-        low=0,
         high=100000,
         instead="--array=…%N",
     )
@@ -185,7 +181,7 @@ class JobKeys:
         False, "examine the nodes first; if some are bad, requeue the job without them"
     )
     max_resubmits: int = key(
-        2, "how often doctor=true may requeue the job without bad nodes", low=0, high=100
+        2, "how often doctor=true may requeue the job without bad nodes", high=100
     )
     forget: str = key(
         "",

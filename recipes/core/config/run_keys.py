@@ -51,7 +51,6 @@ class RunKeys:
         0,
         "CPU threads of torch per rank; 0: torch's default for a single rank, "
         "1 thread each for several ranks",
-        low=0,
         high=4096,
     )
     environment: str = key(
@@ -76,42 +75,36 @@ class RunKeys:
         "schedule midway",
         not_inherited=True,
     )
-    checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: off", low=0)
-    checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: off", low=0)
-    keep_checkpoints: int = key(3, "number of newest checkpoints to keep; 0: all", low=0)
-    keep_every_steps: int = key(
-        0, "steps between checkpoints that are never deleted; 0: off", low=0
-    )
+    checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: off")
+    checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: off")
+    keep_checkpoints: int = key(3, "number of newest checkpoints to keep; 0: all")
+    keep_every_steps: int = key(0, "steps between checkpoints that are never deleted; 0: off")
     keep_best: bool = key(
         True, "keep the checkpoint with the best best_metric; checkpoints/best names it"
     )
     max_requeues: int = key(
-        20, "maximum number of times that a preempted job is requeued", low=0, high=10000
+        20, "maximum number of times that a preempted job is requeued", high=10000
     )
     restarts: int = key(
         0,
         "maximum number of times that a job starts its ranks again in its allocation after a "
         "failure; nodes that do not answer or are bad are left out",
-        low=0,
         high=1000,
     )
     spare: int = key(
         0,
         "number of nodes of the job that are in reserve, to replace nodes in a restart",
-        low=0,
         high=1000,
     )
     min_nodes: int = key(
         0,
         "minimum number of nodes of a restart; 0: as many as at the start",
-        low=0,
         high=100_000,
     )
     stop_before_s: float = key(
         60.0,
         "how many seconds before the time limit the ranks save and stop, at most a quarter of "
         "the limit; 0: off; programs of script=: 120 by default",
-        low=0,
     )
     timeout_s: float = key(
         600.0,
@@ -123,7 +116,6 @@ class RunKeys:
         900.0,
         "seconds without work on any GPU until the log has a warning: many sites cancel jobs with "
         "idle GPUs; 0: off",
-        low=0,
     )
     debug: bool = key(
         False,
@@ -194,11 +186,10 @@ class TrainKeys(RecipeKeys):
     small_part: ClassVar[int] = 32
     dataset: str = key("", "data set", pattern=NAME)
     data_dir: str = key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
-    epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
+    epochs: int = key(1, "passes over the training set", high=1_000_000, may_change=True)
     max_steps: int = key(
         0,
         "maximum number of optimiser steps; the learning-rate schedule ends there too; 0: no limit",
-        low=0,
         may_change=True,
     )
     global_batch_size: int = key(
@@ -207,8 +198,8 @@ class TrainKeys(RecipeKeys):
         low=1,
         high=2**30,
     )
-    lr: float = key(0.1, "peak learning rate", low=0)
-    seed: int = key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
+    lr: float = key(0.1, "peak learning rate")
+    seed: int = key(0, "random seed of weights, sample order and augmentation", high=2**62)
     accumulate: int = key(
         1,
         "gradient accumulation: number of parts into which a rank's batch is divided to fit in "
@@ -225,7 +216,6 @@ class TrainKeys(RecipeKeys):
     clip_grad_norm: float = key(
         0.0,
         "maximum norm of all gradients together; larger ones are scaled down to it; 0: off",
-        low=0,
         may_change=True,
     )
     best_metric: str = key(
@@ -244,7 +234,6 @@ class TrainKeys(RecipeKeys):
         0,
         "early stopping: end the run after this number of epochs without a better best_metric; "
         "0: off",
-        low=0,
         may_change=True,
     )
     deterministic: bool = key(
@@ -264,7 +253,6 @@ class TrainKeys(RecipeKeys):
         0,
         "with strategy=fsdp, number of ranks that share one copy of the model, "
         "such as those of a node; 0: all",
-        low=0,
         may_change=True,
     )
     compile: bool = key(False, "compile the model with torch.compile", may_change=True)
@@ -278,7 +266,6 @@ class TrainKeys(RecipeKeys):
         0,
         "record this number of steps of rank 0 with torch's profiler, "
         "into profile/ of the run directory; 0: off",
-        low=0,
         high=1000,
         may_change=True,
         not_inherited=True,
