@@ -83,7 +83,6 @@ class Config(TrainKeys):
     dtype: Dtype = Dtype.auto
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if (
             self.arch is not Arch.resnet18
             and self.weight_decay * self.global_batch_size > MOST_DECAY

@@ -52,7 +52,6 @@ class Config(RecipeKeys):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in self.chosen_operations():
             if name not in OPERATIONS:
                 raise ConfigError(

@@ -107,7 +107,6 @@ class Config(TrainKeys):
     dtype: Dtype = Dtype.auto
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.val_resize < self.px:
             raise ConfigError(f"val_resize={self.val_resize}: must be at least px={self.px}")
         if self.multi_label and not (self.labels and self.dataset == "images"):

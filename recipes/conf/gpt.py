@@ -80,7 +80,6 @@ class Config(TrainKeys):
     prompt: str = key("", "start of the text that sample= generates", may_change=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         width = self.width or HEAD * self.depth
         heads = width // HEAD
         if width % HEAD:

@@ -118,7 +118,6 @@ class Config(TrainKeys):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.val_resize < self.val_px:
             raise ConfigError(
                 f"val_resize={self.val_resize}: must be at least val_px={self.val_px}"

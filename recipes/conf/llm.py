@@ -84,7 +84,6 @@ class Config(TrainKeys):
     best_mode: Mode = Mode.min
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.train == "lora" and self.optimizer == "muon":
             raise ConfigError("optimizer=muon: cannot be used with train=lora: give adamw")
         if self.compile and not self.pack:

@@ -66,7 +66,6 @@ class Config(RecipeKeys):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name, typed in (
             ("args", "type the arguments after --"),
             ("launcher_args", "close the quotes"),

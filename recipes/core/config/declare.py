@@ -102,45 +102,50 @@ def declared(flag: str, *classes: type) -> set[str]:
     return {field.name for field in fields if field.metadata.get(flag)}
 
 
-def check(keys: Any) -> None:
-    """Checks every field of a dataclass of keys against the range, pattern or values that it
-    declares.
-
-    Raises ConfigError for the first that is outside.
+def check(field: "dataclasses.Field[Any]", value: object) -> None:
+    """Checks the value of a key against the range, pattern or values that ``field`` declares.
+    Raises ConfigError.
     """
-    for field in dataclasses.fields(keys):
-        value = getattr(keys, field.name)
-        meta = field.metadata
-        given = f"{field.name}={shown(value)}"
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{given}: must be a finite number")
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            low = meta.get("low")
-            high = meta.get("high")
-            if high is None and isinstance(value, int):
-                high = LARGEST
-            if low is not None and value < low:
-                raise ConfigError(f"{given}: must be at least {low:g}")
-            if high is not None and value > high:
-                raise ConfigError(f"{given}: must be at most {high:g}")
-        if isinstance(value, str):
-            rule = ""
-            pattern = meta.get("pattern") if value or field.default else ""
-            if CONTROL.search(value):
-                rule = "contains a control character, such as a newline; remove it"
-            elif pattern and not re.fullmatch(pattern, value, re.ASCII):
-                rule = f"must be {meta['form']}"
-            elif meta.get("values") and value not in meta["values"]:
-                rule = choice(value, meta["values"])
-            elif value.startswith("~") and os.path.expanduser(value) == value:
-                rule = "the home folder that ~ stands for is unknown; write the absolute path"
-            if rule:
-                raise ConfigError(f"{given}: {rule}")
+    problem = ""
+    if isinstance(value, str):
+        problem = _problem_of_text(field, value)
+    elif isinstance(value, (int, float)):
+        problem = _problem_of_number(field, value)
+    if problem:
+        raise ConfigError(f"{field.name}={shown(value)}: {problem}")
+
+
+def _problem_of_number(field: "dataclasses.Field[Any]", value: float) -> str:
+    low = field.metadata.get("low")
+    high = field.metadata.get("high")
+    if high is None and isinstance(value, int):
+        high = LARGEST
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if low is not None and value < low:
+        return f"must be at least {low:g}"
+    if high is not None and value > high:
+        return f"must be at most {high:g}"
+    return ""
+
+
+def _problem_of_text(field: "dataclasses.Field[Any]", value: str) -> str:
+    meta = field.metadata
+    pattern = meta.get("pattern") if value or field.default else ""
+    if CONTROL.search(value):
+        return "contains a control character, such as a newline; remove it"
+    if pattern and not re.fullmatch(pattern, value, re.ASCII):
+        return f"must be {meta['form']}"
+    if meta.get("values") and value not in meta["values"]:
+        return choice(value, meta["values"])
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        return "the home folder that ~ stands for is unknown; write the absolute path"
+    return ""
 
 
 def build(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass ``cls`` with those of ``values`` that are its keys. Raises
-    ConfigError.
+    """An instance of the dataclass ``cls`` with those of ``values`` that are its keys, each of them
+    checked. Raises ConfigError.
 
     OmegaConf converts the values.
     """
@@ -159,9 +164,8 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
             raise ConfigError(
                 f"{field.name}={shown(given)}: {_expected(field, str(given))}"
             ) from None
-    built = cls(**converted)
-    check(built)  # the recipe's __post_init__ may leave out super().__post_init__()
-    return built
+        check(field, converted[field.name])
+    return cls(**converted)
 
 
 def _expected(field: "dataclasses.Field[Any]", text: str) -> str:

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from recipes.core.config import declare
 from recipes.core.config.declare import NAME, NAMES, key
 from recipes.core.errors import ConfigError, shown
 from recipes.core.slurm import durations
@@ -193,7 +192,6 @@ class JobKeys:
     wait: bool = key(False, "wait for the job, print its log, and exit with the job's status")
 
     def __post_init__(self) -> None:
-        declare.check(self)
         minutes(self.time)
         extra_options(self.extra)
         if _is_missing_file(self.container):

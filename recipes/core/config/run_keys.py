@@ -133,7 +133,6 @@ class RunKeys:
     )
 
     def __post_init__(self) -> None:
-        declare.check(self)
         if self.backend is Backend.nccl and self.device is Device.cpu:
             raise ConfigError(
                 "backend=nccl: requires GPUs, but device=cpu is given; "
@@ -168,7 +167,9 @@ class RecipeKeys:
                 setattr(cls, name, declare.default(cls, name, value))
 
     def __post_init__(self) -> None:
-        declare.check(self)
+        """The rules between the keys of a recipe; it raises ConfigError. Each key has been checked
+        before.
+        """
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from recipes import export, llm, predict
 from recipes.conf.llm import Config
 from recipes.core import errors, trust
+from recipes.core.config import declare
 from recipes.core.data import hub, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError, MachineError
@@ -473,7 +474,7 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     with pytest.raises(InputError, match=r"recompute=true: OpenAIGPTLMHeadModel .*: leave it out"):
         llm.prepare(Config(recompute=True), net("openai-gpt"))
     with pytest.raises(ConfigError, match=r"model=\./folder: must be a name such as"):
-        Config(model="./folder")
+        declare.build(Config, {"model": "./folder"})
     assert Config().lr == 1e-5
     assert Config(train="lora").lr == 1e-4
     assert Config(train="lora", lr=0.5).lr == 0.5
