@@ -149,8 +149,9 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The type and the text of an error in one line of at most ``limit`` characters."""
+    name = type(error).__name__
     text = " ".join(str(error).split())
-    return shown(f"{type(error).__name__}: {text}" if text else type(error).__name__, limit)
+    return shown(f"{name}: {text}" if text else name, limit)
 
 
 def require(module: str, extra: str, place: str = "") -> Any:

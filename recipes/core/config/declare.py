@@ -22,8 +22,8 @@ from recipes.core.errors import ConfigError, shown
 
 # a larger whole number could be written into a checkpoint, but not be read back
 LARGEST = 2**63 - 1
-# ends a line for some programs, or controls a terminal
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# ends a line for some programs, controls a terminal, or is not UTF-8
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
 NAME_FORM = "letters, digits and _ . + @ = : - only"
 NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"

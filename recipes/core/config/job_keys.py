@@ -269,8 +269,5 @@ def _is_missing_file(image: str) -> bool:
     """Whether an image is a file that does not exist. The runtime checks other addresses."""
     if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
         return False
-    path = os.path.expanduser(image)
-    is_file = (
-        os.path.isabs(path) or image.startswith(".") or image.endswith((".sif", ".sqsh", ".img"))
-    )
-    return is_file and not os.path.exists(path)
+    is_file = image.startswith(("/", "~", ".")) or image.endswith((".sif", ".sqsh", ".img"))
+    return is_file and not os.path.exists(os.path.expanduser(image))

@@ -99,9 +99,7 @@ def check_same_experiment(settings: Settings) -> None:
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.datasets(settings.recipe).get(saved.get("dataset", ""), {}), **saved}
     then = declare.build(recipe_class, saved)
-    before = {name: declare.plain(value) for name, value in vars(then).items()}
-    after = {name: declare.plain(value) for name, value in vars(now).items()}
-    changed = "; ".join(differences(before, after, declare.may_change(recipe_class)))
+    changed = "; ".join(differences(vars(then), vars(now), declare.may_change(recipe_class)))
     if changed:
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints were saved with other keys "
@@ -126,11 +124,13 @@ def differences(
     """One text for each key that differs and is not in ``may_change``, with its saved value and its
     value now.
     """
-    return [
-        f"{name}={saved.get(name)} becomes {now.get(name)}"
-        for name in {**saved, **now}
-        if name not in may_change and saved.get(name) != now.get(name)
-    ]
+    changed = []
+    for name in {**saved, **now}:
+        before = declare.plain(saved.get(name))
+        after = declare.plain(now.get(name))
+        if name not in may_change and before != after:
+            changed.append(f"{name}={before} becomes {after}")
+    return changed
 
 
 def change_of_length(then: Any, now: Any, finished: bool) -> str:

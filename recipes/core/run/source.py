@@ -35,16 +35,12 @@ def code_files(root: Path) -> Iterator[Path]:
     """The files that a job needs: modules and packages in the top folder, env/, sbatch/job.sh. No
     hidden files; links are followed.
     """
-    tops = (
-        entry
-        for entry in root.iterdir()
-        if entry.name not in LEFT_OUT and not entry.name.startswith(".")
-    )
-    packages = sorted(
-        top.name for top in tops if any(top.glob("*.py")) or any(top.glob("*/__init__.py"))
-    )
-    of_packages = [f"{glob.escape(name)}/**" for name in packages]
-    for pattern in ("*.py", script.SHARED, "env/**", *of_packages):
+    patterns = ["*.py", script.SHARED, "env/**"]
+    for name in sorted(set(glob.glob("*", root_dir=root)) - LEFT_OUT):
+        top = root / name
+        if any(top.glob("*.py")) or any(top.glob("*/__init__.py")):
+            patterns.append(f"{glob.escape(name)}/**")
+    for pattern in patterns:
         for name in sorted(glob.glob(pattern, root_dir=root, recursive=True)):
             if "__pycache__" not in name and (root / name).is_file():
                 yield root / name

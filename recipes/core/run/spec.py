@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import declare, recipe_conf
+from recipes.core.config import declare, key_value, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
@@ -79,7 +79,7 @@ def of_job(environ: Mapping[str, str]) -> Spec | None:
         return None
     content = json.loads(text)
     words, step, inside = (tuple(content[name]) for name in ("words", "step", "inside"))
-    settings = _settings(content["settings"], dict(word.partition("=")[::2] for word in words))
+    settings = _settings(content["settings"], key_value.split(words))
     return Spec(settings, words, content["variables"], step, inside, content["by_clock"])
 
 
