@@ -7,7 +7,7 @@ import html
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -30,6 +30,7 @@ MOST_RUNS = 24
 MOST_RECORDS = 16
 MOST_RANKS = 64
 BAR_PX = 18  # height of an attempt in the bars of time
+FAILURE = ("rank", "host", "kind", "error")  # what is shown of the record of a failed rank
 # Title and label of the y axis, and whether it includes 0. Other metrics of an evaluation have
 # their name.
 COLUMNS = {
@@ -184,26 +185,23 @@ def _by_step(every: Sequence[Shown], marks: Sequence[figure.Point]) -> str:
 
 
 def _over_time(every: Sequence[Shown]) -> str:
-    """A figure of the throughput by hours since the first row."""
+    """A figure of the throughput of each attempt by hours since the first row of its run."""
     series = list[Series]()
     for index, shown in enumerate(every):
-        series += _by_time(shown, _style(index))
+        timed = [
+            row
+            for row in shown.rows
+            if "samples_per_second" in row and math.isfinite(number(row.get("time")))
+        ]
+        points = defaultdict[str, list[figure.Point]](list)
+        for row in timed:
+            hours = (row["time"] - timed[0]["time"]) / 3600
+            speed = number(row["samples_per_second"])
+            points[str(row.get("attempt"))].append((hours, speed))
+        name = errors.shown(shown.run.folder)
+        series += [(name, of_attempt, _style(index)) for of_attempt in points.values()]
     labels = ("hours since the first row", "samples/s, all ranks")
     return figure.figure("Throughput over time", labels, series, zero=True)
-
-
-def _by_time(shown: Shown, classes: str) -> list[Series]:
-    """Throughput of each attempt by hours since the first row."""
-    points: dict[object, list[figure.Point]] = {}
-    begin = math.nan
-    for row in shown.rows:
-        time = number(row.get("time"))
-        if math.isfinite(time) and "samples_per_second" in row:
-            begin = time if math.isnan(begin) else begin
-            point = ((time - begin) / 3600, number(row["samples_per_second"]))
-            points.setdefault(str(row.get("attempt")), []).append(point)
-    name = errors.shown(shown.run.folder)
-    return [(name, of_attempt, classes) for of_attempt in points.values()]
 
 
 def _scaling(every: Sequence[Shown]) -> list[str]:
@@ -320,14 +318,13 @@ def _attempts(shown: Shown) -> list[str]:
         job = facts.get("job")
         lines.append([attempt.number, job, opened, began, state, end.get("kind"), reason])
         for failure in attempts.records(attempt)[:MOST_RECORDS]:
-            names = ("rank", "host", "kind", "error")
-            failed.append([attempt.number, *(failure.get(name) for name in names)])
+            failed.append([attempt.number, *map(failure.get, FAILURE)])
 
     head = ["attempt", "job", "start", "began at step", "state", "kind", "reason"]
     title = f"Failed ranks (at most the first {MOST_RECORDS} of each attempt)"
     return [
         _table(head, lines, "Attempts"),
-        _table(["attempt", "rank", "host", "kind", "error"], failed, title),
+        _table(["attempt", *FAILURE], failed, title),
     ]
 
 

@@ -100,8 +100,8 @@ def export(folder: Path, to: str, project: str) -> str:
 
 
 def _numbers(row: rows.Row) -> dict[str, float]:
-    metrics = [name for name, value in row.items() if type(value) in (int, float)]
-    return {name: rows.number(row[name]) for name in metrics if name != "step"}
+    metrics = {name: value for name, value in row.items() if name != "step"}
+    return {name: rows.number(x) for name, x in metrics.items() if type(x) in (int, float)}
 
 
 def _tensorboard(new: New) -> tuple[str, str]:
