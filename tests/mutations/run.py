@@ -5,8 +5,8 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/run/ledger.py",
-        '        (_time(last, attempt), "repeated"),\n',
-        '        (_time(last, attempt), "training"),\n',
+        '        (number(last.get("time")), "repeated"),\n',
+        '        (number(last.get("time")), "training"),\n',
         "the ledger counts steps that were lost as training",
         "tests/unit/run/test_ledger.py::test_the_time_of_a_run_with_a_restart_and_a_requeue",
     ),

@@ -85,7 +85,7 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[Entry]:
     for place, (attempt, fact) in enumerate(zip(every, facts, strict=True)):
         # a later attempt may have begun at an older checkpoint than the one before it
         begins = [number(each["step"]) for each in facts[place + 1 :] if "step" in each]
-        kept, _ = rows.around(run_dir, attempt.number, min(begins, default=math.inf) + 1)
+        kept = _row_before(attempt, min(begins, default=math.inf) + 1)
 
         # nothing notices the death of the batch script's node until Slurm requeues the job
         is_requeue = place > 0 and fact.get("job") == facts[place - 1].get("job")
@@ -97,8 +97,7 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[Entry]:
         seconds = _between(moments, at, opened[place + 1])
         at += math.fsum(seconds.values())
 
-        if kept.get("attempt") == attempt.number:
-            _take_from_training(seconds, kept.get("spent_s") or {})
+        _take_from_training(seconds, kept.get("spent_s") or {})
         gpus = number(fact.get("gpus")) * number(fact.get("nodes"))
         entries.append(total([{"seconds": seconds, "gpu_hours_lost": _lost(seconds, gpus)}]))
         has_ended = math.isfinite(_end(attempt).ended)
@@ -127,8 +126,11 @@ def _take_from_training(seconds: dict[str, float], spent_s: files.Json) -> None:
 
 def _lost(seconds: Mapping[str, float], gpus: float) -> dict[str, float]:
     """GPU-hours by cause. No GPU is held in the queue."""
-    hours = {cause: gpus * value / 3600 for cause, value in seconds.items()}
-    return {cause: value for cause, value in hours.items() if cause not in ("queue", "training")}
+    return {
+        cause: gpus * value / 3600
+        for cause, value in seconds.items()
+        if cause not in ("queue", "training")
+    }
 
 
 def _moments(
@@ -137,15 +139,15 @@ def _moments(
     """The moments of an attempt after its opening, and the cause of the time before each. A later
     one may have passed before, and those that are unknown are NaN.
 
-    kept: the last row that counts. is_running: whether the run does; None if there is a later
-    attempt.
+    kept: the last row that counts; {} if there is none. is_running: whether the run does; None if
+    there is a later attempt.
     """
     start = "restart" if attempt.is_restart else "start"
-    last = _last_row(attempt)
+    last = _row_before(attempt, math.inf)
     moments = [
-        (number(facts.get("begun_at", _time(_first_row(attempt), attempt))), start),
-        (_time(kept, attempt), "training"),
-        (_time(last, attempt), "repeated"),
+        (number(facts.get("begun_at", _first_row(attempt).get("time"))), start),
+        (number(kept.get("time")), "training"),
+        (number(last.get("time")), "repeated"),
     ]
     # what the attempt did after its last row, if it then failed, and if it ended as planned
     before_failure = before_end = start
@@ -153,7 +155,7 @@ def _moments(
         before_failure = before_end = "training"
     elif attempt.has_begun:
         before_failure = "repeated"
-        before_end = "checkpoint" if last.get("attempt") == attempt.number else "evaluation"
+        before_end = "checkpoint" if last else "evaluation"
 
     end = _end(attempt)
     judgement = attempt.read("ended.json")
@@ -215,7 +217,7 @@ def recovery(attempt: Attempt) -> dict[str, float]:
         number(facts.get("time")),
         begun - number(facts.get("load_s")),
         begun,
-        _time(_first_row(attempt), attempt),
+        number(_first_row(attempt).get("time")),
     )
     durations = [end - start for start, end in pairwise(moments)]
     return {part: seconds for part, seconds in zip(PARTS, durations, strict=True) if seconds >= 0}
@@ -235,17 +237,12 @@ def _end(attempt: Attempt) -> End:
 
 
 def _first_row(attempt: Attempt) -> Row:
-    """The first row of an attempt; a later row, or {}, if it has none."""
+    """The first row of an attempt; {} if it has none."""
     _, row = rows.around(attempt.run_dir, attempt.number, 0)
-    return row
+    return row if row.get("attempt") == attempt.number else {}
 
 
-def _last_row(attempt: Attempt) -> Row:
-    """The last row of an attempt; an earlier row, or {}, if it has none."""
-    row, _ = rows.around(attempt.run_dir, attempt.number + 1, 0)
-    return row
-
-
-def _time(row: Row, attempt: Attempt) -> float:
-    """The time of a row of this attempt; NaN for any other row."""
-    return number(row.get("time") if row.get("attempt") == attempt.number else None)
+def _row_before(attempt: Attempt, step: float) -> Row:
+    """The last row of an attempt before ``step``; {} if there is none."""
+    row, _ = rows.around(attempt.run_dir, attempt.number, step)
+    return row if row.get("attempt") == attempt.number else {}
