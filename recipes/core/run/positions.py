@@ -24,6 +24,8 @@ LIBRARY = re.compile(r"(^|/)lib(64)?/python3|^<|/hook/sitecustomize\.py$")
 COLLECTIVE = re.compile(r"(^|/)torch/(distributed/|autograd/graph\.py)")
 
 Answer = files.Json  # of a rank, as `look.answer_requests` writes it
+Hosts = Mapping[int, str]  # by rank
+Place = tuple[str, Sequence[str]]  # a line for ranks at one place, and the stack of one of them
 
 
 def ask(folder: Path, ranks: Collection[int]) -> list[Answer]:
@@ -47,21 +49,19 @@ def ask(folder: Path, ranks: Collection[int]) -> list[Answer]:
     return list(answers.values())
 
 
-def lines_of(answers: Sequence[Answer], hosts: Mapping[int, str]) -> list[str]:
+def lines_of(answers: Sequence[Answer], hosts: Hosts) -> list[str]:
     """The lines of `places_of`, each with the stack below it."""
     return [line for head, stack in places_of(answers, hosts) for line in (head, *stack)]
 
 
-def places_of(
-    answers: Sequence[Answer], hosts: Mapping[int, str]
-) -> list[tuple[str, Sequence[str]]]:
+def places_of(answers: Sequence[Answer], hosts: Hosts) -> list[Place]:
     """A line for each group of processes that are at the same place, those first for which others
     wait, and the lines of the stack of one of them. hosts: of the ranks that should have answered.
     """
     hosts = {**hosts, **{answer["rank"]: answer["host"] for answer in answers}}
     silent = hosts.keys() - {answer["rank"] for answer in answers}
     late = behind(answers, hosts)
-    places: list[tuple[str, Sequence[str]]] = []
+    places = list[Place]()
     if silent or not answers:
         why = "the job is suspended, or the node is down or cannot read the run directory"
         places.append((f"{_names(silent, hosts)}: no answer within {WAIT_S:g} s: {why}", ()))
@@ -95,7 +95,7 @@ def file_of(attempt: Attempt) -> Path:
     return attempt.run_dir / "logs" / f"hang-{attempt.number}.txt"
 
 
-def report(attempt: Attempt, hosts: Mapping[int, str]) -> tuple[list[str], set[int]]:
+def report(attempt: Attempt, hosts: Hosts) -> tuple[list[str], set[int]]:
     """Asks the ranks of an attempt that hangs where they are, prints it, and keeps it with their
     stacks. Returns `lines_of` without the stacks, and the ranks that are behind.
 
@@ -119,7 +119,7 @@ def report(attempt: Attempt, hosts: Mapping[int, str]) -> tuple[list[str], set[i
     return heads, behind(answers, hosts)
 
 
-def behind(answers: Sequence[Answer], hosts: Mapping[int, str]) -> set[int]:
+def behind(answers: Sequence[Answer], hosts: Hosts) -> set[int]:
     """The ranks that have not answered, else those that are behind the others; none if all are
     equally far.
     """
@@ -166,7 +166,7 @@ def _where(process: files.Json) -> str:
     return f"in {frames[0][2]} at {file}:{line}"
 
 
-def _names(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
+def _names(ranks: Collection[int], hosts: Hosts) -> str:
     """Names ranks, for example ``ranks 0-3, 5``, and their host if they share one."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
