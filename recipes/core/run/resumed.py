@@ -36,8 +36,8 @@ def run_to_resume(
         is_copy = name == "resume" and not os.path.isdir(folder / "checkpoints")
         if is_copy or not os.path.isfile(folder / "config.yaml"):
             continue
-        other = recipe_of(folder)
-        if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):
+        other = attempt.facts(folder).get("recipe") or recipe
+        if other != recipe and getattr(recipe_class, "starts_a_run", False):
             raise ConfigError(
                 f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: "
                 f"give another {name}="
@@ -46,11 +46,6 @@ def run_to_resume(
             return folder, keys_of(folder, recipe, recipe_class)
         return None, {}
     return None, {}
-
-
-def recipe_of(run_dir: Path) -> str:
-    """The recipe of a run directory, from its records; "" if there are none."""
-    return attempt.facts(run_dir).get("recipe") or ""
 
 
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> key_value.Words:
