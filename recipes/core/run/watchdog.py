@@ -100,13 +100,15 @@ class RunningClock:
 
 class Pulse:
     """The progress of a rank, which calls ``beat``. The watchdog and the rank's own threads read
-    it.
+    it. descriptor: in the watchdog, of the memory that the rank shares with it.
     """
 
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("pulse")
-        os.ftruncate(self._descriptor, BYTES)
-        self._memory = mmap.mmap(self._descriptor, BYTES)
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = os.memfd_create("pulse")
+            os.ftruncate(descriptor, BYTES)
+        self._descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, BYTES)
         self._beats = 0
         self.clock = RunningClock()
 
@@ -117,16 +119,32 @@ class Pulse:
         self._beats += 1
         if step is None:
             step = self.read()[1]
-        PULSE.pack_into(self._memory, 0, self._beats, step, phase)
-        BEAT_AT.pack_into(self._memory, PULSE.size, time.monotonic())
+        PULSE.pack_into(self.memory, 0, self._beats, step, phase)
+        BEAT_AT.pack_into(self.memory, PULSE.size, time.monotonic())
 
     def read(self) -> tuple[int, int, int]:
         """Returns the number of beats, the step and the phase."""
-        return PULSE.unpack_from(self._memory)
+        return PULSE.unpack_from(self.memory)
 
     def unchanged_s(self) -> float:
         """Seconds since the last beat."""
-        return _unchanged_s(self._memory)
+        (beat_at,) = BEAT_AT.unpack_from(self.memory, PULSE.size)
+        return time.monotonic() - beat_at
+
+    def progress(self) -> dict[str, Any]:
+        """What the rank has told with `tell`, its step and phase, whether it may wait for other
+        ranks there, and how long its pulse has not changed.
+        """
+        _, step, phase = self.read()
+        note = json.loads(self.memory[NOTE_AT:COLLECTIVE_AT].rstrip(b"\0"))
+        return {
+            **note,
+            "step": step,
+            "phase": phase,
+            "at": place(step, phase),
+            "may_wait": phase > START,
+            "unchanged_s": self.unchanged_s(),
+        }
 
     def tell(self, **note: Any) -> None:
         """Tells the watchdog recipe, rank and host, and the folder of its attempt if it exists, for
@@ -134,15 +152,15 @@ class Pulse:
         """
         text = json.dumps(note).encode()
         assert len(text) < COLLECTIVE_AT - NOTE_AT
-        self._memory[NOTE_AT:COLLECTIVE_AT] = text.ljust(COLLECTIVE_AT - NOTE_AT, b"\0")
+        self.memory[NOTE_AT:COLLECTIVE_AT] = text.ljust(COLLECTIVE_AT - NOTE_AT, b"\0")
 
     def answer(self, collective: Callable[[], str]) -> None:
         """Tells the watchdog the collective of this rank, if it asks."""
-        if self._memory[ASKED_AT]:
+        if self.memory[ASKED_AT]:
             length = BYTES - COLLECTIVE_AT
             text = collective().encode()[:length]
-            self._memory[COLLECTIVE_AT:BYTES] = text.ljust(length, b"\0")
-            self._memory[ASKED_AT] = 0
+            self.memory[COLLECTIVE_AT:BYTES] = text.ljust(length, b"\0")
+            self.memory[ASKED_AT] = 0
 
     def watch(self, timeout_s: float, root: Path) -> None:
         """Starts the clock of this rank, and the watchdog, which shares only this memory and ends
@@ -168,35 +186,35 @@ def place(step: int, phase: int) -> str:
     return f"step {step + (DATA <= phase <= BACKWARD)} ({PHASES[phase]})"
 
 
-def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
+def watch(parent: int, pulse: Pulse, timeout_s: float) -> None:
     """Ends the parent if the pulse does not change for ``timeout_s`` seconds. Returns when the
     parent has ended.
 
     If the kernel has killed the parent for want of memory, writes its error record.
     """
     task_memory = read_memory()
-    threading.Thread(target=watch_memory, args=(parent, memory, task_memory), daemon=True).start()
-    looks = (lambda: _progress(memory), lambda: _describe(parent, memory))
+    threading.Thread(target=watch_memory, args=(parent, pulse, task_memory), daemon=True).start()
+    looks = (pulse.progress, lambda: _describe(parent, pulse))
     threading.Thread(target=look.answer_requests, args=looks, daemon=True).start()
     clock = RunningClock()  # suspending a job stops this process too
-    last = PULSE.unpack_from(memory)
+    last = pulse.read()
     since = clock.now()
     while os.getppid() == parent:
         signal.sigtimedwait({PARENT_ENDED}, POLL_S)
-        now = PULSE.unpack_from(memory)
+        now = pulse.read()
         moment = clock.now()
         limit_s = OUTSIDE_TIMES * timeout_s if now[2] == OUTSIDE else timeout_s
         if now != last:
             last = now
             since = moment
         elif moment - since > limit_s:
-            _end(parent, memory, limit_s)
+            _end(parent, pulse, limit_s)
             return
     if task_memory.is_exceeded:
-        _tell_out_of_memory(memory, task_memory)
+        _tell_out_of_memory(pulse, task_memory)
 
 
-def watch_memory(parent: int, memory: mmap.mmap, task_memory: Memory) -> None:
+def watch_memory(parent: int, pulse: Pulse, task_memory: Memory) -> None:
     """Run in a thread: writes the error record of the parent while the kernel ends it for want of
     memory.
 
@@ -208,20 +226,20 @@ def watch_memory(parent: int, memory: mmap.mmap, task_memory: Memory) -> None:
             deadline = time.monotonic() + TELL_S
             while time.monotonic() < deadline:
                 if task_memory.is_exceeded and not proctree.read(parent):
-                    return _tell_out_of_memory(memory, task_memory)
+                    return _tell_out_of_memory(pulse, task_memory)
                 time.sleep(0.002)
 
 
-def _tell_out_of_memory(memory: mmap.mmap, task_memory: Memory) -> None:
-    note = _progress(memory)
+def _tell_out_of_memory(pulse: Pulse, task_memory: Memory) -> None:
+    note = pulse.progress()
     line = task_memory.describe(note["rank"])
     _record(note, Kind.out_of_memory, line, exit_status=128 + signal.SIGKILL)
 
 
-def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
+def _end(parent: int, pulse: Pulse, timeout_s: float) -> None:
     # The wait has a limit, since the rank may hang in the file system of the log and the error
     # record.
-    telling = threading.Thread(target=_tell, args=(parent, memory, timeout_s), daemon=True)
+    telling = threading.Thread(target=_tell, args=(parent, pulse, timeout_s), daemon=True)
     telling.start()
     telling.join(TELL_S)
     # At SIGABRT, faulthandler writes the stack.
@@ -233,18 +251,19 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
             time.sleep(0.05)
 
 
-def _tell(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
+def _tell(parent: int, pulse: Pulse, timeout_s: float) -> None:
     """Prints which rank is ended and why, writes its error record, and prints where it is."""
-    note = _progress(memory)
+    note = pulse.progress()
     line = f"made no progress for {timeout_s:g} s at {note['at']}"
     logs.say(f"{note['recipe']}: rank {note['rank']} on {note['host']} {line}: killing it")
     _record(note, Kind.hang, line)
-    answer = {**note, **_describe(parent, memory)}
+    answer = {**note, **_describe(parent, pulse)}
     logs.say("\n".join(positions.lines_of([answer], {})))
 
 
-def _describe(parent: int, memory: mmap.mmap) -> dict[str, Any]:
+def _describe(parent: int, pulse: Pulse) -> dict[str, Any]:
     """`look.describe`, and the collective of the rank."""
+    memory = pulse.memory
     memory[ASKED_AT] = 1
     description = look.describe(parent)
     deadline = time.monotonic() + ANSWER_S
@@ -252,27 +271,6 @@ def _describe(parent: int, memory: mmap.mmap) -> dict[str, Any]:
         time.sleep(0.05)
     answer = b"" if memory[ASKED_AT] else memory[COLLECTIVE_AT:BYTES].rstrip(b"\0")
     return {**description, "collective": answer.decode(errors="replace")}
-
-
-def _unchanged_s(memory: mmap.mmap) -> float:
-    (beat_at,) = BEAT_AT.unpack_from(memory, PULSE.size)
-    return time.monotonic() - beat_at
-
-
-def _progress(memory: mmap.mmap) -> dict[str, Any]:
-    """What the rank has told with `Pulse.tell`, its step and phase, whether it may wait for other
-    ranks there, and how long its pulse has not changed.
-    """
-    _, step, phase = PULSE.unpack_from(memory)
-    note = json.loads(memory[NOTE_AT:COLLECTIVE_AT].rstrip(b"\0"))
-    return {
-        **note,
-        "step": step,
-        "phase": phase,
-        "at": place(step, phase),
-        "may_wait": phase > START,
-        "unchanged_s": _unchanged_s(memory),
-    }
 
 
 def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = EXIT_CRASH) -> None:
@@ -292,12 +290,11 @@ def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = E
 
 def main(argv: list[str]) -> None:
     parent = int(argv[0])
-    memory = mmap.mmap(int(argv[1]), BYTES)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {PARENT_ENDED})
     processes.die_with(parent, PARENT_ENDED)()
-    watch(parent, memory, timeout_s=float(argv[2]))
+    watch(parent, Pulse(int(argv[1])), timeout_s=float(argv[2]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ a crash after its end.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import signal
 import socket
@@ -151,13 +150,13 @@ def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPat
         now = now + (1000.0 if polls == 3 else seconds)
         polls = polls + 1
 
-    memory = mmap.mmap(-1, watchdog.BYTES)
-    watchdog.PULSE.pack_into(memory, 0, 1, 5, watchdog.FORWARD)
+    pulse = watchdog.Pulse()
+    pulse.beat(watchdog.FORWARD, 5)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(watchdog.signal, "sigtimedwait", lambda numbers, seconds: sleep(seconds))
     monkeypatch.setattr(watchdog, "watch_memory", lambda *of: None)  # its thread would never end
     monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(polls))
-    watchdog.watch(os.getppid(), memory, 10.0)
+    watchdog.watch(os.getppid(), pulse, 10.0)
     assert ends == [21]  # polls of 0.5 s, and the suspended one counts as that too
 
 

@@ -4,8 +4,6 @@ left alone.
 
 from __future__ import annotations
 
-import json
-import mmap
 import signal
 import subprocess
 import sys
@@ -126,12 +124,12 @@ def test_beats_that_are_slower_than_the_polls_are_progress(monkeypatch: pytest.M
     """A step of 8 s at a time-out of 10 s: most polls see the same pulse."""
     now = 0.0
     ends: list[float] = []
-    memory = mmap.mmap(-1, watchdog.BYTES)
+    pulse = watchdog.Pulse()
 
     def poll(numbers: object, seconds: float) -> None:
         nonlocal now
         now += seconds
-        watchdog.PULSE.pack_into(memory, 0, 1, int(now // 8), watchdog.FORWARD)
+        watchdog.PULSE.pack_into(pulse.memory, 0, 1, int(now // 8), watchdog.FORWARD)
 
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(watchdog, "watch_memory", lambda *of: None)
@@ -139,7 +137,7 @@ def test_beats_that_are_slower_than_the_polls_are_progress(monkeypatch: pytest.M
     monkeypatch.setattr(watchdog.signal, "sigtimedwait", poll)
     monkeypatch.setattr(watchdog.os, "getppid", lambda: 7 if now < 100 else 1)
     monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(now))
-    watchdog.watch(7, memory, 10.0)
+    watchdog.watch(7, pulse, 10.0)
     assert ends == []
 
 
@@ -151,13 +149,11 @@ def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(
     monkeypatch.setattr(attempt, "record", lambda *args, **record: hangs.wait(60))
     monkeypatch.setattr(watchdog, "TELL_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    memory = mmap.mmap(-1, watchdog.BYTES)
-    told = {"recipe": "toy", "rank": 3, "host": "node7"}
-    note = json.dumps({**told, "attempt": f"{tmp_path}/attempts/0000"}).encode()
-    memory[watchdog.NOTE_AT : watchdog.NOTE_AT + len(note)] = note
+    pulse = watchdog.Pulse()
+    pulse.tell(recipe="toy", rank=3, host="node7", attempt=f"{tmp_path}/attempts/0000")
     begin = time.monotonic()
     try:
-        watchdog._end(process.pid, memory, 1.5)
+        watchdog._end(process.pid, pulse, 1.5)
         assert process.wait(10) < 0
         assert time.monotonic() - begin < 10
     finally:
