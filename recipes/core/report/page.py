@@ -81,8 +81,7 @@ def read(folder: Path, groups: int) -> Shown:
     run = record.read(folder)
     starts = []
     for attempt in reversed(run.attempts):
-        now = run.status if run.status.get("attempt") == attempt.number else {}
-        end = attempt.read("ended.json") or now
+        end = attempt.read("ended.json") or attempt.only_own(run.status)
         starts.append(Start(attempt, attempt.facts(), end))
     hosts = _hosts(run.facts)
     ranks, nodes = (number(run.summary.get(name)) for name in ("world_size", "num_nodes"))

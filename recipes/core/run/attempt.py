@@ -72,6 +72,10 @@ class Attempt:
         """The JSON object in a file in the folder of this attempt; {} if it cannot be read."""
         return files.read_json(self.folder / name) or {}
 
+    def only_own(self, content: files.Json) -> files.Json:
+        """A status or a row if this attempt has written it, else {}."""
+        return content if content.get("attempt") == self.number else {}
+
 
 def every(run_dir: Path) -> list[Attempt]:
     """The attempts of a run, newest first."""
@@ -147,8 +151,7 @@ def open_next(
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
             trust.own_folder(folder)
-        # as in `facts`
-        before = (files.read_json(run_dir / "attempt.json") or {}).get("attempt", -1)
+        before = facts(run_dir).get("attempt", -1)  # of an earlier version
         highest = next((attempt.number for attempt in every(run_dir)), before)
         for number in itertools.count(highest + 1):
             new = Attempt(run_dir, number)

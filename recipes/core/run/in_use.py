@@ -44,8 +44,7 @@ def _check_attempt(attempt: Attempt, environ: environment.Environ, patience_s: f
     own_job = environment.job_id(environ)
     job = facts.get("job")
     status = directory.read_status(run_dir) or {}
-    own_status = status if status.get("attempt") == attempt.number else {}
-    judged = attempt.read("ended.json") or own_status
+    judged = attempt.read("ended.json") or attempt.only_own(status)
     state = judged.get("state")
     is_saved = state == "preempted"  # its job may be requeued
     if state not in (None, "running") and not is_saved:

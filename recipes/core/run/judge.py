@@ -117,7 +117,7 @@ def _judge(attempt: Attempt, end: End | None, status: files.Json) -> Outcome:
     facts = attempt.facts()
     records = attempts.records(attempt)
     begun = attempt.has_begun
-    written = status if status.get("attempt") == attempt.number else {}  # written by this attempt
+    written = attempt.only_own(status)
     of_program = facts.get("of_program")
     if written.get("state") == "done":
         return Outcome("done")

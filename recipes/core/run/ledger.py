@@ -239,10 +239,10 @@ def _end(attempt: Attempt) -> End:
 def _first_row(attempt: Attempt) -> Row:
     """The first row of an attempt; {} if it has none."""
     _, row = rows.around(attempt.run_dir, attempt.number, 0)
-    return row if row.get("attempt") == attempt.number else {}
+    return attempt.only_own(row)
 
 
 def _row_before(attempt: Attempt, step: float) -> Row:
     """The last row of an attempt before ``step``; {} if there is none."""
     row, _ = rows.around(attempt.run_dir, attempt.number, step)
-    return row if row.get("attempt") == attempt.number else {}
+    return attempt.only_own(row)
