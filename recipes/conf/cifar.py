@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -15,7 +14,7 @@ Arch = Enum("Arch", "resnet18 airbench94 airbench96")
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
-    prepared: ClassVar[tuple[str, ...]] = ("cifar10",)
+    prepared = ("cifar10",)
     dataset: str = key("cifar10", "cifar10; fake: random images", values=("cifar10", "fake"))
     arch: Arch = key(
         Arch.resnet18,

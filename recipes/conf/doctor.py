@@ -1,7 +1,6 @@
 """Keys of the doctor."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import RecipeKeys
@@ -9,7 +8,7 @@ from recipes.core.config.run_keys import RecipeKeys
 
 @dataclass(frozen=True)
 class Config(RecipeKeys):
-    starts_a_run: ClassVar[bool] = False
+    starts_a_run = False
     seconds: float = key(
         120.0, "time limit of the whole examination, in seconds", low=20, high=3600
     )

@@ -3,7 +3,6 @@ it by the rules here.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import Dtype, Mode, TrainKeys
@@ -22,8 +21,8 @@ HEAD_LR = 0.004
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
-    prepared: ClassVar[tuple[str, ...]] = ("text",)
-    small_part: ClassVar[int] = 1  # one sequence is enough work for a GPU: it has many positions
+    prepared = ("text",)
+    small_part = 1  # one sequence is enough work for a GPU: it has many positions
 
     dataset: str = key(
         "text",

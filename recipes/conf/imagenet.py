@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 from recipes.core.config.declare import NAME, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -15,7 +14,7 @@ Decoder = Enum("Decoder", "auto torchcodec torchvision opencv")
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
-    prepared: ClassVar[tuple[str, ...]] = ("imagenet",)
+    prepared = ("imagenet",)
     dataset: str = key(
         "imagenet",
         "imagenet: train/<wnid>/*.JPEG and val/… in data_dir, or a packed copy; "

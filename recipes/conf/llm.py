@@ -1,7 +1,6 @@
 """Keys of the recipe llm."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import Dtype, Mode, TrainKeys
@@ -12,8 +11,8 @@ LR = {"all": 1e-5, "lora": 1e-4}
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
-    prepared: ClassVar[tuple[str, ...]] = ("dialogues",)
-    small_part: ClassVar[int] = 1  # one row is enough work for a GPU: it has many tokens
+    prepared = ("dialogues",)
+    small_part = 1  # one row is enough work for a GPU: it has many tokens
 
     dataset: str = key(
         "dialogues",

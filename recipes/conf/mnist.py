@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import TrainKeys
@@ -13,7 +12,7 @@ Schedule = Enum("Schedule", "cosine constant")
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
-    prepared: ClassVar[tuple[str, ...]] = ("mnist",)
+    prepared = ("mnist",)
     dataset: str = key(
         "mnist",
         "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images",

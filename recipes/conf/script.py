@@ -6,7 +6,6 @@ import os
 import shlex
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import RecipeKeys
@@ -19,9 +18,7 @@ StopSignal = Enum("StopSignal", "auto USR2 USR1 TERM")
 
 @dataclass(frozen=True)
 class Config(RecipeKeys):
-    hint: ClassVar[str] = (
-        "; write the arguments of your program after --, as in script=FILE -- --their --args"
-    )
+    hint = "; write the arguments of your program after --, as in script=FILE -- --their --args"
 
     # Not declared as a path: .venv/bin/python is a link that must not be resolved.
     program: str = key("", "your program: a .py file, or an executable; type it as script=FILE")

@@ -1,7 +1,6 @@
 """Keys of the recipe toy."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from recipes.core.config.declare import key
 from recipes.core.config.run_keys import TrainKeys
@@ -9,7 +8,7 @@ from recipes.core.config.run_keys import TrainKeys
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
-    lr_depends_on_length: ClassVar[bool] = False
+    lr_depends_on_length = False
 
     dataset: str = key("fake", "fake: random numbers, the same for the same seed", values=("fake",))
     epochs: int = 20

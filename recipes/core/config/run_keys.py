@@ -152,8 +152,8 @@ class RecipeKeys:
     it up to its first step.
     """
 
-    starts_a_run: ClassVar[bool] = True
     # no keys, since they have no annotation
+    starts_a_run = True
     epochs = 0
     seed = 0
     evaluate = False
@@ -183,8 +183,8 @@ class TrainKeys(RecipeKeys):
     """
 
     prepared: ClassVar[tuple[str, ...]] = ()
-    lr_depends_on_length: ClassVar[bool] = True
-    small_part: ClassVar[int] = 32
+    lr_depends_on_length = True
+    small_part = 32
     dataset: str = key("", "data set", pattern=NAME)
     data_dir: str = key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = key(1, "passes over the training set", high=1_000_000, may_change=True)
