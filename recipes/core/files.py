@@ -191,7 +191,9 @@ def writing_to(folder: Path, key: str) -> Iterator[None]:
         yield
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        fix = f"{'free some space there, or ' if is_full else ''}give another {key}="
+        fix = f"give another {key}="
+        if is_full:
+            fix = f"free some space there, or {fix}"
         line = f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}"
         raise (DiskFull if is_full else MachineError)(line) from None
 

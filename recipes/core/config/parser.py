@@ -176,8 +176,9 @@ def _misplaced(name: str, value: str) -> str:
     if not options:
         return f"{given}: is a key of launch.py: python launch.py {given} …"
     if options.startswith("--"):
-        has_value = " " in options or "=" in options
-        options = f"give sbatch or srun {options if has_value else f'{options}={shown(value)}'}"
+        if " " not in options and "=" not in options:
+            options += f"={shown(value)}"
+        options = f"give sbatch or srun {options}"
     return f"{given}: is a job key, which only launch.py accepts; {options}, or use launch.py"
 
 

@@ -164,7 +164,8 @@ def _kind_of_machine() -> str:
     (2.15), but $TMPDIR may be shared by different nodes.
     """
     flags = re.search(r"^(flags|Features)\b.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{sys.implementation.cache_tag}-{zlib.crc32(str(flags and flags[0]).encode()):08x}"
+    digest = zlib.crc32(str(flags and flags[0]).encode())
+    return f"{sys.implementation.cache_tag}-{digest:08x}"
 
 
 def _rank_unchecked() -> str:

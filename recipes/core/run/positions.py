@@ -177,4 +177,5 @@ def _names(ranks: Collection[int], hosts: Hosts) -> str:
     text = ", ".join("-".join(map(str, span)) for span in spans)
     names = {hosts[rank] for rank in ranks}
     host = f" on {shown(names.pop())}" if len(names) == 1 else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {text or 'of this run'}{host}"
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {text or 'of this run'}{host}"
