@@ -97,15 +97,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_bytes(path, json.dumps(content, indent=1).encode() + b"\n")
 
 
-def read_json(path: Path) -> Json | None:
-    """The JSON object in the file ``path``. None if the file cannot be read, is larger than 64 MiB
-    or contains something else.
+def read_json(path: Path) -> Json:
+    """The JSON object in the file ``path``. {} if the file cannot be read, is larger than 64 MiB or
+    contains something else.
     """
     try:
         content = json.loads(read_bounded(path, 64 << 20))
     except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_bounded(

@@ -194,7 +194,7 @@ def _wait(submitted: Submitted, show: bool) -> int:
         return EXIT_MACHINE
     state = job.state if job else ""
     code = job.exit_status if job else 0
-    status = _status(submitted) or {}
+    status = _status(submitted)
     if state == "COMPLETED" or (not state and status.get("state") == "done"):
         print(f"job {job_id}: completed; run directory {submitted.run_dir}")
         return directory.exit_code(status, code)
@@ -240,12 +240,12 @@ def _wait_for_end(job_id: str, log: Path | None) -> jobstate.Job | None:
         interval_s = min(5.0, interval_s * 1.1)  # reduces the load on the controller
 
 
-def _status(submitted: Submitted) -> dict[str, Any] | None:
-    """The content of ``status.json`` if it is of this job; else None. The run directory may contain
+def _status(submitted: Submitted) -> dict[str, Any]:
+    """The content of ``status.json`` if it is of this job; else {}. The run directory may contain
     an older status.
     """
     for run_dir in (submitted.run_dir, submitted.run_dir / directory.EVALUATION):
         launch = str(attempts.facts(run_dir).get("launch"))
         if launch.startswith(f"{submitted.job_id}."):
             return directory.read_status(run_dir)
-    return None
+    return {}

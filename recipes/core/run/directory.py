@@ -40,13 +40,13 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     return source.home(base) / "runs" / recipe / (run_id or now)
 
 
-def read_status(run_dir: Path) -> files.Json | None:
-    """The content of ``status.json``; None before the run has begun, and for a file that
+def read_status(run_dir: Path) -> files.Json:
+    """The content of ``status.json``; {} before the run has begun, and for a file that
     `write_status` has not written.
     """
-    status = files.read_json(run_dir / "status.json") or {}
+    status = files.read_json(run_dir / "status.json")
     is_valid = all(isinstance(status.get(name), int | float) for name in ("step", "updated"))
-    return status if is_valid else None
+    return status if is_valid else {}
 
 
 def write_status(
@@ -86,7 +86,7 @@ def note_next(run_dir: Path, word: Next, attempt: int) -> None:
     """
     with contextlib.suppress(OSError):
         status = read_status(run_dir)
-        if status and status["attempt"] == attempt:
+        if status.get("attempt") == attempt:
             files.write_json(run_dir / "status.json", {**status, "next": word})
 
 
@@ -102,7 +102,7 @@ def results(run_dir: Path) -> str:
     """The result in ``summary.json`` as part of a line: val_top1, or the metric that selects the
     best checkpoint. "" if there is none.
     """
-    summary = files.read_json(run_dir / "summary.json") or {}
+    summary = files.read_json(run_dir / "summary.json")
     best = summary.get("best") or {}
     name = next((name for name in best if name != "step"), "val_top1")
     last = summary.get(name)
@@ -114,10 +114,9 @@ def results(run_dir: Path) -> str:
     return line
 
 
-def exit_code(status: files.Json | None, fallback: int) -> int:
+def exit_code(status: files.Json, fallback: int) -> int:
     """The exit status that the content of ``status.json`` determines; otherwise ``fallback``, or 1
     if that is 0.
     """
-    status = status or {}
     known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}
     return known.get(status.get("state", ""), status.get("exit_status") or fallback or EXIT_CRASH)

@@ -43,8 +43,7 @@ def _check_attempt(attempt: Attempt, environ: environment.Environ, patience_s: f
     facts = attempt.facts()
     own_job = environment.job_id(environ)
     job = facts.get("job")
-    status = directory.read_status(run_dir) or {}
-    judged = attempt.read("ended.json") or attempt.only_own(status)
+    judged = attempt.read("ended.json") or attempt.only_own(directory.read_status(run_dir))
     state = judged.get("state")
     is_saved = state == "preempted"  # its job may be requeued
     if state not in (None, "running") and not is_saved:

@@ -108,7 +108,7 @@ def judge(attempt: Attempt, end: End | None = None) -> Outcome:
     """How the attempt ended, by its files. end: None for a reader, which has not seen the processes
     end.
     """
-    status = directory.read_status(attempt.run_dir) or {}  # of this or of another attempt
+    status = directory.read_status(attempt.run_dir)  # of this or of another attempt
     return replace(_judge(attempt, end, status), step=int(status.get("step") or 0))
 
 

@@ -101,7 +101,7 @@ def check_same_experiment(settings: Settings) -> None:
             f"({changed}): "
             "give the earlier values, or another run_dir"
         )
-    status = directory.read_status(resumes) or {}
+    status = directory.read_status(resumes)
     resume = settings.run.resume
     named = re.search(r"step-(\d+)\.pt$", resume)
     is_last = int(named[1]) == status.get("step") if named else Path(resume).name != "best"

@@ -128,12 +128,12 @@ def _git(root: Path, *words: str, **variables: str) -> bytes:
     return b""
 
 
-def stamp(code: Path) -> Json | None:
-    """The origin of a snapshot of the code (repository and commit); None if ``code`` is the
+def stamp(code: Path) -> Json:
+    """The origin of a snapshot of the code (repository and commit); {} if ``code`` is the
     repository itself.
     """
     origin = read_json(code / STAMP)
-    return origin if origin and isinstance(origin.get("root"), str) else None
+    return origin if isinstance(origin.get("root"), str) else {}
 
 
 def home(code: Path) -> Path:

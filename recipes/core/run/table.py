@@ -51,7 +51,7 @@ def of_job(folder: Path, job: str) -> list[Path]:
     by_name = [path for path, name in names.items() if _is_of(name, job)]
     if by_name:
         return by_name
-    described = {path: files.read_json(path / "job.yaml") or {} for path in names}
+    described = {path: files.read_json(path / "job.yaml") for path in names}
     return [path for path, facts in described.items() if _is_of(str(facts.get("job_id")), job)]
 
 

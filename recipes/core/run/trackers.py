@@ -49,7 +49,7 @@ def export(folder: Path, to: str, project: str) -> str:
     project = project or run.recipe or "recipes"
     is_done = run.state is State.done
     place = to if to == "tensorboard" else f"{to} {project}"
-    known = files.read_json(folder / POSITION) or {}
+    known = files.read_json(folder / POSITION)
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
     # A resumed run writes the rows after its newest checkpoint again.
     highest = math.inf if is_done else max(run.status.get("step", 0) - 1, last["step"])

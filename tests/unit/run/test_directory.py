@@ -40,10 +40,10 @@ def test_each_job_or_array_task_and_each_launch_of_it_has_its_own_id() -> None:
 @pytest.mark.parametrize(
     "content", [b"", b'{"state": "runn', b"[1]", b"\xff\xfe{}", b'{"step": 1, "updated": "x"}']
 )
-def test_a_damaged_status_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
-    assert directory.read_status(tmp_path / "no" / "folder") is None
+def test_a_damaged_status_file_reads_as_empty(tmp_path: Path, content: bytes) -> None:
+    assert directory.read_status(tmp_path / "no" / "folder") == {}
     (tmp_path / "status.json").write_bytes(content)
-    assert directory.read_status(tmp_path) is None
+    assert directory.read_status(tmp_path) == {}
 
 
 def test_next_is_added_to_the_status_of_the_same_attempt(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_next_is_added_to_the_status_of_the_same_attempt(tmp_path: Path) -> None
     directory.note_next(tmp_path, Next.cancelled, 1)
     assert directory.read_status(tmp_path) == before
     directory.note_next(tmp_path, Next.requeued, 0)
-    assert directory.read_status(tmp_path) == {**(before or {}), "next": "requeued"}
+    assert directory.read_status(tmp_path) == {**before, "next": "requeued"}
 
 
 def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_path: Path) -> None:
