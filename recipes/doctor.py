@@ -80,7 +80,7 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     )
     is_later = command == "report"
     status = examine.run(here, cfg.seconds, judge_later=is_later, bandwidth=cfg.bandwidth)
-    told |= files.read_json(run_dir / "doctor.json") or {}
+    told |= files.read_json(run_dir / "doctor.json")
     return status
 
 

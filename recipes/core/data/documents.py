@@ -140,7 +140,7 @@ def preparing(folder: Path) -> Iterator[Record]:
         trust.own_folder(folder, "data_dir")
         with files.locked(folder / "preparing.lock"):
             files.remove_temporary(folder)
-            yield files.read_json(folder / "index.json") or {}
+            yield files.read_json(folder / "index.json")
 
 
 def write_all(
@@ -195,7 +195,7 @@ def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Reco
     """
     facts = [(str(source), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     identity = digest_of([how, facts])
-    record = files.read_json(path.with_suffix(".json")) or {}
+    record = files.read_json(path.with_suffix(".json"))
     is_made = record.get("source") == identity and path.is_file()
     if is_made and files.sha256(path) == record["sha256"]:
         return record

@@ -77,7 +77,7 @@ def allows_code(model: str, folder: Path, allow_code: str) -> bool:
     digest of the folder's Python files. Raises InputError if it lacks it otherwise.
     """
     library = transformers()
-    config = files.read_json(folder / "config.json") or {}
+    config = files.read_json(folder / "config.json")
     kind = str(config.get("model_type"))
     if kind in library.CONFIG_MAPPING:
         return False

@@ -100,7 +100,7 @@ def open_text(data_dir: str) -> Text:
     """
     folder = datasets.find_files(datasets.TEXT, data_dir)[0].parent
     again = f"run {datasets.TEXT.prepare(folder.parent)} again"
-    index = files.read_json(folder / "index.json") or {}
+    index = files.read_json(folder / "index.json")
     shards = []
     try:
         vocabulary = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")]

@@ -20,7 +20,7 @@ def known(root: Path, cluster: str) -> dict[str, float]:
     """The time, as time.time(), at which each node of a cluster was found bad, without those of
     more than a day ago.
     """
-    times = (files.read_json(root / FILE) or {}).get(cluster)
+    times = files.read_json(root / FILE).get(cluster)
     if not isinstance(times, dict):
         return {}
     now = time.time()
@@ -35,7 +35,7 @@ def remember(root: Path, cluster: str, nodes: Iterable[str]) -> None:
 
 
 def _write(root: Path, cluster: str, nodes: dict[str, float]) -> None:
-    files.write_json(root / FILE, {**(files.read_json(root / FILE) or {}), cluster: nodes})
+    files.write_json(root / FILE, {**files.read_json(root / FILE), cluster: nodes})
 
 
 def forget(root: Path, node: str) -> None:

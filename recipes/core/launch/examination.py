@@ -60,9 +60,9 @@ def examine(recipe: str, resubmits: int, environ: Mapping[str, str]) -> int:
 
 def examine_nodes(
     spec: Spec, folder: Path, nodes: Sequence[str], environ: Mapping[str, str]
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """The doctor's verdict on some nodes of the job, without bandwidths, to save time, or on all
-    nodes with (); None if it gave none. folder: for its reports.
+    nodes with (); {} if it gave none. folder: for its reports.
     """
     # an older verdict is not valid for these nodes
     (folder / "doctor.json").unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
     """How often this job was requeued because its nodes were bad. ``max_requeues=`` does not count
     these requeues.
     """
-    noted = files.read_json(run_dir / COUNT) or {}
+    noted = files.read_json(run_dir / COUNT)
     return noted["count"] if noted.get("job_id") == str(environment.job_id(environ)) else 0
 
 

@@ -108,7 +108,7 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, s
 
 def _excluded(attempt: Attempt) -> set[str]:
     """The nodes that the restarts so far have left out."""
-    return set((files.read_json(attempt.folder / attempts.RESTART) or {}).get("excluded", ()))
+    return set(files.read_json(attempt.folder / attempts.RESTART).get("excluded", ()))
 
 
 def _launch(attempt: Attempt) -> str:
@@ -134,7 +134,7 @@ def _bad_nodes(
     noted = files.read_json(attempt.folder / SILENT)  # by the watcher, unless srun was faster
     silent = set(noted["nodes"]) if noted else client.silent_nodes(nodes)
     rest = [node for node in nodes if node not in silent]
-    verdict = examination.examine_nodes(spec, attempt.run_dir / "doctor", rest, environ) or {}
+    verdict = examination.examine_nodes(spec, attempt.run_dir / "doctor", rest, environ)
     return silent | set(verdict.get("exclude", ()))
 
 

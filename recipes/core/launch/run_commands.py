@@ -229,7 +229,7 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
 
     In a log of another user, control characters are escaped.
     """
-    described = files.read_json(folder / "job.yaml") or {}
+    described = files.read_json(folder / "job.yaml")
     log = Path(str(described.get("log") or ""))
     if rank or not log.is_file():
         log = folder / "logs" / f"rank{rank or 0}.log"
@@ -355,7 +355,7 @@ def resume(run: Run, arguments: Sequence[str]) -> str:
         job = client.find(job_id, timeout_s=client.OWN_JOB_S)
         log = job.log if job else ""
     # the job has not begun
-    if (files.read_json(folder / "job.yaml") or {}).get("job_id") == described.get("job_id"):
+    if files.read_json(folder / "job.yaml").get("job_id") == described.get("job_id"):
         try:
             new = {**described, "job_id": job_id, "log": log, "arguments": arguments}
             write_description(folder, new)

@@ -46,7 +46,7 @@ def take(root: Path) -> Path:
 
 def was_begun(repository: Path, job: str, run_dir: Path) -> bool:
     """Whether an earlier start of this job has called `keep_for` with this run directory."""
-    return str(run_dir) in (read_json(repository / f"runs/code/.job-{job}.json") or {})
+    return str(run_dir) in read_json(repository / f"runs/code/.job-{job}.json")
 
 
 def keep_for(copy: Path, job: str, run_dir: Path) -> None:
@@ -59,7 +59,7 @@ def keep_for(copy: Path, job: str, run_dir: Path) -> None:
     try:
         new.symlink_to(copy.name)
         new.replace(link)
-        write_json(folders, {**(read_json(folders) or {}), str(run_dir): True})
+        write_json(folders, {**read_json(folders), str(run_dir): True})
     except OSError as error:
         raise MachineError(f"{link}: cannot be made ({error.strerror})") from None
 

@@ -184,7 +184,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     moment = time.time()
     if isinstance(error, Stopped):  # before the first step: there is no progress to save
         if run.world.rank == 0:
-            step = (directory.read_status(run.dir) or {}).get("step", 0)
+            step = directory.read_status(run.dir).get("step", 0)
             with suppress(MachineError):  # a later attempt has taken over the run directory
                 attempts.write_status(
                     run.attempt, "preempted", step, reason=str(error), kind=Kind.stopped

@@ -119,8 +119,8 @@ def _has_saved_before_requeue(checkpoints: Checkpoints) -> bool:
         return False
     if facts.get("own"):
         return True
-    status = directory.read_status(checkpoints.attempt.run_dir) or {"attempt": None}
-    return bool(status["attempt"] == before.number and status["step"] > facts.get("step", 0))
+    status = directory.read_status(checkpoints.attempt.run_dir)
+    return bool(status.get("attempt") == before.number and status["step"] > facts.get("step", 0))
 
 
 def load(checkpoints: Checkpoints, path: Path) -> None:

@@ -216,7 +216,7 @@ def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, boo
         for name in ("logs", "checkpoints"):
             trust.own_folder(path / name)
     status = directory.read_status(path)
-    return str(run_dir), path != run_dir, attempt.number, bool(status and status["state"] == "done")
+    return str(run_dir), path != run_dir, attempt.number, status.get("state") == "done"
 
 
 def check_shared(run: Run) -> None:

@@ -186,7 +186,7 @@ def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
     assert killed == ["7"]
     assert asked == [["node1", "node2", "node3", "node4"]] * 2
     # the restart does not ask again
-    monkeypatch.setattr(restart.examination, "examine_nodes", lambda *arguments: None)
+    monkeypatch.setattr(restart.examination, "examine_nodes", lambda *arguments: {})
     line = planned(tmp_path, "restarts=1", "min_nodes=1").line
     assert line.startswith("started again without node2 (")
     assert len(asked) == 2
