@@ -233,11 +233,10 @@ def extra_options(text: str) -> dict[str, str]:
     without a value. Raises ConfigError.
     """
     given = f"extra={shown(text)}"
-    options = {
-        f.name: re.findall(r"--([a-z-]+)", f.metadata.get("instead", ""))
-        for f in dataclasses.fields(JobKeys)
-    }
-    ours = {option: f"give {name}=" for name, own in options.items() for option in own}
+    ours = dict[str, str]()
+    for field in dataclasses.fields(JobKeys):
+        for option in re.findall(r"--([a-z-]+)", field.metadata["instead"]):
+            ours[option] = f"give {field.name}="
     ours |= dict.fromkeys(OUR_OPTIONS, "it is reserved for launch.py")
     found: dict[str, str] = {}
     for word in text.split():

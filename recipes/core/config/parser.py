@@ -161,10 +161,10 @@ def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
     chosen = dict(vars(config))
     chosen |= {name: value for name, value in vars(run).items() if name in run_keys}
     saved = {name: declare.plain(value) for name, value in chosen.items()}
-    path_names = saved.keys() & (declare.declared("path", type(config)) | {"network"})
+    texts = {name: value for name, value in saved.items() if isinstance(value, str)}
     # the current folder was removed: a relative path stays as typed
     with contextlib.suppress(FileNotFoundError):
-        saved |= absolute({name: str(saved[name]) for name in path_names}, type(config), Path())
+        saved |= absolute(texts, type(config), Path())
     return saved
 
 
