@@ -232,26 +232,26 @@ def extra_options(text: str) -> dict[str, str]:
     """The options of sbatch in ``extra=``: values by long names without dashes, "" for an option
     without a value. Raises ConfigError.
     """
-    given = f"extra={shown(text)}"
+    label = f"extra={shown(text)}"
     ours = dict[str, str]()
     for field in dataclasses.fields(JobKeys):
         for option in re.findall(r"--([a-z-]+)", field.metadata["instead"]):
             ours[option] = f"give {field.name}="
     ours |= dict.fromkeys(OUR_OPTIONS, "it is reserved for launch.py")
-    found: dict[str, str] = {}
+    options = dict[str, str]()
     for word in text.split():
-        option = re.fullmatch(r"--([a-z][a-z0-9-]+)(?:=([^'\"\\\\]+))?", word)
-        if not option:
+        match = re.fullmatch(r"--([a-z][a-z0-9-]+)(?:=([^'\"\\\\]+))?", word)
+        if not match:
             raise ConfigError(
-                f"{given}: '{shown(word)}' must be --option or --option=value, "
+                f"{label}: '{shown(word)}' must be --option or --option=value, "
                 "without quotes and backslashes"
             )
-        name, value = option.groups(default="")
+        name, value = match.groups(default="")
         # sbatch accepts an abbreviated option.
         if known := next((known for known in ours if known.startswith(name)), ""):
-            raise ConfigError(f"{given}: must not contain --{name}; {ours[known]}")
-        found[name] = value
-    return found
+            raise ConfigError(f"{label}: must not contain --{name}; {ours[known]}")
+        options[name] = value
+    return options
 
 
 def minutes(time: str) -> int:

@@ -55,35 +55,35 @@ def read(argv: Sequence[str]) -> Words:
     return {**from_file, **words}
 
 
-def _from_file(file: Path, given: str) -> Words:
+def _from_file(file: Path, label: str) -> Words:
     """The keys of a ``config=`` file. Raises ConfigError, also for a key that only the user's own
     file may set.
     """
-    words = read_yaml(file, given)
+    words = read_yaml(file, label)
     own_only = sorted(ONLY_IN_OWN_FILE & words.keys())
     if not own_only:
         return words
     try:
         with trust.open_own(Path(os.path.realpath(file))) as own:
             # the file that was checked, also if another one takes its name meanwhile
-            return read_yaml(Path(f"/proc/self/fd/{own.fileno()}"), given)
+            return read_yaml(Path(f"/proc/self/fd/{own.fileno()}"), label)
     except (OSError, MachineError) as error:
         name = own_only[0]
         raise ConfigError(
-            f"{given}: sets {name}, which only your own file may set ({shown(error, 300)}); "
+            f"{label}: sets {name}, which only your own file may set ({shown(error, 300)}); "
             f"remove it, and give {name}= itself"
         ) from None
 
 
-def read_yaml(file: Path, given: str) -> Words:
-    """The keys of a ``config=`` file, or of a run's config.yaml, as words. given: names the file in
+def read_yaml(file: Path, label: str) -> Words:
+    """The keys of a ``config=`` file, or of a run's config.yaml, as words. label: names the file in
     a message. Raises ConfigError.
     """
     words = []
-    for name, value in load_yaml(file, given).items():
+    for name, value in load_yaml(file, label).items():
         if isinstance(value, (dict, list)):
             raise ConfigError(
-                f"{given}: '{shown(name)}' must be one plain value; write keys side by side, "
+                f"{label}: '{shown(name)}' must be one plain value; write keys side by side, "
                 "not nested"
             )
         words.append(f"{name}={value}")
@@ -110,12 +110,12 @@ def split(argv: Sequence[str]) -> Words:
     return words
 
 
-def load_yaml(path: Path, given: str) -> dict[str, Any]:
+def load_yaml(path: Path, label: str) -> dict[str, Any]:
     """The mapping in the file ``path``.
 
     A plain value is its text, not a value of YAML 1.1, which reads 1:00:00 as the number 3600.
 
-    given: names the file in a message. Raises ConfigError.
+    label: names the file in a message. Raises ConfigError.
     """
     import yaml  # OmegaConf's parser; imported only when a file is read, since the import is slow
 
@@ -125,19 +125,17 @@ def load_yaml(path: Path, given: str) -> dict[str, Any]:
         content = yaml.load(text, yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(
-            f"{given}: cannot be read ({error.strerror}); give the path of a YAML file"
+            f"{label}: cannot be read ({error.strerror}); give the path of a YAML file"
         ) from None
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
-        raise ConfigError(
-            f"{given}: is not YAML ({shown(' '.join(str(error).split()), 120)}); "
-            "write 'key: value' lines"
-        ) from None
+        reason = shown(" ".join(str(error).split()), 120)
+        raise ConfigError(f"{label}: is not YAML ({reason}); write 'key: value' lines") from None
     if content in (None, ""):
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{given}: is not a mapping; write 'key: value' lines")
+        raise ConfigError(f"{label}: is not a mapping; write 'key: value' lines")
     names = [key.value for key, _ in root.value]
     if len(names) > len(content):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{given}: '{shown(twice)}' is set twice; remove one of the lines")
+        raise ConfigError(f"{label}: '{shown(twice)}' is set twice; remove one of the lines")
     return content

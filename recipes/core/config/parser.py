@@ -172,14 +172,14 @@ def _misplaced(name: str, value: str) -> str:
     """Why a recipe refuses a job key, and what to give instead."""
     fields = {field.name: field for field in dataclasses.fields(JobKeys)}
     options = fields[name].metadata["instead"]
-    given = f"{name}={shown(value)}"
+    label = f"{name}={shown(value)}"
     if not options:
-        return f"{given}: is a key of launch.py: python launch.py {given} …"
+        return f"{label}: is a key of launch.py: python launch.py {label} …"
     if options.startswith("--"):
         if " " not in options and "=" not in options:
             options += f"={shown(value)}"
         options = f"give sbatch or srun {options}"
-    return f"{given}: is a job key, which only launch.py accepts; {options}, or use launch.py"
+    return f"{label}: is a job key, which only launch.py accepts; {options}, or use launch.py"
 
 
 def parse_keys(cls: type, argv: Sequence[str]) -> Any:
@@ -201,7 +201,7 @@ def absolute(words: Words, recipe_class: type, base: Path) -> Words:
     folder. Raises ConfigError.
     """
     paths = declare.declared("path", RunKeys, recipe_class)
-    found = dict(words)
+    result = dict(words)
     for name, value in words.items():
         is_path = (
             name in paths
@@ -217,5 +217,5 @@ def absolute(words: Words, recipe_class: type, base: Path) -> Words:
                     f"{name}={shown(value)}: {shown(path)} has characters that cannot be printed; "
                     "rename it"
                 )
-            found[name] = path
-    return found
+            result[name] = path
+    return result

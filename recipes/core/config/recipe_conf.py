@@ -22,11 +22,11 @@ def names() -> list[str]:
 Differences = Mapping[str, Mapping[str, Any]]
 
 
-def require(recipe: str, given: str) -> None:
-    """Raises ConfigError unless the recipe exists. given: names it in the message."""
+def require(recipe: str, label: str) -> None:
+    """Raises ConfigError unless the recipe exists. label: names it in the message."""
     if recipe not in names():
         raise ConfigError(
-            f"{given}: {declare.choice(recipe, names())} (recipes with a file recipes/conf/NAME.py)"
+            f"{label}: {declare.choice(recipe, names())} (recipes with a file recipes/conf/NAME.py)"
         )
 
 
