@@ -578,3 +578,16 @@ def test_ranges_are_checked_also_if_a_recipe_forgets_the_base_class() -> None:
 
     with pytest.raises(ConfigError, match=r"^epochs=-1: must be at least 0$"):
         declare.build(Config, {"epochs": "-1"})
+
+
+def test_a_recipe_declares_only_what_differs() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config(TrainKeys):
+        lr: float = 0.5
+        offset: float = declare.key(0.0, "any number", low=None)
+
+    built = declare.build(Config, {"offset": "-2.5"})
+    assert (built.lr, built.offset) == (0.5, -2.5)
+    assert declare.may_change(Config) == declare.may_change(TrainKeys)
+    with pytest.raises(ConfigError, match=r"^lr=-1\.0: must be at least 0$"):
+        declare.build(Config, {"lr": "-1"})
