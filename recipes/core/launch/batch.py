@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import files
@@ -59,6 +58,7 @@ from recipes.core.run.spec import Spec
 from recipes.core.run.stop_note import StopNote
 from recipes.core.slurm import client, environment, jobstate
 from recipes.core.slurm.jobstate import Job
+from recipes.core.variables import Environ
 
 FOR_SHELL = 3  # the file descriptor that the script's shell reads
 Shell = list[tuple[str, str]]  # what the script's shell does: pairs of a verb and a value
@@ -68,7 +68,7 @@ SKEW_S = 60.0  # between the clocks of a node and of the controller
 EARLY_S = 60.0  # Slurm may send the signal before the time limit this much early
 
 
-def begin(recipe: str, script: Path, words: list[str], environ: Mapping[str, str]) -> Shell:
+def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shell:
     """Checks the keys, records what was submitted, and opens the attempt.
 
     script: the batch script. Returns what `follow` in sbatch/job.sh does. Raises ConfigError if a
@@ -135,7 +135,7 @@ def _words(settings: Settings) -> list[str]:
 
 
 def _resolve(
-    settings: Settings, code: Path, job: Job | None, environ: Mapping[str, str]
+    settings: Settings, code: Path, job: Job | None, environ: Environ
 ) -> tuple[Spec, dict[str, str]]:
     """What the ranks run, and the variables to export for them. code: the folder in which they
     start. environ: that of the ranks. Raises ConfigError and MachineError.
@@ -160,9 +160,7 @@ def _resolve(
     return spec, exported
 
 
-def _open_attempt(
-    settings: Settings, run_dir: Path, job: Job | None, environ: Mapping[str, str]
-) -> Attempt:
+def _open_attempt(settings: Settings, run_dir: Path, job: Job | None, environ: Environ) -> Attempt:
     """Opens the attempt of this start of the job. Raises ConfigError if the job may not use the run
     directory.
     """
@@ -194,7 +192,7 @@ def _open_attempt(
     return attempt
 
 
-def _is_of_earlier_job(attempt: Attempt, job: Job | None, environ: Mapping[str, str]) -> bool:
+def _is_of_earlier_job(attempt: Attempt, job: Job | None, environ: Environ) -> bool:
     """Whether the attempts before this one are older than this job: its ID was used before, and it
     was never requeued.
     """
@@ -233,7 +231,7 @@ def _prepare_program(settings: Settings, attempt: Attempt, job: Job | None) -> N
         saves.note(attempt, settings.config.saves)
 
 
-def ask_to_stop(recipe: str, name: str, environ: Mapping[str, str]) -> int:
+def ask_to_stop(recipe: str, name: str, environ: Environ) -> int:
     """Leaves a stop note for the wrappers of a program, since the batch shell has received a
     signal. name: such as USR2.
 
@@ -273,7 +271,7 @@ def _is_by_clock(settings: Settings, job: Job | None) -> bool:
     return True
 
 
-def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
+def _code(environ: Environ, run_dir: Path) -> Path:
     """The snapshot that this job runs; the repository itself with ``snapshot=false`` or if no
     snapshot can be made.
     """
@@ -288,13 +286,13 @@ def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
     return code
 
 
-def finish(recipe: str, srun_status: int, environ: Mapping[str, str]) -> int:
+def finish(recipe: str, srun_status: int, environ: Environ) -> int:
     """Judges the run after the only step of its script. Returns the exit status of the run."""
     return step_ended(recipe, srun_status, environ, may_restart=False)[0]
 
 
 def step_ended(
-    recipe: str, srun_status: int, environ: Mapping[str, str], may_restart: bool = True
+    recipe: str, srun_status: int, environ: Environ, may_restart: bool = True
 ) -> tuple[int, Shell]:
     """Judges the run after a step, prints how it ended, and requeues a preempted job. Returns the
     exit status of the run, and what the script's shell does.
@@ -349,7 +347,7 @@ def step_ended(
     return outcome.exit_status, []
 
 
-def _again(spec: Spec, following: Restart, environ: Mapping[str, str]) -> Shell:
+def _again(spec: Spec, following: Restart, environ: Environ) -> Shell:
     """What the script's shell does to start the ranks again."""
     attempt = following.attempt
     assert attempt
@@ -375,7 +373,7 @@ def _max_requeues(settings: Settings, attempt: Attempt) -> int:
     return settings.run.max_requeues
 
 
-def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:
+def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) -> str:
     """Requeues this job if it may be requeued. step: at which the attempt was saved.
 
     Records what happens next in ``status.json``, and returns it as a short phrase. If Slurm has

@@ -20,6 +20,7 @@ from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import source
+from recipes.core.variables import Environ
 
 # of the image; it needs torch, torchvision, omegaconf, and submitit for launch.py with pyxis
 PYTHON = "python3"
@@ -54,9 +55,7 @@ def absolute_image(image: str, base: Path) -> str:
     return os.path.realpath(path) if image and path.exists() else image
 
 
-def step(
-    container: Container, code: Path, environ: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
+def step(container: Container, code: Path, environ: Environ) -> tuple[list[str], list[str]]:
     """The options of srun, and the command before a rank's Python arguments.
 
     code: the folder to start in. environ: its variables that configure the network are passed to
@@ -80,7 +79,7 @@ def step(
     return [], [*command, "--pwd", str(code), container.image, PYTHON]
 
 
-def exports(container: Container, environ: Mapping[str, str]) -> dict[str, str]:
+def exports(container: Container, environ: Environ) -> dict[str, str]:
     """The variables to export, so that the container's and those of the user take precedence over
     those of the image.
 
@@ -109,9 +108,7 @@ def exports(container: Container, environ: Mapping[str, str]) -> dict[str, str]:
     return added
 
 
-def of_job(
-    settings: Settings, words: Mapping[str, str], environ: Mapping[str, str]
-) -> Container | None:
+def of_job(settings: Settings, words: Mapping[str, str], environ: Environ) -> Container | None:
     """The container of a job's ranks, from the environment, else from the site's profile; None for
     none. Raises ConfigError.
 

@@ -19,6 +19,7 @@ from recipes.core.run import spec as specs
 from recipes.core.run.logs import say
 from recipes.core.run.spec import Spec
 from recipes.core.slurm import client, environment
+from recipes.core.variables import Environ
 
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
@@ -29,7 +30,7 @@ OPTIONS = ("qos", "constraint", "time", "nodes", "partition", "account", "reserv
 COUNT = "doctor/requeues.json"
 
 
-def examine(recipe: str, resubmits: int, environ: Mapping[str, str]) -> int:
+def examine(recipe: str, resubmits: int, environ: Environ) -> int:
     """Runs the doctor on the nodes of the job.
 
     resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are
@@ -59,7 +60,7 @@ def examine(recipe: str, resubmits: int, environ: Mapping[str, str]) -> int:
 
 
 def examine_nodes(
-    spec: Spec, folder: Path, nodes: Sequence[str], environ: Mapping[str, str]
+    spec: Spec, folder: Path, nodes: Sequence[str], environ: Environ
 ) -> dict[str, Any]:
     """The doctor's verdict on some nodes of the job, without bandwidths, to save time, or on all
     nodes with (); {} if it gave none. folder: for its reports.
@@ -73,9 +74,7 @@ def examine_nodes(
     return files.read_json(folder / "doctor.json")
 
 
-def _run_doctor(
-    spec: Spec, run_dir: Path, nodes: Sequence[str], environ: Mapping[str, str]
-) -> None:
+def _run_doctor(spec: Spec, run_dir: Path, nodes: Sequence[str], environ: Environ) -> None:
     """Runs the doctor with one task on each node, with the keys of the run that concern nodes."""
     command = client.on_each_node(environ, nodes)
     settings = spec.settings
@@ -92,7 +91,7 @@ def _run_doctor(
         subprocess.run(command, env=environ, timeout=DOCTOR_S, cwd=ROOT)
 
 
-def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
+def requeues(run_dir: Path, environ: Environ) -> int:
     """How often this job was requeued because its nodes were bad. ``max_requeues=`` does not count
     these requeues.
     """
@@ -100,7 +99,7 @@ def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
     return noted["count"] if noted.get("job_id") == str(environment.job_id(environ)) else 0
 
 
-def requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, str]) -> str:
+def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str:
     """Requeues this job without the nodes ``bad``, at most ``most`` times. Returns a short phrase
     on the result.
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.logs import say
 from recipes.core.run.watchdog import RunningClock
+from recipes.core.variables import Environ
 
 # time for the other ranks to complete a checkpoint and end after the first failure
 PEERS_GRACE_S = 20.0
@@ -55,7 +56,7 @@ def listen(layout: Layout) -> socket.socket:
 
 
 def rank_environment(
-    layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]
+    layout: Layout, local_rank: int, port: int, environ: Environ
 ) -> dict[str, str]:
     """The environment of one rank, with the same variable names as torchrun."""
     before = sum(layout.ranks[: layout.node_rank])
@@ -77,7 +78,7 @@ def run(
     layout: Layout,
     run_dir: Path | None,
     recipe: str,
-    environ: Mapping[str, str],
+    environ: Environ,
 ) -> int:
     """Runs ``command`` once per rank of this machine, in the repository, and returns the exit
     status of the run.

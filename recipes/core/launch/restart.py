@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipes.core import files
@@ -22,6 +22,7 @@ from recipes.core.run.judge import Outcome
 from recipes.core.run.logs import say
 from recipes.core.run.spec import Spec
 from recipes.core.slurm import client, environment
+from recipes.core.variables import Environ
 
 LAG_S = 4.0  # srun may take this long to end after a rank has failed
 WATCH_S = 0.5  # between two looks for records
@@ -42,7 +43,7 @@ class Restart:
     options: tuple[str, ...] = ()
 
 
-def options_of(nodes: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def options_of(nodes: Sequence[str], environ: Environ) -> list[str]:
     """The options of srun for a step on some nodes of the job. Raises ConfigError if the nodes of
     the job have different numbers of tasks.
     """
@@ -53,7 +54,7 @@ def options_of(nodes: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [*options, f"--nodelist={','.join(nodes)}"]
 
 
-def first_nodes(spec: Spec, environ: Mapping[str, str]) -> list[str]:
+def first_nodes(spec: Spec, environ: Environ) -> list[str]:
     """The options of srun with which ``spare=`` nodes are left out at the start. Raises
     ConfigError.
     """
@@ -66,7 +67,7 @@ def first_nodes(spec: Spec, environ: Mapping[str, str]) -> list[str]:
     return options_of(nodes[: len(nodes) - spare], environ)
 
 
-def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Mapping[str, str]) -> Restart:
+def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Environ) -> Restart:
     """What follows a step whose ranks have failed. Opens the new attempt, or requeues the job
     without bad nodes.
     """
@@ -127,9 +128,7 @@ def has_gained(history: Sequence[Attempt]) -> bool:
     return len({each.facts().get("step") for each in last}) > 1
 
 
-def _bad_nodes(
-    nodes: Sequence[str], spec: Spec, attempt: Attempt, environ: Mapping[str, str]
-) -> set[str]:
+def _bad_nodes(nodes: Sequence[str], spec: Spec, attempt: Attempt, environ: Environ) -> set[str]:
     """The nodes that do not answer, and those that the doctor finds bad among the others."""
     noted = files.read_json(attempt.folder / SILENT)  # by the watcher, unless srun was faster
     silent = set(noted["nodes"]) if noted else client.silent_nodes(nodes)
@@ -138,7 +137,7 @@ def _bad_nodes(
     return silent | set(verdict.get("exclude", ()))
 
 
-def watch(attempt: Attempt, srun: int, environ: Mapping[str, str]) -> None:
+def watch(attempt: Attempt, srun: int, environ: Environ) -> None:
     """Asks the nodes for an answer as soon as a rank has failed, for the restart. Ends the step if
     srun has not ended LAG_S later: a node does not answer, and Slurm would notice that only after
     minutes. srun: its process ID.
@@ -163,7 +162,7 @@ def watch(attempt: Attempt, srun: int, environ: Mapping[str, str]) -> None:
         asking.join()
 
 
-def _note_silent(attempt: Attempt, environ: Mapping[str, str]) -> None:
+def _note_silent(attempt: Attempt, environ: Environ) -> None:
     excluded = _excluded(attempt)
     nodes = [node for node in environment.nodes_of_job(environ) if node not in excluded]
     files.write_json(attempt.folder / SILENT, {"nodes": sorted(client.silent_nodes(nodes))})

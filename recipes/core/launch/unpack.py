@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import errors, files, trust
@@ -22,13 +21,14 @@ from recipes.core.errors import EXIT_DONE, ConfigError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run.logs import say
 from recipes.core.slurm import client, environment
+from recipes.core.variables import Environ
 
 PYTHON = "bin/python"  # in a venv and in a conda environment
 COPY = ".archive"  # a node's copy, until it is unpacked
 MISSING = 1
 
 
-def on_all_nodes(archive: str, in_container: bool, environ: Mapping[str, str]) -> str:
+def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
     """Unpacks ``archive`` on each node of the job that has not done so for an earlier job, and
     returns the path of its Python. Raises ConfigError and MachineError.
     """
@@ -59,7 +59,7 @@ def on_all_nodes(archive: str, in_container: bool, environ: Mapping[str, str]) -
     return str(folder / PYTHON)
 
 
-def _on_each_node(environ: Mapping[str, str], step: str, *paths: Path) -> int:
+def _on_each_node(environ: Environ, step: str, *paths: Path) -> int:
     command = client.on_each_node(environ)
     command += [sys.executable, "-m", __name__, step, *map(str, paths)]
     return subprocess.run(command, env=environ, cwd=ROOT).returncode

@@ -5,7 +5,7 @@ library only.
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
+from recipes.core.variables import Environ
 
 HOOK = Path(__file__).parent / "hook"
 # set for the wrappers of ranks that a launcher starts: the number of its task
@@ -82,7 +83,7 @@ class Launch:
         ]
 
 
-def has_accelerate_config(environ: Mapping[str, str]) -> bool:
+def has_accelerate_config(environ: Environ) -> bool:
     """Whether the user has a default configuration, which ``accelerate config`` writes."""
     cache = environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
@@ -134,7 +135,7 @@ def variables_of_rank(info: RankInfo) -> dict[str, str]:
     }
 
 
-def variables_of_node(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
+def variables_of_node(info: RankInfo, environ: Environ) -> dict[str, str]:
     """A node's place among the nodes of the job, for a program that starts its own ranks."""
     return {
         "NNODES": str(info.num_nodes),
@@ -145,7 +146,7 @@ def variables_of_node(info: RankInfo, environ: Mapping[str, str]) -> dict[str, s
     }
 
 
-def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
+def with_hook(environ: Environ) -> dict[str, str]:
     """``environ``, so that Python loads the hook, and ``scontrol`` is the hook's."""
     python_path = filter(None, [str(HOOK), environ.get("PYTHONPATH", "")])
     return {

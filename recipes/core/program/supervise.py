@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from recipes.core.program import delivery
 from recipes.core.program.delivery import Target
 from recipes.core.program.watch import Watch
 from recipes.core.run import in_use, signals
+from recipes.core.variables import Environ
 
 TICK_S = 0.5  # between two looks at the program and at the stop note
 LOOK_S = 0.1  # between two looks for the processes that catch a signal
@@ -248,7 +249,7 @@ def _canary() -> Iterator[int]:
 def run(
     command: Sequence[str],
     workdir: str,
-    environ: Mapping[str, str],
+    environ: Environ,
     rules: Rules,
     watch: Watch | None,
 ) -> Ended:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from recipes.core.errors import MachineError, Next, shown
 from recipes.core.files import ROOT
 from recipes.core.slurm import durations, environment, jobstate
 from recipes.core.slurm.jobstate import Job
+from recipes.core.variables import Environ
 
 ANSWER_S = 60.0
 AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
@@ -218,7 +219,7 @@ def cancel(job_id: str) -> None:
     _call("scancel", job_id).check_returncode()
 
 
-def kill_step_later(environ: Mapping[str, str]) -> None:
+def kill_step_later(environ: Environ) -> None:
     """Ends the step of this process one second later, also if this process has ended by then. Does
     nothing if Slurm cannot be called.
     """
@@ -327,7 +328,7 @@ def one_line(output: str) -> str:
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
-def on_each_node(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> list[str]:
+def on_each_node(environ: Environ, nodes: Sequence[str] = ()) -> list[str]:
     """The beginning of a command that starts one task on each node of the job, with all GPUs of the
     node and in the folder of the code. The command of the task follows. nodes: only these; () for
     all.
@@ -366,7 +367,7 @@ def find(job_id: str, timeout_s: float = ANSWER_S) -> Job | None:
     return next(iter(show(job_id, timeout_s)), None)
 
 
-def own(environ: Mapping[str, str]) -> Job | None:
+def own(environ: Environ) -> Job | None:
     """The job of this process; None outside a job, or if the controller does not answer."""
     job_id = environment.allocation_id(environ)
     if job_id:
@@ -376,7 +377,7 @@ def own(environ: Mapping[str, str]) -> Job | None:
     return None
 
 
-def seconds_left(environ: Mapping[str, str]) -> float | None:
+def seconds_left(environ: Environ) -> float | None:
     """Seconds until Slurm ends this job, within OWN_JOB_S. inf means no limit, None means unknown;
     no exception is raised.
 
