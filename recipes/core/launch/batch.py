@@ -366,8 +366,8 @@ def _max_requeues(settings: Settings, attempt: Attempt) -> int:
     """The value of ``max_requeues``. The default is UNSAVED_REQUEUES for a program that catches no
     signal and has saved nothing.
     """
-    catches = files.read_json(attempt.folder / attempts.CATCHES) or {"signals": ["unknown"]}
-    is_unsaved = not catches["signals"] and saves.has_changed(attempt) is None
+    catches = files.read_json(attempt.folder / attempts.CATCHES)
+    is_unsaved = catches.get("signals") == [] and saves.has_changed(attempt) is None
     if is_unsaved and "max_requeues" not in settings.typed:
         return UNSAVED_REQUEUES
     return settings.run.max_requeues
