@@ -24,8 +24,10 @@ EXIT_PIPE = 141  # the reader of stdout has closed the pipe: 128 + SIGPIPE
 
 class _Printable(Exception):
     """The message of an error may quote a file, an archive or a server: characters that a terminal
-    would interpret are escaped.
+    would interpret are escaped. exit_status: with which a command ends because of it.
     """
+
+    exit_status = EXIT_CONFIG
 
     def __init__(self, text: str = "") -> None:
         super().__init__(printable(text))
@@ -40,6 +42,8 @@ class ConfigError(_Printable, ValueError):
 class MachineError(_Printable, RuntimeError):
     """This machine or allocation cannot run the recipe. One line. Exit status 3."""
 
+    exit_status = EXIT_MACHINE
+
 
 class DiskFull(MachineError):
     """A disk or a quota is used up."""
@@ -49,6 +53,8 @@ class RunError(_Printable, RuntimeError):
     """The run cannot continue because of what it computes or calls, such as a loss that is not
     finite. One line. Exit status 1.
     """
+
+    exit_status = EXIT_CRASH
 
 
 class Stopped(Exception):
@@ -177,4 +183,4 @@ def status_of(command: str, main: Callable[[list[str]], int]) -> int:
         return EXIT_PIPE
     except (ConfigError, InputError, MachineError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
-        return EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
+        return getattr(error, "exit_status", EXIT_CONFIG)

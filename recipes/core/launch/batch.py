@@ -30,7 +30,6 @@ from recipes.core.config.parser import Settings
 from recipes.core.errors import (
     EXIT_CONFIG,
     EXIT_DONE,
-    EXIT_MACHINE,
     ConfigError,
     Kind,
     MachineError,
@@ -441,7 +440,7 @@ def main(argv: list[str]) -> int:
         return finish(recipe, int(words[0]), os.environ)
     except (ConfigError, MachineError) as error:
         say(f"{recipe}: {error}")
-        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_MACHINE
+        return error.exit_status
 
 
 if __name__ == "__main__":

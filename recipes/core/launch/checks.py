@@ -24,7 +24,6 @@ from recipes.core.data import datasets
 from recipes.core.errors import (
     ConfigError,
     EXIT_CONFIG,
-    EXIT_CRASH,
     EXIT_DONE,
     EXIT_MACHINE,
     InputError,
@@ -51,17 +50,14 @@ def part(parts: list[dict[str, Any]], name: str, work: Callable[[], Any]) -> tup
     the exit status and the result.
     """
     result = None
+    status = EXIT_DONE
     try:
         result = work()
-        status = EXIT_DONE
         text = str(result)
-    except RunError as error:
-        status = EXIT_CRASH
+    except (ConfigError, InputError, MachineError, RunError) as error:
+        status = error.exit_status
         text = str(error)
-    except (ConfigError, InputError) as error:
-        status = EXIT_CONFIG
-        text = str(error)
-    except (MachineError, OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         status = EXIT_MACHINE
         text = str(error)
     outcome = "failed" if status else "ok"

@@ -15,7 +15,6 @@ from recipes.core.errors import (
     ConfigError,
     EXIT_CONFIG,
     EXIT_DONE,
-    EXIT_MACHINE,
     InputError,
     MachineError,
 )
@@ -104,7 +103,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
     except (ConfigError, InputError, MachineError) as error:
         told["error"] = str(error)
         print(f"launch.py: {error}", file=sys.stderr)
-        return EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
+        return error.exit_status
     except KeyboardInterrupt:
         return 130
     finally:
