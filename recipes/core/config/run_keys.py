@@ -132,8 +132,12 @@ class RunKeys:
         "write), such as 077 or 027",
     )
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.device is Device.cpu
+
     def __post_init__(self) -> None:
-        if self.backend is Backend.nccl and self.device is Device.cpu:
+        if self.backend is Backend.nccl and self.on_cpu:
             raise ConfigError(
                 "backend=nccl: requires GPUs, but device=cpu is given; "
                 "leave backend= out, or give backend=gloo"

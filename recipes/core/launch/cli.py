@@ -10,7 +10,6 @@ from typing import Any
 from recipes.core.config import help
 from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device
 from recipes.core.errors import (
     ConfigError,
     EXIT_CONFIG,
@@ -141,7 +140,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
             parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base)
         )
     gpu_gb = settings.job.gpu_memory_gb
-    on_gpus = settings.run.device is not Device.cpu and (job or gpus.visible_gpus(os.environ))
+    on_gpus = not settings.run.on_cpu and (job or gpus.visible_gpus(os.environ))
     if gpu_gb and on_gpus and findings and findings.rank_bytes:
         is_divided = settings.config.strategy == "fsdp" and ranks > 1
         memory, _ = checks.part(
@@ -228,7 +227,7 @@ def local_layout(settings: Settings) -> Layout:
     MachineError.
     """
     job = settings.job
-    on_cpu = settings.run.device is Device.cpu
+    on_cpu = settings.run.on_cpu
     if settings.sweep:
         name = next(iter(settings.sweep[0]))
         raise ConfigError(
@@ -253,7 +252,7 @@ def local_layout(settings: Settings) -> Layout:
     elif job.gpus_per_node is None and job.ranks_per_node is None and visible:
         ranks = (visible,)
     else:
-        ranks = (jobs.ranks_per_node(job, settings.run.device),)
+        ranks = (jobs.ranks_per_node(settings),)
     here = ranks[job.node_rank]
     if not on_cpu and (job.gpus or job.gpus_per_node or visible) and here > visible:
         raise MachineError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from recipes.core.config import declare, job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import source
@@ -123,7 +123,7 @@ def of_job(settings: Settings, words: Mapping[str, str], environ: Environ) -> Co
     if not keys.container:
         return None
     repository = source.home(ROOT)
-    on_gpus = settings.run.device is not Device.cpu
+    on_gpus = not settings.run.on_cpu
     image = absolute_image(keys.container, repository)
     runtime = keys.container_runtime.name
     # the images of enroot end with .sqsh, and enroot writes # in the address of a registry

@@ -16,7 +16,6 @@ from recipes.core import errors, trust
 from recipes.core.config import job_keys, profiles
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
 from recipes.core.slurm import jobstate, script
@@ -101,16 +100,16 @@ def options_of(job: jobstate.Job | None) -> list[str]:
     return [f"--{name}={options[name]}" for name in OF_SUBMISSION if name in options]
 
 
-def ranks_per_node(job: JobKeys, device: Device) -> int:
+def ranks_per_node(settings: Settings) -> int:
     """The number of ranks on each node: one per GPU.
 
     On the CPU it is ``ranks_per_node``, else the value of ``gpus_per_node``. Raises ConfigError if
     the keys contradict each other.
     """
-    if device is Device.cpu:
-        return job.ranks_per_node or job.gpus_per_node or 1
-    gpus = job.gpus_per_node
-    ranks = job.ranks_per_node
+    gpus = settings.job.gpus_per_node
+    ranks = settings.job.ranks_per_node
+    if settings.run.on_cpu:
+        return ranks or gpus or 1
     if gpus == 0:
         raise ConfigError(
             "gpus_per_node=0: there is one rank per GPU; "
@@ -136,7 +135,7 @@ def tasks_per_node(settings: Settings) -> int:
     """The tasks that the job starts on each node: one per rank, or a single one that starts the
     ranks. Raises ConfigError.
     """
-    return 1 if through(settings) else ranks_per_node(settings.job, settings.run.device)
+    return 1 if through(settings) else ranks_per_node(settings)
 
 
 def own_words(settings: Settings) -> dict[str, str]:
@@ -152,7 +151,7 @@ def own_words(settings: Settings) -> dict[str, str]:
             f"gpus={job.gpus}: through={by} needs the same number on each node: "
             "give nodes= and gpus_per_node="
         )
-    on_cpu = settings.run.device is Device.cpu
+    on_cpu = settings.run.on_cpu
     problem = ""
     if job.ranks_per_node and by == "node":
         problem = "through=node starts one process per node: leave it out"
@@ -162,7 +161,7 @@ def own_words(settings: Settings) -> dict[str, str]:
         raise ConfigError(f"ranks_per_node={job.ranks_per_node}: {problem}")
     processes = settings.config.nproc_per_node
     if on_cpu and by != "node":
-        processes = processes or ranks_per_node(job, Device.cpu)
+        processes = processes or ranks_per_node(settings)
     return {"nproc_per_node": str(processes)} if processes else {}
 
 
@@ -195,7 +194,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in keys.items()),
         keys=job,
-        ranks=int(job.gpus or 0) or (job.nodes or 1) * ranks_per_node(job, settings.run.device),
+        ranks=int(job.gpus or 0) or (job.nodes or 1) * ranks_per_node(settings),
         root=root,
         directives=_directives(settings, profile, len(elements)) | {"chdir": str(root)},
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
@@ -234,7 +233,7 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
         )
     elif int(job.gpus) < nodes:
         problem = f"must be at least nodes={nodes}, one GPU per node"
-    elif gpus_by not in ("", "--gpus-per-task") and settings.run.device is not Device.cpu:
+    elif gpus_by not in ("", "--gpus-per-task") and not settings.run.on_cpu:
         problem = f"cluster={job.cluster} requires {gpus_by}: give nodes= and gpus_per_node="
     if problem:
         raise ConfigError(f"gpus={job.gpus}: {problem}")
@@ -266,7 +265,7 @@ def _size(settings: Settings, gpus_by: str) -> dict[str, str]:
     A task is a rank, or with through= the launcher that starts all ranks of a node.
     """
     job = settings.job
-    on_cpu = settings.run.device is Device.cpu
+    on_cpu = settings.run.on_cpu
     if job.gpus:  # anywhere: one task for each
         gpus = int(job.gpus)
         ranks = tasks = 1
@@ -274,7 +273,7 @@ def _size(settings: Settings, gpus_by: str) -> dict[str, str]:
         # without it, submitit 1.5 writes --nodes=1
         options = {"nodes": str(job.nodes or f"1-{gpus}"), "ntasks": str(gpus)}
     else:
-        ranks = ranks_per_node(job, settings.run.device)
+        ranks = ranks_per_node(settings)
         tasks = tasks_per_node(settings)
         nodes = (job.nodes or 1) + settings.run.spare
         options = {"nodes": str(nodes), "ntasks-per-node": str(tasks)}
