@@ -37,7 +37,6 @@ from recipes.core.errors import (
 )
 from recipes.core.files import ROOT
 from recipes.core.launch import container, examination, jobs, restart, snapshot, unpack
-from recipes.core.launch.restart import Restart
 from recipes.core.run import attempt as attempts
 from recipes.core.run import (
     command_line,
@@ -51,10 +50,8 @@ from recipes.core.run import (
 )
 from recipes.core.run import spec as specs
 from recipes.core.run.attempt import Attempt
-from recipes.core.run.judge import End
 from recipes.core.run.logs import say
 from recipes.core.run.spec import Spec
-from recipes.core.run.stop_note import StopNote
 from recipes.core.slurm import client, environment, jobstate
 from recipes.core.slurm.jobstate import Job
 from recipes.core.variables import Environ
@@ -226,7 +223,7 @@ def _prepare_program(settings: Settings, attempt: Attempt, job: Job | None) -> N
         )
     with files.writing_to(attempt.run_dir, "run_dir"):
         before_s = jobs.notice_s(settings, job.limit_s if job else None)
-        stop_note.write(attempt, StopNote(before_s=before_s))
+        stop_note.write(attempt, stop_note.StopNote(before_s=before_s))
         saves.note(attempt, settings.config.saves)
 
 
@@ -251,7 +248,7 @@ def ask_to_stop(recipe: str, name: str, environ: Environ) -> int:
     is_of_limit = SEEN_S < early_s <= jobs.signal_s(settings) - notice_s + EARLY_S
     at = time.time() + (early_s if is_of_limit else SEEN_S)
     limit_at = time.time() + left_s if left_s else None
-    stop_note.write(attempt, StopNote(notice_s, f"SIG{name}", at, limit_at=limit_at))
+    stop_note.write(attempt, stop_note.StopNote(notice_s, f"SIG{name}", at, limit_at=limit_at))
     return EXIT_DONE
 
 
@@ -316,7 +313,7 @@ def step_ended(
         if job:
             by_slurm = job.after_start(environment.restarts(environ))
 
-    outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
+    outcome = judge.close(attempt, judge.End(srun_status, stopped=by_slurm is not None))
     after = ""
     if may_restart and settings.run.restarts and outcome.state in ("failed", "incomplete"):
         following = restart.plan(attempt, outcome, spec, environ)
@@ -346,7 +343,7 @@ def step_ended(
     return outcome.exit_status, []
 
 
-def _again(spec: Spec, following: Restart, environ: Environ) -> Shell:
+def _again(spec: Spec, following: restart.Restart, environ: Environ) -> Shell:
     """What the script's shell does to start the ranks again."""
     attempt = following.attempt
     assert attempt

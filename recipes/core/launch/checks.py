@@ -31,7 +31,6 @@ from recipes.core.errors import (
     RunError,
 )
 from recipes.core.launch import jobs
-from recipes.core.launch.jobs import Job
 from recipes.core.place import processes
 from recipes.core.run import dryrun
 from recipes.core.run.dryrun import Found, Request
@@ -215,7 +214,7 @@ def disk_space(run_dir: Path, keep: int, findings: Found | None) -> str:
     return f"{count} checkpoints of {each}, {free_text}"
 
 
-def expected_start(job: Job) -> str:
+def expected_start(job: jobs.Job) -> str:
     """Slurm's answer on when ``job`` would start. Raises MachineError if Slurm refuses the job.
 
     ``sbatch --test-only`` counts only the nodes that are up now.
@@ -231,7 +230,7 @@ def expected_start(job: Job) -> str:
     return answer
 
 
-def require_within(job: Job, partition: client.Partition) -> None:
+def require_within(job: jobs.Job, partition: client.Partition) -> None:
     """Raises MachineError if a partition never starts the job. ``sbatch --test-only`` accepts such
     a job at some sites.
     """

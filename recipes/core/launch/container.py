@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.core.config import declare, job_keys, profiles
-from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError, MachineError, shown
@@ -119,7 +118,7 @@ def of_job(settings: Settings, words: Mapping[str, str], environ: Environ) -> Co
     profile = profiles.cluster_profile(cluster)
     values = {**profile, **profiles.in_image(environ)}
     in_image = {name: values[name] for name in job_keys.IN_IMAGE if name in values}
-    keys = declare.build(JobKeys, in_image)
+    keys = declare.build(job_keys.JobKeys, in_image)
     if not keys.container:
         return None
     repository = source.home(ROOT)

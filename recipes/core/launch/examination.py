@@ -17,7 +17,6 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source
 from recipes.core.run import spec as specs
 from recipes.core.run.logs import say
-from recipes.core.run.spec import Spec
 from recipes.core.slurm import client, environment
 from recipes.core.variables import Environ
 
@@ -60,7 +59,7 @@ def examine(recipe: str, resubmits: int, environ: Environ) -> int:
 
 
 def examine_nodes(
-    spec: Spec, folder: Path, nodes: Sequence[str], environ: Environ
+    spec: specs.Spec, folder: Path, nodes: Sequence[str], environ: Environ
 ) -> dict[str, Any]:
     """The doctor's verdict on some nodes of the job, without bandwidths, to save time, or on all
     nodes with (); {} if it gave none. folder: for its reports.
@@ -74,7 +73,7 @@ def examine_nodes(
     return files.read_json(folder / "doctor.json")
 
 
-def _run_doctor(spec: Spec, run_dir: Path, nodes: Sequence[str], environ: Environ) -> None:
+def _run_doctor(spec: specs.Spec, run_dir: Path, nodes: Sequence[str], environ: Environ) -> None:
     """Runs the doctor with one task on each node, with the keys of the run that concern nodes."""
     command = client.on_each_node(environ, nodes)
     settings = spec.settings

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from recipes.core import errors, trust
 from recipes.core.config import job_keys, profiles
-from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
@@ -46,7 +45,7 @@ class Job:
 
     recipe: str
     arguments: tuple[str, ...]  # ``key=value`` words for the recipe
-    keys: JobKeys
+    keys: job_keys.JobKeys
     ranks: int
     root: Path  # the repository, where the job runs
     # options of sbatch by their long names without dashes; "" for one without a value

@@ -18,7 +18,6 @@ from recipes.core.files import ROOT
 from recipes.core.place import network, processes
 from recipes.core.run import attempt as attempts
 from recipes.core.run import judge, signals, spec
-from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.logs import say
 from recipes.core.run.watchdog import RunningClock
@@ -239,7 +238,7 @@ def _end(
     return End(code, failing, f"rank {number} on {failing['host']} {ended}", kind)
 
 
-def _report_end(attempt: Attempt, end: End) -> int:
+def _report_end(attempt: attempts.Attempt, end: End) -> int:
     """Judges the run, prints how it failed, and returns its exit status."""
     newest = attempts.newest(attempt.run_dir, str(attempt.facts().get("launch"))) or attempt
     outcome = judge.close(newest, end)

@@ -32,7 +32,6 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, in_use, ledger, record, table
 from recipes.core.run.record import State
 from recipes.core.slurm import client
-from recipes.core.slurm.client import Line
 from recipes.core.launch.runs import Run, find, read
 
 LOG_BYTES = 1 << 16  # of another user's log, from its end
@@ -84,7 +83,7 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
     return EXIT_DONE
 
 
-def _reader(jobs: Mapping[str, Line] | None) -> Callable[[Path], Run]:
+def _reader(jobs: Mapping[str, client.Line] | None) -> Callable[[Path], Run]:
     """`read` of a folder. jobs: of `client.mine`."""
     return functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
 
@@ -146,7 +145,7 @@ def show_ledger(folders: Sequence[Path], as_json: bool) -> int:
     return EXIT_DONE
 
 
-def _cluster(jobs: Mapping[str, Line] | None) -> str:
+def _cluster(jobs: Mapping[str, client.Line] | None) -> str:
     """The name of this cluster; "" if Slurm does not answer. jobs: `client.mine`."""
     return "" if jobs is None else client.cluster_name()
 

@@ -18,7 +18,6 @@ from recipes.core.errors import (
 from recipes.core.run import efficiency, in_use, ledger, outlook, record, rows, table
 from recipes.core.run.record import Record, State
 from recipes.core.slurm import client, jobstate
-from recipes.core.slurm.client import Line
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Run:
 
 
 def in_queue(
-    run: Record, job: Line | None, alive: bool | None, has_job: bool, asked: bool = True
+    run: Record, job: client.Line | None, alive: bool | None, has_job: bool, asked: bool = True
 ) -> tuple[State, str]:
     """The state of a run according to its files and its job, and a note.
 
@@ -95,7 +94,7 @@ def in_queue(
     return (State.cancelled if has_job else State.lost), "it never began"
 
 
-def read(folder: Path, jobs: Mapping[str, Line] | None, cluster: str = "") -> Run:
+def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = "") -> Run:
     """A run in the list. jobs: the lines of the queue; None without Slurm. cluster: its name; "" if
     it is unknown.
     """

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from recipes.core import errors, files, trust
 from recipes.core.errors import EXIT_DONE, ConfigError, MachineError
-from recipes.core.files import ROOT
 from recipes.core.run.logs import say
 from recipes.core.slurm import client, environment
 from recipes.core.variables import Environ
@@ -62,7 +61,7 @@ def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
 def _on_each_node(environ: Environ, step: str, *paths: Path) -> int:
     command = client.on_each_node(environ)
     command += [sys.executable, "-m", __name__, step, *map(str, paths)]
-    return subprocess.run(command, env=environ, cwd=ROOT).returncode
+    return subprocess.run(command, env=environ, cwd=files.ROOT).returncode
 
 
 def unpack(folder: Path, archive: Path) -> None:

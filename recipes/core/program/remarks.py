@@ -9,7 +9,6 @@ from pathlib import Path
 
 from recipes.core import files
 from recipes.core.program import delivery
-from recipes.core.program.delivery import Target
 from recipes.core.program.watch import Watch
 from recipes.core.run.attempt import CATCHES, Attempt
 from recipes.core.run.stop_note import StopNote
@@ -41,7 +40,7 @@ class Remarks:
     _silent_looks: int = 0
     _said: str = ""
 
-    def __call__(self, root: int, targets: list[Target]) -> str:
+    def __call__(self, root: int, targets: list[delivery.Target]) -> str:
         """Prints what has changed. Returns why the program must end; "" if it may continue."""
         self._looks += 1
         self._silent_looks = 0 if targets else self._silent_looks + 1

@@ -9,14 +9,13 @@ from recipes.core.errors import Kind, MachineError, shown
 from recipes.core.program.watch import Watch
 from recipes.core.run import attempt as attempts
 from recipes.core.run import positions, saves
-from recipes.core.run.attempt import Attempt
 from recipes.core.run.logs import say
 
 LOOKS = 10  # in silent_s
 LONGEST = 600  # characters of the reason
 
 
-def wait(attempt: Attempt, watch: Watch, silent_s: float, folder: str) -> None:
+def wait(attempt: attempts.Attempt, watch: Watch, silent_s: float, folder: str) -> None:
     """Run in a thread of the first task: waits until the program hangs, reports where its ranks
     are, and lets all wrappers end it. A program that was asked to stop does not hang.
 
@@ -35,7 +34,7 @@ def wait(attempt: Attempt, watch: Watch, silent_s: float, folder: str) -> None:
     watch.hangs = True
 
 
-def report(attempt: Attempt, silent_s: float) -> None:
+def report(attempt: attempts.Attempt, silent_s: float) -> None:
     """Prints and records that the program is ended, and where its ranks are."""
     progress = time.time() - silent_s
     why = f"no output and no new file for {silent_s:g} s (silent_s=)"

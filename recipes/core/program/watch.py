@@ -11,8 +11,6 @@ import threading
 from recipes.core.errors import EXIT_REQUEUE, Kind, MachineError
 from recipes.core.run import attempt as attempts
 from recipes.core.run import in_use, positions, stop_note
-from recipes.core.run.attempt import Attempt
-from recipes.core.run.stop_note import StopNote
 from recipes.core.run.watchdog import RunningClock
 
 
@@ -24,11 +22,11 @@ class Watch:
     read, by ``clock``.
     """
 
-    def __init__(self, attempt: Attempt, task: int) -> None:
+    def __init__(self, attempt: attempts.Attempt, task: int) -> None:
         """task: number of this wrapper, from 0."""
         clock = RunningClock()
         clock.start()
-        self.note = StopNote()
+        self.note = stop_note.StopNote()
         self.fenced = ""
         self.hangs = False
         self.clock = clock.now
