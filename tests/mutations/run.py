@@ -78,8 +78,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/slurm/jobstate.py",
-        'if array and task else fields.get("JobId", "")',
-        'if False else fields.get("JobId", "")',
+        'if array and task else fields["JobId"]',
+        'if False else fields["JobId"]',
         "an array task has an id that scancel does not know",
         "tests/unit/slurm/test_client.py::test_each_job_that_scontrol_prints_is_parsed",
     ),

@@ -4,6 +4,7 @@ import contextlib
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -190,76 +191,76 @@ def _gpus(tres: str) -> str:
 
 
 def _job(block: str) -> Job:
-    fields: dict[str, str] = {}
+    fields = defaultdict[str, str](str)  # "" for a field that is missing
     for line in block.splitlines():
         text_field = _TEXT_FIELD.match(line.strip())
         words = line[: line.index(f"{text_field[1]}=")] if text_field else line
         fields |= dict(WORD.findall(words))
         if text_field:
             fields[text_field[1]] = text_field[2]
-    array = fields.get("ArrayJobId")
-    task = fields.get("ArrayTaskId")
+    array = fields["ArrayJobId"]
+    task = fields["ArrayTaskId"]
     status, number = map(int, fields.get("ExitCode", "0:0").split(":"))
-    start = fields.get("StartTime", "")
+    start = fields["StartTime"]
     return Job(
-        id=f"{array}_{task}" if array and task else fields.get("JobId", ""),
-        state=fields.get("JobState", ""),
-        reason=reason_of(fields.get("Reason", "")),
+        id=f"{array}_{task}" if array and task else fields["JobId"],
+        state=fields["JobState"],
+        reason=reason_of(fields["Reason"]),
         exit_status=status or (number and 128 + number),
         restarts=int(fields.get("Restarts", "0")),
         start=start if start[:1].isdecimal() else "",
-        submitted=moment(fields.get("SubmitTime", "")),
-        limit_s=durations.seconds(fields.get("TimeLimit", "")),
-        run_s=durations.seconds(fields.get("RunTime", "")),
-        log=fields.get("StdOut", ""),
-        error_log=fields.get("StdErr", ""),
-        script=fields.get("Command", "").split(" ")[0],
-        number=fields.get("JobId", ""),
+        submitted=moment(fields["SubmitTime"]),
+        limit_s=durations.seconds(fields["TimeLimit"]),
+        run_s=durations.seconds(fields["RunTime"]),
+        log=fields["StdOut"],
+        error_log=fields["StdErr"],
+        script=fields["Command"].split(" ")[0],
+        number=fields["JobId"],
         all_gpus=_all_gpus(fields),
         is_array=bool(array),
-        has_script=fields.get("BatchFlag") != "0",
+        has_script=fields["BatchFlag"] != "0",
         is_preempted=fields.get("PreemptTime", "None") != "None",
-        has_no_priority=fields.get("Priority") == "0",
+        has_no_priority=fields["Priority"] == "0",
         options=_options(fields),
     )
 
 
-def _options(fields: Mapping[str, str]) -> dict[str, str]:
+def _options(fields: defaultdict[str, str]) -> dict[str, str]:
     """The options of sbatch that describe a job, from the fields that scontrol printed."""
     per_node = fields.get("NtasksPerN:B:S:C", "0").partition(":")[0]
     is_total = per_node == "0"
     options = {
-        "nodes": fields.get("NumNodes"),
-        "ntasks": fields.get("NumTasks") if is_total else "",
+        "nodes": fields["NumNodes"],
+        "ntasks": fields["NumTasks"] if is_total else "",
         "ntasks-per-node": "" if is_total else per_node,
-        "gpus-per-node": _gpus(fields.get("TresPerNode", "")),
-        "cpus-per-task": fields.get("CPUs/Task"),
-        "time": fields.get("TimeLimit"),
-        "partition": fields.get("Partition"),
-        "account": fields.get("Account"),
-        "qos": fields.get("QOS"),
-        "constraint": fields.get("Features"),
-        "reservation": fields.get("Reservation"),
-        "exclude": fields.get("ExcNodeList"),
-        "dependency": fields.get("Dependency"),
+        "gpus-per-node": _gpus(fields["TresPerNode"]),
+        "cpus-per-task": fields["CPUs/Task"],
+        "time": fields["TimeLimit"],
+        "partition": fields["Partition"],
+        "account": fields["Account"],
+        "qos": fields["QOS"],
+        "constraint": fields["Features"],
+        "reservation": fields["Reservation"],
+        "exclude": fields["ExcNodeList"],
+        "dependency": fields["Dependency"],
     }
     unset = ("", "(null)", "N/A")
-    return {name: value for name, value in options.items() if value and value not in unset}
+    return {name: value for name, value in options.items() if value not in unset}
 
 
-def _all_gpus(fields: Mapping[str, str]) -> str:
+def _all_gpus(fields: defaultdict[str, str]) -> str:
     """`Job.all_gpus`. Without this option, a step with fewer tasks than the job gets only the GPUs
     of those tasks (seen with Slurm 22.05, 24.11 and 26.05).
     """
-    tasks = fields.get("NumTasks", "")
+    tasks = fields["NumTasks"]
     if not tasks.isdecimal():
         return ""
     gpus = []
-    for request in _gpus(fields.get("TresPerTask", "")).split(","):
+    for request in _gpus(fields["TresPerTask"]).split(","):
         kind, colon, count = request.rpartition(":")
         if count.isdecimal():
             gpus.append(f"{kind}{colon}{int(count) * int(tasks)}")
-    tasks_per_gpu = fields.get("NtasksPerTRES", "")
+    tasks_per_gpu = fields["NtasksPerTRES"]
     if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
         return str(math.ceil(int(tasks) / int(tasks_per_gpu)))
     return ",".join(gpus)
