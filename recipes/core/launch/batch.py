@@ -71,11 +71,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
     key is invalid or the job is refused, MachineError if the run directory cannot be written.
     """
     job = client.own(environ)
-    left_over = environment.left_over(
-        environ,
-        is_array=not job or job.is_array,
-        is_first_start=job is not None and not job.restarts,
-    )
+    left_over = environment.left_over(environ, job)
     environ = {name: value for name, value in environ.items() if name not in left_over}
     repository = source.home(ROOT)
     jobs.require_printable(ROOT, repository)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from recipes.core.errors import ConfigError, shown
 from recipes.core.variables import number
 from recipes.core.slurm import hostlist
+from recipes.core.slurm.jobstate import Job
 
 Environ = Mapping[str, str]
 
@@ -41,19 +42,18 @@ OF_LAUNCHERS = re.compile(
 )
 
 
-def left_over(environ: Environ, is_array: bool, is_first_start: bool) -> list[str]:
+def left_over(environ: Environ, job: Job | None) -> list[str]:
     """The variables of an array, a heterogeneous job or a requeue that belong to the outer job, not
     to this job.
 
     The outer job is the job in which this job was submitted. sbatch passes these variables on (seen
     with Slurm 22.05). With them, this job would use the run directory of the outer job and would
-    not be requeued, or its step would not start. is_array: whether this job may be one of an array.
-    is_first_start: whether it was certainly never requeued.
+    not be requeued, or its step would not start. job: this one; None if Slurm does not describe it.
     """
     patterns = []
-    if not is_array:
+    if job and not job.is_array:
         patterns.append("SLURM_ARRAY_.*")
-    if is_first_start:
+    if job and not job.restarts:
         patterns.append("SLURM_RESTART_COUNT")
     if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ.get("SLURM_JOB_ID"):
         patterns.append(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+")

@@ -3,6 +3,7 @@
 import pytest
 
 from recipes.core.slurm import environment
+from recipes.core.slurm.jobstate import Job
 from tests.unit.launch.stand_ins import describe
 
 
@@ -37,7 +38,8 @@ def test_variables_of_the_outer_job_are_unset(
     is_array: bool, is_first_start: bool, environ: str, unset: str
 ) -> None:
     own = {"SLURM_JOB_ID": "7", **assignments(environ)}
-    names = environment.left_over(own, is_array, is_first_start)
+    job = Job("7", "RUNNING", is_array=is_array, restarts=int(not is_first_start))
+    names = environment.left_over(own, job)
     assert sorted(names) == sorted(unset.split())
 
 
