@@ -135,7 +135,7 @@ def _resolve(
     exported: dict[str, str] = {}
     step: list[str] = []
     inside: list[str] = []
-    image = container.of_job(settings, settings.typed, environ)
+    image = container.of_job(settings, environ)
     if image:
         step, inside = container.step(image, code, environ)
     if settings.run.environment:

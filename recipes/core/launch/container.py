@@ -107,12 +107,12 @@ def exports(container: Container, environ: Environ) -> dict[str, str]:
     return added
 
 
-def of_job(settings: Settings, words: Mapping[str, str], environ: Environ) -> Container | None:
+def of_job(settings: Settings, environ: Environ) -> Container | None:
     """The container of a job's ranks, from the environment, else from the site's profile; None for
     none. Raises ConfigError.
 
-    It gets the folders that the run needs, and the variables of the env files. words: the given
-    keys, with absolute paths.
+    It gets the folders that the run needs, and the variables of the env files. The typed paths in
+    the settings are absolute.
     """
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster)
@@ -128,7 +128,7 @@ def of_job(settings: Settings, words: Mapping[str, str], environ: Environ) -> Co
     # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
     if runtime == "auto":
         runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
-    mounts = [f"{folder}:{folder}" for folder in folders_of_run(settings, words, repository)]
+    mounts = [f"{folder}:{folder}" for folder in folders_of_run(settings, repository)]
     mounts += [os.path.expanduser(mount) for mount in keys.container_mounts.split(",") if mount]
     variables = profiles.env_variables(settings.run.network, cluster)
     if runtime == "pyxis" and on_gpus:
@@ -136,17 +136,17 @@ def of_job(settings: Settings, words: Mapping[str, str], environ: Environ) -> Co
     return Container(image, runtime, tuple(mounts), on_gpus, variables)
 
 
-def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
+def folders_of_run(settings: Settings, root: Path) -> list[str]:
     """The folders that the container of a run needs: the repository and the absolute paths that the
     run names.
 
     A path that is not an existing folder is replaced by its nearest parent that is one, since a
-    runtime refuses other paths. A folder inside another folder of the result is omitted. words: the
-    given keys, with absolute paths. Raises ConfigError for a name that the runtime would divide.
+    runtime refuses other paths. A folder inside another folder of the result is omitted. Raises
+    ConfigError for a name that the runtime would divide.
     """
     # it may come from the site profile
     data_dir = getattr(settings.config, "data_dir", "")
-    values = {"data_dir": data_dir, **settings.from_run, **words}
+    values = {"data_dir": data_dir, **settings.from_run, **settings.typed}
     keys = declare.declared("path", RunKeys, type(settings.config))
     names = [values.get(key, "") for key in keys | {"data_dir", "network", "resume", "program"}]
     names += [os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")]

@@ -32,11 +32,11 @@ def test_the_image_determines_the_runtime(image: str, runtime: str, expected: st
     variables = {"": image, "_RUNTIME": runtime, "_MOUNTS": "~/a,/b:/c"}
     environ = {f"RECIPES_CONTAINER{name}": value for name, value in variables.items()}
     settings = command_line.parse([], recipe="toy", environ=environ)
-    chosen = container.of_job(settings, {}, environ)
+    chosen = container.of_job(settings, environ)
     assert chosen.image == image
     assert chosen.runtime == expected
     assert chosen.mounts[-2:] == (f"{Path.home()}/a", "/b:/c")
-    assert container.of_job(settings, {}, {**environ, "RECIPES_CONTAINER": ""}) is None
+    assert container.of_job(settings, {**environ, "RECIPES_CONTAINER": ""}) is None
 
 
 def test_an_image_file_becomes_an_absolute_path(
@@ -68,7 +68,8 @@ def test_only_existing_folders_are_bound_and_each_once(
         "lr": f"{tmp_path}/lr",
     }
     settings = command_line.parse([], recipe="imagenet", environ={})
-    folders = container.folders_of_run(settings, words, tmp_path / "repository")
+    settings = dataclasses.replace(settings, typed=words)
+    folders = container.folders_of_run(settings, tmp_path / "repository")
     assert folders == [str(tmp_path / name) for name in names]
 
 
@@ -80,7 +81,7 @@ def test_a_folder_whose_name_is_several_mounts_is_refused(tmp_path: Path, name: 
     settings = command_line.parse([], recipe="imagenet", environ={})
     settings = dataclasses.replace(settings, from_run={"data_dir": str(folder)})
     with pytest.raises(ConfigError, match="has a comma or a colon in its name"):
-        container.folders_of_run(settings, {}, ROOT)
+        container.folders_of_run(settings, ROOT)
 
 
 def test_begin_starts_ranks_in_the_container(
@@ -208,7 +209,7 @@ def test_precedence_of_the_container_keys(site: Path) -> None:
         assert job.container_mounts == "/scratch"
         if not words:  # a batch script has no typed keys
             in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "here"})
-            chosen = container.of_job(in_script, {}, environ)
+            chosen = container.of_job(in_script, environ)
             assert chosen.image == image
             assert chosen.runtime == "apptainer"
             assert chosen.mounts[-1] == "/scratch"
@@ -241,7 +242,7 @@ def test_pyxis_gets_the_variables_with_which_enroot_gives_it_gpus(
         container.profiles, "env_variables", lambda *arguments: {"NVIDIA_VISIBLE_DEVICES": "0"}
     )
     settings = command_line.parse([] if gpus else ["device=cpu"], recipe="toy", environ={})
-    pyxis = container.of_job(settings, {}, {"RECIPES_CONTAINER": "registry#x"})
+    pyxis = container.of_job(settings, {"RECIPES_CONTAINER": "registry#x"})
     [*_, names] = container.step(pyxis, Path("/c"), {})[0]
     exported = container.exports(pyxis, {})
     assert exported.get("NVIDIA_DRIVER_CAPABILITIES") == ("compute,utility" if gpus else None)

@@ -63,13 +63,15 @@ def test_a_folder_with_an_unprintable_name_is_refused(bad: str) -> None:
 
 def test_a_job_that_resumes_a_cpu_run_requests_no_gpu(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "config.yaml").write_text(f"device: cpu\ndata_dir: {tmp_path}/data\n")
-    job = describe(f"run_dir={tmp_path}", "gpus_per_node=2")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(f"device: cpu\ndata_dir: {tmp_path}/data\n")
+    job = describe(f"run_dir={run_dir}", "gpus_per_node=2")
     assert job.directives["ntasks-per-node"] == "2"
     assert "gpus-per-node" not in job.directives
-    assert job.arguments == (f"run_dir={tmp_path}",)
-    settings = command_line.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
-    assert f"{tmp_path}/data" in container.folders_of_run(settings, {}, ROOT)
+    assert job.arguments == (f"run_dir={run_dir}",)
+    settings = command_line.parse(["recipe=mnist", f"run_dir={run_dir}"], environ={})
+    assert f"{tmp_path}/data" in container.folders_of_run(settings, ROOT)
 
 
 PROGRAM = ("recipe=script", "program=/a.py", "workdir=/w")
