@@ -14,8 +14,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/run_commands.py",
-        'for word in (*arguments, f"run_dir={run.folder}", *words)',
-        'for word in (*words, *arguments, f"run_dir={run.folder}")',
+        'arguments += [f"run_dir={run.folder}", *words]',
+        'arguments = [*words, *arguments, f"run_dir={run.folder}"]',
         "resume epochs=20 submits the old number of epochs",
         "tests/unit/launch/test_runs.py",
     ),

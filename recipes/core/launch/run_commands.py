@@ -307,10 +307,8 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
             f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
         )
     arguments = [str(word) for word in described.get("arguments") or ()]
-    by_key = {
-        word.partition("=")[0]: word for word in (*arguments, f"run_dir={run.folder}", *words)
-    }
-    settings = command_line.parse([*by_key.values()], recipe=str(described.get("recipe")))
+    arguments += [f"run_dir={run.folder}", *words]  # of equal keys, the last one counts
+    settings = command_line.parse(arguments, recipe=str(described.get("recipe")))
     typed = settings.absolute(settings.typed, Path.cwd())
     return [f"{name}={value}" for name, value in typed.items()]
 
