@@ -83,14 +83,13 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
 
     code = ROOT
     exported: dict[str, str] = {}
-    is_program = False
+    is_program = jobs.is_program(settings)
     job_id = environment.job_id(environ)
     if job_id:
         run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
         attempt = _open_attempt(settings, run_dir, job, environ)
         exported[attempts.VARIABLE] = str(attempt.folder)
         code = _code(environ, attempt.run_dir)
-        is_program = jobs.is_program(settings)
         if is_program:
             _prepare_program(settings, attempt, job)
         # the recipe reports a run directory that cannot be written
@@ -133,11 +132,8 @@ def _resolve(
     start. environ: that of the ranks. Raises ConfigError and MachineError.
     """
     exported: dict[str, str] = {}
-    step: list[str] = []
-    inside: list[str] = []
     image = container.of_job(settings, environ)
-    if image:
-        step, inside = container.step(image, code, environ)
+    step, inside = container.step(image, code, environ) if image else ([], [])
     if settings.run.environment:
         python = unpack.on_all_nodes(settings.run.environment, bool(image), environ)
         inside = ["env", "-C", str(code), python]
@@ -199,7 +195,8 @@ def _restrict_log(job: Job | None, umask: int) -> None:
     """Applies the umask to the log of the job, which Slurm has made with the umask of the user's
     shell.
     """
-    for path in map(Path, (job.log, job.error_log) if job else ()):
+    logs = (job.log, job.error_log) if job else ()
+    for path in map(Path, logs):
         with contextlib.suppress(OSError):
             if path.is_file():  # not /dev/null
                 path.chmod(path.stat().st_mode & ~umask)
@@ -303,11 +300,8 @@ def step_ended(
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
     # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
-    by_slurm = None
-    with contextlib.suppress(MachineError):
-        job = None if attempt.has_begun else client.find(job_id)
-        if job:
-            by_slurm = job.after_start(environment.restarts(environ))
+    job = None if attempt.has_begun else client.own(environ)
+    by_slurm = job.after_start(environment.restarts(environ)) if job else None
 
     outcome = judge.close(attempt, judge.End(srun_status, stopped=by_slurm is not None))
     after = ""
