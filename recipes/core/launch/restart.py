@@ -76,7 +76,8 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Environ) -> Re
     if not outcome.kind or not outcome.kind.is_curable:
         return Restart("")
     launch = directory.launch_id(environ)
-    history = [each for each in attempts.every(attempt.run_dir) if _launch(each) == launch]
+    every = attempts.every(attempt.run_dir)
+    history = [each for each in every if each.facts().get("launch") == launch]
     used = len(history) - 1
     if used >= run.restarts:
         return Restart(f"not started again, since restarts={run.restarts} is reached")
@@ -110,10 +111,6 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Environ) -> Re
 def _excluded(attempt: Attempt) -> set[str]:
     """The nodes that the restarts so far have left out."""
     return set(files.read_json(attempt.folder / attempts.RESTART).get("excluded", ()))
-
-
-def _launch(attempt: Attempt) -> str:
-    return str(attempt.facts().get("launch"))
 
 
 def has_gained(history: Sequence[Attempt]) -> bool:
