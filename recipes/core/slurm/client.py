@@ -106,8 +106,8 @@ def find_by_comment(comment: str) -> str:
     answer.
     """
     answer = _answer("squeue", "--me", "--noheader", "--states=all", "--format=%F %k")
-    jobs = (line.split() for line in answer.splitlines() if line.strip())
-    return next((job for job, *words in jobs if words == [comment]), "")
+    job = re.search(rf"^(\d+) {re.escape(comment)}$", answer, re.MULTILINE)
+    return job[1] if job else ""
 
 
 @dataclass(frozen=True)
