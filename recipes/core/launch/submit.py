@@ -46,9 +46,8 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     variables of an outer allocation from the environment of this process. Raises MachineError with
     Slurm's reason.
     """
-    import submitit
+    from submitit.core.utils import FailedJobError
 
-    failed = (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError)
     # a job executes the pickles in it
     folder = trust.private_folder((job.root / "runs/submitit").resolve())
     mark = f"recipes-{secrets.token_hex(8)}"
@@ -74,7 +73,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
             arguments = [["bash", str(path)]] * len(elements)
             try:
                 accepted = executor.map_array(os.execvp, programs, arguments)
-            except failed:
+            except FailedJobError:
                 known = client.find_by_comment(mark)
                 if not known:
                     raise
@@ -83,7 +82,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
                 with contextlib.suppress(OSError, subprocess.SubprocessError):
                     client.cancel(known)
                 accepted = executor.map_array(os.execvp, programs, arguments)
-        except failed as error:
+        except FailedJobError as error:
             raise MachineError(client.refusal(str(error))) from None
         except OSError as error:
             raise MachineError(
@@ -125,16 +124,15 @@ def _executor(job: Job, python: str) -> Any:
     return executor
 
 
-def _job_id(output: "bytes | str") -> str:
+def _job_id(output: str) -> str:
     """The ID in sbatch's line. A wrapper of the site may print other lines that have "job" and a
-    number. Raises submitit's FailedSubmissionError.
+    number. Raises submitit's FailedJobError, as if sbatch had failed.
     """
-    import submitit
+    from submitit.core.utils import FailedJobError
 
-    text = output if isinstance(output, str) else output.decode(errors="replace")
-    ids = re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE)
+    ids = re.findall(r"^Submitted batch job (\d+)", output, re.MULTILINE)
     if not ids:
-        raise submitit.core.utils.FailedSubmissionError(f"sbatch printed no job ID: {text}")
+        raise FailedJobError(f"sbatch printed no job ID: {output}")
     return str(ids[-1])
 
 
