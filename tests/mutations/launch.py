@@ -105,7 +105,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        '    """\n    job_id = str(environment.job_id(environ))',
+        '    """\n    job_id = environment.job_id(environ)',
         '    """\n    job_id = environ["SLURM_JOB_ID"]',
         "an array task requeues another task of its array",
         "tests/unit/launch/test_batch.py::test_an_array_task_requeues_only_itself",

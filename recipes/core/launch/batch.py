@@ -295,7 +295,7 @@ def step_ended(
         return srun_status, []
     settings = spec.settings
     os.umask(int(settings.run.umask, 8))
-    job_id = str(environment.job_id(environ))
+    job_id = environment.job_id(environ)
     run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
@@ -366,7 +366,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
     already decided, the function does not requeue: a cancelled job stays cancelled, and Slurm
     itself requeues a preempted job.
     """
-    job_id = str(environment.job_id(environ))
+    job_id = environment.job_id(environ)
     restarts = environment.restarts(environ)
     facts = attempt.facts()
     if facts.get("of_program"):  # it counts no steps

@@ -95,7 +95,7 @@ def requeues(run_dir: Path, environ: Environ) -> int:
     these requeues.
     """
     noted = files.read_json(run_dir / COUNT)
-    return noted["count"] if noted.get("job_id") == str(environment.job_id(environ)) else 0
+    return noted["count"] if noted.get("job_id") == environment.job_id(environ) else 0
 
 
 def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str:
@@ -105,7 +105,7 @@ def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str
     Slurm accepts another list of excluded nodes only for a pending job. It does not start the job
     before this process has ended. The requeue sends SIGTERM to this process, which ignores it.
     """
-    job_id = str(environment.job_id(environ))
+    job_id = environment.job_id(environ)
     count = requeues(run_dir, environ)
     job = client.own(environ)
     options = job.options if job else {}

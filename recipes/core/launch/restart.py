@@ -150,7 +150,7 @@ def watch(attempt: Attempt, srun: int, environ: Environ) -> None:
         failed = [record["time"] for record in failures if not record.get("still_saves")]
         if failed and time.time() - min(failed) > LAG_S:
             say(f"a rank has failed, but srun has not ended after {LAG_S:g} s: the step is ended")
-            client.kill_steps(str(environment.job_id(environ)))
+            client.kill_steps(environment.job_id(environ))
             time.sleep(1.0)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(srun, signal.SIGKILL)

@@ -190,7 +190,7 @@ def describe(
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
         "launch": opened.get("launch") or launch or directory.launch_id(environ),
-        "job": job,
+        "job": job or None,
         "cluster": environment.cluster(environ) if job else None,  # None: outside Slurm
         **{name: value for name, value in requested.items() if job and value is not None},
         "process": {

@@ -75,11 +75,11 @@ def clean(environ: Environ, options: Container[str] = ()) -> dict[str, str]:
     }
 
 
-def job_id(environ: Environ) -> str | None:
-    """``<job>``, or ``<array>_<task>`` in an array; None outside Slurm."""
+def job_id(environ: Environ) -> str:
+    """``<job>``, or ``<array>_<task>`` in an array; "" outside Slurm."""
     array = environ.get("SLURM_ARRAY_JOB_ID")
     task = environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else allocation_id(environ) or None
+    return f"{array}_{task}" if array and task else allocation_id(environ)
 
 
 def allocation_id(environ: Environ) -> str:

@@ -249,7 +249,7 @@ def _requeue_without_first_node(run: Run) -> None:
     mine = ranks.nodes[ranks.node_rank]
     if client.silent_nodes([first, mine]) == {first}:
         print(f"the first node, {first}, does not answer: the job is requeued", file=sys.stderr)
-        job_id = str(environment.job_id(os.environ))
+        job_id = environment.job_id(os.environ)
         client.requeue(job_id, environment.restarts(os.environ))
 
 

@@ -28,7 +28,7 @@ def test_the_run_directory_is_given_or_named_by_job_or_time(
 
 
 def test_each_job_or_array_task_and_each_launch_of_it_has_its_own_id() -> None:
-    assert [environment.job_id(job) for job in ({}, {"SLURM_JOB_ID": ""})] == [None, None]
+    assert [environment.job_id(job) for job in ({}, {"SLURM_JOB_ID": ""})] == ["", ""]
     assert environment.job_id({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12"}) == "14"
     job = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
     assert directory.launch_id({}) == ""
