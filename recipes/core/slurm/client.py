@@ -243,23 +243,14 @@ def silent_nodes(nodes: Sequence[str]) -> set[str]:
     """The nodes of this job that start no task within ANSWER_OF_NODE_S. Slurm may believe for
     minutes that they are up.
     """
-    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"]
+    command = ["timeout", "--foreground", "--signal=KILL", f"{ANSWER_OF_NODE_S}", "srun"]
+    command += ["--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"]
     command += ["--gres=none", "--export=ALL", "--quiet"]
     calls = {
         node: subprocess.Popen([*command, f"--nodelist={node}", "true"], stderr=subprocess.DEVNULL)
         for node in nodes
     }
-    end = time.monotonic() + ANSWER_OF_NODE_S
-    silent = set()
-    for node, call in calls.items():
-        try:
-            if call.wait(max(0.0, end - time.monotonic())):
-                silent.add(node)
-        except subprocess.TimeoutExpired:
-            silent.add(node)
-            call.kill()
-            call.wait()
-    return silent
+    return {node for node, call in calls.items() if call.wait()}
 
 
 def can_submit() -> bool:
