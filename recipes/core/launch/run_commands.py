@@ -26,10 +26,9 @@ from recipes.core.errors import (
     printable,
     shown,
 )
-from recipes.core.launch import look
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, in_use, ledger, record, table
+from recipes.core.run import command_line, in_use, ledger, positions, record, table
 from recipes.core.run.record import State
 from recipes.core.slurm import client
 from recipes.core.launch.runs import Run, find, read
@@ -41,6 +40,7 @@ OPTIONS = ("--json", "--failed", "--sort", "--ledger")  # of `runs`
 JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
 UNFINISHED = (State.stopped, State.failed, State.lost, State.cancelled, State.refused)
 ACTIVE = (State.pending, State.held, State.requeued, State.starting, State.running)
+MAY_HAVE_RANKS = (State.starting, State.running, State.unknown)
 
 
 def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
@@ -65,7 +65,7 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     if name == "look":
-        return look.look(table.read_one(folders[0], _reader(client.mine())), told)
+        return look(table.read_one(folders[0], _reader(client.mine())), told)
     # an answer that is missing would leave a job running, or submit it twice
     of_run = _reader(client.mine(client.ANSWER_S))
     if name == "cancel" and len(folders) > 1:
@@ -248,6 +248,26 @@ def logs(folder: Path, rank: str, follow: bool) -> int:
         return EXIT_DONE
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; tail ends with its reader
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if follow else []), "--", str(log)])
+
+
+def look(run: Run, told: dict[str, Any]) -> int:
+    """Prints where each rank of a running job is, and for which ranks the others wait, also into
+    ``told``. Raises InputError if the run does not run, and MachineError if it belongs to another
+    user.
+    """
+    folder = Path(run.folder)
+    if run.state not in MAY_HAVE_RANKS:
+        raise InputError(f"{folder}: is not running: {run.state}")
+    if not trust.is_own(folder):
+        raise MachineError(f"{folder}: belongs to another user")
+    has_begun = run.state is State.running
+    attempt = attempts.owner(folder) if has_begun else attempts.newest(folder)
+    hosts = attempts.hosts(attempt) if attempt else {}
+    answers = positions.ask(folder, hosts)
+    lines = positions.lines_of(answers, hosts)
+    print("\n".join(map(printable, lines)))
+    told |= {"run": run.folder, "lines": lines, "ranks": answers}
+    return EXIT_DONE
 
 
 def cancel_all(folders: Sequence[Path], runs: Sequence[Run]) -> int:

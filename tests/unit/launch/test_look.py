@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.errors import InputError, MachineError
-from recipes.core.launch import look, run_commands
+from recipes.core.launch import run_commands
 from tests import helpers
 
 
@@ -19,7 +19,7 @@ def test_a_run_that_does_not_run_or_belongs_to_another_user_is_refused(
     helpers.attempt(tmp_path / "run", process={"place": "elsewhere"}, step=None)
     with pytest.raises(InputError, match=r"/run: is not running: lost$"):
         run_commands.command(words, tmp_path, {})
-    monkeypatch.setattr(look, "RUNNING", ("lost",))
-    monkeypatch.setattr(look.trust, "is_own", lambda path: False)
+    monkeypatch.setattr(run_commands, "MAY_HAVE_RANKS", ("lost",))
+    monkeypatch.setattr(run_commands.trust, "is_own", lambda path: False)
     with pytest.raises(MachineError, match=r"/run: belongs to another user$"):
         run_commands.command(words, tmp_path, {})
