@@ -169,15 +169,12 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
     if settings.job.forget:
         bad_nodes.forget(ROOT, settings.job.forget)
     runs = submit.submit(job, python, settings.run.run_dir)
-    job_id = runs[0].job_id.partition("_")[0]
+    job_id = runs[0].job.partition("_")[0]
     print(f"job {job_id}: submitted")
-    told |= {
-        "job": job_id,
-        "runs": [{"job": run.job_id, "run_dir": run.run_dir, "log": run.log} for run in runs],
-    }
+    told |= {"job": job_id, "runs": list(map(dataclasses.asdict, runs))}
     if job.elements:
         for run, words in zip(runs, job.elements, strict=True):
-            print(f"{run.job_id}: {shlex.join(words)}")
+            print(f"{run.job}: {shlex.join(words)}")
         folders = shlex.join(str(run.run_dir) for run in runs)
         print(f"table of the runs: python -m recipes.report {folders}")
     else:

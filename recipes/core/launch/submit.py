@@ -31,9 +31,9 @@ from recipes.core.slurm import client, environment, jobstate
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job, or an element of a job array, that Slurm has accepted."""
+    """A job, or an element of a job array, that Slurm has accepted. job: its ID."""
 
-    job_id: str
+    job: str
     run_dir: Path
     log: Path  # the output of the batch script and of all ranks
 
@@ -181,7 +181,7 @@ def wait(runs: Sequence[Submitted]) -> int:
 
 def _wait(submitted: Submitted, show: bool) -> int:
     """Waits for one job to end and returns its exit status. show: whether to print its log."""
-    job_id = submitted.job_id
+    job_id = submitted.job
     job = _wait_for_end(job_id, submitted.log if show else None)
     if job and job.never_starts:
         print(
@@ -244,6 +244,6 @@ def _status(submitted: Submitted) -> dict[str, Any]:
     """
     for run_dir in (submitted.run_dir, submitted.run_dir / directory.EVALUATION):
         launch = str(attempts.facts(run_dir).get("launch"))
-        if launch.startswith(f"{submitted.job_id}."):
+        if launch.startswith(f"{submitted.job}."):
             return directory.read_status(run_dir)
     return {}

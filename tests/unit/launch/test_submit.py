@@ -36,7 +36,7 @@ def test_the_run_directory_has_the_script_and_the_description(
     monkeypatch.setenv("SBATCH_PARTITION", "theirs")
     job = describe("data_dir=/$(touch canary)", "nodes=2", "partition=gpu", root=tmp_path)
     [submitted] = submit.submit(job, sys.executable, "")
-    assert submitted.job_id == "7"
+    assert submitted.job == "7"
     assert submitted.run_dir == tmp_path / "runs" / "mnist" / "7"
     text = (submitted.run_dir / "job.sh").read_text()
     [script] = [
@@ -71,7 +71,7 @@ def test_the_id_of_an_array_is_that_of_the_line_of_sbatch(tmp_path: Path, stubs:
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo 'Site news: job 42 was the last one'; echo Submitted batch job 7")
     job = describe("sweep.lr=0.1,0.2", root=tmp_path)
-    assert [run.job_id for run in submit.submit(job, sys.executable, "")] == ["7_0", "7_1"]
+    assert [run.job for run in submit.submit(job, sys.executable, "")] == ["7_0", "7_1"]
 
 
 PARTITIONS = """\
@@ -176,7 +176,7 @@ def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_cancelled(
     stubs.add("squeue", 'echo "6 other"; echo "7 $(cat $NOTES/mark)"')
     stubs.add("scancel", "")
     [submitted] = submit.submit(describe(root=tmp_path), sys.executable, "")
-    assert submitted.job_id == "8"
+    assert submitted.job == "8"
     assert stubs.calls("scancel") == [["7"]]
     assert len(stubs.calls("sbatch")) == 2
 
