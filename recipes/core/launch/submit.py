@@ -176,7 +176,7 @@ def wait(runs: Sequence[Submitted]) -> int:
     Returns the first exit status that is not 0, else 0.
     """
     codes = [_wait(run, show=len(runs) == 1) for run in runs]
-    return next((code for code in codes if code), EXIT_DONE)
+    return next(filter(None, codes), EXIT_DONE)
 
 
 def _wait(submitted: Submitted, show: bool) -> int:

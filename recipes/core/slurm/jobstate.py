@@ -169,8 +169,10 @@ def describe(job: Job) -> str:
 
 def with_advice(reason: str) -> str:
     """Slurm's reason for a pending job, and what it means if `ADVICE` knows it."""
-    advice = next((text for pattern, text in ADVICE.items() if re.fullmatch(pattern, reason)), "")
-    return f"{reason}: {advice}" if advice else reason
+    for pattern, advice in ADVICE.items():
+        if re.fullmatch(pattern, reason):
+            return f"{reason}: {advice}"
+    return reason
 
 
 def parse(text: str) -> list[Job]:
