@@ -149,7 +149,7 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
         )
     if dataset == "imagenet":
         datasets.find_imagenet(folder)
-    for known in (datasets.MNIST, datasets.CIFAR10, datasets.TEXT):
+    for known in (datasets.MNIST, datasets.CIFAR10, datasets.TEXT, datasets.DIALOGUES):
         if known.name == dataset:
             datasets.find_files(known, folder)
     return ""

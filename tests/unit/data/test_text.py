@@ -435,9 +435,11 @@ def test_the_text_that_is_made_in_memory_is_the_same_everywhere() -> None:
             assert noun.endswith("s") != verb.endswith("s")
 
 
-def test_a_job_without_its_text_is_not_submitted(tmp_path: Path) -> None:
-    settings = command_line.parse(["recipe=gpt", f"data_dir={tmp_path}"], environ={})
-    with pytest.raises(InputError, match=r"lacks index\.json .*python -m recipes\.prepare text"):
+@pytest.mark.parametrize(("recipe", "dataset"), [("gpt", "text"), ("llm", "dialogues")])
+def test_a_job_without_its_text_is_not_submitted(tmp_path: Path, recipe: str, dataset: str) -> None:
+    settings = command_line.parse([f"recipe={recipe}", f"data_dir={tmp_path}"], environ={})
+    lacking = rf"lacks index\.json .*python -m recipes\.prepare {dataset}"
+    with pytest.raises(InputError, match=lacking):
         checks.find_data(settings, ROOT, tmp_path)
 
 
