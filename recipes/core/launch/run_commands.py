@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,10 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
     return EXIT_DONE
 
 
-def _reader(jobs: Mapping[str, client.Line] | None) -> Callable[[Path], Run]:
-    """`read` of a folder. jobs: of `client.mine`."""
-    return functools.partial(read, jobs=jobs, cluster=_cluster(jobs))
+def _reader(jobs: Mapping[str, client.Line] | None) -> "functools.partial[Run]":
+    """`read` of a folder, on this cluster. jobs: of `client.mine`."""
+    cluster = "" if jobs is None else client.cluster_name()
+    return functools.partial(read, jobs=jobs, cluster=cluster)
 
 
 def show(words: Sequence[str], root: Path) -> int:
@@ -107,10 +108,8 @@ def show(words: Sequence[str], root: Path) -> int:
         raise InputError(f"--sort={shown(sort)}: must be one of {', '.join(fields)}")
     if "--ledger" in words:
         return show_ledger(find(names, root), "--json" in words)
-    jobs = client.mine()
-    cluster = _cluster(jobs)
+    of_run = _reader(client.mine())
     while True:
-        of_run = functools.partial(read, jobs=jobs, cluster=cluster)
         runs = table.read_each(find(names, root), of_run)
         if "--failed" in words:
             runs = [run for run in runs if run.state in UNFINISHED]
@@ -125,7 +124,7 @@ def show(words: Sequence[str], root: Path) -> int:
             return EXIT_DONE
         print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
         time.sleep(WATCH_S)
-        jobs = client.mine()
+        of_run = functools.partial(of_run, jobs=client.mine())
 
 
 def show_ledger(folders: Sequence[Path], as_json: bool) -> int:
@@ -143,11 +142,6 @@ def show_ledger(folders: Sequence[Path], as_json: bool) -> int:
         lines = table.aligned([[name, *line] for name, line in cells])
     print("\n".join(lines))
     return EXIT_DONE
-
-
-def _cluster(jobs: Mapping[str, client.Line] | None) -> str:
-    """The name of this cluster; "" if Slurm does not answer. jobs: `client.mine`."""
-    return "" if jobs is None else client.cluster_name()
 
 
 def _sortable(value: Any) -> tuple[bool, Any]:
