@@ -102,7 +102,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
                 _words(settings),
                 root=str(repository),
                 code=str(code),
-                log=job.log if job else None,
+                log=job.log,
                 options=jobs.options_of(job),
             )
     spec, variables = _resolve(settings, code, job, {**environ, **exported})
@@ -126,7 +126,7 @@ def _words(settings: Settings) -> list[str]:
 
 
 def _resolve(
-    settings: Settings, code: Path, job: Job | None, environ: Environ
+    settings: Settings, code: Path, job: Job, environ: Environ
 ) -> tuple[Spec, dict[str, str]]:
     """What the ranks run, and the variables to export for them. code: the folder in which they
     start. environ: that of the ranks. Raises ConfigError and MachineError.
@@ -138,7 +138,7 @@ def _resolve(
         python = unpack.on_all_nodes(settings.run.environment, bool(image), environ)
         inside = ["env", "-C", str(code), python]
     by_clock = _is_by_clock(settings, job)
-    if by_clock and job and job.left_s:
+    if by_clock and job.left_s:
         exported |= environment.with_end_time(time.time() + job.left_s)
     variables = profiles.env_variables(settings.run.network, settings.job.cluster)
     spec = Spec(settings, tuple(_words(settings)), variables, tuple(step), tuple(inside), by_clock)
@@ -148,15 +148,14 @@ def _resolve(
     return spec, exported
 
 
-def _open_attempt(settings: Settings, run_dir: Path, job: Job | None, environ: Environ) -> Attempt:
+def _open_attempt(settings: Settings, run_dir: Path, job: Job, environ: Environ) -> Attempt:
     """Opens the attempt of this start of the job. Raises ConfigError if the job may not use the run
     directory.
     """
     folder = run_dir
     if settings.config.evaluate:
         folder = directory.inside(run_dir, directory.EVALUATION)
-    submitted = job.submitted if job else None
-    attempt = attempts.open_next(folder, settings.recipe, environ, submitted=submitted)
+    attempt = attempts.open_next(folder, settings.recipe, environ, submitted=job.submitted)
     repository = source.home(ROOT)
     problem = ""
     if not attempt.number and snapshot.was_begun(
@@ -180,34 +179,33 @@ def _open_attempt(settings: Settings, run_dir: Path, job: Job | None, environ: E
     return attempt
 
 
-def _is_of_earlier_job(attempt: Attempt, job: Job | None, environ: Environ) -> bool:
+def _is_of_earlier_job(attempt: Attempt, job: Job, environ: Environ) -> bool:
     """Whether the attempts before this one are older than this job: its ID was used before, and it
     was never requeued.
     """
-    start = jobstate.moment(job.start) if job else None
+    start = jobstate.moment(job.start)
     if not attempt.number or environment.restarts(environ) or not start:
         return False
     first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
     return float(first) < start - SKEW_S
 
 
-def _restrict_log(job: Job | None, umask: int) -> None:
+def _restrict_log(job: Job, umask: int) -> None:
     """Applies the umask to the log of the job, which Slurm has made with the umask of the user's
     shell.
     """
-    logs = (job.log, job.error_log) if job else ()
-    for path in map(Path, logs):
+    for path in map(Path, (job.log, job.error_log)):
         with contextlib.suppress(OSError):
             if path.is_file():  # not /dev/null
                 path.chmod(path.stat().st_mode & ~umask)
 
 
-def _prepare_program(settings: Settings, attempt: Attempt, job: Job | None) -> None:
+def _prepare_program(settings: Settings, attempt: Attempt, job: Job) -> None:
     """Writes the stop note of a program's job, and what is saved. Raises ConfigError if the keys do
     not fit the tasks.
     """
     through = jobs.through(settings)
-    per_node = job.options.get("ntasks-per-node", "1") if job else "1"
+    per_node = job.options.get("ntasks-per-node", "1")
     if through and per_node != "1":  # a ready script may start several tasks per node
         raise ConfigError(
             f"through={through}: starts one task per node, but this job has {per_node} tasks per "
@@ -215,7 +213,7 @@ def _prepare_program(settings: Settings, attempt: Attempt, job: Job | None) -> N
             "all ranks of a node"
         )
     with files.writing_to(attempt.run_dir, "run_dir"):
-        before_s = jobs.notice_s(settings, job.limit_s if job else None)
+        before_s = jobs.notice_s(settings, job.limit_s)
         stop_note.write(attempt, stop_note.StopNote(before_s=before_s))
         saves.note(attempt, settings.config.saves)
 
@@ -245,12 +243,11 @@ def ask_to_stop(recipe: str, name: str, environ: Environ) -> int:
     return EXIT_DONE
 
 
-def _is_by_clock(settings: Settings, job: Job | None) -> bool:
+def _is_by_clock(settings: Settings, job: Job) -> bool:
     """Whether the ranks stop by the clock: the script's signal would stop a job of a few minutes at
     its start. A program of the user receives that signal itself.
     """
-    is_short = job is not None and job.is_short
-    if not settings.run.stop_before_s or not is_short or jobs.is_program(settings):
+    if not settings.run.stop_before_s or not job.is_short or jobs.is_program(settings):
         return False
     say(
         f"{settings.recipe}: this job has only a few minutes: it ignores SIGUSR2, which comes too "
@@ -300,8 +297,9 @@ def step_ended(
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
     # what Slurm does next, if it ends this job: cancelled, preempted, requeued, time limit
-    job = None if attempt.has_begun else client.own(environ)
-    by_slurm = job.after_start(environment.restarts(environ)) if job else None
+    by_slurm = None
+    if not attempt.has_begun:
+        by_slurm = client.own(environ).after_start(environment.restarts(environ))
 
     outcome = judge.close(attempt, judge.End(srun_status, stopped=by_slurm is not None))
     after = ""

@@ -107,8 +107,7 @@ def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str
     """
     job_id = environment.job_id(environ)
     count = requeues(run_dir, environ)
-    job = client.own(environ)
-    options = job.options if job else {}
+    options = client.own(environ).options
     excluded = ",".join(filter(None, (options.get("exclude"), bad)))
     by_hand = f"submit the job with exclude={excluded} (sbatch: --exclude={excluded})"
     if count >= most:

@@ -88,12 +88,12 @@ def write_description(run_dir: Path, description: Mapping[str, object]) -> None:
     trust.write_own(run_dir / "job.yaml", json.dumps(description, indent=1).encode() + b"\n")
 
 
-def options_of(job: jobstate.Job | None) -> list[str]:
+def options_of(job: jobstate.Job) -> list[str]:
     """Options of sbatch that submit a ready script again as this job: its size, time and partition.
 
     [] for a job of launch.py, whose script has them, and if the job is not known.
     """
-    if not job or Path(job.script).parent.name == "submitit":
+    if not job.id or Path(job.script).parent.name == "submitit":
         return []
     options = {"gpus-per-node": "0", **job.options}
     return [f"--{name}={options[name]}" for name in OF_SUBMISSION if name in options]

@@ -330,9 +330,9 @@ def on_each_node(environ: Environ, nodes: Sequence[str] = ()) -> list[str]:
         command += [f"--nodelist={','.join(nodes)}", "--overlap"]
     command += ["--export=ALL", "--wait=60", "--mem=0"]
     command.append(f"--cpus-per-task={environment.cpus_per_task(environ) or 1}")
-    job = own(environ)
-    if job and job.all_gpus:
-        command.append(f"--gpus={job.all_gpus}")
+    all_gpus = own(environ).all_gpus
+    if all_gpus:
+        command.append(f"--gpus={all_gpus}")
     # on a node that does not see the folder, srun alone would start the task in /tmp
     return [*command, "env", "-C", str(ROOT)]
 
@@ -358,14 +358,17 @@ def find(job_id: str, timeout_s: float = ANSWER_S) -> Job | None:
     return next(iter(show(job_id, timeout_s)), None)
 
 
-def own(environ: Environ) -> Job | None:
-    """The job of this process; None outside a job, or if the controller does not answer."""
+def own(environ: Environ) -> Job:
+    """The job of this process; one without ID and state outside a job, or if the controller does
+    not answer.
+    """
     job_id = environment.allocation_id(environ)
+    jobs: list[Job] = []
     if job_id:
         with contextlib.suppress(MachineError):
-            # by its own number, since the variables of an array may belong to another job
-            return next((job for job in show(job_id) if job.number == job_id), None)
-    return None
+            jobs = show(job_id)
+    # by its own number, since the variables of an array may belong to another job
+    return next((job for job in jobs if job.number == job_id), Job("", ""))
 
 
 def seconds_left(environ: Environ) -> float | None:

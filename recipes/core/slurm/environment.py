@@ -42,18 +42,18 @@ OF_LAUNCHERS = re.compile(
 )
 
 
-def left_over(environ: Environ, job: Job | None) -> list[str]:
+def left_over(environ: Environ, job: Job) -> list[str]:
     """The variables of an array, a heterogeneous job or a requeue that belong to the outer job, not
     to this job.
 
     The outer job is the job in which this job was submitted. sbatch passes these variables on (seen
     with Slurm 22.05). With them, this job would use the run directory of the outer job and would
-    not be requeued, or its step would not start. job: this one; None if Slurm does not describe it.
+    not be requeued, or its step would not start. job: this one, see `client.own`.
     """
     patterns = []
-    if job and not job.is_array:
+    if job.id and not job.is_array:
         patterns.append("SLURM_ARRAY_.*")
-    if job and not job.restarts:
+    if job.id and not job.restarts:
         patterns.append("SLURM_RESTART_COUNT")
     if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ.get("SLURM_JOB_ID"):
         patterns.append(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+")
