@@ -41,7 +41,6 @@ from recipes.core.data import cifar10, datasets
 from recipes.core.data.packed import write
 from recipes.core.data.progress import progress
 from recipes.core.errors import (
-    EXIT_CONFIG,
     EXIT_DONE,
     EXIT_MACHINE,
     ConfigError,
@@ -160,12 +159,9 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
         recipe = work(chosen, data_dir)
         _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
         return EXIT_DONE
-    except (ConfigError, InputError) as error:
+    except (ConfigError, InputError, MachineError) as error:
         message = str(error)
-        status = EXIT_CONFIG
-    except MachineError as error:
-        message = str(error)
-        status = EXIT_MACHINE
+        status = error.exit_status
     except OSError as error:
         message = f"{error.filename or 'data_dir'}: {error.strerror or error}"
         status = EXIT_MACHINE

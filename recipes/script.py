@@ -25,10 +25,8 @@ from recipes.conf.script import Config, StopSignal
 from recipes.core import files, trust
 from recipes.core.config.run_keys import Device
 from recipes.core.errors import (
-    EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_DONE,
-    EXIT_MACHINE,
     EXIT_REQUEUE,
     Hang,
     InputError,
@@ -355,7 +353,7 @@ if __name__ == "__main__":
     try:
         status = main(START)
     except (InputError, MachineError) as error:
-        status = EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
+        status = error.exit_status
         attempts.refuse(os.environ, status, str(error), START.ranks.rank)
         attempts.print_refusal(f"script: {error}", START.ranks.rank == 0)
     except Hang:

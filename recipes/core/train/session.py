@@ -24,10 +24,8 @@ from recipes.core import files, trust
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.errors import (
-    EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_DONE,
-    EXIT_MACHINE,
     EXIT_REQUEUE,
     InputError,
     MachineError,
@@ -107,7 +105,7 @@ def run(main: Main, start: Start) -> NoReturn:
                 # others wait for this one.
                 failure.leave(code)
     except (InputError, MachineError) as error:
-        code = EXIT_MACHINE if isinstance(error, MachineError) else EXIT_CONFIG
+        code = error.exit_status
         # Write the record first, since this rank may be ended as soon as another rank ends.
         attempts.refuse(os.environ, code, str(error), info.rank)
         attempts.print_refusal(f"{recipe}: {error}", info.rank == 0)
