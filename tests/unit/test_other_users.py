@@ -550,11 +550,13 @@ def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) ->
         "container: docker://evil",
         "cluster: x",
         "environment: x.tar",
+        "sweep.environment: x.tar",
+        "sweep.args: --x",
     ],
 )
 def test_a_file_of_keys_does_not_choose_what_runs(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys.yaml").write_text(f"lr: 0.1\n{line}\n")
-    name = line.partition(":")[0]
+    name = line.partition(":")[0].removeprefix("sweep.")
     with pytest.raises(ConfigError, match=f"sets {name}, which decides what runs"):
         command_line.parse(["recipe=toy", f"config={tmp_path}/keys.yaml"])
 
@@ -836,18 +838,20 @@ def test_a_model_is_not_written_into_a_run_of_another_user(tmp_path: Path) -> No
 
 
 @as_root
-@pytest.mark.parametrize("key", ["run_dir: mine", "umask: '022'", "force: true"])
+@pytest.mark.parametrize(
+    "key", ["run_dir: mine", "umask: '022'", "force: true", "sweep.force: true"]
+)
 def test_keys_of_another_user_choose_no_run_and_no_readers(tmp_path: Path, key: str) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"epochs: 3\n{key}\n")
-    words = [f"config={keys}"]
-    command_line.parse(words, recipe="toy")
+    words = ["recipe=toy", f"config={keys}"]
+    command_line.parse(words)
     os.chown(keys, STRANGER, STRANGER)
     with pytest.raises(ConfigError, match="which only your own file may set"):
-        command_line.parse(words, recipe="toy")
+        command_line.parse(words)
 
-    keys.write_text("epochs: 3\n")
-    assert command_line.parse(words, recipe="toy").config.epochs == 3
+    keys.write_text("epochs: 3\nsweep.lr: 0.1,0.2\n")
+    assert len(command_line.parse(words).sweep) == 2
 
 
 def test_check_copies_no_file_without_an_end(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def read(argv: Sequence[str]) -> Words:
             f"config={shown(from_file['config'])}: a config= file must not contain the key config; "
             "remove it"
         )
-    if chooses := sorted(NOT_IN_FILE & from_file.keys()):
+    if chooses := sorted(NOT_IN_FILE & _keys(from_file)):
         raise ConfigError(
             f"config={shown(file)}: sets {chooses[0]}, which decides what runs; "
             f"remove it, and give {chooses[0]}= itself"
@@ -60,7 +60,7 @@ def _from_file(file: Path, label: str) -> Words:
     file may set.
     """
     words = read_yaml(file, label)
-    own_only = sorted(ONLY_IN_OWN_FILE & words.keys())
+    own_only = sorted(ONLY_IN_OWN_FILE & _keys(words))
     if not own_only:
         return words
     try:
@@ -73,6 +73,11 @@ def _from_file(file: Path, label: str) -> Words:
             f"{label}: sets {name}, which only your own file may set ({shown(error, 300)}); "
             f"remove it, and give {name}= itself"
         ) from None
+
+
+def _keys(words: Words) -> set[str]:
+    """The keys that ``words`` set, also as a sweep."""
+    return {name.removeprefix("sweep.") for name in words}
 
 
 def read_yaml(file: Path, label: str) -> Words:
