@@ -839,7 +839,8 @@ def test_a_model_is_not_written_into_a_run_of_another_user(tmp_path: Path) -> No
 
 @as_root
 @pytest.mark.parametrize(
-    "key", ["run_dir: mine", "umask: '022'", "force: true", "sweep.force: true"]
+    "key",
+    ["run_dir: mine", "umask: '022'", "force: true", "sweep.force: true", "keep_best: false"],
 )
 def test_keys_of_another_user_choose_no_run_and_no_readers(tmp_path: Path, key: str) -> None:
     keys = tmp_path / "keys.yaml"

@@ -26,8 +26,17 @@ NOT_IN_FILE = {
     "extra",
     "cluster",
 }
-# It may be another user's, who does not decide which files are written and who reads them.
-ONLY_IN_OWN_FILE = {"run_dir", "force", "umask"}
+# It may be another user's, who does not decide which files are written or deleted, or who learns
+# of the run.
+ONLY_IN_OWN_FILE = {
+    "run_dir",
+    "force",
+    "umask",
+    "keep_checkpoints",
+    "keep_every_steps",
+    "keep_best",
+    "mail",
+}
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
 Words = dict[str, str]  # values by name, as text
