@@ -21,8 +21,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/runs.py",
-        "is_copy = is_moved and",
-        "is_copy = False and",
+        "if each not in copied]",
+        "]",
         "cancelling a copy of a run cancels the job of the run",
         "tests/unit/launch/test_runs.py",
     ),

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from recipes import export, predict, prepare
-from recipes.core import errors, trust
+from recipes.core import errors, files, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data import hub, labelled, pillow, text
@@ -44,6 +44,7 @@ from recipes.core.run import (
     table,
 )
 from recipes.core.run.record import State
+from recipes.core.slurm.client import Line
 from recipes.core.train import causal, checkpoint, resume, session, trained
 from tests import helpers
 
@@ -665,6 +666,25 @@ def test_resume_takes_its_words_from_a_file_of_this_user(tmp_path: Path) -> None
             run_commands.to_resume(run, [])
 
 
+def test_a_copy_of_another_users_run_names_no_script_job_or_process(tmp_path: Path) -> None:
+    """The copy belongs to this user, and its author knew its path."""
+    copy = tmp_path / "copy"
+    theirs = tmp_path / "theirs"
+    jobs.record(theirs, b"#!/bin/bash\n", "7", "toy; x", [])
+    attempt = attempts.open_next(theirs, "toy", {"SLURM_JOB_ID": "8"})
+    for path in (theirs / "job.yaml", attempt.folder / "opened.json"):
+        path.write_text(path.read_text().replace(str(theirs), str(copy)))
+    shutil.copytree(theirs, copy)
+    running = Line("RUNNING", "", "node1", 60.0, False, "")
+    run = runs.read(copy, {"7": running, "8": running})
+    assert (run.job, run.state) == ("", State.lost)
+    fix = f"python launch.py 'recipe=toy; x' run_dir={copy}"
+    with pytest.raises(MachineError, match=f"was copied here.*{fix}"):
+        run_commands.to_resume(run, [])
+    with pytest.raises(MachineError, match="was copied here"):
+        run_commands.resume(run, [])
+
+
 def test_a_submission_makes_no_folder_with_an_inherited_list(tmp_path: Path) -> None:
     set_list(tmp_path, 7, 7, 7, 0, kind="default")
     with umask(0o077):
@@ -737,8 +757,9 @@ def test_a_run_that_cannot_be_read_costs_no_other_run(
 ) -> None:
     for name in ("a", "b"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
-    facts = tmp_path / "runs/a/attempts/0000/opened.json"
-    facts.write_text('{"process": "x"}')
+    run_dir = tmp_path / "runs/a"
+    marked = {"process": "x", **directory.mark(run_dir)}
+    files.write_json(run_dir / "attempts/0000/opened.json", marked)
     assert run_commands.show([], tmp_path) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2  # the head and the other run
@@ -764,10 +785,10 @@ def test_a_run_that_cannot_be_read_is_no_success(
     monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
     for name in ("a", "b"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
-    (tmp_path / "runs/b/attempts/0000/opened.json").write_text('{"process": "x", "recipe": "toy"}')
-    (tmp_path / "runs/b/status.json").write_text(
-        '{"state": "running", "step": 1, "updated": -1e300}'
-    )
+    run_dir = tmp_path / "runs/b"
+    opened = {"process": "x", "recipe": "toy", **directory.mark(run_dir)}
+    files.write_json(run_dir / "attempts/0000/opened.json", opened)
+    (run_dir / "status.json").write_text('{"state": "running", "step": 1, "updated": -1e300}')
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
         run_commands.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path, {})
 

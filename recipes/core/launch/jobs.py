@@ -17,6 +17,7 @@ from recipes.core.config import job_keys, profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
+from recipes.core.run import directory
 from recipes.core.slurm import jobstate, script
 
 GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
@@ -69,10 +70,8 @@ def record(
     # The atomic rename replaces a symbolic link that another user may have planted.
     trust.write_own(run_dir / "job.sh", text)
     real = os.path.realpath(run_dir)
-    write_description(
-        run_dir,
-        {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real, **more},
-    )
+    of_job = {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real}
+    write_description(run_dir, {**of_job, **directory.mark(run_dir), **more})
     runs = os.path.realpath(f"{more.get('root')}/runs")
     if "root" in more and not Path(real).is_relative_to(runs):
         link = Path(runs) / "jobs" / job_id  # with which the job is found by its ID

@@ -28,7 +28,7 @@ from recipes.core.errors import (
 )
 from recipes.core.launch.jobs import write_description
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, in_use, ledger, positions, record, table
+from recipes.core.run import command_line, directory, in_use, ledger, positions, record, table
 from recipes.core.run.record import State
 from recipes.core.slurm import client
 from recipes.core.launch.runs import Run, find, read
@@ -294,7 +294,8 @@ def cancel(run: Run) -> str:
     if problem:
         raise MachineError(f"{_short(run.folder)}: {problem}")
     facts = attempts.facts(Path(run.folder))
-    if in_use.is_running(facts) and not facts.get("job"):
+    is_own = directory.is_marked(Path(run.folder), facts)
+    if is_own and in_use.is_running(facts) and not facts.get("job"):
         pid = facts["process"]["pid"]
         os.kill(pid, signal.SIGTERM)
         return f"process {pid} was asked to save and end"
@@ -317,8 +318,8 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
         )
     if not described or not (folder / "job.sh").is_file():
         raise InputError(
-            f"{_short(run.folder)}: was not submitted to Slurm: start it again with: "
-            f"python -m recipes.{run.recipe} run_dir={shlex.quote(run.folder)}"
+            f"{_short(run.folder)}: was not submitted to Slurm: start it again with: python -m "
+            + shlex.join([f"recipes.{run.recipe}", f"run_dir={run.folder}"])
         )
     arguments = [str(word) for word in described.get("arguments") or ()]
     arguments += [f"run_dir={run.folder}", *words]  # of equal keys, the last one counts
@@ -338,7 +339,15 @@ def _own_description(folder: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise MachineError(f"{folder}/job.yaml: cannot be read ({one_line(error, 120)})") from None
-    return described if isinstance(described, dict) else {}
+    if not isinstance(described, dict):
+        return {}
+    if not directory.is_marked(folder, described):
+        words = shlex.join([f"recipe={described.get('recipe')}", f"run_dir={folder}"])
+        raise MachineError(
+            f"{folder}/job.yaml: was copied here, so job.sh is not executed: "
+            f"start the run again with: python launch.py {words}"
+        )
+    return described
 
 
 def resume(run: Run, arguments: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from recipes.core.errors import (
     next_of,
     shown,
 )
-from recipes.core.run import efficiency, in_use, ledger, outlook, record, rows, table
+from recipes.core.run import directory, efficiency, in_use, ledger, outlook, record, rows, table
 from recipes.core.run.record import Record, State
 from recipes.core.slurm import client, jobstate
 
@@ -101,20 +100,19 @@ def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = ""
     run = record.read(folder)
     # those of a run that is done are not needed
     facts = {} if run.state is State.done and run.job else run.facts
-    original = str(facts.get("run_dir") or run.job.get("run_dir") or run.folder)
-    is_moved = original != str(run.folder)
-    is_copy = is_moved and os.path.exists(original) and not os.path.samefile(original, run.folder)
-    of_files = (run.job.get("job_id"), facts.get("job"))
-    ids = [str(job_id) for job_id in of_files if job_id and not is_copy]
+    of_files = {"job_id": run.job, "job": facts}
+    copied = [each for each in of_files.values() if each and not directory.is_marked(folder, each)]
+    named = [each.get(name) for name, each in of_files.items() if each not in copied]
+    ids = [str(job_id) for job_id in named if job_id]
     elsewhere = facts.get("cluster") if cluster else ""
     if elsewhere and elsewhere != cluster:
         jobs = None
     lines = {job_id: jobs[job_id] for job_id in ids if jobs and job_id in jobs}
     job_id = outlook.newest(ids, {key: line.state in jobstate.ENDED for key, line in lines.items()})
     job = lines.get(job_id)
-    alive = False if is_copy else in_use.is_running(facts)
+    alive = False if facts in copied else in_use.is_running(facts)
     state, note = in_queue(run, job, alive, bool(ids), jobs is not None)
-    notes = [note, f"a copy of {original}" if is_copy else ""]
+    notes = [note, f"a copy of {copied[0].get('run_dir')}" if copied else ""]
     if state is State.unknown and elsewhere:
         notes = [f"its job is on cluster {elsewhere}"]
 

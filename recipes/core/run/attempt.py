@@ -189,6 +189,7 @@ def describe(
     content = {
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
+        **directory.mark(attempt.run_dir),
         "launch": opened.get("launch") or launch or directory.launch_id(environ),
         "job": job or None,
         "cluster": environment.cluster(environ) if job else None,  # None: outside Slurm

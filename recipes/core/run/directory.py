@@ -98,6 +98,18 @@ def inside(run_dir: Path, name: str) -> Path:
     return run_dir / name if (run_dir / "config.yaml").exists() else run_dir
 
 
+def mark(run_dir: Path) -> dict[str, int]:
+    """For job.yaml and opened.json: binds them to their run directory. A copy has another inode,
+    which its author could not know, unlike its path.
+    """
+    return {"inode": run_dir.stat().st_ino}
+
+
+def is_marked(run_dir: Path, content: Mapping[str, Any]) -> bool:
+    """Whether a file with this content was written for ``run_dir``, and was not copied into it."""
+    return mark(run_dir).items() <= content.items()
+
+
 def results(run_dir: Path) -> str:
     """The result in ``summary.json`` as part of a line: val_top1, or the metric that selects the
     best checkpoint. "" if there is none.
