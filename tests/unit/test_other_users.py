@@ -37,6 +37,7 @@ from recipes.core.run import (
     directory,
     entry,
     logs,
+    outlook,
     record,
     resumed,
     rows,
@@ -45,6 +46,7 @@ from recipes.core.run import (
 )
 from recipes.core.run.record import State
 from recipes.core.slurm.client import Line
+from recipes.core.slurm.jobstate import Job
 from recipes.core.train import causal, checkpoint, resume, session, trained
 from tests import helpers
 
@@ -776,6 +778,34 @@ def test_a_log_of_another_user_is_escaped(
     os.chown(log, STRANGER, STRANGER)
     assert run_commands.logs(tmp_path, "0", False) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["first", r"\x1b]0;pwned\x07last"]
+
+
+@as_root
+@pytest.mark.parametrize("name", ["logs/rank0.log", "logs", "job.yaml"])
+def test_the_run_of_another_user_shows_no_private_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(os, "execvp", lambda *words: pytest.fail("tail"))
+    private = tmp_path / "private/rank0.log"
+    private.parent.mkdir()
+    private.write_text("secret\n")
+    run_dir = tmp_path / "theirs"
+    (run_dir / "logs").mkdir(parents=True)
+    if name == "logs":
+        (run_dir / name).rmdir()
+    if name == "job.yaml":
+        job = {"job_id": "7", "log": str(private), **directory.mark(run_dir)}
+        files.write_json(run_dir / name, job)
+    else:
+        (run_dir / name).symlink_to(private if "/" in name else private.parent)
+    for path in (run_dir, *run_dir.rglob("*")):
+        os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+    assert "secret" not in "".join(explain.of_run(run_dir))
+    job = Job("7", "RUNNING", error_log=str(private))
+    of_slurm = outlook.Outlook("7", job, True, "")
+    assert explain.batch_logs(record.read(run_dir), of_slurm) == []
+    with pytest.raises((InputError, MachineError), match=r"link of another user|has no logs"):
+        run_commands.logs(run_dir, "", False)
 
 
 @pytest.mark.parametrize("command", ["resume", "compare"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core.doctor.patterns import PATTERNS, Pattern
+from recipes.core import trust
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
@@ -189,9 +190,9 @@ def batch_logs(run: Record, slurm: outlook.Outlook) -> list[Path]:
     as it knows the job.
     """
     is_of_job = slurm.id and run.job.get("job_id") == slurm.id
-    named = [run.job.get("log")] if is_of_job else []
+    named = [record.log_of_job(run.folder, run.job)] if is_of_job else []
     named += [slurm.job.error_log] if slurm.job else []
-    return [Path(name) for name in named if name and Path(name).is_file()]
+    return [log for log in map(Path, named) if record.is_log_of(run.folder, log)]
 
 
 def of_logs(
@@ -211,7 +212,7 @@ def of_logs(
         name = str(file.relative_to(path)) if is_inside else _short(file)
         try:
             logs.append(read_log(file, name))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MachineError) as error:
             why = error
     if not logs and not reason:
         raise _unreadable(path, why)
@@ -228,11 +229,14 @@ def _logs_in(folder: Path) -> list[Path]:
 
 
 def read_log(path: Path, name: str) -> Log:
-    """The newest attempt in a regular file. Raises OSError and ValueError."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("not a regular file")
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
+    """The newest attempt in a regular file. Raises OSError, ValueError, and MachineError if another
+    user's link leads to it.
+    """
+    with open(path, "rb", opener=trust.without_links_of_others) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+        file.seek(max(0, status.st_size - MOST_BYTES))
         data = file.read(MOST_BYTES)
     # Without colours, which may separate words of a text. A progress bar ends its lines with a
     # carriage return.

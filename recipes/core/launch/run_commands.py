@@ -218,24 +218,25 @@ def compare(folders: Sequence[Path]) -> int:
 
 def logs(folder: Path, rank: str, follow: bool) -> int:
     """Shows the end of a log: of the batch script, or of one rank. Replaces this process by tail.
-    Raises InputError.
+    Raises InputError, and MachineError if another user's link leads to a file of a third.
 
     In a log of another user, control characters are escaped.
     """
     described = files.read_json(folder / "job.yaml")
-    log = Path(str(described.get("log") or ""))
-    if rank or not log.is_file():
+    log = Path(record.log_of_job(folder, described))
+    if rank or not record.is_log_of(folder, log):
         log = folder / "logs" / f"rank{rank or 0}.log"
     if not log.is_file():
         ranks = sorted(path.stem.removeprefix("rank") for path in log.parent.glob("rank*.log"))
         have = f"its ranks are {', '.join(ranks)}" if ranks else "it has no logs yet"
         raise InputError(f"{shown(folder)}: has no {shown(log.name)}: {have}")
-    is_own = trust.is_own(log) and trust.is_own(log, follow_symlinks=False)
+    log = trust.resolved(log, to_same_owner=True)
+    is_own = trust.is_own(log)
     if follow and not is_own:
         raise InputError(f"follow: {shown(log)} belongs to another user; leave out follow")
     print(f"==> {printable(str(log))} <==", flush=True)
     if not is_own:
-        with open(log, "rb", opener=files.without_links) as file:
+        with open(log, "rb", opener=trust.without_links_of_others) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
         print("\n".join(map(printable, lines[-40:])))

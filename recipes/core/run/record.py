@@ -190,6 +190,16 @@ class Record:
         return "; ".join(notes)
 
 
+def log_of_job(folder: Path, job: Mapping[str, Any]) -> str:
+    """The log that job.yaml names; "" if it was copied here. job: job.yaml of ``folder``."""
+    return str(job.get("log") or "") if directory.is_marked(folder, job) else ""
+
+
+def is_log_of(folder: Path, log: Path) -> bool:
+    """Whether the owner of a run may show this file: another user's job can name any file."""
+    return log.is_file() and log.stat().st_uid == folder.stat().st_uid
+
+
 def read(folder: Path) -> Record:
     """Reads a run directory. Raises InputError if a file of another user's is a link: it could lead
     to a file of this user, whose content would be printed.
