@@ -20,6 +20,7 @@ LOST_S = float(IDLE_S + PROBE_S * PROBES)  # a node that does not answer for thi
 LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 LONGEST = 16  # bytes of a rank's number
 CONNECT_S = 60.0
+UNKNOWN = 64  # connections at the same time that have not sent a rank
 
 
 class NodeLinks:
@@ -43,7 +44,7 @@ class NodeLinks:
         with server, selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                for key, _ in selector.select()[:1]:  # it may close another one
                     if key.fileobj is not server:
                         self._read(selector, key, world_size)
                         continue
@@ -52,10 +53,10 @@ class NodeLinks:
                     except OSError:  # it has ended already, or too many files are open
                         time.sleep(1.0)
                         continue
-                    if len(selector.get_map()) > world_size:  # of strangers
-                        connection.close()
-                        continue
                     _keep_alive(connection)
+                    unknown = _of_rank(selector, None)
+                    if len(unknown) > UNKNOWN:
+                        _close(selector, unknown[1])  # after the server: the oldest stranger
                     selector.register(connection, selectors.EVENT_READ)
 
     def _read(
@@ -73,14 +74,18 @@ class NodeLinks:
             if error.errno in LOST and key.data:
                 self.lost.add(key.data)
         if text.isdigit() and not key.data and 0 < int(text) < world_size:
-            self.lost.discard(int(text))
-            selector.modify(connection, selectors.EVENT_READ, int(text))
+            rank = int(text)
+            self.lost.discard(rank)
+            for old in _of_rank(selector, rank):  # of a stranger, or before the network was lost
+                _close(selector, old)
+            selector.modify(connection, selectors.EVENT_READ, rank)
         else:
-            selector.unregister(connection)
-            connection.close()
+            _close(selector, key)
 
     def _connect(self, host: str, port: int, rank: int) -> None:
-        """Connects again if the network was lost only for some time."""
+        """Connects again if the network was lost only for some time, or if a stranger took this
+        rank. If rank 0 has ended, nobody listens.
+        """
         while True:
             try:
                 link = socket.create_connection((host, port), CONNECT_S)
@@ -96,11 +101,21 @@ class NodeLinks:
                 try:
                     link.sendall(str(rank).encode())
                     link.recv(1)
-                    return  # rank 0 has ended
                 except OSError as error:
-                    if error.errno not in LOST:
-                        return
-                    self.lost.add(0)
+                    if error.errno in LOST:
+                        self.lost.add(0)
+            time.sleep(PROBE_S)
+
+
+def _of_rank(selector: selectors.BaseSelector, rank: int | None) -> list[selectors.SelectorKey]:
+    """The connections of a rank, oldest first. None: the server, and those that sent no rank."""
+    return [key for key in selector.get_map().values() if key.data == rank]
+
+
+def _close(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    selector.unregister(key.fileobj)
+    assert isinstance(key.fileobj, socket.socket)
+    key.fileobj.close()
 
 
 def _keep_alive(connection: socket.socket) -> None:

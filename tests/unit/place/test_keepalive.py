@@ -4,6 +4,7 @@ node.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from recipes.core.place import keepalive
 from recipes.core.place.keepalive import NodeLinks
 from tests import helpers, namespaces
 
@@ -113,3 +115,27 @@ def test_strangers_are_ignored() -> None:
         with pytest.raises(TimeoutError):
             rank.recv(1)
     assert links.lost == set()
+
+
+def test_strangers_take_no_place_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepalive, "PROBE_S", 1)
+    port = NodeLinks().listen(2)
+
+    def connected() -> socket.socket:
+        return stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+
+    with contextlib.ExitStack() as stack:
+        strangers = [connected() for _ in range(keepalive.UNKNOWN + 1)]
+        rank = connected()
+        rank.sendall(b"1")
+        assert strangers[0].recv(1) == b""
+        rank.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            rank.recv(1)
+
+        NodeLinks().connect("127.0.0.1", port, 1)
+        rank.settimeout(5)
+        assert rank.recv(1) == b""
+        stranger = connected()
+        stranger.sendall(b"1")  # takes the rank, until its node connects again
+        assert stranger.recv(1) == b""
