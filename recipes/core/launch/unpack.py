@@ -7,8 +7,10 @@ python -m recipes.core.launch.unpack prepare FOLDER           status 1: it is no
 python -m recipes.core.launch.unpack unpack FOLDER ARCHIVE    each runs once on each node
 """
 
+import contextlib
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import time
 from pathlib import Path
 
 from recipes.core import errors, files, trust
-from recipes.core.errors import EXIT_DONE, ConfigError, MachineError
+from recipes.core.errors import EXIT_DONE, EXIT_MACHINE, ConfigError, MachineError
 from recipes.core.run.logs import say
 from recipes.core.slurm import client, environment
 from recipes.core.variables import Environ
@@ -40,10 +42,13 @@ def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
         raise MachineError(f"environment={archive}: {error.strerror}") from None
     version = f"{archive} {status.st_size} {status.st_mtime_ns}"
     digest = hashlib.sha256(version.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir(), f"recipes-{os.getuid()}", f"environment-{digest}")
     began = time.monotonic()
     failed = f"environment={archive}: was not unpacked: the lines above say why"
-    prepared = _on_each_node(environ, "prepare", folder)
+    for parent in _folders():
+        folder = parent / f"environment-{digest}"
+        prepared = _on_each_node(environ, "prepare", folder)
+        if prepared != EXIT_MACHINE:
+            break
     if prepared not in (EXIT_DONE, MISSING):
         raise MachineError(failed)
     if prepared == MISSING:
@@ -56,6 +61,18 @@ def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
             raise MachineError(failed)
         say(f"environment: {archive} is unpacked in {folder} ({time.monotonic() - began:.0f} s)")
     return str(folder / PYTHON)
+
+
+def _folders() -> list[Path]:
+    """Folders for environments, the usual one first. On a node where another user has made it, the
+    job uses one whose name nobody can know in advance, and later jobs use it too.
+    """
+    usual = Path(tempfile.gettempdir(), f"recipes-{os.getuid()}")
+    own = list[Path]()
+    for folder in sorted(usual.parent.glob(f"{usual.name}-*")):
+        with contextlib.suppress(MachineError):
+            own.append(trust.private_folder(folder))
+    return [usual, *own[:1], usual.with_name(f"{usual.name}-{secrets.token_hex(8)}")]
 
 
 def _on_each_node(environ: Environ, step: str, *paths: Path) -> int:

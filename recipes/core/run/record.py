@@ -190,7 +190,7 @@ class Record:
         return "; ".join(notes)
 
 
-def log_of_job(folder: Path, job: Mapping[str, Any]) -> str:
+def log_of_job(folder: Path, job: Json) -> str:
     """The log that job.yaml names; "" if it was copied here. job: job.yaml of ``folder``."""
     return str(job.get("log") or "") if directory.is_marked(folder, job) else ""
 

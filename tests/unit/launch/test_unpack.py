@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from recipes.core.errors import MachineError
+from recipes.core.errors import EXIT_MACHINE, MachineError
 from recipes.core.files import ROOT
 from recipes.core.launch import unpack
 from recipes.core.slurm import client
@@ -63,6 +65,27 @@ def test_a_node_that_refuses_the_folder_ends_the_job(
         monkeypatch.setattr(unpack, "_on_each_node", lambda *words, status=status: status)
         with pytest.raises(MachineError, match="was not unpacked"):
             unpack.on_all_nodes(str(archive), False, {"SLURM_JOB_ID": "7"})
+
+
+def test_a_planted_name_stops_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "environment.tar"
+    with tarfile.open(archive, "w") as file:
+        file.add(__file__, unpack.PYTHON)
+
+    def on_this_node(environ: Any, *words: Any) -> int:
+        try:
+            return unpack.main([*map(str, words)])
+        except MachineError:
+            return EXIT_MACHINE
+
+    monkeypatch.setattr(unpack, "_on_each_node", on_this_node)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    planted = tmp_path / f"recipes-{os.getuid()}"
+    planted.touch()
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    python = unpack.on_all_nodes(str(archive), False, job)
+    assert Path(python).exists()
+    assert unpack.on_all_nodes(str(archive), False, job) == python
 
 
 def test_a_task_on_each_node_starts_in_the_folder_of_the_code() -> None:
