@@ -193,21 +193,27 @@ def resolved(path: Path, to_same_owner: bool = False) -> Path:
 
     to_same_owner: such a link is followed if what it leads to belongs to its owner.
     """
-    for _ in range(MOST_LINKS):
-        path = Path(os.path.abspath(path))
-        links = [place for place in (path, *path.parents) if place.is_symlink()]
-        if not links:
-            break
-        link = links[-1]
-        target = link.parent / os.readlink(link)
-        is_followed = is_own(link, follow_symlinks=False)
+    parts = list(reversed(Path(os.getcwd(), path).parts))
+    real = Path("/")
+    links = 0
+    while parts:
+        part = parts.pop()
+        if part == "..":  # of what a link before it leads to, as for the kernel
+            real = real.parent
+            continue
+        real /= part
+        if links == MOST_LINKS or not real.is_symlink():
+            continue
+        links += 1
+        target = real.parent / os.readlink(real)
+        is_followed = is_own(real, follow_symlinks=False)
         if not is_followed and to_same_owner:
-            is_followed = link.lstat().st_uid == target.lstat().st_uid
+            is_followed = real.lstat().st_uid == target.lstat().st_uid
         if not is_followed:
             fix = "copy the file or folder" if to_same_owner else "give the folder itself"
-            raise MachineError(f"{link}: is a link of another user; {fix}")
-        path = target / path.relative_to(link)
-    return path  # links in a circle: what makes the folder says what is wrong
+            raise MachineError(f"{real}: is a link of another user; {fix}")
+        parts += reversed(target.parts)
+    return real  # links in a circle: what makes the folder says what is wrong
 
 
 def without_links_of_others(path: str, flags: int) -> int:

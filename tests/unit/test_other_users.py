@@ -864,15 +864,23 @@ def test_copied_data_has_no_file_behind_a_link_of_another_user(tmp_path: Path) -
     (source / "file.txt").symlink_to(secret)
     (source / "folder").symlink_to(tmp_path)
     (source / "to_own.txt").symlink_to("own/a.txt")
+    # the kernel follows a link before the dots behind it
+    (source / "own/deeper").mkdir()
+    (source / "own/hop.txt").symlink_to(secret)
+    (source / "hop.txt").write_text("a text")
+    (source / "deeper").symlink_to("own/deeper")
+    (source / "dots.txt").symlink_to("deeper/../hop.txt")
+    (source / "dots_to_own.txt").symlink_to("deeper/../a.txt")
     for path in (source, *source.rglob("*")):
         os.lchown(path, STRANGER, STRANGER)
 
-    for name in ("file.txt", "folder/secret.txt"):
+    for name in ("file.txt", "folder/secret.txt", "dots.txt"):
         with pytest.raises(MachineError, match="is a link of another user"):
             list(text._documents(source / name))
         with pytest.raises(MachineError, match="is a link of another user"):
             pillow.read_file(source / name, trust.without_links_of_others)
-    assert list(text._documents(source / "to_own.txt")) == ["a text"]
+    for name in ("to_own.txt", "dots_to_own.txt"):
+        assert list(text._documents(source / name)) == ["a text"]
 
 
 @as_root
