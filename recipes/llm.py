@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from recipes.conf.llm import Config
 from recipes.core.config.run_keys import Dtype
-from recipes.core.data import chat, dialogues, hub, made_dialogues
+from recipes.core.data import chat, dialogues, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError
 from recipes.core.train import (
@@ -57,15 +57,14 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
             raise ConfigError("model= is missing: give the model to start from")
         tokenizer = made_dialogues.made_tokenizer()
         return causal.tiny(tokenizer), tokenizer
-    folder = hub.find(cfg.model)
-    tokenizer = chat.open_tokenizer(str(folder))
+    tokenizer = chat.open_tokenizer(cfg.model)
     fix = f"run python -m recipes.prepare dialogues again, with model={cfg.model}"
     if chat.tokenizer_digest(tokenizer) != facts["tokenizer"]:
         raise InputError(f"model={cfg.model}: the data has tokens of another tokenizer: {fix}")
     is_rendered = facts["kind"] == "messages"
     if is_rendered and chat.template_digest(tokenizer) != facts["template"]:
         raise InputError(f"model={cfg.model}: the data has another chat template: {fix}")
-    net = causal.open_model(cfg.model, folder, cfg.allow_code)
+    net = causal.open_model(cfg.model, cfg.allow_code)
     net.generation_config.eos_token_id = facts["ends"]
     return net, tokenizer
 

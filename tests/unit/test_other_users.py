@@ -1080,27 +1080,45 @@ def test_a_list_for_one_more_user_is_refused_until_it_is_removed(place: Path) ->
         assert envfile.read(file)
 
 
+def copied(model: Path) -> set[str]:
+    with hub.opened(str(model)) as copy:
+        return {path.name for path in copy.rglob("*.*")}
+
+
 @as_root
 def test_a_model_has_no_link_of_another_user_and_no_pipe(tmp_path: Path) -> None:
     """The run keeps copies of some of its files."""
     (tmp_path / "secret").write_text("mine")
     model = tmp_path / "model"
-    (model / "templates").mkdir(parents=True)
-    hub.require_plain(model)
-    link = model / "templates/x.jinja"
-    link.symlink_to(tmp_path / "secret")
-    hub.require_plain(model)  # an own link
-    os.lchown(link, STRANGER, STRANGER)
-    with pytest.raises(MachineError, match=r"x\.jinja: is a link of another user"):
-        hub.require_plain(model)
-    link.unlink()
+    (model / "additional_chat_templates").mkdir(parents=True)
+    for name in ("x.jinja", "additional_chat_templates/x.jinja", "x.safetensors"):
+        link = model / name
+        link.symlink_to(tmp_path / "secret")
+        assert link.name in copied(model)  # an own link
+        os.lchown(link, STRANGER, STRANGER)
+        with pytest.raises(MachineError, match=rf"{link}: is a link of another user"):
+            copied(model)
+        link.unlink()
     os.mkfifo(link)
-    with pytest.raises(InputError, match=r"x\.jinja: is not a file"):
-        hub.require_plain(model)
-    link.unlink()
-    link.symlink_to(tmp_path)  # a folder, which may have links
-    with pytest.raises(InputError, match=r"x\.jinja: is not a file"):
-        hub.require_plain(model)
+    link = link.rename(model / "x.jinja")
+    with pytest.raises(InputError, match=r"x\.jinja: cannot be copied to .* ordinary file"):
+        copied(model)
+
+
+def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> None:
+    """By a link of its owner to a private file of this user."""
+    (tmp_path / "secret").write_text("mine")
+    model = tmp_path / "model"
+    model.mkdir()
+    names = ("chat_template.jinja", "model.safetensors")
+    for name in names:
+        (model / name).write_text("theirs")
+    with hub.opened(str(model)) as copy:
+        for name in names:
+            (model / name).unlink()
+            (model / name).symlink_to(tmp_path / "secret")
+            assert (copy / name).read_text() == "theirs"
+    assert not copy.exists()
 
 
 @as_root

@@ -56,24 +56,20 @@ class Unusable(Exception):
 
 
 def open_tokenizer(model: str) -> Any:
-    """The tokenizer of ``model``, as for `hub.folder_of`; no code of it is executed. Raises
+    """The tokenizer of ``model``, as for `hub.opened`; no code of it is executed. Raises
     InputError, MachineError.
     """
     transformers = errors.require("transformers", "llm", f"model={model}: ")
     fix = "give the folder of a Hugging Face model that has tokenizer.json"
-    folder = hub.folder_of(model)
-    if any(folder.glob("tokenizer*")):
-        hub.require_plain(folder)
-    try:
-        if not (model and folder.is_dir()):
-            raise ValueError("not a folder")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        if not tokenizer.is_fast:
-            raise ValueError("it cannot tell which characters a token has")
-    except Exception as error:  # whatever its files contain
-        raise InputError(f"model={model!r}: {errors.one_line(error, 120)}: {fix}") from None
+    with hub.opened(model) as folder:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+            if not tokenizer.is_fast:
+                raise ValueError("it cannot tell which characters a token has")
+        except Exception as error:  # whatever its files contain
+            raise InputError(f"model={model!r}: {errors.one_line(error, 120)}: {fix}") from None
     return tokenizer
 
 

@@ -2,8 +2,12 @@
 downloads. No code of a model runs unless it is allowed.
 """
 
+import contextlib
 import hashlib
+import os
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from recipes.core.errors import InputError, MachineError
 
 # files of a model that are fetched; of the weights only safetensors, which hold no code
 FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
+MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
 SHOWN = 16  # hexadecimal digits of a digest of code
 
@@ -68,13 +73,58 @@ def find(model: str) -> Path:
         pickles = [path.name for path in sorted(folder.glob("*.bin"))[:1]]
         why = f"but {pickles[0]}, a pickle, which can execute code" if pickles else "no weights"
         raise InputError(f"model={model}: {str(folder)!r} has no .safetensors, {why}: {fix}")
-    require_plain(folder)
     return folder
+
+
+@contextlib.contextmanager
+def opened(model: str) -> Iterator[Path]:
+    """A temporary folder for transformers: copies of the small files of a model, as `folder_of`,
+    and links to its weights, which are open. So nobody can exchange them after the checks.
+
+    Raises MachineError for a link of another user, which could lead to a private file of this user.
+    Raises InputError for what cannot be read.
+    """
+    folder = folder_of(model)
+    if not (model and folder.is_dir()):
+        fix = "give the folder of a Hugging Face model"
+        raise InputError(f"model={model!r}: is not a folder: {fix}")
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="recipes-"))
+        # transformers names modules after the folder
+        copy = trust.private_temporary(Path(temporary)) / folder.resolve().name
+        _copy(folder, copy, stack)
+        yield copy
+
+
+def _copy(folder: Path, copy: Path, stack: contextlib.ExitStack) -> None:
+    """Makes ``copy`` for `opened`. stack: holds the open files."""
+    copy.mkdir()
+    patterns = {*FETCHED, "additional_chat_templates/*.jinja"}
+    if "auto_map" in (files.read_json(folder / "config.json") or {}):
+        patterns.add("**/*.py")
+    left = MOST_BYTES
+    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
+        target = copy / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if path.suffix == ".safetensors":
+                descriptor = trust.without_links_of_others(str(path), os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                target.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+            else:
+                content = files.read_bounded(path, left, trust.without_links_of_others)
+                left -= len(content)
+                target.write_bytes(content)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            fix = "give a copy of the model without it, or another TMPDIR"
+            raise InputError(f"{path}: cannot be copied to {copy} ({why}): {fix}") from None
 
 
 def allows_code(model: str, folder: Path, allow_code: str) -> bool:
     """Whether the model's own code may run: if transformers lacks it, and ``allow_code`` is the
-    digest of the folder's Python files. Raises InputError if it lacks it otherwise.
+    digest of the folder's Python files. Raises InputError if it lacks it otherwise. folder: of
+    `opened`.
     """
     library = transformers()
     config = files.read_json(folder / "config.json")
@@ -88,34 +138,26 @@ def allows_code(model: str, folder: Path, allow_code: str) -> bool:
         raise InputError(f"model={model}: {problem}: install a newer one, or give another model=")
     digest = hashlib.sha256()
     sources = sorted(folder.rglob("*.py"))
-    for source in sources:
-        digest.update(f"{source.relative_to(folder)} {files.sha256(source)}\n".encode())
+    names = [str(source.relative_to(folder)) for source in sources]
+    for source, name in zip(sources, names, strict=True):
+        digest.update(f"{name} {files.sha256(source)}\n".encode())
+    missing = {f"{name.partition('.')[0]}.py" for name in code.values()} - {*names}
+    if missing:
+        problem = f"its config requires {min(missing)}, which is missing"
+        raise InputError(f"model={model}: {problem}: fetch it again, or give another one")
     allowed = digest.hexdigest()[:SHOWN]
     if allow_code != allowed:
-        names = ", ".join(str(source.relative_to(folder)) for source in sources)
         raise InputError(
-            f"model={model}: its config requires Python code ({names} in {folder}): "
+            f"model={model}: its config requires Python code "
+            f"({', '.join(names)} in {folder_of(model)}): "
             f"read it, then give allow_code={allowed}"
         )
-    # transformers reads the files again, and executes a copy that it keeps there
+    # transformers executes a copy that it keeps there
     modules = Path(library.utils.HF_MODULES_CACHE)
     with files.writing_to(modules, "HF_MODULES_CACHE"):
         modules.mkdir(parents=True, exist_ok=True)
-    for place in (*sources, modules):
-        problem = trust.who_else_can_change(place)
-        if problem:
-            fix = "copy the model, or set HF_MODULES_CACHE to a folder that only you can write to"
-            raise InputError(f"model={model}: {problem}, so its code is not executed: {fix}")
+    problem = trust.who_else_can_change(modules)
+    if problem:
+        fix = "set HF_MODULES_CACHE to a folder that only you can write to"
+        raise InputError(f"model={model}: {problem}, so its code is not executed: {fix}")
     return True
-
-
-def require_plain(folder: Path) -> None:
-    """Raises MachineError if a link of another user is in the folder of a model: it could lead to
-    a private file of this user, and the run keeps copies of some files. Raises InputError for what
-    is no file, such as a pipe.
-    """
-    for path in folder.rglob("*"):
-        real = trust.resolved(path, to_same_owner=True)
-        is_folder = path.is_dir() and not path.is_symlink()  # a linked one is not searched
-        if not real.is_file() and not is_folder:
-            raise InputError(f"{path}: is not a file: give a copy of the model without it")

@@ -30,21 +30,25 @@ APART = 1e-3
 SAME = 1e-5
 
 
-def open_model(model: str, folder: Path, allow_code: str) -> Any:
-    """The model in ``folder``, in float32 on the CPU. Raises InputError."""
-    trust = hub.allows_code(model, folder, allow_code)
-    try:
-        net, report = hub.transformers().AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=trust,
-            output_loading_info=True,
-        )
-    except Exception as error:  # of many libraries
-        why = f"cannot be loaded ({one_line(error, 120)})"
-        raise InputError(f"model={model}: {why}: fetch it again, or give another one") from None
+def open_model(model: str, allow_code: str) -> Any:
+    """A model, as for `hub.opened`, in float32 on the CPU. Raises InputError and MachineError."""
+    library = hub.transformers()
+    hub.find(model)
+    with hub.opened(model) as folder:
+        trust = hub.allows_code(model, folder, allow_code)
+        try:
+            net, report = library.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=trust,
+                output_loading_info=True,
+            )
+        except Exception as error:  # of many libraries
+            why = f"cannot be loaded ({one_line(error, 120)})"
+            fix = "fetch it again, or give another one"
+            raise InputError(f"model={model}: {why}: {fix}") from None
     if report["missing_keys"]:
         lacking = f"its files lack {min(report['missing_keys'])}"
         raise InputError(f"model={model}: {lacking}: give a causal language model")
@@ -282,11 +286,12 @@ def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
     weights = trained.weights_of(content)
     added = {name: value for name, value in weights.items() if name.endswith((DOWN, UP))}
     library = hub.transformers()
-    trust = hub.allows_code(str(folder), folder, allow_code)
-    settings = library.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    net = library.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+    with hub.opened(str(folder)) as opened:
+        trust = hub.allows_code(str(folder), opened, allow_code)
+        settings = library.AutoConfig.from_pretrained(opened, trust_remote_code=trust)
+        net = library.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+        net.generation_config = library.GenerationConfig.from_pretrained(opened)
     net.load_state_dict(merged(weights, config["lora_alpha"] / config["lora_rank"]))
-    net.generation_config = library.GenerationConfig.from_pretrained(folder)
     tokenizer = chat.open_tokenizer(str(folder))
     kind = content["meta"].get("about", {}).get("kind", "messages")
     return Causal(net.eval().to(device), tokenizer, path, config, added, kind)

@@ -5,6 +5,7 @@ additions; what it exports; what it refuses.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -335,7 +336,7 @@ def test_models_that_are_not_usable_are_refused_with_the_fix(models: Path, tmp_p
         (remote, r"transformers \S+ has no model_type mine: install a newer"),
     ):
         with pytest.raises(InputError, match=rf"^model={folder}: .*{expected}"):
-            causal.open_model(str(folder), hub.find(str(folder)), "")
+            causal.open_model(str(folder), "")
     line = (
         "^model=org/name: is not in the cache .*, run python -m recipes.prepare weights model=org"
     )
@@ -348,7 +349,7 @@ def test_a_temperature_without_sampling_can_be_written(models: Path, tmp_path: P
     folder = tmp_path / "model"
     shutil.copytree(models / "llama", folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
-    model = causal.open_model(str(folder), folder, "")
+    model = causal.open_model(str(folder), "")
     causal.keep(tmp_path, model, made_dialogues.made_tokenizer())
     kept = json.loads((tmp_path / "model/generation_config.json").read_text())
     assert (kept["temperature"], kept["do_sample"]) == (0.6, True)
@@ -372,31 +373,34 @@ def test_code_of_a_model_runs_only_if_its_digest_is_given(
     )
     asks = r"requires Python code \(mine\.py in .*\): read it, then give allow_code=(\w{16})$"
     with pytest.raises(InputError, match=asks) as refused:
-        causal.open_model(str(folder), folder, "")
+        causal.open_model(str(folder), "")
     digest = str(refused.value).rpartition("=")[2]
     assert not mark.exists()
-    assert type(causal.open_model(str(folder), folder, digest)).__name__ == "MyModel"
+    assert type(causal.open_model(str(folder), digest)).__name__ == "MyModel"
     assert mark.exists()
     mark.unlink()
-    for name in ("mine.py", "transformers_modules"):
-        with monkeypatch.context() as patch:
-            patch.setattr(hub.transformers().utils, "HF_MODULES_CACHE", tmp_path / name)
-            problems = {name: "is changed"}
-            patch.setattr(trust, "who_else_can_change", lambda path, of=problems: of.get(path.name))
-            with pytest.raises(InputError, match="is changed, so its code is not executed: copy"):
-                causal.open_model(str(folder), folder, digest)
+    with monkeypatch.context() as patch:
+        problem = {"modules": "is changed"}
+        patch.setattr(hub.transformers().utils, "HF_MODULES_CACHE", tmp_path / "modules")
+        patch.setattr(trust, "who_else_can_change", lambda path: problem.get(path.name, ""))
+        with pytest.raises(InputError, match="is changed, so its code is not executed: set HF_MO"):
+            causal.open_model(str(folder), digest)
+    (folder / "mine.py").rename(tmp_path / "mine.py")
+    with pytest.raises(InputError, match=r"its config requires mine\.py, which is missing: fetch"):
+        causal.open_model(str(folder), hashlib.sha256().hexdigest()[:16])
+    (tmp_path / "mine.py").rename(folder / "mine.py")
     for name in ("hidden/other.MyConfig", "/home/other.MyConfig", "other--mine.MyConfig"):
         other = {**config, "auto_map": {**names, "AutoConfig": name}}
         (folder / "config.json").write_text(json.dumps(other))
         with pytest.raises(InputError, match="has no model_type mine"):
-            causal.open_model(str(folder), folder, digest)
+            causal.open_model(str(folder), digest)
     (folder / "config.json").write_text(json.dumps(config))
     for file in (folder / "mine.py", folder / "parts/of_it.py"):  # which mine.py may import
         file.parent.mkdir(exist_ok=True)
         with open(file, "a") as text:
             text.write("# changed\n")
         with pytest.raises(InputError, match="requires Python code"):
-            causal.open_model(str(folder), folder, digest)
+            causal.open_model(str(folder), digest)
     assert not mark.exists()
 
 

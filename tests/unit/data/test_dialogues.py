@@ -267,7 +267,7 @@ def test_a_bad_template_is_one_line(
     [
         (["source="], "source= is missing"),
         (["source=tested-versions.txt"], r"has no \.jsonl or \.parquet"),
-        (["model="], "model='': ValueError: not a folder: give the folder of a Hugging Face model"),
+        (["model="], "model='': is not a folder: give the folder of a Hugging Face model"),
         (["model=/dev"], r"model='/dev': .*: give the folder of a Hugging Face model"),
         (["val_fraction=1"], "2 of 2 examples are held out: give more examples, or another val_fr"),
         (["val=/none"], r"val='/none' has no \.jsonl or \.parquet"),
