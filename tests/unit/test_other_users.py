@@ -1121,6 +1121,27 @@ def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> Non
     assert not copy.exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config.json", {"transformers_weights": "../x.safetensors"}, "names weights outside"),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": {"head": "/home/me/x.safetensors"}},
+            "names weights outside",
+        ),
+        ("adapter_config.json", {"base_model_name_or_path": "x"}, "is an adapter: merge it"),
+    ],
+)
+def test_a_model_names_no_weights_elsewhere(
+    tmp_path: Path, file: str, content: dict[str, object], problem: str
+) -> None:
+    """transformers would train private weights of this user, and the run would keep them."""
+    files.write_json(tmp_path / file, content)
+    with pytest.raises(InputError, match=problem):
+        copied(tmp_path)
+
+
 @as_root
 def test_a_typed_run_is_not_exchanged_by_a_link_of_another_user(tmp_path: Path) -> None:
     helpers.attempt(tmp_path / "precious")

@@ -22,6 +22,7 @@ from recipes.core.errors import InputError
 
 # The fields of each kind of row. A row that has several kinds counts as the first one.
 KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
+TEMPLATE = re.compile(r"\w[\w.-]*")  # name of a chat template; save_pretrained writes a file of it
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers searches it
 
 
@@ -70,6 +71,11 @@ def open_tokenizer(model: str) -> Any:
                 raise ValueError("it cannot tell which characters a token has")
         except Exception as error:  # whatever its files contain
             raise InputError(f"model={model!r}: {errors.one_line(error, 120)}: {fix}") from None
+    templates = tokenizer.chat_template
+    for name in templates if isinstance(templates, dict) else ():
+        if not TEMPLATE.fullmatch(name):  # transformers before 5.12 would write it anywhere
+            problem = f"a chat template has the name {errors.shown(name)}"
+            raise InputError(f"model={model!r}: {problem}: give it one of letters and digits")
     return tokenizer
 
 

@@ -4,6 +4,7 @@ downloads. No code of a model runs unless it is allowed.
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -18,6 +19,8 @@ from recipes.core.errors import InputError, MachineError
 FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
+# settings of a tokenizer that transformers may open as files, wherever they are
+FILES = re.compile(r"vocab|merges|init_inputs|.*_files?")
 SHOWN = 16  # hexadecimal digits of a digest of code
 
 
@@ -82,7 +85,7 @@ def opened(model: str) -> Iterator[Path]:
     and links to its weights, which are open. So nobody can exchange them after the checks.
 
     Raises MachineError for a link of another user, which could lead to a private file of this user.
-    Raises InputError for what cannot be read.
+    Raises InputError for what cannot be read, and for names of files outside the folder.
     """
     folder = folder_of(model)
     if not (model and folder.is_dir()):
@@ -93,6 +96,7 @@ def opened(model: str) -> Iterator[Path]:
         # transformers names modules after the folder
         copy = trust.private_temporary(Path(temporary)) / folder.resolve().name
         _copy(folder, copy, stack)
+        _require_names_inside(model, copy)
         yield copy
 
 
@@ -119,6 +123,27 @@ def _copy(folder: Path, copy: Path, stack: contextlib.ExitStack) -> None:
             why = error.strerror if isinstance(error, OSError) else error
             fix = "give a copy of the model without it, or another TMPDIR"
             raise InputError(f"{path}: cannot be copied to {copy} ({why}): {fix}") from None
+
+
+def _require_names_inside(model: str, copy: Path) -> None:
+    """Raises InputError if transformers would open weights in another folder. Removes names of the
+    files of a tokenizer: some versions of transformers prefer them to the files in the folder.
+    """
+    if (copy / "adapter_config.json").exists():  # names another model, which PEFT opens
+        fix = "merge it into its model (merge_and_unload of PEFT), and give that folder"
+        raise InputError(f"model={model}: is an adapter: {fix}")
+    config = files.read_json(copy / "config.json") or {}
+    names = {"config.json": config.get("transformers_weights")}
+    names |= {path.name: files.read_json(path) for path in copy.glob("*.safetensors.index.json")}
+    for file, value in names.items():
+        if "/" in json.dumps(value):
+            problem = f"its {file} names weights outside its folder"
+            raise InputError(f"model={model}: {problem}: fetch it again, or give another one")
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = files.read_json(copy / file)
+        if settings:
+            kept = {name: settings[name] for name in settings if not FILES.fullmatch(name)}
+            (copy / file).write_text(json.dumps(kept))
 
 
 def allows_code(model: str, folder: Path, allow_code: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from recipes import prepare
+from recipes.core import files
 from recipes.core.data import chat, dialogues, documents, made_dialogues
 from recipes.core.data.chat import Encoder
 from recipes.core.data.dialogues import Examples
@@ -43,6 +45,36 @@ DIALOGUE = {"messages": [USER, ANSWER]}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make(tmp_path_factory.mktemp("model"))
+
+
+def test_a_chat_template_has_no_path_as_its_name(tmp_path: Path, model: Path) -> None:
+    """save_pretrained of transformers before 5.12 writes a file of this name."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    settings = files.read_json(path) or {}
+    for name in ("tool_use", "/home/me/chat_template"):
+        templates = [{"name": "default", "template": "x"}, {"name": name, "template": "y"}]
+        files.write_json(path, {**settings, "chat_template": templates})
+        if name == "tool_use":
+            assert chat.open_tokenizer(str(folder)).chat_template[name] == "y"
+    with pytest.raises(InputError, match="has the name /home/me/chat_template: give it"):
+        chat.open_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("key", ["vocab", "vocab_file", "init_inputs"])
+def test_a_tokenizer_reads_no_file_elsewhere(tmp_path: Path, file: str, key: str) -> None:
+    """The run keeps copies of its tokens. transformers 5.24 opens some of these files."""
+    secret = tmp_path / "secret"
+    secret.write_text("mine\n[UNK]\n[PAD]\n[CLS]\n[SEP]\n[MASK]\n")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    settings = {"tokenizer_class": "BertTokenizer"}
+    files.write_json(tmp_path / "tokenizer_config.json", settings)
+    value = [str(secret)] if key == "init_inputs" else str(secret)
+    files.write_json(tmp_path / file, {**settings, key: value})
+    assert "mine" not in chat.open_tokenizer(str(tmp_path)).get_vocab()
 
 
 @pytest.fixture
