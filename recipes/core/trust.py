@@ -201,7 +201,7 @@ def resolved(path: Path, to_same_owner: bool = False) -> Path:
         if part == "..":  # of what a link before it leads to, as for the kernel
             real = real.parent
             continue
-        real /= part
+        real = Path("/") if part[0] == "/" else real / part  # a path may begin with //
         if links == MOST_LINKS or not real.is_symlink():
             continue
         links += 1

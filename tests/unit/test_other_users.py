@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -1140,6 +1141,22 @@ def test_a_model_names_no_weights_elsewhere(
     files.write_json(tmp_path / file, content)
     with pytest.raises(InputError, match=problem):
         copied(tmp_path)
+
+
+def test_a_checkpoint_cannot_be_exchanged_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a link of its owner to a private checkpoint of this user."""
+    path = tmp_path / "step-00000001.pt"
+    torch.save({"of": "theirs"}, path)
+    torch.save({"of": "mine"}, tmp_path / "private.pt")
+
+    def exchange(archive: zipfile.ZipFile) -> None:
+        path.unlink()
+        path.symlink_to(tmp_path / "private.pt")
+
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", exchange)
+    assert checkpoint._read_file(path) == {"of": "theirs"}
 
 
 @as_root

@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recipes.core import files, trust
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, MachineError
 from recipes.core.train import sharding
 
 Content = dict[str, Any]  # of a checkpoint, as docs/run-directory.md describes it
@@ -380,32 +380,38 @@ def _read_file(path: Path) -> Any:
     (CVE-2025-32434, CVE-2026-24747). torch does not verify the archive's CRC-32s when it loads, so
     it would not detect a flipped bit in a weight; zipfile does.
     """
-    trust.resolved(path, to_same_owner=True)
-    if path.exists() and not path.is_file():  # such as a pipe, which would block
-        raise InputError(f"checkpoint {path}: is not a file")
     try:
-        with zipfile.ZipFile(path) as archive:
-            parts = archive.infolist()
-            # torch.save does not compress: it never writes an archive that unpacks to more than its
-            # own size.
-            unpacked = sum(part.file_size for part in parts)
-            # torch.load would take a part with attributes for a folder and leave its tensor
-            # uninitialised.
-            if (
-                unpacked > path.stat().st_size
-                or any(part.external_attr for part in parts)
-                or archive.testzip()
-            ):
-                raise zipfile.BadZipFile
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=ROWS.fullmatch(path.name) is not None
-        )
+        with open(path, "rb", opener=trust.without_links_of_others) as file:
+            place = Path(f"/proc/self/fd/{file.fileno()}")  # another user could exchange ``path``
+            if not place.is_file():  # such as a pipe, which would block
+                raise InputError(f"checkpoint {path}: is not a file")
+            return _load(place, mmap=ROWS.fullmatch(path.name) is not None)
+    except (InputError, MachineError):
+        raise
     except OSError as error:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged archive can make torch.load raise any exception
         raise InputError(
             f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})"
         ) from None
+
+
+def _load(path: Path, mmap: bool) -> Any:
+    """The content of an archive. Raises whatever zipfile and torch raise if it is damaged."""
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+        # torch.save does not compress: it never writes an archive that unpacks to more than its own
+        # size.
+        unpacked = sum(part.file_size for part in parts)
+        # torch.load would take a part with attributes for a folder and leave its tensor
+        # uninitialised.
+        if (
+            unpacked > path.stat().st_size
+            or any(part.external_attr for part in parts)
+            or archive.testzip()
+        ):
+            raise zipfile.BadZipFile
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def restore(path: Path, state: State, content: Content, to_train: bool) -> None:
