@@ -1125,19 +1125,24 @@ def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("config.json", {"transformers_weights": "../x.safetensors"}, "names weights outside"),
+        ("config.json", {"transformers_weights": "../x.safetensors"}, "names weights or code"),
         (
             "model.safetensors.index.json",
             {"weight_map": {"head": "/home/me/x.safetensors"}},
-            "names weights outside",
+            "names weights or code",
+        ),
+        (
+            "config.json",
+            {"text_config": {"attn_implementation": {"": "them/kernel"}}},
+            "attn_implementation names weights or code",
         ),
         ("adapter_config.json", {"base_model_name_or_path": "x"}, "is an adapter: merge it"),
     ],
 )
-def test_a_model_names_no_weights_elsewhere(
+def test_a_model_names_no_weights_and_no_code_elsewhere(
     tmp_path: Path, file: str, content: dict[str, object], problem: str
 ) -> None:
-    """transformers would train private weights of this user, and the run would keep them."""
+    """transformers would train private weights of this user, or execute a kernel of the hub."""
     files.write_json(tmp_path / file, content)
     with pytest.raises(InputError, match=problem):
         copied(tmp_path)

@@ -19,6 +19,8 @@ from recipes.core.errors import InputError, MachineError
 FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
+# settings by which transformers opens weights, or code of the hub
+ELSEWHERE = re.compile(r"transformers_weights|weight_map|_?(attn|experts)_implementation.*")
 # settings of a tokenizer that transformers may open as files, wherever they are
 FILES = re.compile(r"vocab|merges|init_inputs|.*_files?")
 SHOWN = 16  # hexadecimal digits of a digest of code
@@ -126,24 +128,33 @@ def _copy(folder: Path, copy: Path, stack: contextlib.ExitStack) -> None:
 
 
 def _require_names_inside(model: str, copy: Path) -> None:
-    """Raises InputError if transformers would open weights in another folder. Removes names of the
+    """Raises InputError if transformers would open weights or code elsewhere. Drops names of the
     files of a tokenizer: some versions of transformers prefer them to the files in the folder.
     """
     if (copy / "adapter_config.json").exists():  # names another model, which PEFT opens
         fix = "merge it into its model (merge_and_unload of PEFT), and give that folder"
         raise InputError(f"model={model}: is an adapter: {fix}")
-    config = files.read_json(copy / "config.json") or {}
-    names = {"config.json": config.get("transformers_weights")}
-    names |= {path.name: files.read_json(path) for path in copy.glob("*.safetensors.index.json")}
-    for file, value in names.items():
-        if "/" in json.dumps(value):
-            problem = f"its {file} names weights outside its folder"
-            raise InputError(f"model={model}: {problem}: fetch it again, or give another one")
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        settings = files.read_json(copy / file)
-        if settings:
+    outside = list[str]()
+
+    def collect(settings: dict[str, Any]) -> dict[str, Any]:
+        names = filter(ELSEWHERE.fullmatch, settings)
+        outside.extend(name for name in names if "/" in json.dumps(settings[name]))
+        return settings
+
+    for path in copy.glob("*.json"):
+        is_tokenizer = path.name in ("tokenizer_config.json", "special_tokens_map.json")
+        if not is_tokenizer and path.name != "config.json" and ".index." not in path.name:
+            continue
+        try:
+            settings = json.loads(path.read_text("utf-8"), object_hook=collect)
+        except (ValueError, RecursionError):
+            raise InputError(f"model={model}: {path.name} is damaged: fetch it again") from None
+        if is_tokenizer and isinstance(settings, dict):
             kept = {name: settings[name] for name in settings if not FILES.fullmatch(name)}
-            (copy / file).write_text(json.dumps(kept))
+            path.write_text(json.dumps(kept))
+    if outside:
+        why = f"its {outside[0]} names weights or code outside its folder"
+        raise InputError(f"model={model}: {why}: give a copy of the model without it")
 
 
 def allows_code(model: str, folder: Path, allow_code: str) -> bool:
