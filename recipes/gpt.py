@@ -173,12 +173,12 @@ def main(cfg: Config, run: Run) -> Results:
         len(training), cfg.global_batch_size, cfg.seed, *world.data, data.digest
     )
     vocabulary = -(-len(data.vocabulary) // 64) * 64  # for fast matrix products
-    net = GPT(vocabulary, cfg.depth, cfg.width, cfg.kv_heads).to(world.device)
-    model = world.parallel(net, cfg)
+    net = GPT(vocabulary, cfg.depth, cfg.width, cfg.kv_heads)
+    autocast = optimisation.autocast(run, cfg)
+    model = world.parallel(net, cfg, optimisation.lower_dtype(autocast))
     optimizer = make_optimizer(cfg, net)
     steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
-    autocast = optimisation.autocast(run, cfg)
     size = sum(p.numel() for p in net.parameters())
     per_step = cfg.global_batch_size * cfg.seq_len
     work = f"{steps} steps of {per_step:,} tokens"

@@ -147,11 +147,11 @@ def main(cfg: Config, run: Run) -> Results:
     run.say(f"{len(training):,} examples: {batches.per_epoch} steps of an epoch")
     if batches.per_epoch < FEW_STEPS:
         run.say("warning: an epoch has few steps: reduce global_batch_size= or max_len=")
-    model = world.parallel(net.to(world.device), cfg)
+    autocast = optimisation.autocast(run, cfg)
+    model = world.parallel(net, cfg, optimisation.lower_dtype(autocast))
     optimizer = make_optimizer(cfg, net)
     steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, cfg, steps))
-    autocast = optimisation.autocast(run, cfg)
 
     def losses(model: nn.Module, examples: Any, part: Any) -> tuple[Tensor, Tensor]:
         """The losses and weights of the rows of a part. A part may have no rows. The model then
@@ -173,14 +173,15 @@ def main(cfg: Config, run: Run) -> Results:
             yield (means.double() * weights).sum(), weights.sum()
 
     def evaluate() -> dict[str, float]:
-        nats, tokens = scores.sums(run, answers)
+        nats, tokens = scores.sums(run, answers, in_step=True)
         return {"val_loss": nats / max(1.0, tokens), "val_tokens": int(tokens)}
 
     if run.dry_run:  # launch.py check compares this with the memory of a GPU
         rows = -(-cfg.global_batch_size // (run.ranks * cfg.accumulate))
         half = cfg.dtype not in (Dtype.float32, Dtype.tf32)
+        is_divided = cfg.strategy == "fsdp" and run.ranks > 1
         run.activation_bytes = causal.activation_bytes(
-            net, partial(prepare, cfg), (rows, cfg.max_len), half
+            net, partial(prepare, cfg), (rows, cfg.max_len), half, is_divided
         )
     about = {"kind": training.facts["kind"]}
     run.resume(checkpoint.State(net, optimizer, scheduler, about=about), batches)

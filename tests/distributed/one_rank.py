@@ -115,10 +115,10 @@ def train(
             forward = Forward(net, modes, *kept, torch.initial_seed())  # type: ignore[call-arg]
             trained.forwards.append(forward)
 
-        def watched(self: World, net: nn.Module, compile: bool = False) -> nn.Module:
+        def watched(self: World, net: nn.Module, *args: Any) -> nn.Module:
             # a copy of the network, such as the averaged one, has it too
             net.register_forward_hook(seen)
-            return parallel(self, net, compile)
+            return parallel(self, net, *args)
 
         patched.setattr(World, "parallel", watched)
         threads = torch.get_num_threads()

@@ -159,13 +159,17 @@ def memory(findings: Found, is_divided: bool, gpu_memory_gb: float) -> str:
     """A phrase on the memory that a rank needs; without activations, unless the recipe estimates
     them. Raises ConfigError if a GPU has less.
 
-    is_divided: whether strategy=fsdp divides the model. Each rank then also needs all weights, in
-    float32, for an evaluation, at another time than the activations.
+    is_divided: whether strategy=fsdp divides the model. If the recipe estimates no activations,
+    each rank then also needs all weights, in float32, for an evaluation.
     """
     assert findings.rank_bytes is not None and findings.parameters is not None
     whole = 4 * findings.parameters  # bytes of all weights
-    needed = findings.rank_bytes + max(whole * is_divided, findings.activation_bytes or 0)
-    extent = "without activations" if findings.activation_bytes is None else "with activations"
+    if findings.activation_bytes is None:
+        needed = findings.rank_bytes + whole * is_divided
+        extent = "without activations"
+    else:
+        needed = findings.rank_bytes + findings.activation_bytes
+        extent = "with activations"
     if needed > gpu_memory_gb * 1e9:
         fix = "train a smaller model"
         if whole < gpu_memory_gb * 1e9:

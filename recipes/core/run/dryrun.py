@@ -29,7 +29,7 @@ class Found:
     tensors in a checkpoint.
 
     rank_bytes: of weights, gradients and optimiser state on a rank of the job. activation_bytes: of
-    what else a step needs on a rank.
+    what else a rank needs for a step or an evaluation.
     """
 
     parameters: int | None = None

@@ -3,7 +3,7 @@ additions, and opened from a checkpoint.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from recipes.core import files
 from recipes.core.data import chat, hub
 from recipes.core.errors import InputError, one_line, require
 from recipes.core.run import entry
-from recipes.core.train import checkpoint, trained
+from recipes.core.train import checkpoint, sharding, trained
 
 FOLDER = "model"  # in the run directory: config, tokenizer and generation config of the model
 DOWN = ".lora_A"  # ends of the names of low-rank additions, as in PEFT
@@ -112,13 +112,18 @@ def require_separate_documents(net: Any) -> None:
 
 
 class PeakMemory(TorchDispatchMode):
-    """While entered, counts the bytes of the tensors that are made. peak: the most at any time."""
+    """While entered, counts the bytes of the tensors that are made. peak: the most at any time.
 
-    def __init__(self) -> None:
+    existing: tensors whose views do not count.
+    """
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
         super().__init__()
         self.peak = 0
-        self._sizes = WeakIdKeyDictionary()  # by storage; several tensors can share one
         self._used = 0
+        self._sizes = WeakIdKeyDictionary()  # by storage; several tensors can share one
+        for tensor in existing:
+            self._sizes[tensor.untyped_storage()] = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -142,30 +147,41 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def activation_bytes(
-    net: Any, change: Callable[[Any], object], shape: tuple[int, int], half: bool
+    net: Any,
+    change: Callable[[Any], object],
+    shape: tuple[int, int],
+    half: bool,
+    is_divided: bool = False,
 ) -> int | None:
-    """Bytes that a forward and a backward pass need besides weights and gradients, from tensors
-    without data. None if what the model computes depends on their values.
+    """Bytes that a forward and a backward pass need besides a rank's weights and gradients, from
+    tensors without data. None if what the model computes depends on their values.
 
     change: prepares a model like ``net`` for the training. shape: rows and tokens, which the loss
-    all counts. half: whether products are computed in bfloat16.
+    all counts. half: whether products are computed in bfloat16. is_divided: whether strategy=fsdp
+    divides the model. A rank then also needs what it gathers from other ranks.
     """
     try:
         with FakeTensorMode():
             twin = type(net)(net.config)
             change(twin)
+            gathered = 0
+            if is_divided:
+                gathered = sharding.gathered_bytes(twin, torch.bfloat16 if half else torch.float32)
+            if is_divided and half:
+                for parameter in {p for block in sharding.blocks(twin) for p in block.parameters()}:
+                    parameter.data = parameter.data.bfloat16()
             for parameter in twin.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
             tokens = torch.zeros(shape, dtype=torch.int64)
             positions = tokens + torch.arange(shape[1])
-            with PeakMemory() as memory:
+            with PeakMemory((*twin.parameters(), *twin.buffers(), tokens)) as memory:
                 with torch.autocast("cpu", torch.bfloat16, enabled=half):
                     logits = twin(tokens, position_ids=positions, use_cache=False).logits
                 F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
     except DataDependentOutputException:
         return None
-    return memory.peak
+    return memory.peak + gathered
 
 
 class LowRank(nn.Module):

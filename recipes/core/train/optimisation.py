@@ -45,6 +45,11 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
     return torch.autocast(device.type, lower, enabled=chosen in (Dtype.bfloat16, Dtype.float16))
 
 
+def lower_dtype(autocast: torch.autocast) -> torch.dtype | None:
+    """The type in which products are computed; None if it is float32."""
+    return autocast.fast_dtype if autocast._enabled else None
+
+
 def _choose_kernels(device: torch.device, dtype: Dtype, deterministic: bool) -> None:
     if device.type == "cuda":
         # torch's default for convolutions is TF32. torch.compile reads these names, not the newer

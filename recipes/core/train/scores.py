@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from recipes.core.run import watchdog
 from recipes.core.train import sharding
@@ -52,37 +53,44 @@ def right(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([hits[:, 0].sum(), hits.sum(), (labels >= 0).sum()])
 
 
-@torch.inference_mode()
-def answered(run: Run, answers: Answers) -> Pairs:
+@torch.no_grad()  # not inference mode, in which fully_shard would allocate what training reuses
+def answered(run: Run, answers: Answers, in_step: bool = False) -> Pairs:
     """The pairs of ``answers``, as `accuracy` takes them, for a metric of your own. Ends early when
     a rank was notified to stop.
 
     Every rank must call it, and exhaust it. Sum the counts over the ranks afterwards, with
-    `World.sum`.
+    `World.sum`. in_step: as for `evaluation`; each forward pass must yield one pair.
     """
-    with evaluation(run) as net:
+    with evaluation(run, in_step) as net:
+        is_agreed = in_step and isinstance(net, FSDPModule)
         for pair in answers(net):
-            if run.stop_is_near():
+            is_near = run.stop_is_near()
+            if is_agreed:  # no rank may wait in a forward pass that another rank does not make
+                is_near = bool(run.world.sum(pair[0].new_tensor(is_near)))
+            if is_near:
                 break
             run.world.pulse.beat(watchdog.EVALUATION)
             yield pair
     run.world.pulse.beat(watchdog.WAITING)
 
 
-def sums(run: Run, answers: Answers) -> list[float]:
+def sums(run: Run, answers: Answers, in_step: bool = False) -> list[float]:
     """The sum of the first and that of the second values, both scalars, of all pairs of
-    ``answers``, over all ranks. A collective.
+    ``answers``, over all ranks. in_step: as for `evaluation`. A collective.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
-    for pair in answered(run, answers):
+    for pair in answered(run, answers, in_step):
         totals += torch.stack(pair)
     return run.world.sum(totals).tolist()
 
 
 @contextlib.contextmanager
-def evaluation(run: Run) -> Iterator[nn.Module]:
+def evaluation(run: Run, in_step: bool = False) -> Iterator[nn.Module]:
     """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all
     ranks.
+
+    in_step: whether all ranks make the same number of forward passes. With strategy=fsdp, a rank
+    then holds the weights of one block at a time, otherwise those of the whole model.
 
     Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each
     rank computes them from its own samples. A checkpoint holds those of rank 0.
@@ -96,7 +104,7 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
     training = net.training
     net.eval()
     try:
-        with sharding.unsharded(net):
+        with contextlib.nullcontext() if in_step else sharding.unsharded(net):
             yield net
     finally:
         net.train(training)

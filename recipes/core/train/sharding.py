@@ -9,19 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 NUMBER = "divided tensor"  # key of a dictionary that stands for a divided tensor in a checkpoint
 
 
-def divide(model: nn.Module, device: torch.device, ranks: int, shard_size: int) -> None:
+def divide(
+    model: nn.Module,
+    device: torch.device,
+    ranks: int,
+    shard_size: int,
+    half: torch.dtype | None = None,
+) -> None:
     """Divides ``model`` in place: each element of its lists of blocks on its own, then the rest. A
-    collective.
+    collective. A model on the CPU moves to ``device`` block by block, so that the device never
+    holds the whole model.
 
     shard_size: ranks over which a copy is divided; each further group of that size has another
-    copy. It must divide the number of ranks. 0: all ranks.
+    copy. It must divide the number of ranks. 0: all ranks. half: the type in which a rank gathers
+    the weights of a block; None: their own. Gradients are summed in float32.
     """
     size = shard_size or ranks
     shape = (size,) if size == ranks else (ranks // size, size)
@@ -29,8 +37,11 @@ def divide(model: nn.Module, device: torch.device, ranks: int, shard_size: int) 
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for parameter in model.parameters():  # fully_shard does not accept channels_last weights
         parameter.data = parameter.data.contiguous()
+    # The inputs of a block stay in float32, as with DDP: `torch.autocast` converts them. It would
+    # also convert the weights, but keep all converted weights until the backward pass.
+    policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
     for block in blocks(model):
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
 
 
@@ -41,6 +52,27 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in model.children():
             yield from blocks(child)
+
+
+def gathered_bytes(model: nn.Module, half: torch.dtype) -> int:
+    """The most bytes of gathered weights and of whole gradients that a rank holds, if ``model`` is
+    divided. half: as for `divide`.
+
+    These are the weights outside the blocks, and two blocks: while one computes, a rank gathers
+    the next one.
+    """
+    of_blocks = [_sizes(block) for block in blocks(model)]
+    count, trained = (max(sizes) for sizes in zip(*of_blocks, strict=True))
+    all_count, all_trained = _sizes(model)
+    rest = all_count - sum(size for size, _ in of_blocks)
+    rest_trained = all_trained - sum(size for _, size in of_blocks)
+    return 2 * half.itemsize * count + 4 * trained + 4 * (rest + rest_trained)
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Numbers of weights, and of those that are trained."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 class Divided(list[Tensor]):

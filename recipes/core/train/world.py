@@ -323,13 +323,19 @@ class World:
                 if self.size > 1 and buffer.is_floating_point():
                     dist.broadcast(buffer, 0)
 
-    def parallel(self, model: nn.Module, cfg: TrainKeys | None = None) -> nn.Module:
+    def parallel(
+        self, model: nn.Module, cfg: TrainKeys | None = None, half: torch.dtype | None = None
+    ) -> nn.Module:
         """``model`` in DistributedDataParallel, which averages gradients over the ranks; with
         strategy=fsdp, ``model`` itself, divided.
 
-        With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first.
-        Call it before the optimiser is made. A collective: every rank must call it.
+        With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first. The
+        result is on this rank's device. half: as for `sharding.divide`. Call it before the
+        optimiser is made. A collective: every rank must call it.
         """
+        is_divided = cfg is not None and cfg.strategy == "fsdp" and self.size > 1
+        if not is_divided:
+            model.to(self.device)
         if cfg and cfg.compile:
             # One graph for each shape of images, not one for all: it is faster, and progressive
             # sizes have few shapes.
@@ -341,8 +347,8 @@ class World:
         if self.size == 1:
             return model
         with self.meeting():  # DDP's constructor compares the ranks' parameters
-            if cfg and cfg.strategy == "fsdp":
-                sharding.divide(model, self.device, self.size, cfg.shard_size)
+            if cfg and is_divided:
+                sharding.divide(model, self.device, self.size, cfg.shard_size, half)
             else:
                 parallel = DistributedDataParallel(
                     model,

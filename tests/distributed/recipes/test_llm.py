@@ -196,6 +196,66 @@ def test_losses_are_the_same_on_any_number_of_ranks(
         assert rows[-1]["val_tokens"] == alone[-1]["val_tokens"]
 
 
+# Prints how many parts of the model rank 0 holds whole after each forward pass of an evaluation,
+# and in which type a layer computes. With `stop`, rank 1 is notified to stop in an evaluation.
+DIVIDED = """
+import os, signal, sys
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from recipes import llm
+from recipes.core.train import run, sharding
+run.STORE_EVERY_S = 1e9
+parts, passes = [], 0
+divide, row_losses = sharding.divide, llm.row_losses
+def divided(model, *args):
+    divide(model, *args)
+    parts.extend(part for part in model.modules() if isinstance(part, FSDPModule))
+    layer = next(m for m in parts[1].modules() if isinstance(m, torch.nn.Linear))
+    types = set()
+    layer.register_forward_pre_hook(lambda layer, inputs: types.add(layer.weight.dtype))
+    layer.types = types
+    parts.append(layer)
+def losses(*args):
+    global passes
+    if not torch.is_grad_enabled():
+        passes += 1
+        whole = sum(not isinstance(next(part.parameters()), DTensor) for part in parts[:-1])
+        if int(os.environ["RANK"]) == 0:
+            print("whole", whole, "of", len(parts) - 1, *parts[-1].types, flush=True)
+        elif stop and passes == 2:
+            os.kill(os.getpid(), signal.SIGUSR2)
+    return row_losses(*args)
+sharding.divide, llm.row_losses = divided, losses
+stop = sys.argv.pop() == "stop"
+start = llm.entry.begin("llm")
+llm.session.run(llm.main, start)
+"""
+
+
+def divided(run_dir: Path, last: str, *words: str) -> helpers.Ended:
+    keys = (*SMALL, "device=cpu", "strategy=fsdp", "global_batch_size=2", f"run_dir={run_dir}")
+    return helpers.run_ranks(DIVIDED, [*keys, *words, last], 2)
+
+
+def test_an_evaluation_gathers_one_block_of_a_divided_model_at_a_time(tmp_path: Path) -> None:
+    """In the type of the products; the loss is about that of a model which is not divided."""
+    words = ("dtype=bfloat16", "max_steps=2")
+    ended = divided(tmp_path / "fsdp", "", *words).expect(0)
+    lines = {line for line in ended.lines if line.startswith("whole")}
+    assert lines == {"whole 1 of 3 torch.bfloat16"}  # the embedding and the head
+    (row,) = (row for row in helpers.rows(tmp_path / "fsdp") if "val_loss" in row)
+    alone = helpers.rows(launched(tmp_path / "ddp", 1, "global_batch_size=2", *words))[-1]
+    assert row["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-3)
+    assert row["loss"] == pytest.approx(alone["loss"], abs=2e-3)
+
+
+def test_all_ranks_of_a_divided_model_end_an_evaluation_at_the_same_batch(tmp_path: Path) -> None:
+    """Although only one rank was notified to stop: the other would wait for its weights."""
+    ended = divided(tmp_path, "stop", "max_steps=2", "timeout_s=30").expect(75)
+    assert sum(line.startswith("whole") for line in ended.lines) == 2
+
+
 @pytest.fixture(scope="module")
 def run_dir(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with low-rank additions; beside its checkpoints, the logits of its last evaluation."""
@@ -557,17 +617,18 @@ def test_a_run_that_is_killed_while_it_saves_ends_like_one_that_is_not(
 
 
 MEASURE = """
-import resource, sys
+import sys
 from pathlib import Path
 import torch
 from recipes import llm
 from recipes.conf.llm import Config
 from recipes.core.data import hub
 from recipes.core.data.token_batches import Rows
-from recipes.core.train import causal
+from recipes.core.train import causal, sharding
 _, is_half, *words = sys.argv
 is_half = is_half == "bfloat16"
 cfg = Config(**dict(word.split("=") for word in words))
+is_divided = cfg.strategy == "fsdp"
 library = hub.transformers()
 config = library.LlamaConfig(
     vocab_size=4000, hidden_size=512, intermediate_size=1536, num_hidden_layers=6
@@ -582,32 +643,54 @@ def step(rows, length):
         logits = net(tokens, position_ids=positions, use_cache=False).logits
     means, _ = llm.row_losses(logits, batch)
     means.sum().backward()
-def used():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 change = lambda net: llm.prepare(cfg, net)
 change(net)
 trained = sum(p.nbytes for p in net.parameters() if p.requires_grad)
 state = sum(p.nbytes for p in net.parameters()) + 3 * trained  # with gradients and AdamW's averages
+estimate = causal.activation_bytes(net, change, (2, 1024), is_half, is_divided)
+if is_divided:
+    torch.distributed.init_process_group("gloo")
+    sharding.divide(net, torch.device("cpu"), 2, 0, torch.bfloat16 if is_half else None)
+    state //= 2
 step(1, 16)  # makes the gradients
-before = used()
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
 step(2, 1024)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-estimate = causal.activation_bytes(net, change, (2, 1024), is_half)
-print(state + peak, state + estimate)
+peak = memory("VmHWM") - before
+print("bytes", state + peak, state + estimate, flush=True)
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "words",
-    [("float32",), ("bfloat16",), ("float32", "recompute=1"), ("float32", "train=lora")],
+    [
+        ("float32",),
+        ("bfloat16",),
+        ("float32", "recompute=1"),
+        ("float32", "train=lora"),
+        ("float32", "strategy=fsdp"),
+        ("bfloat16", "strategy=fsdp"),
+        ("bfloat16", "strategy=fsdp", "recompute=1"),
+    ],
+    ids=" ".join,
 )
 def test_the_memory_of_a_step_is_estimated_without_computing_it(words: tuple[str, ...]) -> None:
     """Each tensor in its own pages, which are returned when it is freed."""
     environ = helpers.clean_environment(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
-    ended = helpers.run([sys.executable, "-c", MEASURE, *words], environ=environ).expect(0)
-    peak, estimate = map(int, ended.lines[-1].split())
-    assert estimate == pytest.approx(peak, rel=0.15)
+    ranks = 2 if "strategy=fsdp" in words else 1
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    ended = helpers.run(
+        [*launcher, "--no-python", sys.executable, "-c", MEASURE, *words], environ=environ
+    ).expect(0)
+    for line in ended.lines:
+        if line.startswith("bytes "):
+            peak, estimate = map(int, line.split()[1:])
+            assert estimate == pytest.approx(peak, rel=0.1)
+    assert "bytes " in ended.out
 
 
 def test_the_memory_of_a_model_that_reads_values_is_not_known() -> None:

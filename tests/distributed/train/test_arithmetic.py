@@ -154,7 +154,7 @@ def test_a_compiled_model_has_a_graph_for_each_shape(
         torch, "compile", lambda model, **how: torchs(model, backend=backend, **how)
     )
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    world: Any = SimpleNamespace(size=1)
+    world: Any = SimpleNamespace(size=1, device=torch.device("cpu"))
     net = worlds.World.parallel(world, nn.Conv2d(3, 4, 3), Config(compile=True))
     wanted = [(batch, 3, px, px) for px in (8, 12, 16, 20, 24) for batch in (2, 3)]
     for shape in wanted * 2:
