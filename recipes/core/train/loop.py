@@ -2,6 +2,7 @@
 only here.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -72,8 +73,10 @@ def steps(
     scaled = gradients.Gradients(state, cfg)
     meter = ends.meter
     common = Common(run, model, cfg.accumulate, meter)
-    flops: Flops | None = None if cfg.compile else Flops(model)
-    with profiling(run, cfg.profile) as profile_step:
+    flops = Flops()
+    with profiling(run, cfg.profile) as profile_step, contextlib.ExitStack() as first_step:
+        if not cfg.compile:
+            first_step.enter_context(flops)
         while state.step < ends.total and not run.stopping:
             epoch, first_batch = divmod(state.step, batches.per_epoch)
             pulse.beat(watchdog.DATA, state.step)
@@ -88,9 +91,8 @@ def steps(
                 yield step
                 step.check()
                 meter.mark("optimizer")
-                if flops:
-                    ends.flops = flops.stop() / max(1, len(part.indices))
-                    flops = None
+                first_step.close()
+                ends.flops = ends.flops or flops.count / max(1, len(part.indices))
                 if ends.end(step):
                     break
                 profile_step()

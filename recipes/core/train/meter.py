@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from recipes.core.place import processes
 from recipes.core.run import watchdog
@@ -26,6 +27,7 @@ PARTS = ("data_wait", "forward_backward", "optimizer")  # of a step; the rest is
 ON_GPU = ("forward_backward", "optimizer")
 # seconds per step, CPUs, joules of the GPU, bytes of memory, bytes of the GPU
 OF_RANK = struct.Struct("dddQQ")
+COUNTED = (F.linear, F.conv1d, F.conv2d, F.conv3d)  # by `Flops`
 # TFLOP/s of matrix products in bfloat16 or float16 without sparsity, from the vendors' data sheets.
 # The first that is in the GPU's name counts.
 PEAKS = {
@@ -120,7 +122,6 @@ class Meter:
         row = {"samples_per_second": 0.0}
         if steps and seconds > 0:
             parts = self._parts | self._on_gpu(steps)
-            unhidden_s *= steps
             self.samples += self.lap_samples
             self.train_s += seconds
             busy = sum(parts[name] for name in ON_GPU)
@@ -130,9 +131,11 @@ class Meter:
                 name: round(min(1.0, parts[name] / seconds), 3) for name in PARTS if name in parts
             }
             if "forward_backward" in row:
-                self._busy_s += sum(parts[name] for name in PARTS) - unhidden_s
+                # one step that was measured stands for all
+                waited_s = min(unhidden_s * steps, parts["forward_backward"])
+                self._busy_s += sum(parts[name] for name in PARTS) - waited_s
                 self._busy_steps += steps
-                share = min(row["forward_backward"], unhidden_s / seconds)
+                share = min(row["forward_backward"], waited_s / seconds)
                 row["communication"] = round(share, 3)
             row["samples_per_second"] = round(self.lap_samples / seconds, 1)
         self.lap_samples = 0
@@ -229,33 +232,27 @@ def _nvml() -> ctypes.CDLL | None:
     return None if nvml.nvmlInit_v2() else nvml
 
 
-class Flops:
-    """Counts floating-point operations of convolutions and linear layers until `stop`. The backward
-    pass has as many as the forward pass for each weight that is trained, and as many again for each
-    input that has a gradient.
+class Flops(TorchFunctionMode):
+    """While entered, counts the floating-point operations of convolutions and linear layers. The
+    backward pass has as many as the forward pass for each weight that is trained, and as many again
+    for each input that has a gradient.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._count = 0
-        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        self._hooks = [
-            part.register_forward_hook(self._add)
-            for part in model.modules()
-            if isinstance(part, kinds)
-        ]
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
-    def _add(self, part: nn.Module, inputs: Any, output: Any) -> None:
-        weight = part.weight
-        assert isinstance(weight, torch.Tensor)
-        # Each output has one product and one sum per weight of its row, or of its output channel.
-        passes = 1 + weight.requires_grad + inputs[0].requires_grad
-        self._count += 2 * passes * output.numel() * math.prod(weight.shape[1:])
-
-    def stop(self) -> int:
-        """Ends the count. Returns the operations of forward and backward pass."""
-        for hook in self._hooks:
-            hook.remove()
-        return self._count
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in COUNTED:
+            inputs, weight, *_ = args
+            # Each output has one product and one sum per weight of its row, or of its output
+            # channel.
+            passes = 1 + weight.requires_grad + inputs.requires_grad
+            self.count += 2 * passes * output.numel() * math.prod(weight.shape[1:])
+        return output
 
 
 def achieved(flops_per_s: float, device: torch.device) -> dict[str, float]:

@@ -13,9 +13,32 @@ import pytest
 import torch
 import torchvision
 
+from recipes import gpt, toy
 from recipes.core.place import processes
 from recipes.core.train import meter
 from tests import helpers
+
+
+def world_of(ranks: int) -> Any:
+    return SimpleNamespace(
+        gather=lambda content: [content] * ranks,
+        hosts=("a",) * ranks,
+        pulse=SimpleNamespace(beat=lambda stage: None),
+    )
+
+
+def test_a_rank_does_not_wait_for_others_longer_than_its_pass_takes() -> None:
+    """A wait of 2 s was measured in one of two steps; the other one had none."""
+    clock: Any = SimpleNamespace(now=lambda: clock.time, time=0.0)
+    measured = meter.Meter(clock, torch.device("cpu"))
+    for part, seconds in (("data_wait", 1.0), ("forward_backward", 3.0)):
+        clock.time += seconds
+        measured.mark(part)
+    measured.step_ends(1)
+    measured.step_ends(1)
+    lap = measured.lap(unhidden_s=2.0)
+    assert lap["communication"] == lap["forward_backward"] == 0.75
+    assert measured.of_ranks(world_of(1))["rank_step_s"] == [0.5]
 
 
 def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,11 +64,7 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     assert measured.lap() == {"samples_per_second": 0.0}
     assert measured.samples == 60
     assert measured.train_s == 20.0
-    world: Any = SimpleNamespace(
-        gather=lambda content: [content, content],
-        hosts=("a", "a"),
-        pulse=SimpleNamespace(beat=lambda stage: None),
-    )
+    world = world_of(2)
     told = measured.of_ranks(world)
     assert told["rank_step_s"] == [7.5, 7.5]  # without the 1.5 s in which it has waited
     assert 0.1 < told["memory_gb"] < 20
@@ -73,18 +92,27 @@ def test_the_memory_of_a_node_is_the_sum_of_its_ranks(monkeypatch: pytest.Monkey
 
 def test_arithmetic_of_a_known_network() -> None:
     net = torchvision.models.resnet50().eval()
-    count = meter.Flops(net)
-    net(torch.zeros(2, 3, 224, 224))
+    with meter.Flops() as flops:
+        net(torch.zeros(2, 3, 224, 224))
     of_first = 112 * 112 * 64 * 3 * 49  # its input, the images, has no gradient
     expected = 2 * (3 * 4.089e9 - of_first)  # torchvision's documentation: 4.09 GFLOPS, in products
-    assert count.stop() / 2 == pytest.approx(expected, rel=0.001)
-    net(torch.zeros(1, 3, 32, 32))
-    assert count.stop() / 2 == pytest.approx(expected, rel=0.001)  # stopped
+    assert flops.count / 2 == pytest.approx(expected, rel=0.001)
     for parameter in net.parameters():
         parameter.requires_grad = False
-    count = meter.Flops(net)
-    net(torch.zeros(1, 3, 224, 224))
-    assert count.stop() == pytest.approx(2 * 4.089e9, rel=0.001)  # only forward
+    with meter.Flops() as flops:
+        net(torch.zeros(1, 3, 224, 224))
+    assert flops.count == pytest.approx(2 * 4.089e9, rel=0.001)  # only forward
+
+
+def test_products_without_a_module_of_their_own_count() -> None:
+    """The queries, keys and values of gpt are one product; each has a matrix of its own."""
+    block = gpt.Block(128, 2)
+    with meter.Flops() as flops:
+        block(
+            torch.zeros(3, 5, 128, requires_grad=True), *gpt.rotary_factors(5, torch.device("cpu"))
+        )
+    weights = sum(parameter.numel() for parameter in block.parameters())
+    assert flops.count == 3 * 2 * 3 * 5 * weights  # three passes, two operations, fifteen tokens
 
 
 TOY = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=12", "log_every_steps=4"]
@@ -123,6 +151,11 @@ toy.session.run(toy.main, start)
     last = helpers.rows(tmp_path)[-1]
     summary = helpers.read(tmp_path, "summary")
     assert last["rank_step_s"][1] > 0.05 + last["rank_step_s"][0]
+    with meter.Flops() as flops:
+        toy.make_net()(torch.zeros(1, 20))
+    of_sample = flops.count / 1e12
+    # of one rank
+    assert last["tflops"] == pytest.approx(of_sample * last["samples_per_second"] / 2, rel=0.01)
     # rank 0 waits
     assert "of each step waits for the gradients of other ranks" in summary["efficiency"]
     assert f"efficiency: {summary['efficiency']}\n" in ended.out
