@@ -109,6 +109,8 @@ def test_class_weights_and_mixing_change_the_loss(train: Any) -> None:
     assert soft.sum(1).tolist() == pytest.approx([1.0] * 4)
     _, again = finetune.mixed(Config(mixup=0.4), x, labels, 3, 0, 1)
     assert again.equal(soft)  # the same at a resume
+    for later in ((1, 1), (0, 2)):  # another epoch, another batch
+        assert not finetune.mixed(Config(mixup=0.4), x, labels, 3, *later)[1].equal(soft)
 
 
 @pytest.mark.parametrize(

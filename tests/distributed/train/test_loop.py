@@ -761,8 +761,9 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
     monkeypatch.setattr(torch.distributed, "PrefixStore", prefixed)
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, (), "127.0.0.1", 1, True, "7.1", 2)
-        rendezvous._meet(info, info.master_addr, "gloo", 40.0)
-    assert timeouts == [40, 30]  # rank 1 ends first, and reports why
+        for timeout_s in (20.0, 600.0):
+            rendezvous._meet(info, info.master_addr, "gloo", timeout_s)
+    assert timeouts == [20, 600, 15, 590]  # rank 1 ends first, and reports why
     # torch counts the time in which a job is suspended
     assert store.timeout == worlds.TORCH_TIMEOUT
     assert set(names) == {"7-attempt-2-gloo"}

@@ -244,6 +244,10 @@ def test_all_ranks_wait_for_slow_work_that_makes_progress(tmp_path: Path) -> Non
             "time.sleep(3.5 if world.rank else 0)",
             "rank 1 made no progress with slow in 1 s (timeout_s)",
         ),
+        (  # a value that stays the same is no progress
+            "for _ in range(12 * world.rank): time.sleep(0.3); beat(5)",
+            "rank 1 made no progress with slow in 1 s (timeout_s)",
+        ),
         ("if world.rank: raise MachineError('the disk is full')", "HOST: the disk is full"),
         ("if world.rank: raise OSError(5, 'Input/output error')", "HOST: "),
         ("if not world.rank: raise InputError('no such folder')", "HOST: no such folder"),

@@ -510,6 +510,7 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
 def test_a_program_that_is_started_again_is_stopped_as_long_before_the_limit(
     tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the options of srun that the first start had, such as those of a container."""
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit=01:00:00")
     first = helpers.attempt(tmp_path, launch="7.0")
 
@@ -518,12 +519,14 @@ def test_a_program_that_is_started_again_is_stopped_as_long_before_the_limit(
 
     monkeypatch.setattr(batch.restart, "plan", plan)
     environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(first.folder)}
-    environ |= helpers.in_job("script", [PROGRAM, f"run_dir={tmp_path}", "restarts=1"])
+    words = [PROGRAM, f"run_dir={tmp_path}", "restarts=1"]
+    environ |= helpers.in_job("script", words, step=("--container-image=a.sqsh",))
     status, shell = batch.step_ended("script", 1, environ)
     second = attempts.newest(tmp_path)
     assert status == 0
     assert ("export", f"{attempts.VARIABLE}={second.folder}") in shell
     assert ("again", "1") in shell
+    assert ("step", "--container-image=a.sqsh") in shell
     assert stop_note.read(second).before_s == 120.0
 
 

@@ -110,6 +110,12 @@ def test_the_first_thing_to_change_is_named(
     assert bool(advice) == bool(line)
 
 
+def test_the_cpus_of_a_node_are_shared_by_its_own_ranks() -> None:
+    facts = {"cpus": 32, "attempt": 0, "hosts": ["a"] * 4 + ["b"] * 4}
+    waiting = rows(data_wait=0.6, forward_backward=0.2, rank_step_s=[0.1] * 8)
+    assert "use num_workers=8," in efficiency.verdict(waiting, facts, {"num_workers": 4})
+
+
 def test_rows_of_an_earlier_attempt_say_nothing_about_the_hosts_of_the_newest(
     tmp_path: Path,
 ) -> None:
