@@ -106,7 +106,7 @@ def _copy(folder: Path, copy: Path, stack: contextlib.ExitStack) -> None:
     """Makes ``copy`` for `opened`. stack: holds the open files."""
     copy.mkdir()
     patterns = {*FETCHED, "additional_chat_templates/*.jinja"}
-    if "auto_map" in (files.read_json(folder / "config.json") or {}):
+    if "auto_map" in files.read_json(folder / "config.json"):
         patterns.add("**/*.py")
     left = MOST_BYTES
     for path in {path for pattern in patterns for path in folder.glob(pattern)}:
