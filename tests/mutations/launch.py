@@ -6,6 +6,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/launch/batch.py",
+        "options = [*spec.step, *following.options]",
+        "options = [*following.options]",
+        "a restart starts the ranks outside their container",
+        "tests/unit/launch/test_batch.py",
+    ),
+    Mutation(
         "recipes/core/launch/unpack.py",
         'part = folder.with_name(f".{folder.name}")',
         "part = folder",

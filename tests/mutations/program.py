@@ -4,6 +4,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/program/watch.py",
+        "            self._changed.clear()\n",
+        "",
+        "a wrapper reads the run directory without a pause while its program saves",
+        "tests/unit/program/test_watch.py",
+    ),
+    Mutation(
         "recipes/script.py",
         'environ.setdefault("OMP_NUM_THREADS", str(threads))',
         'environ["OMP_NUM_THREADS"] = str(threads)',

@@ -4,6 +4,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/run/efficiency.py",
+        "max(map(hosts.count, hosts), default=1)",
+        "len(hosts)",
+        "the CPUs of a node are divided by the ranks of all nodes",
+        "tests/unit/run/test_efficiency.py",
+    ),
+    Mutation(
         "recipes/core/run/ledger.py",
         '        (number(last.get("time")), "repeated"),\n',
         '        (number(last.get("time")), "training"),\n',

@@ -4,6 +4,36 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/train/loop.py",
+        'measured["samples_per_second"] / run.world.data.size',
+        'measured["samples_per_second"]',
+        "tflops is that of all ranks",
+        "tests/distributed/train/test_meter.py::"
+        "test_the_time_of_each_rank_and_the_first_thing_to_change",
+    ),
+    Mutation(
+        "recipes/core/train/world.py",
+        "                seen = progress\n",
+        "",
+        "a rank that repeats the same progress counts as one that makes some",
+        "tests/distributed/train/test_step.py::test_all_ranks_end_if_one_fails",
+    ),
+    Mutation(
+        "recipes/core/train/rendezvous.py",
+        "max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)",
+        "SHARE_EARLIER * timeout_s",
+        "the other ranks wait for rank 0 for three quarters of timeout_s",
+        "tests/distributed/train/test_loop.py::"
+        "test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest",
+    ),
+    Mutation(
+        "recipes/finetune.py",
+        "seeded(cfg.seed, epoch, -batch)",
+        "seeded(cfg.seed, 0, -batch)",
+        "each epoch blends the images of a batch in the same way",
+        "tests/distributed/recipes/test_finetune.py::test_class_weights_and_mixing_change_the_loss",
+    ),
+    Mutation(
         "recipes/core/train/failure.py",
         "keepalive.LOST_S) if run.world.links.lost else",
         "keepalive.LOST_S) if False else",
