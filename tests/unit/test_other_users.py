@@ -928,13 +928,14 @@ def test_check_copies_no_file_without_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", [trained.load, causal.load])
+@pytest.mark.parametrize("default", ["torchinductor_me", "another_tmpdir/torchinductor_me"])
 def test_a_loaded_model_has_a_private_compile_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[Path], object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: str, load: Callable[[Path], object]
 ) -> None:
     """torch's exporter reads files in this folder. Its default is a name that others can create,
     and torch sets the variable to it.
     """
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/torchinductor_me")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/{default}")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(InputError, match="has no checkpoint"):
         load(tmp_path)

@@ -135,9 +135,10 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
 
 def set_compile_cache() -> None:
     """Sets the folder of torch's compiled code, unless the user has set it. Raises MachineError."""
-    # torch sets the variable to this default when torch._dynamo is imported (2.15)
-    usual = os.path.join(tempfile.gettempdir(), "torchinductor_")
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual).startswith(usual):
+    # torch sets the variable to its default, a folder of this name in $TMPDIR, when torch._dynamo
+    # is imported (2.15). A process started from such a process can have another $TMPDIR.
+    usual = "torchinductor_"
+    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual)).name.startswith(usual):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_of_compiled_code())
     # else g++ reads headers of others from /tmp
     os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
