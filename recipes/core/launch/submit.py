@@ -197,9 +197,9 @@ def _wait(submitted: Submitted, show: bool) -> int:
         print(f"job {job_id}: completed; run directory {submitted.run_dir}")
         return directory.exit_code(status, code)
     reason = f": {status['reason']}" if status.get("reason") else ""
-    # its batch script ended with EXIT_REQUEUE
-    is_stopped = status.get("state") == "preempted"
-    how = "stopped" if is_stopped else state.lower() or "ended"
+    how = state.lower() or "ended"
+    if status.get("state") == "preempted" and state != "CANCELLED":
+        how = "stopped"  # its batch script ended with EXIT_REQUEUE
     print(f"job {job_id}: {how}{reason}; log {submitted.log}", file=sys.stderr)
     return directory.exit_code(status, code) or EXIT_CRASH
 
