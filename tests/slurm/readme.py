@@ -211,17 +211,17 @@ TABLE: dict[str, How] = {
         only="it takes a minute, and continuous integration runs it",
     ),
     "make test": tool(
-        swap=SHOWN, says="pytest -n 3 .*-m .not long", only="it runs all tests, for minutes"
+        swap=SHOWN, says="pytest -n 4 .*-m .not long", only="it runs all tests, for minutes"
     ),
     "make alltests": tool(
-        swap=SHOWN, says="pytest -n 3 --dist loadfile", only="it runs all tests, for an hour"
+        swap=SHOWN, says="pytest -n 4 --dist loadfile", only="it runs all tests, for an hour"
     ),
     "make faults": tool(
-        swap=SHOWN, says="pytest tests/faults -n 3", only="it runs other tests, for minutes"
+        swap=SHOWN, says="pytest tests/faults -n 4", only="it runs other tests, for minutes"
     ),
     "make mutants ONLY=config": tool(
         swap=SHOWN,
-        says="tests.mutations workers=3 only=config",
+        says="tests.mutations workers=4 only=config",
         only="it runs other tests, for minutes",
     ),
     "make bench ONLY=checkpoint": tool(
@@ -231,7 +231,7 @@ TABLE: dict[str, How] = {
     ),
     "make gpu OUT=gpu.json": tool(swap=SHOWN, says="-m tests.gpu gpu.json", only="it needs a GPU"),
     "make portability": tool(
-        swap=SHOWN, says="tests/portability.py --workers 3", only="it installs three systems"
+        swap=SHOWN, says="tests/portability.py --workers 4", only="it installs three systems"
     ),
     "make docs": tool(),
     # README.md

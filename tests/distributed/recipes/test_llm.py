@@ -170,7 +170,7 @@ def launched(run_dir: Path, ranks: int, *words: str) -> Path:
     [
         (),
         ("pack=false",),
-        ("train=lora", "lora_rank=4", "lr=0.01"),
+        ("train=lora", "lora_rank=4", "lr=0.001"),
         ("model={}/qwen3",),
     ],
     ids=["packed", "not packed", "additions", "shared weights"],
