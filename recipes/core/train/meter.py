@@ -245,9 +245,11 @@ class Flops(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        output = func(*args, **named)
         if func in COUNTED:
-            inputs, weight, *_ = args
+            inputs = args[0] if args else named["input"]
+            weight = args[1] if len(args) > 1 else named["weight"]
             # Each output has one product and one sum per weight of its row, or of its output
             # channel.
             passes = 1 + weight.requires_grad + inputs.requires_grad

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
+from torch.nn import functional as F
 
 from recipes import gpt, toy
 from recipes.core.place import processes
@@ -104,8 +105,17 @@ def test_arithmetic_of_a_known_network() -> None:
     assert flops.count == pytest.approx(2 * 4.089e9, rel=0.001)  # only forward
 
 
-def test_products_without_a_module_of_their_own_count() -> None:
-    """The queries, keys and values of gpt are one product; each has a matrix of its own."""
+@pytest.mark.parametrize("names", [(), ("weight",), ("input", "weight")])
+def test_tensors_that_are_given_by_name_count_too(names: tuple[str, ...]) -> None:
+    tensors = {"input": torch.zeros(5, 3), "weight": torch.zeros(2, 3)}
+    by_name = {name: tensors.pop(name) for name in names}
+    with meter.Flops() as flops:
+        F.linear(*tensors.values(), **by_name)
+    assert flops.count == 2 * 5 * 2 * 3
+
+
+def test_a_layer_that_is_called_as_a_function_counts() -> None:
+    """gpt joins the matrices of queries, keys and values, and multiplies by all three at once."""
     block = gpt.Block(128, 2)
     with meter.Flops() as flops:
         block(
