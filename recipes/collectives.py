@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed import P2POp, ReduceOp
 
 from recipes.conf.collectives import Config, Mode, sizes_of
-from recipes.core.train import session
 from recipes.core.errors import RunError, Stopped
+from recipes.core.train import session
 from recipes.core.train.run import Results, Run
 from recipes.core.train.world import World
 
@@ -42,8 +42,8 @@ WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 
 
 def numbers(world: World, *ranks: int) -> Tensor:
-    """Two numbers for each of ``ranks``, without them for this rank, that identify the rank: 10 and
-    11 for rank 0, 20 and 21 for rank 1.
+    """Two numbers that identify each of ``ranks``: 10 and 11 for rank 0, 20 and 21 for rank 1. The
+    default is this rank.
     """
     tens = [10.0 * rank + 10 for rank in ranks or [world.rank]]
     return torch.tensor([ten + i for ten in tens for i in range(2)], device=world.device)

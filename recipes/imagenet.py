@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
 from recipes.core.data import decode, image_sets, in_memory, sampling, torch_loader
+from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.train import (
     checkpoint,
     images,
@@ -36,7 +37,6 @@ from recipes.core.train import (
     session,
     trained,
 )
-from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.train.run import Results, Run
 
 # Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.

@@ -37,7 +37,7 @@ def decoder(request: pytest.FixtureRequest) -> str:
         pytest.importorskip("torchcodec", reason="decoder=torchcodec: pip install torchcodec")
         cuda = torch.version.cuda
         if cuda and int(cuda.partition(".")[0]) < 13:
-            pytest.skip(f"torchcodec needs libraries of CUDA 13; torch has {cuda}")
+            pytest.skip(f"torchcodec 0.16 requires CUDA 13, and torch has CUDA {cuda}")
     if request.param == "opencv":
         pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
         pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
