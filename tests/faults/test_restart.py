@@ -47,6 +47,8 @@ FOUND_S = 150.0  # from the fault to the next attempt, on a machine that runs ot
 FIRST_STEP_S = 30.0
 UNEXAMINED_S = 15.0
 START_S = 6.0
+# Slurm repeats the end of a job on a node every two minutes until the node answers
+RELEASE_S = 150.0
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +282,7 @@ def test_a_second_dead_node_requeues_a_job_that_needs_its_size(
         line = "too few nodes are left without node2,node3; requeued without them"
         helpers.wait_until(lambda: line in log.read_text(), FOUND_S, line)
         for node in ("node2", "node3"):  # else the job completes only after SlurmdTimeout
-            five.restart_slurmd(node, 60)
+            five.restart_slurmd(node, RELEASE_S)
         jobs.wait_requeued(five, job, log, 120)
         jobs.start_again(five, job)
         assert jobs.ended(five, job, log) == ("COMPLETED", "0:0"), log.read_text()

@@ -192,6 +192,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
                 run.say(f"stopped by {error} before its first step")
         return EXIT_REQUEUE
 
+    pulse = run.world.pulse
     cause = cause_of(error, run.stop.reason)
     # Write the record at once: the other ranks lose their connections to this rank now.
     record: dict[str, Any] = {
@@ -202,8 +203,9 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "exit_status": cause.exit_status,
         "behind": behind,
         "moment": moment,
-        "progress": moment - run.world.pulse.unchanged_s(),
+        "progress": moment - pulse.unchanged_s(),
     }
+    pulse.beat(pulse.read()[2])  # else its watchdog may end this rank before what follows
     with suppress(OSError):
         attempts.record(run.attempt, **record, still_saves=run.checkpoints.saver is not None)
     if cause.kind.is_consequence:

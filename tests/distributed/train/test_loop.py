@@ -533,16 +533,18 @@ def test_a_postponed_evaluation_runs_first_on_a_resume(
 def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_path: Path) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
     assert run.checkpoints.saver
-    waited: list[int] = []
+    pulse = run.world.pulse
+    beats, *progress = pulse.read()
+    waited: list[tuple[int, ...]] = []
 
     def save() -> None:
         time.sleep(0.3)
-        waited.append(1)
+        waited.append(pulse.read())
         raise MemoryError  # want of memory may well end both
 
     run.checkpoints.saver._writing = run.checkpoints.saver._pool.submit(save)
     assert failure.fail(run, RuntimeError("this")) == 1
-    assert waited == [1]
+    assert waited == [(beats + 1, *progress)]  # its watchdog grants the time for it
     assert attempts.records(run.attempt)[0]["error"] == "RuntimeError: this"
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
