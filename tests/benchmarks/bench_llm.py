@@ -30,7 +30,7 @@ from recipes.core.data.dialogues import Examples
 from recipes.core.data.token_batches import Part
 from recipes.core.errors import require
 from recipes.core.run import entry
-from recipes.core.train import session
+from recipes.core.train import causal, session
 from recipes.core.train.run import Run
 from tests.benchmarks.measure import Figure, Size, python
 
@@ -86,7 +86,7 @@ def examples() -> tuple[Examples, Examples]:
     begins = np.arange(count) * TOKENS
     lengths = np.full(count, TOKENS)
     places = np.column_stack([np.zeros(count, int), begins, lengths, lengths // 2])
-    facts = {"pad": 0, "vocabulary": 8000, "ends": [1]}
+    facts = {"kind": "text", "pad": 0, "vocabulary": 8000, "ends": [1]}
     made = Examples([tokens.flatten()], places, facts, "random")
     return made, Examples([tokens.flatten()], places[:1], facts, "random")
 
@@ -133,10 +133,10 @@ def train_recipe(cfg: Config, run: Run, turns: Turns) -> Any:
     validation = llm.TokenBatches
     sources = [lambda *_: batches, validation]
     with (
-        mock.patch.object(llm, "tiny", model),
-        mock.patch.object(made_dialogues, "made", examples),
-        mock.patch.object(llm, "lr_factor", return_value=1.0),
-        mock.patch.object(llm, "TokenBatches", lambda *size: sources.pop(0)(*size)),
+        mock.patch.object(causal, causal.tiny.__name__, model),
+        mock.patch.object(made_dialogues, made_dialogues.made.__name__, examples),
+        mock.patch.object(llm, llm.lr_factor.__name__, return_value=1.0),
+        mock.patch.object(llm, validation.__name__, lambda *size: sources.pop(0)(*size)),
     ):
         llm.main(cfg, run)
     return run.state.model

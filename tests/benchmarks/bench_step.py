@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from recipes import mnist
 from recipes.conf.mnist import Config
+from recipes.core.data import sampling
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
-from recipes.core.data.sampling import Part
 from recipes.core.run import entry
 from recipes.core.train import session
 from recipes.core.train.session import Run
@@ -138,7 +138,7 @@ class Turns:
     def order(self) -> dict[str, Any]:
         return {}
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Part]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[sampling.Part]:
         began = time.perf_counter()
         before = background_ns()
         for turn in range(self.stretches):
@@ -156,8 +156,8 @@ class Turns:
         self.bare.step(last.indices)
         yield last
 
-    def part(self, number: int) -> Part:
-        return Part(0, number, batch(number, self.samples), 2 * BATCH_SIZE)
+    def part(self, number: int) -> sampling.Part:
+        return sampling.Part(0, number, batch(number, self.samples), 2 * BATCH_SIZE)
 
 
 def batch(number: int, samples: int) -> Tensor:
@@ -187,7 +187,7 @@ def services(run: Run, cfg: Config, train_set: ImageSet, stretches: int) -> Turn
     bare = BareLoop(cfg, train_set, run.world)
     turns = Turns(bare, stretches, len(train_set))
     run.console.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
-    with mock.patch.object(mnist, "GlobalBatches", return_value=turns):
+    with mock.patch.object(sampling, sampling.GlobalBatches.__name__, return_value=turns):
         mnist.main(cfg, run)
     pairs = zip(run.state.model.parameters(), bare.net.parameters(), strict=True)
     if not all(torch.allclose(ours, other, rtol=1e-3, atol=1e-4) for ours, other in pairs):
