@@ -25,6 +25,7 @@ from recipes.core.slurm import client, environment
 from recipes.core.variables import Environ
 
 LAG_S = 4.0  # srun may take this long to end after a rank has failed
+SILENT_LAG_S = 1.0  # the same if a node does not answer, for which srun would wait
 WATCH_S = 0.5  # between two looks for records
 # in the folder of an attempt that failed: the nodes that did not answer then
 SILENT = "silent.json"
@@ -136,10 +137,11 @@ def _bad_nodes(nodes: Sequence[str], spec: Spec, attempt: Attempt, environ: Envi
 
 def watch(attempt: Attempt, srun: int, environ: Environ) -> None:
     """Asks the nodes for an answer as soon as a rank has failed, for the restart. Ends the step if
-    srun has not ended LAG_S later: a node does not answer, and Slurm would notice that only after
-    minutes. srun: its process ID.
+    srun goes on although a rank has ended: a node does not answer, and Slurm would notice that only
+    after minutes. srun: its process ID.
     """
     asking = None
+    ended_at = None
     while attempts.start_time(srun):
         time.sleep(WATCH_S)
         records = attempts.records(attempt)
@@ -147,9 +149,12 @@ def watch(attempt: Attempt, srun: int, environ: Environ) -> None:
         if failures and not asking:
             asking = threading.Thread(target=_note_silent, args=(attempt, environ))
             asking.start()
-        failed = [record["time"] for record in failures if not record.get("still_saves")]
-        if failed and time.time() - min(failed) > LAG_S:
-            say(f"a rank has failed, but srun has not ended after {LAG_S:g} s: the step is ended")
+        if ended_at is None and not all(record.get("is_ending") for record in failures):
+            ended_at = time.monotonic()
+        silent = files.read_json(attempt.folder / SILENT).get("nodes")
+        lag_s = SILENT_LAG_S if silent else LAG_S
+        if ended_at is not None and time.monotonic() - ended_at > lag_s:
+            say(f"a rank has failed, but srun has not ended after {lag_s:g} s: the step is ended")
             client.kill_steps(environment.job_id(environ))
             time.sleep(1.0)
             with contextlib.suppress(ProcessLookupError):

@@ -303,15 +303,15 @@ def record(
     moment: float | None = None,
     progress: float | None = None,
     name: str = "rank",
-    still_saves: bool = False,
+    is_ending: bool = False,
 ) -> None:
     """Writes the error record of a rank. Raises OSError.
 
     name: begins the name of the file; "stop" for a request to stop, so that a later failure of the
     rank has its own file. rank: None if no rank is known to be the cause. behind: the rank that did
     not arrive, as `World.behind` returns it. moment: of the failure, as time.time(); None means
-    now. progress: when the rank made progress last; None if unknown. still_saves: whether the rank
-    waits for its last save, and then replaces the record.
+    now. progress: when the rank made progress last; None if unknown. is_ending: whether the rank
+    still saves or asks the other ranks where they are, and then replaces the record.
     """
     content = {
         "rank": rank,
@@ -322,7 +322,7 @@ def record(
         "behind": behind,
         "time": moment or time.time(),
         "progress": progress,
-        "still_saves": still_saves,
+        "is_ending": is_ending,
     }
     files.write_json(attempt.folder / "failed" / f"{name}{rank or 0:04d}.json", content)
 

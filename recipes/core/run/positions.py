@@ -15,7 +15,7 @@ from recipes.core.run import look
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.logs import say
 
-WAIT_S = 10.0  # for the answers of all ranks
+WAIT_S = 8.0  # for the answers of all ranks
 POLL_S = 0.2
 STUCK_S = 2.0  # a rank without progress for this long is stuck, or waits for another one
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)

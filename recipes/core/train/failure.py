@@ -159,9 +159,7 @@ def _time_out(run: Run, behind: Mapping[str, Any] | None) -> NoReturn:
         hosts = {rank: host for rank, host in hosts.items() if host not in lost}
     code = EXIT_CRASH
     try:
-        with suppress(Exception):  # it only helps to find the cause
-            positions.report(run.attempt, hosts)
-        code = fail(run, torch_errors.PeerTimeout(late), behind)
+        code = fail(run, torch_errors.PeerTimeout(late), behind, hosts)
     finally:
         leave(code)
 
@@ -177,9 +175,15 @@ class Cause(NamedTuple):
     traceback: bool = False
 
 
-def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
+def fail(
+    run: Run,
+    error: BaseException,
+    behind: Mapping[str, Any] | None = None,
+    asked: Mapping[int, str] | None = None,
+) -> int:
     """Records and prints what ended this rank, and returns the exit status. behind: the rank for
-    which it waited, if that is known.
+    which it waited, if that is known. asked: the ranks that are to say where they are, with their
+    hosts.
     """
     moment = time.time()
     if isinstance(error, Stopped):  # before the first step: there is no progress to save
@@ -207,7 +211,11 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     }
     pulse.beat(pulse.read()[2])  # else its watchdog may end this rank before what follows
     with suppress(OSError):
-        attempts.record(run.attempt, **record, still_saves=run.checkpoints.saver is not None)
+        is_ending = bool(run.checkpoints.saver or asked)
+        attempts.record(run.attempt, **record, is_ending=is_ending)
+    if asked:
+        with suppress(Exception):  # it only helps to find the cause
+            positions.report(run.attempt, asked)
     if cause.kind.is_consequence:
         with suppress(Exception):  # it only helps to find a cause in NCCL
             _keep_flight_record(run)

@@ -170,7 +170,7 @@ def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
     monkeypatch.setattr(
         restart.client, "silent_nodes", lambda nodes: (asked.append(list(nodes)), silent)[1]
     )
-    for still_saves, status in ((True, 0), (False, -9)):
+    for is_ending, status in ((True, 0), (False, -9)):
         attempts.record(
             attempt,
             rank=0,
@@ -178,9 +178,9 @@ def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
             kind=Kind.timeout,
             error="x",
             moment=1.0,
-            still_saves=still_saves,
+            is_ending=is_ending,
         )
-        with helpers.start(["sleep", "2" if still_saves else "60"]) as srun:
+        with helpers.start(["sleep", "2" if is_ending else "60"]) as srun:
             restart.watch(attempt, srun.pid, ENVIRON)
             assert srun.wait(5) == status
     assert killed == ["7"]

@@ -63,10 +63,10 @@ def test_a_stopped_rank_is_awaited_wherever_it_is() -> None:
 
 def test_a_rank_that_does_not_answer_is_awaited() -> None:
     first, second = heads([waiting(0), waiting(1)], {0: "node1", 1: "node1", 4: "node2"})
-    assert first.startswith("rank 4 on node2: no answer within 10 s: the job is suspended, ")
+    assert first.startswith("rank 4 on node2: no answer within 8 s: the job is suspended, ")
     assert second.startswith("ranks 0-1 on node1: waiting for rank 4 on node2, in all_reduce ")
     [line] = positions.lines_of([], {})
-    assert line.startswith("ranks of this run: no answer within 10 s: ")
+    assert line.startswith("ranks of this run: no answer within 8 s: ")
 
 
 def test_ranks_that_move_wait_for_nobody_and_may_be_at_any_step() -> None:
