@@ -185,17 +185,10 @@ def fail(
     which it waited, if that is known. asked: the ranks that are to say where they are, with their
     hosts.
     """
-    moment = time.time()
-    if isinstance(error, Stopped):  # before the first step: there is no progress to save
-        if run.world.rank == 0:
-            step = directory.read_status(run.dir).get("step", 0)
-            with suppress(MachineError):  # a later attempt has taken over the run directory
-                attempts.write_status(
-                    run.attempt, "preempted", step, reason=str(error), kind=Kind.stopped
-                )
-                run.say(f"stopped by {error} before its first step")
-        return EXIT_REQUEUE
+    if isinstance(error, Stopped):
+        return _stopped(run, error)
 
+    moment = time.time()
     pulse = run.world.pulse
     cause = cause_of(error, run.stop.reason)
     # Write the record at once: the other ranks lose their connections to this rank now.
@@ -244,6 +237,20 @@ def fail(
                 # the judgement of the parent replaces it
                 attempts.write_status(run.attempt, "failed", run.step, **why)
     return cause.exit_status
+
+
+def _stopped(run: Run, error: Stopped) -> int:
+    """Records a stop before the first step, when there is no progress to save. Returns the exit
+    status.
+    """
+    if run.world.rank == 0:
+        step = directory.read_status(run.dir).get("step", 0)
+        with suppress(MachineError):  # a later attempt has taken over the run directory
+            attempts.write_status(
+                run.attempt, "preempted", step, reason=str(error), kind=Kind.stopped
+            )
+            run.say(f"stopped by {error} before its first step")
+    return EXIT_REQUEUE
 
 
 def _requeue_without_first_node(run: Run) -> None:
