@@ -207,7 +207,7 @@ def replace_node(
         fault_at = time.time()
         getattr(five, fault)("node2")
         wait_for_step(run_dir, 1, STEPS)
-        five.restart_slurmd("node2", 60)
+        five.restart_slurmd("node2", RELEASE_S)
         check_end(five, job, log, run_dir, attempt=1)
     finally:
         jobs.leave_no_job(five)
@@ -258,7 +258,7 @@ def test_a_second_dead_node_leaves_fewer_ranks(
         five.kill_node("node3")
         wait_for_step(run_dir, 2, STEPS)
         for node in ("node2", "node3"):
-            five.restart_slurmd(node, 60)
+            five.restart_slurmd(node, RELEASE_S)
         check_end(five, job, log, run_dir, attempt=2)
         assert samples(run_dir) == samples(whole)
         assert read(run_dir / "attempts/0002/opened.json")["hosts"] == ["node1"]
@@ -324,7 +324,7 @@ def test_the_death_of_the_first_node_requeues_the_job(
         assert hang_s == pytest.approx(queued_at - died_at, abs=3.0)
     finally:
         five.run("scontrol", "update", "NodeName=node1", "State=resume")
-        five.restart_slurmd("node1", 60)
+        five.restart_slurmd("node1", RELEASE_S)
         jobs.leave_no_job(five)
 
 
