@@ -7,11 +7,13 @@ A node probes a fixed number of others (`peers`), so its cost is the same in a j
 import contextlib
 import socket
 import threading
+from collections import deque
 
 from recipes.core.place import network
 
 LARGE = 256 << 10  # bytes: many full packets
 QUIET_S = 20.0  # after which the server closes a silent connection
+MOST = 64  # connections; a further one closes the oldest, since any user of the cluster may connect
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:
@@ -27,12 +29,17 @@ def serve() -> int:
     port. Raises OSError.
     """
     listening = network.listener()
+    newest = deque[socket.socket]()
 
     def accept() -> None:
         while True:
             # the other side is gone, or a default timeout has passed
             with contextlib.suppress(OSError):
-                threading.Thread(target=_answer, args=(listening.accept()[0],), daemon=True).start()
+                connection, _ = listening.accept()
+                newest.append(connection)
+                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+                if len(newest) > MOST:
+                    newest.popleft().shutdown(socket.SHUT_RDWR)
 
     threading.Thread(target=accept, daemon=True).start()
     return int(listening.getsockname()[1])

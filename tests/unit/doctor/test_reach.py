@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -32,6 +33,19 @@ def served(answer: Callable[[socket.socket], object], connections: int = 1) -> i
 )
 def test_a_node_that_answers(host: str) -> None:
     assert reach.probe(host, reach.serve(), 5) == ("", "")
+
+
+def test_silent_connections_of_others_do_not_stop_it() -> None:
+    port = reach.serve()
+    with contextlib.ExitStack() as stack:
+        held = []
+        for _ in range(reach.MOST + 2):
+            held.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 5)))
+        assert held[1].recv(1) == b""  # the server has closed the oldest
+        assert reach.probe("127.0.0.1", port, 5) == ("", "")
+        held[-1].settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            held[-1].recv(1)
 
 
 def test_a_port_that_is_closed() -> None:
