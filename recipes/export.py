@@ -73,8 +73,9 @@ def main(argv: list[str]) -> int:
         trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
     model = trained.load(run)
     out = Path(keys.out or place / f"model.{kind}")
+    folder = trust.resolved(out.parent)
     content, difference = to_onnx(model) if kind == "onnx" else (to_safetensors(model), "")
-    files.write_bytes(out, content)
+    files.write_bytes(folder / out.name, content)
     print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
     return EXIT_DONE
 
@@ -92,11 +93,12 @@ def to_folder(run: str, keys: FolderKeys) -> int:
     out = Path(keys.out).expanduser() if keys.out else place / "hf"
     if out.exists():
         raise InputError(f"out={str(out)!r}: exists: give another out=")
-    with files.writing_to(out.parent, "out"), tempfile.TemporaryDirectory(dir=out.parent) as part:
+    parent = trust.resolved(out.parent)
+    with files.writing_to(out.parent, "out"), tempfile.TemporaryDirectory(dir=parent) as part:
         folder = Path(part, out.name)
         trust.own_folder(folder, "out")
         causal.write(model, folder, keys.adapter)
-        os.rename(folder, out)
+        os.rename(folder, parent / out.name)
     print(f"{out}: from {model.path}")
     return EXIT_DONE
 

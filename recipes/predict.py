@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.config import parser as keys_parser
 from recipes.core.config.declare import key
 from recipes.core.data import classfolder, documents
@@ -159,7 +159,8 @@ def main(argv: list[str]) -> int:
             classify(model, args, faults, opened)
     else:
         # A rename replaces a link that another user has made in a shared folder.
-        files.write_whole(table, lambda file: classify(model, args, faults, file))
+        folder = trust.resolved(table.parent)
+        files.write_whole(folder / table.name, lambda file: classify(model, args, faults, file))
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)
     return EXIT_CONFIG if faults else EXIT_DONE

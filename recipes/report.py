@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.report import page as html
 from recipes.core.run import record, source, table
 
@@ -30,11 +30,12 @@ def main(argv: list[str]) -> int:
     folders = [Path(word) for word in words or [every_run]]
     paths = table.find(folders)
     if page:
+        out = Path(page)
         content, count = html.page(paths)
         if not count:
             return errors.EXIT_CONFIG
-        with files.writing_to(Path(page), "html"):
-            files.write_bytes(Path(page), content.encode())
+        with files.writing_to(out, "html"):
+            files.write_bytes(trust.resolved(out.parent) / out.name, content.encode())
         print(f"{page}: {count} run{'s' if count > 1 else ''}")
         return errors.EXIT_DONE
     runs = table.read_each(paths, lambda path: table.entry(record.read(path)))

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import export, predict, prepare
+from recipes import export, predict, prepare, report
 from recipes.core import errors, files, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
@@ -443,6 +443,30 @@ def test_predictions_are_not_written_through_a_planted_link(
     end, pipe = os.pipe()  # as with --csv /dev/stdout
     predict.main(["run", str(tmp_path / "a.png"), "--csv", f"/dev/fd/{pipe}"])
     assert os.read(end, 100).startswith(b"file,class,a")
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["html", "csv", "safetensors"])
+def test_a_typed_file_is_not_written_through_a_folder_link_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    attempts.open_next(tmp_path / "run", "toy", {})
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "shared"
+    link.symlink_to(tmp_path / "mine")
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    out = f"{link}/out.{kind}"
+    monkeypatch.setattr(trained, "load", lambda *_: SimpleNamespace(classes=["a"], path="x"))
+    monkeypatch.setattr(export, "to_safetensors", lambda model: b"")
+    run = str(tmp_path / "run")
+    write, words = {
+        "html": (report.main, [run, f"html={out}"]),
+        "csv": (predict.main, [run, str(tmp_path / "a.png"), "--csv", out]),
+        "safetensors": (export.main, [run, kind, f"out={out}"]),
+    }[kind]
+    with pytest.raises(MachineError, match="shared: is a link of another user"):
+        write(words)
+    assert not [*(tmp_path / "mine").iterdir()]
 
 
 @pytest.mark.timeout(30)
@@ -900,7 +924,15 @@ def test_a_model_is_not_written_into_a_run_of_another_user(tmp_path: Path) -> No
 @as_root
 @pytest.mark.parametrize(
     "key",
-    ["run_dir: mine", "umask: '022'", "force: true", "sweep.force: true", "keep_best: false"],
+    [
+        "run_dir: mine",
+        "umask: '022'",
+        "force: true",
+        "sweep.force: true",
+        "keep_best: false",
+        "account: x",
+        "dependency: afterok:1",
+    ],
 )
 def test_keys_of_another_user_choose_no_run_and_no_readers(tmp_path: Path, key: str) -> None:
     keys = tmp_path / "keys.yaml"

@@ -26,8 +26,8 @@ NOT_IN_FILE = {
     "extra",
     "cluster",
 }
-# It may be another user's, who does not decide which files are written or deleted, or who learns
-# of the run.
+# It may be another user's, who does not decide which files are written or deleted, who learns of
+# the run, when it starts and who pays for it.
 ONLY_IN_OWN_FILE = {
     "run_dir",
     "force",
@@ -35,7 +35,11 @@ ONLY_IN_OWN_FILE = {
     "keep_checkpoints",
     "keep_every_steps",
     "keep_best",
+    "stage_dir",
     "mail",
+    "account",
+    "dependency",
+    "forget",
 }
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
