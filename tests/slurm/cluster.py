@@ -1168,7 +1168,7 @@ def _running() -> list[tuple[Path, bool, bool]]:
     clusters = []
     for root in sorted(BASE.glob(PREFIX + "*")):
         with contextlib.suppress(OSError):
-            if root.stat().st_uid != 0 or not root.is_dir():
+            if root.is_symlink() or root.stat().st_uid != 0 or not root.is_dir():
                 continue  # anyone may write to /tmp: root believes root's files only
             try:
                 state = json.loads((root / "state.json").read_text())
