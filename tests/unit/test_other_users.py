@@ -1158,27 +1158,55 @@ def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("config.json", {"transformers_weights": "../x.safetensors"}, "names weights or code"),
+        ("config.json", {"transformers_weights": "../x.safetensors"}, "its transformers_w"),
         (
             "model.safetensors.index.json",
             {"weight_map": {"head": "/home/me/x.safetensors"}},
-            "names weights or code",
+            "its head may",
         ),
         (
             "config.json",
             {"text_config": {"attn_implementation": {"": "them/kernel"}}},
-            "attn_implementation names weights or code",
+            "may lead to a file or to code outside its folder: give a copy of the model without it",
         ),
+        ("config.json", {"parts": [{"x\x1b": ["../secret"]}]}, r"its x\\x1b may"),
+        (
+            "config.json",
+            {"vision_config": {"model_args": {"checkpoint_path": "x.pth"}}},
+            "its model_args may",
+        ),
+        ("config.json", {"configuration_files": ["config.5.0.json"]}, "its configuration_f"),
         ("adapter_config.json", {"base_model_name_or_path": "x"}, "is an adapter: merge it"),
     ],
 )
 def test_a_model_names_no_weights_and_no_code_elsewhere(
     tmp_path: Path, file: str, content: dict[str, object], problem: str
 ) -> None:
-    """transformers would train private weights of this user, or execute a kernel of the hub."""
+    """transformers would train private weights of this user, or execute a kernel of the hub, and
+    timm would open a pickle.
+    """
     files.write_json(tmp_path / file, content)
     with pytest.raises(InputError, match=problem):
         copied(tmp_path)
+
+
+def test_settings_of_a_tokenizer_are_not_passed_to_other_libraries(tmp_path: Path) -> None:
+    settings = {"sudachi_kwargs": {"sudachi_config_path": "x"}, "target_spm": "x", "eos": "</s>"}
+    files.write_json(tmp_path / "tokenizer_config.json", settings)
+    with hub.opened(str(tmp_path)) as copy:
+        assert files.read_json(copy / "tokenizer_config.json") == {"eos": "</s>"}
+
+
+def test_a_model_may_have_the_names_of_what_it_was_made_from(tmp_path: Path) -> None:
+    """As in the configs of OPT, MPT, Gemma 3n and Falcon."""
+    content = {
+        "prefix": "</s>",
+        "tokenizer_name": "them/x",
+        "vision_config": {"_name_or_path": "/data/x", "model_args": None},
+        "auto_map": {"AutoConfig": "them/x--configuration_x.X"},
+    }
+    files.write_json(tmp_path / "config.json", content)
+    assert "config.json" in copied(tmp_path)
 
 
 def test_a_checkpoint_cannot_be_exchanged_while_it_is_read(

@@ -19,10 +19,12 @@ from recipes.core.errors import InputError, MachineError
 FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
-# settings by which transformers opens weights, or code of the hub
-ELSEWHERE = re.compile(r"transformers_weights|weight_map|_?(attn|experts)_implementation.*")
-# settings of a tokenizer that transformers may open as files, wherever they are
-FILES = re.compile(r"vocab|merges|init_inputs|.*_files?")
+# settings with a "/" that transformers does not open, and those that name other files or that it
+# passes to other libraries: timm opens a `checkpoint_path`
+NAMES = re.compile(r"_?name_or_path|tokenizer_name|Auto\w+|prefix")
+PASSED_ON = re.compile(r"configuration_files|model_args|.*_kwargs")
+# settings of a tokenizer that transformers may open as files, wherever they are, or passes on
+FILES = re.compile(r"vocab|merges|init_inputs|.*_(files?|spm|kwargs)")
 SHOWN = 16  # hexadecimal digits of a digest of code
 
 
@@ -128,32 +130,36 @@ def _copy(folder: Path, copy: Path, stack: contextlib.ExitStack) -> None:
 
 
 def _require_names_inside(model: str, copy: Path) -> None:
-    """Raises InputError if transformers would open weights or code elsewhere. Drops names of the
-    files of a tokenizer: some versions of transformers prefer them to the files in the folder.
+    """Raises InputError if the settings of the model may lead to a file or to code elsewhere. Drops
+    such settings of a tokenizer: some versions of transformers prefer them to the files in the
+    folder.
     """
     if (copy / "adapter_config.json").exists():  # names another model, which PEFT opens
         fix = "merge it into its model (merge_and_unload of PEFT), and give that folder"
         raise InputError(f"model={model}: is an adapter: {fix}")
     outside = list[str]()
 
-    def collect(settings: dict[str, Any]) -> dict[str, Any]:
-        names = filter(ELSEWHERE.fullmatch, settings)
-        outside.extend(name for name in names if "/" in json.dumps(settings[name]))
-        return settings
+    def collect(settings: dict[str, Any]) -> bool:
+        for name, value in settings.items():
+            is_path = not NAMES.fullmatch(name) and "/" in json.dumps(value)
+            if is_path or (value and PASSED_ON.fullmatch(name)):
+                outside.append(name)
+        return bool(settings)  # in place of the object, in the one around it
 
     for path in copy.glob("*.json"):
         is_tokenizer = path.name in ("tokenizer_config.json", "special_tokens_map.json")
         if not is_tokenizer and path.name != "config.json" and ".index." not in path.name:
             continue
         try:
-            settings = json.loads(path.read_text("utf-8"), object_hook=collect)
+            hook = None if is_tokenizer else collect
+            settings = json.loads(path.read_text("utf-8"), object_hook=hook)
         except (ValueError, RecursionError):
             raise InputError(f"model={model}: {path.name} is damaged: fetch it again") from None
         if is_tokenizer and isinstance(settings, dict):
             kept = {name: settings[name] for name in settings if not FILES.fullmatch(name)}
             path.write_text(json.dumps(kept))
     if outside:
-        why = f"its {outside[0]} names weights or code outside its folder"
+        why = f"its {errors.shown(outside[0])} may lead to a file or to code outside its folder"
         raise InputError(f"model={model}: {why}: give a copy of the model without it")
 
 
