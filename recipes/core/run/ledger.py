@@ -63,7 +63,8 @@ def of_run(run: Record) -> Entry:
 
 def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[Entry]:
     """Where the time of each attempt went, oldest first, each in the form of `total`. The time in
-    the queue belongs to the attempt after it.
+    the queue belongs to the attempt after it. A job that was refused because the attempt before
+    it still ran is left out.
 
     end: of the run, or time.time() if it runs; without it, the list is empty. Time by which a clock
     was set back counts as nothing.
@@ -72,8 +73,10 @@ def of_attempts(run_dir: Path, end: float, is_running: bool) -> list[Entry]:
     facts = list[files.Json]()
     for attempt in attempts.every(run_dir)[::-1] if math.isfinite(end) else []:
         fact = attempt.facts()
+        at = number(fact.get("time"))
+        is_refused = every and not attempt.has_begun and at < _alive_until(every[-1])
         # an attempt that could not be described, for example on a full disk, has no time
-        if math.isfinite(number(fact.get("time"))):
+        if math.isfinite(at) and not is_refused:
             every.append(attempt)
             facts.append(fact)
     if not every:
@@ -226,6 +229,12 @@ def recovery(attempt: Attempt) -> dict[str, float]:
 def text(seconds: Mapping[str, float]) -> str:
     """Each part with its duration."""
     return ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+
+
+def _alive_until(attempt: Attempt) -> float:
+    """The end of an attempt; of one that is not judged, its newest heartbeat."""
+    ended = _end(attempt).ended
+    return ended if math.isfinite(ended) else attempts.newest_heartbeat(attempt)
 
 
 def _end(attempt: Attempt) -> End:

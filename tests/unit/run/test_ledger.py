@@ -108,6 +108,20 @@ def test_steps_that_an_attempt_from_an_older_checkpoint_repeats_do_not_count(
     assert last["training"] == 400 - 305
 
 
+@pytest.mark.parametrize("is_judged", [False, True])
+def test_a_second_job_that_is_refused_takes_no_time_from_the_run(
+    tmp_path: Path, is_judged: bool
+) -> None:
+    first = opened(tmp_path, 100.0)
+    os.utime(first.folder / "opened.json", (200.0, 200.0))
+    opened(tmp_path, 102.0, launch="8.0", step=None)
+    if is_judged:
+        files.write_json(first.folder / "ended.json", {"state": "done", "time": 200.0})
+        os.utime(first.folder / "opened.json", (0.0, 0.0))
+    write(tmp_path, (0, 1, 106.0), (0, 20, 200.0))
+    assert spent(tmp_path, 200.0) == [{"start": 5.0, "training": 95.0}]
+
+
 def test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue(
     tmp_path: Path,
 ) -> None:
