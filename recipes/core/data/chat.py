@@ -40,6 +40,10 @@ class Fault(Enum):
     empty = "is empty", "remove it"
     no_turn = "has no assistant's turn", "add a message with the role assistant"
     template = "the chat template fails", "correct the roles and the order of the messages"
+    tool_calls = (
+        "has tool calls, which the chat template leaves out",
+        "give a model whose template writes tool_calls, or write the calls into content",
+    )
     prompt = (
         "the chat template does not begin the assistant's turn with its generation prompt",
         "mark the turns in the template with {% generation %}",
@@ -162,6 +166,9 @@ class Encoder:
         try:
             tools = row.get("tools") or None
             tools = json.loads(tools) if isinstance(tools, str) else tools
+            render = partial(self.tokenizer.apply_chat_template, tools=tools, tokenize=False)
+            if _leaves_out_calls(messages, render):
+                raise Unusable(Fault.tool_calls)
             if GENERATION.search(self.tokenizer.get_chat_template(None, tools)):
                 output = self.tokenizer.apply_chat_template(
                     messages, tools, return_assistant_tokens_mask=True
@@ -169,7 +176,6 @@ class Encoder:
                 counted = np.array(output["assistant_masks"], bool)
                 yield np.array(output["input_ids"], np.int64), counted
                 return
-            render = partial(self.tokenizer.apply_chat_template, tools=tools, tokenize=False)
             yield from itertools.starmap(self._tokens, _turns(messages, render))
         except Unusable:
             raise
@@ -205,6 +211,22 @@ def _is_message(message: Any) -> bool:
         return False
     values = message.get("role"), message.get("content") or ""  # a call has no content
     return all(isinstance(value, str) for value in values)
+
+
+def _leaves_out_calls(messages: Sequence[Mapping[str, Any]], render: Callable[..., str]) -> bool:
+    """Whether the text of a dialogue is the same without its tool calls: the model would learn an
+    empty turn in place of a call.
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return False
+    others = [
+        {name: value for name, value in message.items() if name != "tool_calls"}
+        for message in messages
+    ]
+    try:
+        return render(others) == render(messages)
+    except Exception:  # some templates refuse the result of a tool without its call
+        return False
 
 
 def _turns(

@@ -272,6 +272,9 @@ def test_a_bad_row_is_one_line(tmp_path: Path, run: Prepare, rows: list[object],
     assert sum(map(len, opened(tmp_path))) == 3
 
 
+CALLS_LEFT_OUT = CHATML.replace("message.tool_calls", "[]")
+
+
 @pytest.mark.parametrize(
     ("template", "eos", "row", "line"),
     [
@@ -282,6 +285,7 @@ def test_a_bad_row_is_one_line(tmp_path: Path, run: Prepare, rows: list[object],
         (PROMPT, "<|im_end|>", DIALOGUE, "with its generation prompt .*mark the turns in the t"),
         ("{{ nothing.at.all }}", "</s>", DIALOGUE, r"UndefinedError.*: the chat template fails"),
         ("{% if %}", "</s>", DIALOGUE, r"TemplateSyntaxError.*: the chat template fails"),
+        (CALLS_LEFT_OUT, "<|im_end|>", WITH_TOOLS, "line 2: has tool calls, which .*: give a mod"),
     ],
 )
 def test_a_bad_template_is_one_line(
