@@ -92,6 +92,9 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     # Slurm may signal a short job while it starts. The signals stay blocked until signals.stop_flag
     # installs a handler, so that none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    # Until the ranks have met there is nothing to save, so SIGINT ends this process at once.
+    # Python's own handler would end an import with a traceback, or wait for the other ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # python -m torch.distributed.launch adds an argument that repeats LOCAL_RANK
     if "RANK" in os.environ:
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]

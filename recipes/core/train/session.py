@@ -7,7 +7,6 @@ import faulthandler
 import functools
 import os
 import random
-import signal
 import socket
 import sys
 import threading
@@ -79,9 +78,6 @@ def run(main: Main, start: Start) -> NoReturn:
         device = resolve_device(keys.device, info, os.environ, torch.cuda.device_count())
         if device.type == "cpu":
             processes.keep_freed_memory()
-        # Until the ranks have met there is nothing to save, so SIGINT ends this process at once.
-        # Python's own handler would run only after the wait for the other ranks.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signals.keep_from_workers()
 
         def tell(name: str) -> None:

@@ -38,6 +38,14 @@ class Clock:
         assert self.now < 1e6, "it never stops"
 
 
+def test_ctrl_c_before_the_ranks_have_met_prints_no_traceback() -> None:
+    code = "import signal; from recipes.core.run import entry; entry.begin('toy'); "
+    code += "signal.raise_signal(signal.SIGINT)"
+    environ = helpers.clean_environment()
+    ended = helpers.run([sys.executable, "-c", code, "device=cpu"], environ=environ)
+    assert ended.expect(-signal.SIGINT).out == ""
+
+
 @pytest.mark.parametrize(
     ("answers", "stopped_at"),
     [
