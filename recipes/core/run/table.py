@@ -52,7 +52,13 @@ def of_job(folder: Path, job: str) -> list[Path]:
     if by_name:
         return by_name
     described = {path: files.read_json(path / "job.yaml") for path in names}
-    return [path for path, facts in described.items() if _is_of(str(facts.get("job_id")), job)]
+    # a ready script in an array of the user: %j in the name of the log is the element's own number
+    log = f"-{job}.out"
+    return [
+        path
+        for path, facts in described.items()
+        if _is_of(str(facts.get("job_id")), job) or str(facts.get("log")).endswith(log)
+    ]
 
 
 def _is_of(job_id: str, job: str) -> bool:

@@ -281,6 +281,12 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
         runs.find(["99"], root)
 
 
+def test_an_element_of_an_array_is_found_by_the_number_in_the_name_of_its_log(root: Path) -> None:
+    run_dir = root / "runs/mnist/13_1"
+    files.write_json(run_dir / "job.yaml", {"job_id": "13_1", "log": f"{root}/mnist-14.out"})
+    assert runs.find(["14"], root) == [run_dir]
+
+
 def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
     root: Path, stubs: Stubs
 ) -> None:
