@@ -830,8 +830,8 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     said: list[Any] = []
     over = threading.Event()
 
-    def fail(run: Run, error: Exception, behind: Any) -> int:
-        said.extend((error, behind))
+    def fail(run: Run, error: Exception, behind: Any, asked: dict[int, str]) -> int:
+        said.extend((error, behind, asked))
         return 1
 
     def leave(code: int) -> None:
@@ -844,8 +844,8 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     pulse.beat(phase, 7)
     links = NodeLinks()
     links.lost = lost
-    world = SimpleNamespace(pulse=pulse, clock=pulse.clock, size=2, backend="gloo", links=links)
-    world.hosts = ("a", "b")
+    world = SimpleNamespace(pulse=pulse, clock=pulse.clock, size=3, backend="gloo", links=links)
+    world.hosts = ("a", "b", "b")
     world.behind = lambda: behind
     monkeypatch.setattr(keepalive, "LOST_S", 1.0)
     keys = SimpleNamespace(timeout_s=60.0 if lost else 1.0)
@@ -856,9 +856,12 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     ended.cancel()
     assert bool(said) == ends
     if ends:
-        error, named, code = said
+        error, named, asked, code = said
         assert named == behind
         assert code == 1
         assert torch_errors.peer_kind(error) == Kind.timeout
         expected = "b: it has died or lost its network" if lost else "the other ranks for 1 s"
         assert expected in str(error)
+        assert asked == ({0: "a"} if lost else {0: "a", 1: "b", 2: "b"})
+    keys.timeout_s = 0.5
+    assert failure._patience_s(run) == 0.5  # also if a node is lost
