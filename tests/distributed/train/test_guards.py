@@ -226,20 +226,26 @@ def test_idle_gpus_are_a_warning_each_time_that_the_limit_has_passed(
 
 
 @pytest.mark.parametrize(
-    ("silent", "node_rank", "restarts", "is_requeued"),
+    ("silent", "place", "restarts", "in_slurm", "attempt", "is_requeued"),
     [
-        ({"node1"}, 1, 1, True),
-        ({"node1"}, 2, 1, False),
-        ({"node1"}, 1, 0, False),
-        (set(), 1, 1, False),
-        ({"node1", "node2"}, 1, 1, False),  # this node's own network is the cause
+        ({"node1"}, (1, 0), 1, True, "/run/attempts/0000", True),
+        ({"node1"}, (2, 0), 1, True, "/run/attempts/0000", False),
+        ({"node1"}, (1, 1), 1, True, "/run/attempts/0000", False),  # another rank of the node
+        ({"node1"}, (1, 0), 0, True, "/run/attempts/0000", False),
+        ({"node1"}, (1, 0), 1, False, "/run/attempts/0000", False),
+        ({"node1"}, (1, 0), 1, True, "", False),  # no batch script that would begin again
+        (set(), (1, 0), 1, True, "/run/attempts/0000", False),
+        # this node's own network is the cause
+        ({"node1", "node2"}, (1, 0), 1, True, "/run/attempts/0000", False),
     ],
 )
 def test_a_rank_of_the_second_node_requeues_a_job_whose_first_node_is_gone(
     monkeypatch: pytest.MonkeyPatch,
     silent: set[str],
-    node_rank: int,
+    place: tuple[int, int],
     restarts: int,
+    in_slurm: bool,
+    attempt: str,
     is_requeued: bool,
 ) -> None:
     from recipes.core.train import failure
@@ -247,13 +253,17 @@ def test_a_rank_of_the_second_node_requeues_a_job_whose_first_node_is_gone(
     nodes = ("node1", "node2", "node3")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
-    monkeypatch.setenv("RECIPES_ATTEMPT", "/run/attempts/0000")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("RECIPES_ATTEMPT", attempt)
     requeued: list[tuple[str, int]] = []
     monkeypatch.setattr(failure.client, "silent_nodes", silent.intersection)
     monkeypatch.setattr(failure.client, "requeue", lambda *job: requeued.append(job))
-    ranks = SimpleNamespace(node_rank=node_rank, local_rank=0, in_slurm=True, nodes=nodes)
+    node_rank, local_rank = place
+    ranks = SimpleNamespace(
+        node_rank=node_rank, local_rank=local_rank, in_slurm=in_slurm, nodes=nodes
+    )
     run: Any = SimpleNamespace(
         world=SimpleNamespace(ranks=ranks), keys=SimpleNamespace(restarts=restarts)
     )
     failure._requeue_without_first_node(run)
-    assert requeued == [("7", 0)] * is_requeued
+    assert requeued == [("7", 2)] * is_requeued
