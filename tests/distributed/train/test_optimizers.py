@@ -24,18 +24,22 @@ def step(optimizer: torch.optim.Optimizer, param: nn.Parameter, grad: Tensor) ->
 
 
 def test_two_steps_of_lars_match_the_paper() -> None:
-    param = parameter(3.0, 4.0)
-    grad = torch.tensor([0.8, -0.1], dtype=torch.float64)
-    group = {"params": [param], "weight_decay": 0.1, "trust": 0.01}
-    optimizer = LARS([group], lr=2.0, momentum=0.9)
-    weights = param.detach().clone()
-    momentum = torch.zeros(2, dtype=torch.float64)
+    params = [parameter(3.0, 4.0), parameter(0.1, 0.2)]
+    grads = [torch.tensor(values, dtype=torch.float64) for values in ([0.8, -0.1], [2.0, 3.0])]
+    group = {"params": params, "lr": 2.0, "weight_decay": 0.1, "trust": 0.01}
+    optimizer = LARS([group], lr=7.0, momentum=0.9)
+    expected = [param.detach().clone() for param in params]
+    momenta = [torch.zeros(2, dtype=torch.float64) for _ in params]
     for _ in range(2):
-        rate = 0.01 * weights.norm() / (grad.norm() + 0.1 * weights.norm())
-        momentum = 0.9 * momentum + rate * (grad + 0.1 * weights)
-        weights = weights - 2.0 * momentum
-        step(optimizer, param, grad)
-    assert torch.allclose(param.detach(), weights, rtol=1e-12)
+        for weights, momentum, grad in zip(expected, momenta, grads, strict=True):
+            rate = 0.01 * weights.norm() / (grad.norm() + 0.1 * weights.norm())
+            momentum.mul_(0.9).add_(rate * (grad + 0.1 * weights))
+            weights.sub_(2.0 * momentum)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    for param, weights in zip(params, expected, strict=True):
+        assert torch.allclose(param.detach(), weights, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("weights", "grad"), [((0.0, 0.0), (1.0, 1.0)), ((1.0, 1.0), (0.0, 0.0))])
@@ -60,9 +64,11 @@ def filters(*shape: int, seed: int = 0) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def update(optimizer: Muon, param: nn.Parameter) -> Tensor:
-    """What one step has added to the weights of the norm that Muon sets."""
-    before = param.detach() * len(param) ** 0.5 / param.detach().norm()
+def update(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Tensor:
+    """What one step has added to the weights; with Muon, of the norm that it sets."""
+    before = param.detach().clone()
+    if isinstance(optimizer, Muon):
+        before *= len(param) ** 0.5 / before.norm()
     optimizer.step()
     return param.detach() - before
 
@@ -82,19 +88,28 @@ def test_muons_update_of_filters_is_orthogonal_and_along_the_gradient(
     assert (left.T @ change @ right.T).diagonal().min() > 0.4
 
 
-def test_the_momentum_of_muon_is_nesterovs() -> None:
+@pytest.mark.parametrize("kind", [Muon, MuonAdamW])
+def test_the_momentum_of_muon_is_nesterovs(kind: Any) -> None:
     """After two steps with gradients a and b, the update is the one for (1 + m) b + m m a."""
+
+    def optimizer(param: nn.Parameter) -> torch.optim.Optimizer:
+        """The rates of its group are other ones than its defaults."""
+        group = {"params": [param], "lr": 0.1, "momentum": 0.6}
+        made: torch.optim.Optimizer = kind([group], lr=0.3, momentum=0.9)
+        return made
+
     a = filters(4, 4, 1, 1, seed=1).detach()
     b = filters(4, 4, 1, 1, seed=2).detach()
     param = filters(4, 4, 1, 1)
     other = filters(4, 4, 1, 1)
-    muon = Muon([param], lr=0.1, momentum=0.6)
+    muon = optimizer(param)
     param.grad = a
     muon.step()
     param.grad = b
     other.grad = (1.6 * b + 0.36 * a) / 1.6
-    expected = update(Muon([other], lr=0.1, momentum=0.6), other)
-    assert torch.allclose(update(muon, param), expected, atol=1e-5)
+    change = update(muon, param)
+    assert torch.allclose(change, update(optimizer(other), other), atol=1e-5)
+    assert change.norm() == pytest.approx(0.1 * 4**0.5, rel=0.3)
 
 
 def test_filters_of_one_shape_do_not_mix() -> None:
@@ -134,7 +149,9 @@ def test_matrices_of_a_transformer_are_not_scaled_and_decay_by_themselves(
     before = param.detach().clone()
     gradient = filters(*shape, seed=1).detach()
     param.grad = gradient
-    MuonAdamW([param], lr=0.5, weight_decay=0.1).step()
+    square = filters(4, 4)
+    square.grad = filters(4, 4, seed=2).detach()
+    MuonAdamW([square, param], lr=0.5, weight_decay=0.1).step()
     decayed = before * (1 - 0.5 * 0.1)
     scale = max(1, shape[0] / shape[1]) ** 0.5
     change = (param.detach() - decayed) / -0.5 / scale
