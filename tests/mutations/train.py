@@ -54,7 +54,7 @@ MUTATIONS = [
         "memory[host] += size",
         "memory[host] = size",
         "the memory of a node is that of its last rank",
-        "tests/distributed/train/test_meter.py::test_the_memory_of_a_node_is_the_sum_of_its_ranks",
+        "tests/distributed/train/test_meter.py::test_what_the_ranks_of_uneven_nodes_use",
     ),
     Mutation(
         "recipes/core/run/trackers.py",

@@ -59,8 +59,9 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     parts = {"data_wait": 0.1, "forward_backward": 0.6, "communication": 0.15, "optimizer": 0.2}
     assert lap == {**parts, "samples_per_second": 3.0}
     assert measured.spent == {"data": 2.0}
-    with measured.spending("evaluation"):
-        clock.time += 100.0
+    for seconds in (60.0, 40.0):
+        with measured.spending("evaluation"):
+            clock.time += seconds
     assert measured.spent == {"data": 2.0, "evaluation": 100.0}
     assert measured.lap() == {"samples_per_second": 0.0}
     assert measured.samples == 60
@@ -69,26 +70,40 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     told = measured.of_ranks(world)
     assert told["rank_step_s"] == [7.5, 7.5]  # without the 1.5 s in which it has waited
     assert 0.1 < told["memory_gb"] < 20
-    times = iter([(0, 0), (6, 10), (7, 20)])
+    clock.time += 4.0
+    measured.mark("forward_backward")
+    measured.step_ends(30)
+    measured.lap()
+    times = iter([(cpu_s, 1e9 + now) for cpu_s, now in ((0, 0), (6, 10), (7, 20), (7, 60))])
     monkeypatch.setattr(processes, "cpu_time", lambda: next(times))
-    used = [measured.of_ranks(world)["cpus_used"] for _ in range(3)]
-    assert used[1:] == [1.2, 0.2]  # of two ranks on one node, since the row before
+    memories = iter([10**9, 3 * 10**9])
+    monkeypatch.setattr(processes, "memory", lambda: next(memories))
+    used = [measured.of_ranks(world) for _ in range(4)]
+    assert used[0]["rank_step_s"] == [4.0, 4.0]  # since the row before
+    # of two ranks on one node
+    assert [row["cpus_used"] for row in used[1:]] == [1.2, 0.2, 0.0]
+    assert [row["memory_gb"] for row in used] == [2.0, 2.0, 2.0, 6.0]  # measured once a minute
     assert "gpu_energy_kj" not in told  # no GPU: unknown
 
 
-def test_the_memory_of_a_node_is_the_sum_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes with different numbers of ranks, and ranks that use different amounts."""
+def test_what_the_ranks_of_uneven_nodes_use() -> None:
+    """Memory of the node that uses most, CPUs per node, energy of all GPUs."""
     clock: Any = SimpleNamespace(now=lambda: 0.0)
     measured = meter.Meter(clock, torch.device("cpu"))
     ranks = []
-    for memory in (4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9):
-        ranks.append(meter.OF_RANK.pack(0.1, 0.5, 0.0, memory, 0))
+    for rank, memory in enumerate((4 * 10**9, 10**9, 2 * 10**9, 6 * 10**9)):
+        ranks.append(meter.OF_RANK.pack(0.1 * rank, 0.5 * rank, 1000.0 * rank, memory, 0))
     world: Any = SimpleNamespace(
         gather=lambda content: ranks,
         hosts=("a", "a", "a", "b"),
         pulse=SimpleNamespace(beat=lambda stage: None),
     )
-    assert measured.of_ranks(world)["memory_gb"] == 7.0
+    assert measured.of_ranks(world) == {
+        "rank_step_s": [0.0, 0.1, 0.2, 0.3],
+        "memory_gb": 7.0,
+        "cpus_used": 1.5,
+        "gpu_energy_kj": 6.0,
+    }
 
 
 def test_arithmetic_of_a_known_network() -> None:
