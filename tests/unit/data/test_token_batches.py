@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipes.core.data.dialogues import COUNTED, Examples
-from recipes.core.data.token_batches import Part, TokenBatches, collate
+from recipes.core.data.token_batches import UNIT, Part, TokenBatches, collate
 from recipes.core.errors import InputError
 
 LONGEST = 200
@@ -27,7 +27,7 @@ def examples(lengths: np.ndarray) -> Examples:
 
 
 def drawn(count: int = 300, seed: int = 0) -> Examples:
-    return examples(np.random.default_rng(seed).integers(2, LONGEST + 1, count))
+    return examples(np.random.default_rng(seed).integers(2, LONGEST - 40, count))
 
 
 def batches(
@@ -101,22 +101,29 @@ def test_the_seed_and_the_epoch_determine_the_order(pack: bool) -> None:
     assert orders[0] != orders[1] != orders[2] != orders[0]
     together = [{frozenset(i for row in batch for i in row) for batch in order} for order in orders]
     assert not together[0] & together[1]  # also which examples are in a batch
+    if not pack:  # long and short batches alternate
+        widths = [-(-int(data.lengths[batch].max()) // UNIT) for batch in orders[0]]
+        assert widths != sorted(widths, reverse=True)
     assert rows_of(list(batches(data, pack).epoch(1, 4))) == orders[1][4:]
 
 
-def test_the_last_batch_is_not_small() -> None:
-    source = batches(examples(np.full(11, 200)), False)
-    assert [part.global_size for part in source.epoch(0)] in ([5, 3, 3], [3, 5, 3], [3, 3, 5])
+@pytest.mark.parametrize(("rows", "sizes"), [(8, [4, 4]), (12, [3, 4, 5])])
+def test_the_last_batch_is_not_small(rows: int, sizes: list[int]) -> None:
+    source = batches(examples(np.full(rows, 200)), False)
+    assert sorted(part.global_size for part in source.epoch(0)) == sizes
 
 
 def test_order_has_what_determines_it() -> None:
     data = drawn(5)
-    order = batches(data, True).order
-    assert order["num_samples"] == 5
-    assert order["data"] == "digest"
-    assert order != batches(data, False).order
-    assert order != batches(data, True, seed=1).order
-    assert order == batches(data, True, 1, 2).order
+    assert TokenBatches(data, BUDGET, LONGEST, True, 3, 1, 2, "another").order == {
+        "num_samples": 5,
+        "global_batch_tokens": BUDGET,
+        "max_len": LONGEST,
+        "pack": True,
+        "seed": 3,
+        "data": "digest",
+        "validation_data": "another",
+    }
 
 
 def test_an_example_longer_than_a_row_is_refused() -> None:
