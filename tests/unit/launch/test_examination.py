@@ -12,6 +12,7 @@ import pytest
 from recipes.core import errors
 from recipes.core.launch import bad_nodes, examination
 from recipes.core.run import attempt as attempts
+from recipes.core.run import spec as specs
 from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import Stubs, describe
@@ -117,7 +118,7 @@ def test_max_resubmits_limits_the_requeues(
 def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(
     script_job: ScriptJob, stubs: Stubs
 ) -> None:
-    (script_job.run_dir / "job.sh").write_text("#SBATCH --nodes=1-4\n")
+    (script_job.run_dir / "job.sh").write_text("#SBATCH --nodes=10-12\n")
     script_job.examine()
     [call] = stubs.calls("sbatch")
     assert "--nodes=2" not in call
@@ -127,8 +128,9 @@ def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(
 def test_a_refused_requeue_is_reported_in_one_line(
     script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str], refusing: str
 ) -> None:
-    stubs.add(refusing, "[ $1 = show ] || { echo not allowed >&2; exit 1; }")
-    assert script_job.examine() == errors.EXIT_MACHINE
+    show = "echo JobId=7 JobState=RUNNING Restarts=1"
+    stubs.add(refusing, f"if [ $1 = show ]; then {show}; else echo not allowed >&2; exit 1; fi")
+    assert script_job.examine(SLURM_RESTART_COUNT="1") == errors.EXIT_MACHINE
     excluded = "n2,n3" if refusing == "scontrol" else "n1,n2,n3"
     line = (
         "mnist: bad nodes: n2,n3; a requeue that excludes them failed (not allowed): "
@@ -166,6 +168,20 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
     assert call[at : at + 3] == ["--x", "run", "docker://x"]
     assert "--gpus=4" in call[:at]
     assert "--nv" not in call
+
+
+def test_the_nodes_of_a_restart_are_examined_without_the_others(
+    script_job: ScriptJob, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs.add("judge", "echo $SLURM_JOB_NODELIST >> $NOTES/judged")
+    monkeypatch.setattr(examination, "JUDGE", ("judge",))
+    spec = specs.of_job(script_job.environ)
+    folder = script_job.run_dir / "doctor"
+    examination.examine_nodes(spec, folder, ["n2", "n4", "n5"], script_job.environ)
+    [call] = stubs.calls("srun")
+    assert {"--nodes=3", "--ntasks=3", "--nodelist=n2,n4,n5", "--overlap"} <= set(call)
+    assert "bandwidth=false" in call
+    assert (stubs.folder / "judged").read_text() == "n2,n4,n5\n"
 
 
 def test_no_training_without_a_verdict(

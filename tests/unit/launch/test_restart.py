@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core import files
 from recipes.core.errors import ConfigError, Kind
 from recipes.core.launch import restart
 from recipes.core.run import attempt as attempts
@@ -29,7 +30,10 @@ def spec_of(run_dir: Path, *words: str) -> Spec:
 
 
 def failed(run_dir: Path, steps: Sequence[int] = (0,)) -> Attempt:
-    """The newest attempt of job 7. steps: at which each of its attempts has begun."""
+    """The newest attempt of job 7, which resumes a run. steps: at which each of its attempts has
+    begun.
+    """
+    helpers.attempt(run_dir, launch="6.0")
     for step in steps:
         newest = helpers.attempt(run_dir, launch="7.0", step=step)
     return newest
@@ -40,8 +44,11 @@ def bad_nodes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The nodes that a test calls bad."""
     bad: set[str] = set()
     monkeypatch.setattr(restart, "_bad_nodes", lambda nodes, *rest: bad & set(nodes))
-    requeued = "requeued without them"
-    monkeypatch.setattr(restart.examination, "requeue_without", lambda *arguments: requeued)
+
+    def requeue(nodes: str, most: int, *rest: object) -> str:
+        return f"requeued without {nodes} at most {most} times"
+
+    monkeypatch.setattr(restart.examination, "requeue_without", requeue)
     return bad
 
 
@@ -70,7 +77,7 @@ def test_only_a_failure_that_may_not_come_again_is_started_again(
         ("node2", ("spare=1",), "node1,node3,node4", "started again without node2 ("),
         ("node2 node3", ("spare=1", "min_nodes=2"), "node1,node4", "without node2, node3 ("),
         ("node4", ("min_nodes=1",), "node1,node2,node3", "started again without node4 ("),
-        ("node2", (), "", "too few nodes are left without node2; requeued without them"),
+        ("node2", (), "", "too few nodes are left without node2; requeued without node2 at"),
         ("node2 node3", ("spare=1", "min_nodes=3"), "", "too few nodes are left"),
     ],
 )
@@ -97,16 +104,24 @@ def test_a_restart_uses_good_nodes(
 
 def test_a_node_that_was_left_out_stays_out(tmp_path: Path, bad_nodes: set[str]) -> None:
     failed(tmp_path)
-    bad_nodes.add("node2")
-    first = planned(tmp_path, "restarts=3", "spare=2")
-    assert first.attempt
-    bad_nodes.clear()  # it answers again
-    attempts.describe(first.attempt, "mnist", ENVIRON, ("a",))
+    words = ("restarts=3", "min_nodes=2")
+    for node, nodes in (("node2", "node1,node3,node4"), ("node3", "node1,node4")):
+        bad_nodes.clear()  # the one before answers again
+        bad_nodes.add(node)
+        following = planned(tmp_path, *words)
+        assert f"--nodelist={nodes}" in following.options
+        assert f"without {node} (" in following.line
+        assert following.attempt
+        attempts.describe(following.attempt, "mnist", ENVIRON, ("a",))
+    bad_nodes.clear()
     without = planned(tmp_path, "restarts=3").line
-    assert without == "too few nodes are left without node2; requeued without them"
-    second = planned(tmp_path, "restarts=3", "spare=2")
-    assert "--nodelist=node1,node3" in second.options
-    assert "restart 2 of at most 3" in second.line
+    line = (
+        "too few nodes are left without node2,node3; requeued without node2,node3 at most 2 times"
+    )
+    assert without == line
+    third = planned(tmp_path, *words)
+    assert "--nodelist=node1,node4" in third.options
+    assert "restart 3 of at most 3" in third.line
 
 
 def test_restarts_end_at_their_number_and_without_progress(
@@ -115,7 +130,11 @@ def test_restarts_end_at_their_number_and_without_progress(
     failed(tmp_path / "number", (0, 5, 9))
     line = planned(tmp_path / "number", "restarts=2").line
     assert line == "not started again, since restarts=2 is reached"
-    for name, steps, is_ended in (("gain", (0, 5, 5), False), ("none", (0, 5, 5, 5), True)):
+    for name, steps, is_ended in (
+        ("first", (0, 0), False),
+        ("gain", (0, 5, 5), False),
+        ("none", (0, 5, 5, 5), True),
+    ):
         failed(tmp_path / name, steps)
         following = planned(tmp_path / name, "restarts=9")
         assert (following.attempt is None) == is_ended
@@ -154,6 +173,7 @@ def test_nodes_are_asked_only_after_a_failure(
 ) -> None:
     attempt = failed(tmp_path)
     monkeypatch.setattr(restart.client, "silent_nodes", lambda nodes: set())
+    attempts.record(attempt, rank=0, host="a", kind=Kind.stopped, error="SIGTERM", moment=1.0)
     with helpers.start(["sleep", "1"]) as srun:
         restart.watch(attempt, srun.pid, ENVIRON)
     assert not (attempt.folder / restart.SILENT).exists()
@@ -163,6 +183,7 @@ def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = failed(tmp_path)
+    files.write_json(attempt.folder / attempts.RESTART, {"excluded": ["node3"]})
     killed: list[str] = []
     monkeypatch.setattr(restart.client, "kill_steps", killed.append)
     asked: list[list[str]] = []
@@ -184,9 +205,18 @@ def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(
             restart.watch(attempt, srun.pid, ENVIRON)
             assert srun.wait(5) == status
     assert killed == ["7"]
-    assert asked == [["node1", "node2", "node3", "node4"]] * 2
+    assert asked == [["node1", "node2", "node4"]] * 2
     # the restart does not ask again
-    monkeypatch.setattr(restart.examination, "examine_nodes", lambda *arguments: {})
+    examined: list[list[str]] = []
+
+    def examine(
+        spec: Spec, folder: Path, nodes: list[str], environ: object
+    ) -> dict[str, list[str]]:
+        examined.append(nodes)
+        return {"exclude": ["node4"]}
+
+    monkeypatch.setattr(restart.examination, "examine_nodes", examine)
     line = planned(tmp_path, "restarts=1", "min_nodes=1").line
-    assert line.startswith("started again without node2 (")
+    assert line.startswith("started again without node2, node4 (")
+    assert examined == [["node1", "node4"]]
     assert len(asked) == 2

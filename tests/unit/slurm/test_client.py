@@ -10,24 +10,38 @@ import pytest
 
 from recipes.core.errors import MachineError, Next
 from recipes.core.slurm import client, jobstate
+from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
 # Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
 PRINTED = """\
 JobId=12 ArrayJobId=11 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=a b JobState=DONE
    UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=4 Account=(null) QOS=N/A
    JobState=CANCELLED Reason=BeginTime Dependency=(null)
    Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:9
+   RunTime=00:01:30 TimeLimit=02:00:00
+   SubmitTime=2026-11-23T13:00:10 EligibleTime=2026-11-23T13:00:50
+   StartTime=2026-11-23T13:49:29 EndTime=2026-11-23T13:50:59 PreemptTime=2026-11-23T13:50:00
+   Partition=gpu AllocNode:Sid=login:9
+   ReqNodeList=node1 ExcNodeList=node7
    NodeList=node[1-2]
-   Command=/home/me/my jobs/x=1.sh
+   NumNodes=2 NumCPUs=48 NumTasks=6 CPUs/Task=8 ReqB:S:C:T=0:0:*:*
+   NtasksPerN:B:S:C=3:0:*:* CoreSpec=*
+   Features=a100 Reservation=(null)
+   Command=/home/me/my-jobs/x=1.sh epochs=3
+   TresPerNode=gres/gpu:a100:4
    StdErr=
    StdOut=/home/me/my jobs/log
    Comment=Restarts=7 x
    SystemComment=see JobState=RUNNING
 
 JobId=13 JobName=b
+   Priority=0
    JobState=RUNNING Reason=None Dependency=(null)
-   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=3:0
+   Requeue=1 Restarts=0 BatchFlag=0 Reboot=0 ExitCode=3:0
+   StartTime=Unknown PreemptTime=None
+   NumNodes=2 NumTasks=6 NtasksPerN:B:S:C=0:0:*:*
 """
 
 
@@ -43,12 +57,30 @@ def test_each_job_that_scontrol_prints_is_parsed() -> None:
     assert task.is_array
     assert task.log == "/home/me/my jobs/log"
     assert task.error_log == ""
+    assert task.script == "/home/me/my-jobs/x=1.sh"
+    assert task.left_s == 7110
+    assert task.start == "2026-11-23T13:49:29"
+    assert task.submitted == jobstate.moment("2026-11-23T13:00:10")
+    assert (task.has_script, task.is_preempted, task.has_no_priority) == (True, True, False)
+    assert task.options == {
+        "nodes": "2",
+        "ntasks-per-node": "3",
+        "gpus-per-node": "a100:4",
+        "cpus-per-task": "8",
+        "time": "02:00:00",
+        "partition": "gpu",
+        "constraint": "a100",
+        "exclude": "node7",
+    }
     assert plain.id == "13"
     assert not plain.is_array
     assert plain.state == "RUNNING"
     assert plain.reason == ""
     assert plain.ended is False
     assert plain.exit_status == 3
+    assert (plain.start, plain.submitted, plain.left_s) == ("", None, None)
+    assert (plain.has_script, plain.is_preempted, plain.has_no_priority) == (False, False, True)
+    assert plain.options == {"nodes": "2", "ntasks": "6"}
 
 
 def test_what_slurm_does_after_a_start_follows_from_the_state() -> None:
@@ -60,6 +92,8 @@ def test_what_slurm_does_after_a_start_follows_from_the_state() -> None:
     ) == {Next.not_requeued}
     assert after("PENDING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT") == {Next.requeued}
     assert after("RUNNING SUSPENDED CONFIGURING REVOKED") == {None}
+    over_time = jobstate.Job("7", "COMPLETING", limit_s=60.0, run_s=60.0)
+    assert over_time.after_start(0) is Next.not_requeued
 
 
 def test_a_job_is_found_by_its_whole_comment_and_the_cluster_by_its_line(
@@ -180,11 +214,25 @@ def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
 
 
 def test_a_requeue_whose_answer_is_lost_counts_as_done(stubs: Stubs) -> None:
-    stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=PENDING Restarts=1")
-    client.requeue("7", 0)
-    stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING")
+    for state in ("RUNNING Restarts=3", "PENDING Priority=0", "PENDING Priority=4"):
+        stubs.add("scontrol", f"[ $1 = show ] || exit 1; echo JobId=7 JobState={state}")
+        client.requeue("7", 2)
+    stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING Restarts=2")
     with pytest.raises(subprocess.CalledProcessError):
-        client.requeue("7", 0)
+        client.requeue("7", 2)
+
+
+def test_the_steps_of_a_job_are_ended_without_its_batch_script(stubs: Stubs) -> None:
+    stubs.add("squeue", "printf '%s\\n' 7.batch 7.extern 7.0 7.12 7.interactive")
+    stubs.add("scancel", "")
+    client.kill_steps("7")
+    [call] = helpers.wait_until(lambda: stubs.calls("scancel"), 10, "the call")
+    assert call == ["--signal=KILL", "7.0", "7.12"]
+
+
+def test_nodes_on_which_no_task_starts_are_silent(stubs: Stubs) -> None:
+    stubs.add("srun", "[[ $* == *--nodes=1*--nodelist=node[13]* ]]")
+    assert client.silent_nodes(["node1", "node2", "node3"]) == {"node2"}
 
 
 def test_a_slow_controller_does_not_keep_a_user_waiting(
