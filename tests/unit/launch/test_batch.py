@@ -98,20 +98,20 @@ def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs
 
 
 @pytest.mark.parametrize(
-    ("umask", "mode"),
+    ("umask", "mode", "names"),
     [
-        ("077", 0o600),
-        ("027", 0o640),
+        ("077", 0o600, ("StdErr", "StdOut")),
+        ("023", 0o640, ("StdOut", "StdErr")),
     ],
 )
 def test_the_log_of_a_job_follows_the_umask_of_the_run(
-    tmp_path: Path, stubs: Stubs, umask: str, mode: int
+    tmp_path: Path, stubs: Stubs, umask: str, mode: int, names: tuple[str, str]
 ) -> None:
     """Slurm makes it with the umask of the user's shell."""
     log = tmp_path / "mnist-7.out"
     log.touch()
-    log.chmod(0o664)
-    stubs.add("scontrol", f"printf 'JobId=7 Restarts=0\\n   StdErr={log}\\n   StdOut=/dev/null\\n'")
+    log.chmod(0o642)
+    stubs.add("scontrol", f"printf 'JobId=7\\n {names[0]}={log}\\n {names[1]}=/dev/null\\n'")
     null = os.stat("/dev/null").st_mode
     before = os.umask(0o022)
     try:
@@ -127,7 +127,7 @@ def test_the_log_of_a_job_follows_the_umask_of_the_run(
     [
         (7200.0, "0", True),
         (7200.0, "1", False),
-        (600.0, "0", False),
+        (3630.0, "0", False),  # the clocks of two machines
     ],
 )
 def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
@@ -147,6 +147,7 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
     directory.write_status(earlier.run_dir, "done", attempt=0, step=3)
     now = time.time()
     files.write_json(earlier.folder / "opened.json", {**earlier.facts(), "time": now - age_s})
+    attempts.open_next(earlier.run_dir, "mnist", {"SLURM_JOB_ID": "7"})  # since then
     started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - 3600))
     stub_scontrol(stubs, f"{RUNNING} StartTime={started} Restarts={restarts}")
     environ = of_job(restarts)
@@ -185,8 +186,8 @@ def test_a_job_that_lost_its_files_is_refused(
 ) -> None:
     """Its run directory is on the disk of the node of that start."""
     monkeypatch.setattr(source, "home", lambda root: tmp_path)
-    stub_scontrol(stubs)
-    environ = of_job("1")
+    stub_scontrol(stubs, RUNNING.replace("JobName", "ArrayJobId=5 ArrayTaskId=3 JobName"))
+    environ = {**of_job("1"), "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code").mkdir(parents=True)
     (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
@@ -203,6 +204,7 @@ def test_a_job_that_lost_its_files_is_refused(
     monkeypatch.setattr(batch.in_use, "check", lambda *arguments: "another job uses it")
     with pytest.raises(ConfigError, match="another job uses it"):
         batch.begin("mnist", Path(__file__), words, environ)
+    assert batch.begin("doctor", Path(__file__), words, environ)  # it only looks
 
 
 def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
@@ -276,7 +278,8 @@ def test_an_array_task_requeues_only_itself(
             "held",
         ),
         (
-            "JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29",
+            "JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29\n"
+            "TimeLimit=00:01:00 RunTime=00:01:00",
             "not requeued by Slurm: to resume",
             "not-requeued",
         ),
@@ -337,6 +340,10 @@ def test_a_job_without_progress_is_not_requeued(
 ) -> None:
     """The first start may be stopped before its first step."""
     stub_scontrol(stubs, f"{RUNNING} Restarts=1")
+    directory.write_status(preempted, "preempted", attempt=0, step=0)
+    finish(preempted, SLURM_RESTART_COUNT="1")
+    assert next_of(preempted) == "requeued"
+    (stubs.folder / "scontrol.calls").unlink()
     again = helpers.attempt(preempted, step=12)
     directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
@@ -527,7 +534,38 @@ def test_a_program_that_is_started_again_is_stopped_as_long_before_the_limit(
     assert ("export", f"{attempts.VARIABLE}={second.folder}") in shell
     assert ("again", "1") in shell
     assert ("step", "--container-image=a.sqsh") in shell
+    assert ("step", "--wait=0") in shell
     assert stop_note.read(second).before_s == 120.0
+
+
+def test_ranks_that_all_exit_before_the_end_are_started_again(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub_scontrol(stubs)
+    first = helpers.attempt(tmp_path, launch="7.0")
+    again = restart.Restart("", first, ("--nodes=2",))
+    monkeypatch.setattr(batch.restart, "plan", lambda *arguments: again)
+    environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(first.folder)}
+    environ |= helpers.in_job("mnist", [f"run_dir={tmp_path}", "restarts=1"])
+    status, shell = batch.step_ended("mnist", 0, environ)
+    assert status == 0
+    assert [value for verb, value in shell if verb == "step"] == ["--nodes=2"]
+    assert batch.step_ended("mnist", 0, environ, may_restart=False) == (1, [])
+
+
+def test_a_hang_for_which_a_restart_has_requeued_the_job_is_not_requeued_again(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub_scontrol(stubs)
+    attempt = helpers.attempt(tmp_path, launch="7.0", step=None)
+    attempts.begin(attempt, 0, own=False, of_program=True)
+    attempts.record(attempt, rank=None, host="", kind=Kind.hang, error="no output", name="hang")
+    requeued = restart.Restart("too few nodes are left; requeued")
+    monkeypatch.setattr(batch.restart, "plan", lambda *arguments: requeued)
+    environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(attempt.folder)}
+    words = [PROGRAM, f"run_dir={tmp_path}", "restarts=1", "silent_s=9", "restart_on_hang=true"]
+    assert batch.step_ended("script", 1, {**environ, **helpers.in_job("script", words)}) == (1, [])
+    assert stubs.calls("scontrol") == []
 
 
 def test_a_signal_to_a_batch_shell_without_an_attempt_is_no_error() -> None:
@@ -695,7 +733,7 @@ def test_a_run_that_never_began_ends_with_sruns_status(
     ("state", "status"),
     [
         ("done", 0),
-        ("failed", 1),
+        ("failed", 9),
     ],
 )
 def test_a_log_on_a_full_disk_does_not_change_the_exit_status(
@@ -703,10 +741,12 @@ def test_a_log_on_a_full_disk_does_not_change_the_exit_status(
 ) -> None:
     attempt = helpers.attempt(tmp_path, launch="7.0")
     helpers.attempt(tmp_path, launch="7.0")  # by a second step of the script
+    helpers.attempt(tmp_path, launch="8.0", step=None)  # of a job that was refused meanwhile
     directory.write_status(tmp_path, state, attempt=1, step=9)
     of_attempt = {attempts.VARIABLE: str(attempt.folder)}
+    of_attempt |= helpers.in_job("mnist", [f"run_dir={tmp_path}"])
     environ = helpers.clean_environment(SLURM_JOB_ID="7", **of_attempt)
-    words = ["finish", "mnist", str(status), f"run_dir={tmp_path}"]
+    words = ["finish", "mnist", "9"]
     command = [sys.executable, "-m", "recipes.core.launch.batch", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=helpers.ROOT, env=environ, stdout=full, stderr=full)
