@@ -51,6 +51,23 @@ def test_an_attempt_owns_the_run_until_a_later_one_begins(tmp_path: Path) -> Non
             attempts.begin(stale, 3, own=False)
 
 
+def test_rank_0_adds_the_hosts_and_keeps_what_its_parent_has_noted(tmp_path: Path) -> None:
+    environ = {"SLURM_JOB_ID": "7"}
+    attempt = attempts.open_next(tmp_path, "mnist", environ, launch="x.1", submitted=5.0)
+    files.write_json(attempt.folder / "opened.json", {**attempt.facts(), "time": 9.0})
+    attempts.describe(attempt, "mnist", environ, ("a", "b"))
+    facts = attempt.facts()
+    kept = (facts["launch"], facts["submitted"], facts["time"], facts["hosts"])
+    assert kept == ("x.1", 5.0, 9.0, ["a", "b"])
+
+
+def test_of_a_program_the_hosts_of_running_ranks_are_known(tmp_path: Path) -> None:
+    attempt = helpers.attempt(tmp_path, hosts=())
+    for rank, host, ended in ((0, "a", None), (1, "b", 8.0), (2, "c", None)):
+        attempts.note_rank(attempt, rank, rank, host, ended)
+    assert attempts.hosts(attempt) == {0: "a", 2: "c"}
+
+
 def test_two_steps_cannot_begin_the_same_attempt(tmp_path: Path) -> None:
     attempt = helpers.attempt(tmp_path)
     with pytest.raises(MachineError, match="another Slurm step of this job has begun this attempt"):
@@ -144,8 +161,9 @@ def test_an_attempt_that_wakes_up_too_late_changes_nothing(
     """It is stopped just before it renames a checkpoint, ``latest``, the status or the summary."""
     old = helpers.attempt(tmp_path)
     write_checkpoint(old, 5)
+    helpers.attempt(tmp_path, step=None)  # was refused
     helpers.attempt(tmp_path, step=5)
-    directory.write_status(tmp_path, "running", attempt=1, step=5)
+    directory.write_status(tmp_path, "running", attempt=2, step=5)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(MachineError, match=r"a later attempt .*writes to this run directory"):
         write(old)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -61,8 +62,14 @@ def test_a_running_process_uses_the_run(
     assert not look(tmp_path)
     directory.write_status(tmp_path, "done", attempt=8, step=3)  # of another attempt
     assert look(tmp_path)
-    files.write_json(tmp_path / "attempts/0000/ended.json", {"state": "failed"})
+    assert not in_use.check(attempts.Attempt(tmp_path, 0), {}, 0)  # of itself
+    ended = tmp_path / "attempts/0000/ended.json"
+    files.write_json(ended, {"state": "failed"})
     assert not look(tmp_path)
+    ended.unlink()
+    assert not look(
+        an_attempt(tmp_path, "done")
+    )  # it took the run over, so the first one had ended
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,10 @@ def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(
     an_attempt(tmp_path, **{**other, "job": "7", "launch": "7.0", "cluster": ""})
     assert "another Slurm step of this job" in look(tmp_path, SLURM_JOB_ID="7")
     assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == ""
+    pid = other["process"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    helpers.wait_until(lambda: not helpers.alive(pid), 10, "the end of the step")
+    assert look(tmp_path, SLURM_JOB_ID="7") == ""  # a zombie
 
 
 def test_the_heartbeat_decides_if_slurm_cannot_be_asked(
@@ -92,7 +103,8 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(
 ) -> None:
     monkeypatch.setattr(in_use, "WATCH_S", 3.0)
     process = {"host": "x", "pid": 1, "started": "1", "place": "x"}
-    an_attempt(tmp_path, job="7", launch="7.0", cluster="here", process=process)
+    about = {"cluster": "here", "process": process, "hosts": ("a", "b")}
+    an_attempt(tmp_path, job="7", launch="7.0", **about)
     here = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "here", "PATH": ""}
     assert look(tmp_path, **here) == ""
     over = threading.Event()

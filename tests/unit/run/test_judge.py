@@ -110,6 +110,12 @@ def judged(
             Kind.error,
         ),
         (
+            [(3, Kind.run_error, "x"), (1, Kind.run_error, "y")],
+            "rank 3 on b failed first: x",
+            3,
+            Kind.run_error,
+        ),
+        (
             [(0, *LOST), (1, *LOST), (3, Kind.timeout, "x")],
             "rank 2 on b exited without an error record",
             2,
@@ -160,6 +166,13 @@ def test_a_rank_for_which_the_others_timed_out_is_named(tmp_path: Path) -> None:
     assert judge.describe({"behind": late}) == expected
 
 
+def test_a_refused_rank_is_named_unless_rank_0_is_refused_too(tmp_path: Path) -> None:
+    refused = (Kind.machine, "no GPU", {"exit_status": 3})
+    line = judged(tmp_path, (2, *refused)).line
+    assert line == "rank 2 on b failed first: no GPU"
+    assert judged(tmp_path, (2, *refused), (0, *refused)).line == "no GPU"
+
+
 def test_four_ranks_without_a_record_are_named_and_the_others_counted(tmp_path: Path) -> None:
     verdict = judged(tmp_path, (1, *LOST), hosts=tuple(f"h{i}" for i in range(8)))
     assert verdict.reason.startswith(
@@ -196,6 +209,7 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record(
             75,
         ),
         ([], {}, End(0), "incomplete", 1),
+        ([(0, *LOST)], {}, End(0), "failed", 1),
         ([], {}, End(137), "failed", 137),
         ([(2, Kind.input, "x", {"exit_status": 2})], {}, End(143), "failed", 2),
         # An attempt that has not begun.
@@ -415,6 +429,8 @@ def test_the_killed_wrapper_is_named_and_not_the_rank_that_lost_it(tmp_path: Pat
     assert verdict.exit_status == 1
     cause = judged_program(tmp_path, (0, Kind.out_of_memory, 5.0), ended=ended, end=End(137))
     assert cause.first["rank"] == 0
+    half = judged_program(tmp_path, (0, ERROR, 5.0), ended=(None, None, None, 6.0), end=End(1))
+    assert half.first["rank"] == 1
     many = judged_program(tmp_path, (0, ERROR, 5.0), ended=(None,) * 4, end=End(1))
     assert many.first["rank"] == 0
 
