@@ -1,5 +1,6 @@
 """The job that is made from the settings of a launch."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container, jobs
 from recipes.core.run import command_line
+from recipes.core.slurm import jobstate
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import describe, directives
 
@@ -51,6 +53,18 @@ def test_an_environment_that_is_no_file_is_refused_before_the_queue(tmp_path: Pa
     )
     with pytest.raises(ConfigError, match=f"environment={tmp_path}: no such file"):
         describe("environment=.", base=tmp_path)
+
+
+def test_a_ready_script_is_submitted_again_with_its_size_and_without_gpus_if_it_had_none() -> None:
+    ready = jobstate.Job("7", "RUNNING", script="/clone/sbatch/mnist_2x8.sh")
+    size = {"nodes": "2", "ntasks-per-node": "3", "exclude": "node7"}
+    for of_job, expected in (({}, "0"), ({"gpus-per-node": "a100:4"}, "a100:4")):
+        job = dataclasses.replace(ready, options={**size, **of_job})
+        options = ["--nodes=2", "--ntasks-per-node=3", f"--gpus-per-node={expected}"]
+        assert jobs.options_of(job) == options
+        made = dataclasses.replace(job, script="/clone/runs/submitit/submission_file_1.sh")
+        assert jobs.options_of(made) == []
+    assert jobs.options_of(jobstate.Job("", "", options=size)) == []
 
 
 @pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])
@@ -111,6 +125,12 @@ def test_the_ranks_that_a_launcher_starts_follow_from_the_keys_of_the_job(
             "gpus=8: through=accelerate needs the same number on each node: "
             "give nodes= and gpus_per_node=",
         ),
+        (("gpus=2", "nodes=3"), "gpus=2: must be at least nodes=3, one GPU per node"),
+        (
+            ("gpus=4", "nodes=3", "restarts=1", "min_nodes=2"),
+            "gpus=4: spare= and min_nodes= need the same number of ranks on each node: "
+            "give nodes= and gpus_per_node=",
+        ),
         (
             ("through=node", "device=cpu", "ranks_per_node=2"),
             "ranks_per_node=2: through=node starts one process per node: leave it out",
@@ -129,9 +149,7 @@ def test_the_ranks_that_a_launcher_starts_follow_from_the_keys_of_the_job(
         ),
     ],
 )
-def test_keys_that_do_not_fit_what_starts_the_ranks_are_refused(
-    words: tuple[str, ...], line: str
-) -> None:
+def test_keys_that_do_not_fit_each_other_are_refused(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(ConfigError) as error:
         describe(*PROGRAM, *words)
     assert str(error.value) == line

@@ -72,6 +72,7 @@ done
 def test_a_finished_script() -> None:
     job = describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo"))
     assert jobs.sbatch_script(job) == FINISHED
+    assert job.ranks == 16
 
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
@@ -141,10 +142,13 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         },
     ),
     (
-        ("nodes=2", "gpus_per_node=8"),
-        {"--nodes": "2", "--ntasks-per-node": "8", "--gpus-per-node": "8"},
+        ("nodes=2", "gpus_per_node=8", "restarts=1", "spare=1"),
+        {"--nodes": "3", "--ntasks-per-node": "8", "--gpus-per-node": "8", "--no-kill": ""},
     ),
-    (("ranks_per_node=2",), {"--ntasks-per-node": "2", "--gpus-per-node": "2"}),
+    (
+        ("nodes=3", "ranks_per_node=2", "restarts=1", "min_nodes=2"),
+        {"--nodes": "3", "--ntasks-per-node": "2", "--gpus-per-node": "2", "--no-kill": ""},
+    ),
     (
         (*PROGRAM, "device=cpu", "through=torchrun", "nproc_per_node=8", "cpus_per_rank=2"),
         {"--ntasks-per-node": "1", "--cpus-per-task": "16"},
@@ -164,7 +168,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
             "--gpus-per-node": None,
         },
     ),
-    (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
+    (("gpus=2", "nodes=2"), {"--nodes": "2", "--ntasks": "2", "--gpus-per-task": "1"}),
     (
         ("gpus=6", "device=cpu"),
         {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None},
@@ -198,6 +202,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
             "--signal": "USR2@120",
             "--job-name": "mnist",
             "--partition": None,
+            "--no-kill": None,
         },
     ),
     (("time=2",), {"--signal": "USR2@30"}),
