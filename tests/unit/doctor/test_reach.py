@@ -28,6 +28,12 @@ def served(answer: Callable[[socket.socket], object], connections: int = 1) -> i
     return int(listener.getsockname()[1])
 
 
+def test_a_node_probes_the_first_the_next_and_one_half_way_round() -> None:
+    assert [reach.peers(node, 7) for node in (0, 1, 5)] == [[1, 3], [0, 2, 4], [0, 1, 6]]
+    assert [reach.peers(node, 2) for node in (0, 1)] == [[1], [0]]
+    assert reach.peers(0, 1) == []
+
+
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
 )

@@ -206,6 +206,7 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     assert judgement.exclude == []
     line = verdict.lines(judgement)[4]
     assert line == "BAD   all 3 nodes: data_dir=/data cannot be used: mount it"
+    assert judged(reports[:2], 3).exclude == ["node2"]  # which did not answer
     reports[1]["findings"] = []
     assert judged(reports, 3).exclude == ["node0", "node2"]
     for report in reports:
@@ -226,6 +227,10 @@ def all_pairs(count: int) -> list[Report]:
 def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
     reports = all_pairs(6)
     reports[1]["bandwidth"]["pairs"][2][3] = 20.0  # nodes 1 and 4
+    assert judged(reports, 6).entries == []
+    for node, report in enumerate(reports):  # pairs of different nodes, the last one slow
+        speed = 20.0 if node == 4 else 45.0
+        report["bandwidth"]["pairs"] = [] if node % 2 else [[node, node + 1, 0, speed]]
     assert judged(reports, 6).entries == []
     reports = all_pairs(6)
     for report in reports:
@@ -262,6 +267,10 @@ def test_one_gpu_with_a_slow_network_or_slow_copies_makes_a_node_bad() -> None:
     problem = "copies from its GPU 6 to the next GPU are slow: 21 GB/s; the median is 200"
     assert bad(judged(reports, 4)) == {"node1": problem}
     assert bad(judged(reports[:2], 2)) == {}  # of two, either may be the usual one
+    reports = healthy(3, gpus=1)
+    reports[2]["facts"]["gpus"][0]["tflops"] = 415.0
+    problem = "GPU 0 (GPU-2-0) is slow: 415 TFLOP/s; the median is 700"
+    assert bad(judged(reports, 3)) == {"node2": problem}
 
 
 def test_the_table_shows_what_each_node_has() -> None:
@@ -312,6 +321,20 @@ def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> Non
     )
     assert any(line.startswith(stopped) for line in lines)
     assert lines[-1] == "not healthy, and the cause is not a single node"
+    reports[1]["bandwidth"] = {"at": "the end", "ended": True}
+    assert bad(judged(reports, 4)) == {}  # the node that came further is not behind
+
+
+def test_nodes_that_answered_only_at_first_are_excluded_unless_all_did() -> None:
+    reports = healthy(3)
+    for node in (2, 1):
+        reports[node]["early"] = True
+    assert judged(reports, 3).exclude == ["node1", "node2"]
+    reports[0]["early"] = True
+    assert judged(reports, 3).exclude == []
+    assert not judged(reports, 3).healthy
+    [alone] = healthy(1)
+    assert judged([{**alone, "early": True}], 1).exclude == ["node0"]
 
 
 def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
