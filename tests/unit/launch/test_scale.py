@@ -35,7 +35,7 @@ def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
     summary = {
         "recipe": "toy",
         "world_size": ranks,
-        "num_nodes": ranks,
+        "num_nodes": (ranks + 1) // 2,
         "samples_per_second": speed,
         "device": "cpu",
     }
@@ -45,10 +45,11 @@ def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
     directory.write_status(folder, "done", attempt=0, step=2)
     (folder / "job.yaml").write_text("{}")
     (folder / "summary.json").write_text(json.dumps({**summary, **changed}))
-    row = {"attempt": 0, "samples_per_second": speed, "rank_step_s": [0.5, 0.3]}
+    row = {"attempt": 0, "rank_step_s": [0.5, 0.3], "forward_backward": 0.75}
     with open(folder / "metrics.jsonl", "w") as file:
-        for step in (1, 2):
-            print(json.dumps({**row, "step": step}), file=file)
+        for step, share in ((1, 0.1), (2, 1.0)):  # the first row has the start in it
+            of_row = {**row, "step": step, "samples_per_second": share * speed}
+            print(json.dumps(of_row), file=file)
     return folder
 
 
@@ -103,17 +104,27 @@ def test_invalid_words_are_refused(words: list[str], error: str, tmp_path: Path)
 def test_the_table_of_runs_and_a_prediction_from_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    single = run(tmp_path / "one", 1, 100.0)
-    two = run(tmp_path / "two", 2, 150.0)
-    assert submitted([str(two), str(single)], tmp_path) == []
+    two = run(tmp_path / "two", 2, 100.0)
+    six = run(tmp_path / "six", 6, 150.0)
+    assert submitted([str(six), str(two)], tmp_path) == []
     _, first, second = capsys.readouterr().out.splitlines()
-    assert first.split() == ["1", "1", "100", "1000", "100.0", "100%"]
-    assert second.split() == ["2", "2", "100", "666.7", "150.0", "75%"]
-    # A rank works 0.4 s for 100 samples; the ring takes 2 x 30 us + 4 MB / 2 GB/s on two ranks.
-    assert submitted([str(single), f"link={two}", "ranks=1,2"], tmp_path) == []
+    assert first.split() == ["2", "1", "100", "1000", "100.0", "100%"]
+    assert second.split() == ["6", "3", "100", "666.7", "150.0", "50%"]
+    # Each of two ranks works 0.4 s for 100 samples; the ring takes 6 x 6 us + 1.5 x 4 MB / 2 GB/s
+    # on four ranks.
+    assert submitted([str(two), f"link={six}", "ranks=4,1"], tmp_path) == []
     _, _, first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.split()[:2] == ["1", "400"]
-    assert second.split()[:2] == ["2", "202.1"]
+    assert first.split() == ["1", "800", "125.0", "100%", "0%"]
+    assert second.split() == ["4", "203", "492.5", "99%", "1%"]
+    assert submitted([str(two), f"link={six}", "ranks=4", "weak=true"], tmp_path) == []
+    _, _, line, *_ = capsys.readouterr().out.splitlines()
+    assert line.split() == ["4", "403", "496.2", "99%", "1%"]
+
+
+def test_two_thirds_of_forward_and_backward_hide_communication_on_a_gpu(tmp_path: Path) -> None:
+    assert scale.read(run(tmp_path / "cpu", 6, 150.0)).backward_s == 0.0
+    base = scale.read(run(tmp_path / "gpu", 6, 150.0, device="cuda"))
+    assert base.backward_s == pytest.approx(0.5 * 100 / 150)
 
 
 def test_a_run_that_lacks_figures_is_refused(tmp_path: Path) -> None:
