@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,7 @@ def test_accelerate_starts_a_wrapper_for_each_rank_of_the_node() -> None:
         f"--num_processes=16 --main_process_ip=n1 --main_process_port=29500 --no_python {WRAPPER}"
     )
     assert command("accelerate", 8) == expected
+    assert "--multi_gpu" in command("accelerate", 1)  # on each of two nodes
     assert "--multi_gpu" not in command("accelerate", 1, ALONE)
 
 
@@ -73,6 +75,13 @@ def test_the_configuration_of_accelerate_chooses_fsdp(tmp_path: Path, end: str) 
     words = command("accelerate", 8, NODE, *(() if end else ("--config_file", "fsdp.yaml")))
     assert "--multi_gpu" not in words
     assert ("--config_file fsdp.yaml --no_python" in words) == (not end)
+
+
+def test_the_configuration_of_accelerate_may_be_in_another_cache(tmp_path: Path) -> None:
+    (tmp_path / "huggingface/accelerate").mkdir(parents=True)
+    (tmp_path / "huggingface/accelerate/default_config.yml").touch()
+    assert launchers.has_accelerate_config({"XDG_CACHE_HOME": str(tmp_path)})
+    assert not launchers.has_accelerate_config({"HF_HOME": str(tmp_path)})
 
 
 def test_accelerate_on_cpus_starts_torchrun() -> None:
@@ -120,6 +129,7 @@ def test_a_node_gets_its_place_among_the_nodes() -> None:
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29500",
     }
+    assert launchers.variables_of_node(ALONE, {})["NODES"] == socket.gethostname()
 
 
 def test_a_launcher_starts_a_rank_per_gpu_unless_told_otherwise(

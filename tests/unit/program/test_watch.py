@@ -1,11 +1,14 @@
-"""How often a wrapper reads the run directory."""
+"""When a wrapper reads the run directory, and what it writes there."""
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from recipes.core.program.watch import Watch
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, positions
 from tests import helpers
 
 
@@ -25,3 +28,31 @@ def test_a_request_to_stop_is_recorded_at_once_and_only_once(
     assert len(looks) == 2
     view.fenced = "the test has ended"
     view.tell_stop("SIGUSR2", time.time())  # ends the thread
+
+
+def test_each_wrapper_records_its_stop_once_and_the_first_one_writes_status_and_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "_run", lambda self: None)
+    attempt = helpers.attempt(tmp_path)
+    os.utime(attempt.folder / "opened.json", (1, 1))
+    for task in (1, 0):
+        assert directory.read_status(tmp_path) == {}
+        assert attempts.newest_heartbeat(attempt) == 1.0
+        view = Watch(attempt, task)
+        view.tell_stop("SIGUSR2", 100.0 + task)
+        view._look()
+        path = attempt.folder / f"failed/stop000{task}.json"
+        record = helpers.read(path.parent, path.stem)
+        assert (record["rank"], record["time"]) == (task, 100.0 + task)
+        path.unlink()
+        view._look()
+        assert not path.exists()
+    assert directory.read_status(tmp_path)["state"] == "preempted"
+    assert attempts.newest_heartbeat(attempt) > 1.0
+    report = positions.file_of(attempt)
+    for text in ("", "rank 1 hangs"):  # the first task opens the file before it writes
+        report.parent.mkdir(exist_ok=True)
+        report.write_text(text)
+        view._look()
+        assert view.hangs == bool(text)
