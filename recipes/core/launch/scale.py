@@ -14,6 +14,7 @@ in a ring.
 """
 
 import re
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +88,8 @@ def _submit_all(
         status = submit([f"{name}={value}" for name, value in chosen.items()])
         if status:
             return status
-    print(f"when these jobs are done, print the table: python launch.py scale {place}")
+    command = shlex.join(["python", "launch.py", "scale", str(place)])
+    print(f"when these jobs are done, print the table: {command}")
     return EXIT_DONE
 
 

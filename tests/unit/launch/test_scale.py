@@ -77,6 +77,8 @@ def test_a_job_for_each_size_with_the_same_work(
         "nodes-4",
     ]
     assert f"python launch.py scale {tmp_path}/runs/scale/" in capsys.readouterr().out
+    submitted(["recipe=toy", "nodes=1"], tmp_path / "my clone")
+    assert f"python launch.py scale '{tmp_path}/my clone/runs/" in capsys.readouterr().out
     weak = submitted(["recipe=toy", "nodes=2,4", "weak=true", "global_batch_size=64"], tmp_path)
     assert ["global_batch_size=64" in job for job in weak] == [True, False]
     assert "global_batch_size=128" in weak[1]
