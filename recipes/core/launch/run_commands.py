@@ -318,10 +318,12 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
             f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first"
         )
     if not described or not (folder / "job.sh").is_file():
-        raise InputError(
-            f"{_short(run.folder)}: was not submitted to Slurm: start it again with: python -m "
-            + shlex.join([f"recipes.{run.recipe}", f"run_dir={run.folder}"])
-        )
+        run_dir = f"run_dir={run.folder}"
+        again = "with: " + shlex.join(["python", "-m", f"recipes.{run.recipe}", run_dir])
+        if run.recipe == command_line.SCRIPT:  # its keys are not kept
+            again = f"with the command that started it, and {shlex.quote(run_dir)}"
+        problem = "was not submitted to Slurm: start it again"
+        raise InputError(f"{_short(run.folder)}: {problem} {again}")
     arguments = [str(word) for word in described.get("arguments") or ()]
     arguments += [f"run_dir={run.folder}", *words]  # of equal keys, the last one counts
     settings = command_line.parse(arguments, recipe=str(described.get("recipe")))

@@ -477,6 +477,10 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
         InputError, match=rf"start it again with: python -m recipes\.mnist run_dir={local}"
     ):
         run_commands.to_resume(runs.read(local, {}), [])
+    program = root / "runs/script/here"
+    attempts.open_next(program, "script", {})
+    with pytest.raises(InputError, match=rf"with the command that started it, and .*{program}$"):
+        run_commands.to_resume(runs.read(program, {}), [])
     ended = root / "runs/mnist/12"
     (ended / "job.sh").write_text("")
     with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
