@@ -57,7 +57,12 @@ def main(argv: list[str], python: str) -> int:
     """
     if argv[:1] == ["runs"]:  # a line of JSON for each run
         return _main(argv, python, {})
-    return command_line.with_json(argv, lambda words, told: _main(words, python, told))
+
+    def run(words: list[str], told: dict[str, Any]) -> int:
+        # logs becomes tail, whose output is no JSON: it gets --json too, and refuses it
+        return _main(argv if argv[:1] == ["logs"] else words, python, told)
+
+    return command_line.with_json(argv, run)
 
 
 def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:

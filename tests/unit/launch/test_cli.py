@@ -227,3 +227,6 @@ def test_json_has_the_results_and_nothing_else_is_on_stdout(
     line = "epoch=1: recipe toy has no key 'epoch'; did you mean 'epochs'?"
     assert json.loads(out) == {"error": line, "exit_status": 2}
     assert err.endswith("nothing was submitted\n")
+    assert cli.main(["logs", "last", "--json"], sys.executable) == 2
+    line = json.loads(capsys.readouterr().out)["error"]
+    assert line.startswith("--json: launch.py logs does not support it")
