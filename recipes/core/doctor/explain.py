@@ -92,7 +92,8 @@ def _sections(path: Path) -> Sequence[Section]:
                 job = client.find(path.name)
             log = outlook.early_log(job, path.name, every.parent)
             if log:
-                lines = ["its job ended before it had a run directory", *of_logs(log)]
+                why = "its job has no run directory, or its run has a newer job"
+                lines = [why, *of_logs(log)]
                 return [(str(path), lines)]
             if job:
                 lines = [f"it has no run directory yet: {jobstate.describe(job)}"]

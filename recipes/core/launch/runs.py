@@ -196,7 +196,8 @@ def _why_none(word: str, root: Path) -> str:
             job = client.find(word, timeout_s=1.0)
         log = outlook.early_log(job, word, root)
         if log:
-            return f"{word}: this job ended before it had a run directory: read its log, {log}"
+            why = "this job has no run directory, or its run has a newer job"
+            return f"{word}: {why}: read its log, {log}"
         if job:
             why = f"has no run directory yet: {jobstate.describe(job)}"
     return f"{shown(word) or repr(word)}: {why}: give a run directory, a job ID, or {table.LAST}"

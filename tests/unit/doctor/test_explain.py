@@ -322,7 +322,7 @@ def test_a_job_without_a_run_directory_is_explained_by_its_log(
     log.write_text("no Python environment: activate yours before sbatch\n")
     for answer in (job("FAILED", log=str(log)), None):
         assert explain([Path("7")], Answers({"7": answer})) == [
-            "its job ended before it had a run directory",
+            "its job has no run directory, or its run has a newer job",
             "no known cause in 1 file",
             f"{log} ends:",
             "  | no Python environment: activate yours before sbatch",

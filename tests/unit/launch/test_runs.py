@@ -293,7 +293,8 @@ def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
     log = root / "mnist-98.out"
     log.write_text("no Python environment\n")
     line = (
-        rf"98: this job ended before it had a run directory: read its log, {re.escape(str(log))}$"
+        "98: this job has no run directory, or its run has a newer job: read its log, "
+        rf"{re.escape(str(log))}$"
     )
     for scontrol in (  # Slurm forgets a job after some minutes
         f"printf 'JobId=98\\n JobState=FAILED\\n StdOut={log}\\n'",
