@@ -64,6 +64,8 @@ def places_of(answers: Sequence[Answer], hosts: Hosts) -> list[Place]:
     places = list[Place]()
     if silent or not answers:
         why = "the job is suspended, or the node is down or cannot read the run directory"
+        if not hosts:  # they are known once the ranks have met
+            why = f"they are still starting, {why}"
         places.append((f"{_names(silent, hosts)}: no answer within {WAIT_S:g} s: {why}", ()))
 
     awaited = f"waiting for {_names(late, hosts)}, "

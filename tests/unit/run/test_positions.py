@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_answer_is_awaited() -> None:
     assert first.startswith("rank 4 on node2: no answer within 8 s: the job is suspended, ")
     assert second.startswith("ranks 0-1 on node1: waiting for rank 4 on node2, in all_reduce ")
     [line] = positions.lines_of([], {})
-    assert line.startswith("ranks of this run: no answer within 8 s: ")
+    assert line.startswith("ranks of this run: no answer within 8 s: they are still starting, ")
 
 
 def test_ranks_that_move_wait_for_nobody_and_may_be_at_any_step() -> None:
