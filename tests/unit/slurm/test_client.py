@@ -197,6 +197,8 @@ def test_a_users_defaults_for_slurms_commands_have_no_effect(
             command, f"[ -z \"${{{name}:-}}\" ] || exit 1; echo '7|RUNNING|N/A|node1|1:00|1|None'"
         )
     assert client.mine() is not None
+    # else the elements of an array that wait are one line, and jobs that have ended are missing
+    assert {"--me", "--array", "--states=all"} <= set(stubs.calls("squeue")[0])
     assert client.nodes()
     client.cancel("7")
 
@@ -230,6 +232,24 @@ def test_the_steps_of_a_job_are_ended_without_its_batch_script(stubs: Stubs) -> 
     assert call == ["--signal=KILL", "7.0", "7.12"]
 
 
+def test_the_limits_are_those_of_the_named_or_the_default_partition(stubs: Stubs) -> None:
+    small = r"PartitionName=cpu\n   Default=NO MaxNodes=4 MaxTime=01:00:00\n"
+    large = r"PartitionName=gpu\n   Default=YES MaxNodes=UNLIMITED MaxTime=2-00:00:00\n"
+    stubs.add("scontrol", rf"printf '{small}\n{large}'")
+    assert client.partition("") == client.Partition("gpu", "2-00:00:00", None)
+    assert client.partition("cpu") == client.Partition("cpu", "01:00:00", 4)
+    assert stubs.calls("scontrol") == [["show", "partition"], ["show", "partition", "cpu"]]
+
+
+def test_the_id_of_a_job_on_another_cluster_is_without_its_name(stubs: Stubs) -> None:
+    stubs.add("sbatch", "echo '12;there'")
+    with open(__file__) as script:
+        job_id = client.submit_open_file(script.fileno(), ["lr=1"], ["--nodes=2"], "/")
+        path = f"/proc/self/fd/{script.fileno()}"
+    assert job_id == "12"
+    assert stubs.calls("sbatch") == [["--parsable", "--nodes=2", path, "lr=1"]]
+
+
 def test_nodes_on_which_no_task_starts_are_silent(stubs: Stubs) -> None:
     stubs.add("srun", "[[ $* == *--nodes=1*--nodelist=node[13]* ]]")
     assert client.silent_nodes(["node1", "node2", "node3"]) == {"node2"}
@@ -250,6 +270,7 @@ def test_a_slow_controller_does_not_keep_a_user_waiting(
         ("NumTasks=4 TresPerTask=cpu=2,gres/gpu=2", "8"),
         ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", "a100:4"),
         ("NumTasks=5 TresPerTask=cpu=2 NtasksPerTRES=2", "3"),
+        ("NumTasks=4 TresPerTask=cpu=2 NtasksPerTRES=2", "2"),
         ("NumTasks=4 TresPerTask=cpu=2 TresPerNode=gres/gpu:2", ""),
         ("", ""),
     ],

@@ -102,3 +102,28 @@ def test_an_option_of_the_job_removes_its_variable() -> None:
     environ = {"SBATCH_PARTITION": "p", "SBATCH_ACCOUNT": "a", "SBATCH_MEM_PER_NODE": "1G"}
     job = describe("partition=q", "extra=--mem=0")
     assert environment.clean(environ, job.directives) == {"SBATCH_ACCOUNT": "a"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"SBATCH_CLUSTERS": "a"}, "a"),
+        ({"SBATCH_CLUSTERS": "a", "SLURM_CLUSTERS": "b"}, "b"),
+        ({"SBATCH_CLUSTERS": ""}, None),
+    ],
+)
+def test_the_other_commands_use_the_cluster_of_sbatch_unless_they_have_their_own(
+    chosen: dict[str, str], expected: str | None
+) -> None:
+    environment.use_cluster_of_sbatch(chosen)
+    assert chosen.get("SLURM_CLUSTERS") == expected
+
+
+def test_the_tasks_of_a_node_are_added_in_a_step_that_does_not_have_them() -> None:
+    for environ, expected in (
+        ({"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "3"}, "3"),
+        ({"SLURM_NTASKS": "4"}, "2"),
+        ({}, None),
+    ):
+        added = environment.with_tasks_per_node(environ, 2)
+        assert added.get("SLURM_NTASKS_PER_NODE") == expected
