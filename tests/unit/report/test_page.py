@@ -122,7 +122,9 @@ def test_one_run(tmp_path: Path) -> None:
     (folder / "checkpoints").mkdir(exist_ok=True)
     for step in (5, 10):
         (folder / f"checkpoints/step-{step:08d}.pt").write_bytes(bytes(123_000 * step))
-    (folder / "checkpoints/latest").write_text("step-00000010.pt\n")
+    (folder / "checkpoints/step-00000010.0-1of2.rows").write_bytes(bytes(270_000))
+    for mark in ("latest", "best"):
+        (folder / "checkpoints" / mark).write_text("step-00000010.pt\n")
     entry = {"nodes": [1], "what": "GPU 3 is slow", "fix": "leave it out", "bad": True}
     (folder / "doctor").mkdir()
     files.write_json(
@@ -151,8 +153,9 @@ def test_one_run(tmp_path: Path) -> None:
         "lr": "0.1",
     }
     assert {name: shown.after(name) for name in cells} == cells
+    assert shown.after("data wait") == "25.0%"
     assert shown.after("GPU 3 is slow") == "leave it out"
-    assert shown.after("1.2 MB") == " latest"
+    assert shown.after("1.5 MB") == " latest best"
     assert len(shown.source) < 50_000
 
 
@@ -252,6 +255,7 @@ def test_a_bar_of_each_attempt_shows_where_its_time_went(tmp_path: Path) -> None
     assert drawn == [("0.0", "0"), ("250.0", "0"), ("0.0", "18"), ("500.0", "18"), ("750.0", "18")]
     assert "attempt 1: queue 0:00:50" in shown.texts
     assert shown.after("all") == "0:02:30"
+    assert shown.after("start") == "1970-01-01 00:01:40 UTC"
 
 
 def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
@@ -287,7 +291,7 @@ def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
 
 
 def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
-    sizes = ((1, 1, 100.0), (4, 1, 360.0), (8, 2, 640.0))
+    sizes = ((8, 2, 640.0), (2, 1, 200.0), (4, 1, 360.0))
     runs = []
     for ranks, nodes, speed in sizes:
         rows = [row(0, 1), row(0, 2, ranks)]
@@ -308,10 +312,15 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     )
     assert shown.labels()[-1] == label
     table = shown.texts[shown.texts.index("efficiency") + 1 :]
-    assert " ".join(table[:15]) == "1 1 100.0 100.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"
+    assert " ".join(table[:15]) == "2 1 200.0 200.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"
     lines = [path["class"] for path in shown.paths("line")]
     assert lines == ["line c0 d0", "line c1 d0", "line c2 d0"]
     assert not any("Scaling" in label for label in page(tmp_path, *runs[:1]).labels())
+    of_toy = {"recipe": "toy", "world_size": 16, "num_nodes": 4, "samples_per_second": 9.0}
+    runs.append(make(tmp_path / "toy", [row(0, 1)], summary=of_toy))
+    opened = tmp_path / "toy/attempts/0000/opened.json"
+    files.write_json(opened, {**files.read_json(opened), "recipe": "toy"})
+    assert page(tmp_path, *runs).labels()[-1] == label
 
 
 def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
@@ -325,7 +334,7 @@ def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "out.html") < 400_000
     points = [(float(x), 50.0 if x == 777 else 0.0) for x in range(10_000)]
     kept = figure._thinned(points, 100)
-    assert len(kept) <= 200
+    assert len(kept) <= 100
     assert (777.0, 50.0) in kept
     assert kept == sorted(kept)
 
