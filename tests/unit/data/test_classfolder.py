@@ -99,8 +99,11 @@ def test_the_digest_depends_on_names_and_classes(tmp_path: Path) -> None:
         ("a/1.jpg", "a/2.jpg", "b/4.jpg"),
         ("a/1.jpg", "b/2.jpg", "b/3.jpg"),
         ("a/1.jpg", "a/2.jpg", "c/3.jpg"),
+        # the same bytes in a row
+        ("a/1.jpg", "a/1.jpg2.jpg", "b/3.jpg"),
+        ("a/1.jpg1.jpg", "a/2.jpg", "b/3.jpg"),
     ]
-    assert len({first, *(digest(*files) for files in others)}) == 4
+    assert len({first, *(digest(*files) for files in others)}) == 6
 
 
 def test_labels_are_positions_in_the_given_classes(tmp_path: Path) -> None:

@@ -48,10 +48,12 @@ def images(folder: Path, *names: str) -> Path:
 
 
 def test_a_share_of_each_class_is_for_validation(folder: Path) -> None:
-    (source, train), (_, val) = opened(folder)
+    (source, train), (_, val) = opened(folder, fraction=0.28)
     assert sorted([*train, *val]) == list(range(16))
-    assert [source.label(i) for i in val] == [0, 0, 1]  # the only image of c is for training
-    assert opened(folder)[1][1] == val != opened(folder, seed=1)[1][1]
+    # 2.8 of a, 1.4 of b; the only image of c is for training
+    assert [source.label(i) for i in val] == [0, 0, 0, 1]
+    others = [opened(folder, fraction=0.28, seed=seed)[1][1] for seed in (0, 1)]
+    assert others[0] == val != others[1]
     (_, train), (_, val) = opened(folder, fraction=0.9)
     assert [len(train), len(val)] == [3, 13]  # one of each class is for training
 
@@ -188,7 +190,8 @@ def test_a_table_gives_files_labels_and_split(folder: Path) -> None:
     assert list(train) == [0, 2, 3]
     assert list(val) == [1]
     assert [source.label(i) for i in range(4)] == [1, 1, 0, 0]
-    assert Pictures(source, train, lambda image: image.size).counts().tolist() == [2, 1]
+    for positions, counts in ((train, [2, 1]), ([2], [1, 0])):
+        assert Pictures(source, positions, lambda image: image.size).counts().tolist() == counts
 
 
 def test_what_a_table_has_besides_is_named(folder: Path) -> None:
@@ -338,6 +341,15 @@ def test_the_digest_changes_with_the_images_and_their_part(folder: Path) -> None
     (source, train), (_, val) = opened(folder)
     first = Pictures(source, train, torch.Tensor).digest()
     assert Pictures(source, list(train), torch.Tensor).digest() == first
-    assert Pictures(source, val, torch.Tensor).digest() != first
+    of_another_seed = opened(folder, seed=1)[0][1]
+    assert len(of_another_seed) == len(train)
+    for positions in (val, of_another_seed):
+        assert Pictures(source, positions, torch.Tensor).digest() != first
     image(folder / "a/99.png")
     assert Pictures(opened(folder)[0][0], train, torch.Tensor).digest() != first
+    digests = set()
+    for labels in (("dog", "cat", "cat"), ("cat", "dog", "cat")):
+        rows = [f"a/{i}.png,{label}" for i, label in enumerate(labels)]
+        table = read_table(Path(write(folder, "file,label", *rows)), folder, False)
+        digests.add(table.digest())
+    assert len(digests) == 2
