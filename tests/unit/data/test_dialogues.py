@@ -328,12 +328,19 @@ def test_the_end_token_may_be_one_of_the_models_settings(tmp_path: Path) -> None
     assert is_ended
 
 
-def test_generation_tags_may_have_more_than_the_end_token(tmp_path: Path) -> None:
+def test_generation_tags_may_have_more_than_the_end_token_of_each_turn(tmp_path: Path) -> None:
     """As many templates for training have the line break that follows it."""
     more = TAGGED.replace("<|eot|>{% endgeneration %}", "<|eot|>{{ '\\n' }}{% endgeneration %}")
     assert more != TAGGED
-    [(_, _, is_ended)] = encoder(models.make(tmp_path, more, "<|eot|>")).encode(WITHOUT_TOOLS)
-    assert is_ended
+    some = TAGGED.replace(
+        "<|eot|>{% endgeneration %}",
+        "{% if loop.last %}<|eot|>{% endif %}{% endgeneration %}"
+        "{% if not loop.last %}<|eot|>{% endif %}",
+    )
+    for template, expected in ((more, True), (some, False)):
+        folder = models.make(tmp_path / str(expected), template, "<|eot|>")
+        [(_, _, is_ended)] = encoder(folder).encode(WITHOUT_TOOLS)
+        assert is_ended == expected
 
 
 def test_generation_tags_without_the_end_token_are_refused(tmp_path: Path, run: Prepare) -> None:
@@ -415,7 +422,8 @@ def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
         assert made() == [0, 1, 2]
         assert not (tmp_path / "data/dialogues/index.json").exists()
         assert made("too_long=drop") == []
-        training, _ = opened(tmp_path)
+        training, validation = opened(tmp_path)
+        assert (len(training), len(validation)) == (1, 2)  # each shard has one row
         bins[1].write_bytes(bytes(bins[1].stat().st_size))
         assert made("too_long=drop") == [1]
         put_rows(tmp_path / "source/a/a.jsonl", {"text": "xyz"})

@@ -139,6 +139,11 @@ def test_other_libraries_tokenizers_and_formats(
         ),
         ({"a_jsonl": '{"body": "x"}'}, (), r"a\.jsonl', line 1: KeyError"),
         (
+            {"a_jsonl": f'\n{{"text": "{1000 * "x"}"}}'},
+            (),
+            r"a\.jsonl', line 2: ValueError: it is longer than 1\.0 kB: give UTF-8 text",
+        ),
+        (
             {"a_jsonl": '{"text": 1}'},
             (),
             r"a\.jsonl', line 1: TypeError: text is of the type int: give UTF-8 text",
@@ -167,6 +172,7 @@ def test_bad_input_is_one_line(
     run: Prepare,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(documents, "LONGEST_LINE", 1000)
     for name in ("tiktoken", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)
     put(tmp_path, **contents)
@@ -200,7 +206,7 @@ def test_a_column_has_strings_or_bytes(
     status, line = run()
     if isinstance(expected, str):
         assert status == 2, line
-        assert expected in line
+        assert f", line 2: {expected}" in line
     else:
         assert all_tokens(opened(tmp_path)) == expected
         assert status == 0
