@@ -131,6 +131,10 @@ def test_samples_and_their_random_numbers_are_those_of_one_rank(
         for part in parts:
             assert rows(part, epoch, 2) == [row for row in rows(part, epoch) if row[1] >= 2]
     assert [row[3] for row in rows(whole, 0)] != [row[3] for row in rows(whole, 1)]
+    of_another_seed = rows(make(GlobalBatches(COUNT, BATCH, 6, 0, 1), 0), 0)
+    assert not {tuple(row[3]) for row in rows(whole, 0)} & {
+        tuple(row[3]) for row in of_another_seed
+    }
     if make is of_set:
         assert [row[2] for row in rows(whole, 0)] != [row[2] for row in rows(whole, 1)]
 
