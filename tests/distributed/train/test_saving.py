@@ -22,6 +22,7 @@ from torch import nn
 from recipes.core.errors import DiskFull, InputError, MachineError
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Saver
+from recipes.core.train.optimizers import MuonAdamW
 
 CPU = torch.device("cpu")
 
@@ -234,6 +235,11 @@ def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
         assert checkpoint.size_in_training(begun) == (1 + averages) * checkpoint.size_of(
             net.state_dict()
         )
+    conv, linear = ([*layer.parameters()] for layer in net)
+    groups = [{"params": conv}, {"params": linear, "betas": (0.9, 0.99)}]
+    begun.optimizer = MuonAdamW(groups, lr=0.1)
+    sizes = [checkpoint.size_of(part) for part in (net.state_dict(), conv, linear)]
+    assert checkpoint.size_in_training(begun) == sizes[0] + sizes[1] + 2 * sizes[2]
     place = first["model"]["0.weight"].data_ptr()
     with torch.no_grad():
         net[0].weight.fill_(7)
