@@ -574,8 +574,16 @@ def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) ->
     "line",
     [
         "recipe: script",
+        "script: /x/evil.sh",
         "program: /x/evil.sh",
+        "workdir: /x",
+        "through: x",
+        "launcher_args: --x",
         "container: docker://evil",
+        "container_runtime: pyxis",
+        "container_mounts: /x",
+        "allow_code: x",
+        "extra: --x",
         "cluster: x",
         "environment: x.tar",
         "sweep.environment: x.tar",
@@ -932,6 +940,9 @@ def test_a_model_is_not_written_into_a_run_of_another_user(tmp_path: Path) -> No
         "keep_best: false",
         "account: x",
         "dependency: afterok:1",
+        "keep_checkpoints: 1",
+        "keep_every_steps: 5",
+        "mail: them",
     ],
 )
 def test_keys_of_another_user_choose_no_run_and_no_readers(tmp_path: Path, key: str) -> None:

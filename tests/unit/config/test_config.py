@@ -138,7 +138,7 @@ def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> N
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("nodes=2", 2),
+        ("nodes=65536", 65536),
         ("lr=1", 1.0),
         ("compile=no", False),
         ("device=cpu", Device.cpu),
@@ -445,6 +445,7 @@ def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_p
         device="cpu",
         timeout_s=60,
         log_every_steps=2,
+        global_batch_size=64,
     )
     (tmp_path / "keys.yaml").write_text("log_every_steps: 3\n")
     words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70", "force=true"]
